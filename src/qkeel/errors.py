@@ -1,0 +1,64 @@
+"""The errors qkeel raises. Each is a QkeelError and also the matching built-in.
+
+Every message says what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QkeelError(Exception):
+    """Root of every error that qkeel raises on purpose."""
+
+
+class InvalidValueError(QkeelError, ValueError):
+    """A value outside its range, or values that do not fit together."""
+
+
+class InvalidTypeError(QkeelError, TypeError):
+    """A value of the wrong type or dtype."""
+
+
+class ShapeError(InvalidValueError):
+    """A tensor of the wrong shape."""
+
+
+class NonFiniteError(QkeelError, ArithmeticError):
+    """NaN or infinity where only finite numbers make sense."""
+
+
+class UnknownNameError(QkeelError, KeyError):
+    """A name that is in no table; the message holds the nearest ones."""
+
+    def __str__(self) -> str:  # KeyError would print the repr
+        return str(self.args[0])
+
+
+class RefusedError(QkeelError, NotImplementedError):
+    """Something that cannot be done exactly, so it is not done at all."""
+
+
+class DataError(QkeelError, OSError):
+    """A corpus or file that cannot be read or is too small."""
+
+
+class RunDirectoryError(QkeelError, OSError):
+    """A run directory that belongs to another run, is torn, in use or not writable."""
+
+
+class AlreadyAppliedError(QkeelError, RuntimeError):
+    """The same change applied twice."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
+    """The error for a name that is not in a table, with the nearest names.
+
+    >>> print(unknown("remedy", "qknorm", ["qk_norm", "softcap"]))
+    unknown remedy 'qknorm'. Did you mean 'qk_norm'? Known: qk_norm, softcap
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    return UnknownNameError(f"unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names) or '(none)'}")

@@ -1,0 +1,1 @@
+"""Every formula once: torch in, torch out, no state."""

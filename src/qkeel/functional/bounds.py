@@ -1,0 +1,68 @@
+"""What norms of q, k and their weights say about logits and entropy, without a T×T or D×D matrix."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def entropy_floor(sigma: float, n: int) -> float:
+    """The smallest entropy of a softmax row over n keys whose logits, mean removed, have L2 norm <= sigma.
+
+    With β = exp(-σ √(n/(n-1))):  ln(1 + (n-1) β) + σ √(n (n-1)) β / (1 + (n-1) β). Tight.
+
+    Source: Zhai et al. 2023, arXiv 2303.06296, theorem 3.1.
+
+    >>> round(entropy_floor(5.0, 64), 6)
+    1.802616
+    """
+    if n < 2:
+        return 0.0
+    beta = math.exp(-sigma * math.sqrt(n / (n - 1)))
+    return math.log1p((n - 1) * beta) + sigma * math.sqrt(n * (n - 1)) * beta / (1 + (n - 1) * beta)
+
+
+def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
+    """√d · gain: the largest |q·k|/√d of RMS-normed q and k whose gains multiply to at most `gain` per dimension.
+
+    >>> round(rms_logit_bound(128), 6)
+    11.313708
+    """
+    return math.sqrt(head_dim) * gain
+
+
+def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b"]:
+    """‖q kᵀ‖_F = sqrt(Σ (qᵀq) ∘ (kᵀk)): two d×d Gram matrices, O(T d²)."""
+    return ((q.mT @ q) * (k.mT @ k)).sum((-2, -1)).clamp_min(0).sqrt()
+
+
+def logit_change_frobenius(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> Float[Tensor, "*b"]:
+    """‖q' k'ᵀ - q kᵀ‖_F from Gram matrices of size 2d: q'k'ᵀ - qkᵀ = [q' q][k' -k]ᵀ.
+
+    Divide by sqrt(t·s) for the RMS change of a logit.
+    """
+    return logit_frobenius(torch.cat([q_new, q], dim=-1), torch.cat([k_new, -k], dim=-1))
+
+
+def interaction_norms(
+    w_q: Float[Tensor, "*h d m"], w_k: Float[Tensor, "*h d m"]
+) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
+    """Frobenius and spectral norm of W_Qᵀ W_K per head, from d×d matrices.
+
+    ‖·‖_F² = Σ (W_Q W_Qᵀ) ∘ (W_K W_Kᵀ); ‖·‖₂² = the largest eigenvalue of (W_Q W_Qᵀ)(W_K W_Kᵀ), computed on
+    the symmetric similar matrix R_Q (W_K W_Kᵀ) R_Q with R_Q = (W_Q W_Qᵀ)^½.
+    """
+    a, b = w_q @ w_q.mT, w_k @ w_k.mT
+    values, vectors = torch.linalg.eigh(a)
+    root = vectors * values.clamp_min(0).sqrt()[..., None, :] @ vectors.mT
+    spectral = torch.linalg.eigvalsh(root @ b @ root)[..., -1].clamp_min(0).sqrt()
+    return (a * b).sum((-2, -1)).clamp_min(0).sqrt(), spectral
+
+
+def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:
+    """Largest singular value of each matrix, exactly, from the smaller Gram matrix."""
+    gram = w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt()

@@ -1,0 +1,119 @@
+"""LogitStats: what attention logits of one site look like, per head; a monoid."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError
+
+PerHead = Float[Tensor, " h"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitStats:
+    """Statistics over the visible (query, key) pairs of one site; [h] per query head, [g] per key head.
+
+    Logits are signed, after the scale and bias, before the cap. Entropy is in nats, of the weights before
+    dropout, over query rows that see at least one key. Norms are those of q and k as they enter the dot
+    product, after norm and rotation. Detached; float32 or wider. `merge` adds data: key blocks,
+    micro-batches, ranks.
+    """
+
+    max_logit: PerHead
+    min_logit: PerHead
+    mean_logit: PerHead
+    capped_max_logit: PerHead
+    entropy: PerHead
+    entropy_min: PerHead
+    query_norm: PerHead
+    query_norm_max: PerHead
+    key_norm: Float[Tensor, " g"]
+    key_norm_max: Float[Tensor, " g"]
+    n_queries: Int[Tensor, " h"]
+    n_pairs: Int[Tensor, " h"]
+    n_keys: Int[Tensor, " g"]
+
+    @property
+    def max_abs_logit(self) -> PerHead:
+        """Largest magnitude; 0 where nothing was seen."""
+        return torch.maximum(self.max_logit, -self.min_logit).clamp_min(0)
+
+    @classmethod
+    def empty(cls, n_heads: int, n_kv_heads: int, like: Tensor) -> LogitStats:
+        """The neutral element: maxima -inf, minima +inf, means 0, counts 0."""
+
+        def full(n: int, value: float) -> Tensor:
+            return torch.full((n,), value, dtype=like.dtype, device=like.device)
+
+        def zeros(n: int) -> Tensor:
+            return torch.zeros(n, dtype=torch.int64, device=like.device)
+
+        h, g, inf = n_heads, n_kv_heads, torch.inf
+        return cls(
+            max_logit=full(h, -inf),
+            min_logit=full(h, inf),
+            mean_logit=full(h, 0),
+            capped_max_logit=full(h, -inf),
+            entropy=full(h, 0),
+            entropy_min=full(h, inf),
+            query_norm=full(h, 0),
+            query_norm_max=full(h, 0),
+            key_norm=full(g, 0),
+            key_norm_max=full(g, 0),
+            n_queries=zeros(h),
+            n_pairs=zeros(h),
+            n_keys=zeros(g),
+        )
+
+
+# How each field merges: the larger, the smaller, the sum, or the mean weighted by a count.
+_MAX = ("max_logit", "capped_max_logit", "query_norm_max", "key_norm_max")
+_MIN = ("min_logit", "entropy_min")
+_SUM = ("n_queries", "n_pairs", "n_keys")
+_MEAN = {"mean_logit": "n_pairs", "entropy": "n_queries", "query_norm": "n_queries", "key_norm": "n_keys"}
+
+
+def merge(a: LogitStats, b: LogitStats) -> LogitStats:
+    """The statistics of both data sets together. Associative and commutative up to rounding."""
+    if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
+        raise InvalidValueError(
+            f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "
+            f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
+        )
+    fields: dict[str, Tensor] = {}
+    for name in _MAX:
+        fields[name] = torch.maximum(getattr(a, name), getattr(b, name))
+    for name in _MIN:
+        fields[name] = torch.minimum(getattr(a, name), getattr(b, name))
+    for name in _SUM:
+        fields[name] = getattr(a, name) + getattr(b, name)
+    for name, count in _MEAN.items():
+        share = getattr(b, count) / fields[count].clamp_min(1)
+        fields[name] = torch.lerp(getattr(a, name), getattr(b, name), share.to(getattr(a, name).dtype))
+    return LogitStats(**fields)
+
+
+def merge_all(parts: Iterable[LogitStats]) -> LogitStats:
+    """`merge` over one or more statistics."""
+    return functools.reduce(merge, parts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitBracket:
+    """Bounds on the largest logit per head, from row logsumexps that a kernel gave for free.
+
+    `lower <= max_logit <= upper`. `entropy` is there when it was asked for; it tightens the lower bound
+    from lse - ln n to lse - H, so the bracket closes exactly when attention collapses. `certified` marks
+    heads whose `lower` is the exact maximum.
+    """
+
+    lower: PerHead
+    upper: PerHead
+    entropy: PerHead | None = None
+    certified: Tensor | None = None

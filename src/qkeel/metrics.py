@@ -1,0 +1,107 @@
+"""Scalars of recorded runs, each defined once: LR sensitivity, collapse, spikes, alarms, paired differences.
+
+Pure Python on lists and dicts, so the report and the command line read the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qkeel.errors import InvalidValueError
+
+ALARM_THRESHOLD = (
+    100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534) and, at tiny scale, a clean early sign
+)
+COLLAPSE_ENTROPY = 0.1  # nats per query row, mean over the model
+
+
+def _capped(loss: float, ceiling: float) -> float:
+    return ceiling if math.isnan(loss) else min(loss, ceiling)
+
+
+def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> float:
+    """Mean over learning rates of min(loss, init_loss) - min(losses).
+
+    With `init_loss` = infinity (the default) losses are not clipped, so every loss must be finite.
+    NaN counts as `init_loss`.
+
+    Source: Wortsman et al. 2023, arXiv 2309.14322, section 2.1 (they clip at the loss of initialisation).
+
+    >>> round(lr_sensitivity([3.5, 3.3, 3.2, 3.25, 3.6, 9.0, math.inf], math.log(32101)), 6)
+    1.975235
+    """
+    if not losses:
+        raise InvalidValueError("LR sensitivity needs at least one loss, got none")
+    clipped = [_capped(loss, init_loss) for loss in losses]
+    best = min(clipped)
+    if not math.isfinite(best):
+        return math.nan
+    return sum(loss - best for loss in clipped) / len(clipped)
+
+
+def collapsed(entropy: float, val_loss: float, init_loss: float) -> bool:
+    """Whether attention has collapsed: mean entropy under 0.1 nats, or a loss no better than at the start or NaN.
+
+    Tiny models rarely diverge to NaN; they freeze with one-hot attention (entropy 0), which this names.
+    """
+    return not val_loss < init_loss or not entropy >= COLLAPSE_ENTROPY
+
+
+def first_above(records: Sequence[Mapping[str, Any]], name: str, threshold: float) -> int | None:
+    """The first logged step where `name` exceeds `threshold` (NaN counts as above), or None."""
+    for record in records:
+        value = record.get(name)
+        if value is not None and not value <= threshold:
+            return int(record["step"])
+    return None
+
+
+def alarm_step(records: Sequence[Mapping[str, Any]], threshold: float = ALARM_THRESHOLD) -> int | None:
+    """The first logged step with max_logit above `threshold`, or None."""
+    return first_above(records, "max_logit", threshold)
+
+
+def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6.0) -> float:
+    """Share of training losses more than `deviations` standard deviations above the mean of the window before.
+
+    Losses are those of consecutive logged steps; the first `window` are never spikes. NaN is a spike.
+
+    Source: OLMo 2 report (arXiv 2501.00656), section 3, who use windows of 1,000 steps and 7 deviations;
+    a short run has fewer points, hence the smaller window here.
+
+    >>> spike_score([1.0, 1.1] * 10 + [9.0] + [1.0] * 4)
+    0.04
+    """
+    if not losses:
+        return 0.0
+    spikes = 0
+    for i, loss in enumerate(losses):
+        before = [x for x in losses[max(0, i - window) : i] if math.isfinite(x)]
+        if math.isnan(loss):
+            spikes += 1
+        elif i >= window and len(before) >= 2:
+            spikes += loss > statistics.fmean(before) + deviations * max(statistics.stdev(before), 1e-12)
+    return spikes / len(losses)
+
+
+def largest_stable_lr(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The largest learning rate below which (it included) no run of `rows` collapsed, or None."""
+    largest = None
+    for lr in sorted({row["lr"] for row in rows}):
+        if any(row["collapsed"] for row in rows if row["lr"] == lr):
+            break
+        largest = lr
+    return largest
+
+
+def paired_gain(rows: Sequence[Mapping[str, Any]], remedy: str, baseline: str, lr: float) -> list[float]:
+    """val_loss(baseline) - val_loss(remedy) for each seed that both have at `lr`; positive = the remedy is better.
+
+    Same seed means same weights and same batches, so the pairing takes the seed spread out.
+    """
+    loss = {(row["remedy"], row["seed"]): row["val_loss"] for row in rows if row["lr"] == lr}
+    seeds = sorted({s for r, s in loss if r == remedy} & {s for r, s in loss if r == baseline})
+    return [loss[baseline, s] - loss[remedy, s] for s in seeds]

@@ -1,0 +1,27 @@
+"""What stands on disk: names, units and shapes of every recorded number, and how it is written and read.
+
+No torch here: the report reads runs on machines that have none.
+"""
+
+from qkeel.records.fields import HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS, Field, explain_field
+from qkeel.records.files import append_line, read_json, read_lines, write_json, write_text
+from qkeel.records.heads import HeadRecorder, Heads, read_heads
+from qkeel.records.rundir import RunDirectory, RunStatus
+
+__all__ = [
+    "HEAD_FIELDS",
+    "STEP_FIELDS",
+    "TABLE_COLUMNS",
+    "Field",
+    "HeadRecorder",
+    "Heads",
+    "RunDirectory",
+    "RunStatus",
+    "append_line",
+    "explain_field",
+    "read_heads",
+    "read_json",
+    "read_lines",
+    "write_json",
+    "write_text",
+]

@@ -1,0 +1,112 @@
+"""Files that are whole or absent: atomic writes, append-only lines, torn tails dropped on read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from qkeel.errors import RunDirectoryError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot write {path}: {error.strerror or error}. Expected a writable place with free space; "
+            "nothing that stood there was changed. Free some space or choose another directory."
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically. NaN and infinity become strings, so that any JSON reader can read the file."""
+    write_text(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    """Append one JSON line and hand it to the operating system at once."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json_line(value))
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot append to {path}: {error.strerror or error}. What was written before is kept; "
+            "free some space or choose another directory, then run the same command again to go on."
+        ) from error
+
+
+def json_line(value: dict[str, Any]) -> str:
+    """One line of a .jsonl file, newline included."""
+    return json.dumps(_plain(value), allow_nan=False) + "\n"
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; numbers written as 'nan' or 'inf' stay floats."""
+    try:
+        return _numbers(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise RunDirectoryError(f"{path} is missing; expected a file that every run writes") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"cannot read {path}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise RunDirectoryError(
+            f"{path} is not whole JSON (line {error.lineno}: {error.msg}). It was not written by qkeel or was "
+            "damaged later; delete the directory to run again, or restore the file."
+        ) from error
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a .jsonl file; a torn last line is dropped, a torn line before it is an error."""
+    if not path.exists():
+        return
+    raw = path.read_bytes()
+    lines = raw.split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn or empty
+        try:
+            yield _numbers(json.loads(line))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            if number == len(lines) - 1:
+                return
+            raise RunDirectoryError(
+                f"{path}, line {number} is not whole JSON: the file was damaged"
+            ) from error
+
+
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, str):
+        return _WORDS.get(value, value)
+    if isinstance(value, dict):
+        return {k: _numbers(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_numbers(v) for v in value]
+    return value

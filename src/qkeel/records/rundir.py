@@ -1,0 +1,141 @@
+"""A run directory: config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any
+
+from qkeel.errors import RunDirectoryError
+from qkeel.records.files import json_line, read_json, read_lines, write_json, write_text
+from qkeel.records.heads import Heads, cut_heads, read_heads
+
+
+class RunStatus(StrEnum):
+    """How far a run is."""
+
+    MISSING = "missing"
+    STARTED = "started"
+    FAILED = "failed"
+    DONE = "done"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The files of one run. Reading never changes anything."""
+
+    path: Path
+
+    @property
+    def status(self) -> RunStatus:
+        """DONE wins over FAILED: a run that failed and then went through is done."""
+        if (self.path / "DONE").exists():
+            return RunStatus.DONE
+        if (self.path / "FAILED").exists():
+            return RunStatus.FAILED
+        return RunStatus.STARTED if (self.path / "config.json").exists() else RunStatus.MISSING
+
+    @property
+    def checkpoint(self) -> Path:
+        """The one checkpoint file, replaced by one rename."""
+        return self.path / "last" / "state.safetensors"
+
+    def config(self) -> dict[str, Any]:
+        """The run's configuration."""
+        return read_json(self.path / "config.json")
+
+    def env(self) -> dict[str, Any]:
+        """Versions, corpus hash, command, formula in use."""
+        return read_json(self.path / "env.json")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per logged step, by records.STEP_FIELDS."""
+        return list(read_lines(self.path / "metrics.jsonl"))
+
+    def events(self) -> list[dict[str, Any]]:
+        """Warnings and what a remedy did, one dict each."""
+        return list(read_lines(self.path / "events.jsonl"))
+
+    def heads(self) -> Heads:
+        """Per layer and head, by records.HEAD_FIELDS."""
+        return read_heads(self.path)
+
+    def summary(self) -> dict[str, Any]:
+        """The run's row of table.csv."""
+        return read_json(self.path / "summary.json")
+
+    def failure(self) -> str:
+        """Why the run failed; empty if it did not."""
+        path = self.path / "FAILED"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def open(self, config: dict[str, Any]) -> None:
+        """Make the directory for `config`, or check that it was made for the same one."""
+        if (self.path / "config.json").exists():
+            old = self.config()
+            if old != config:
+                changed = sorted(k for k in {*old, *config} if old.get(k) != config.get(k))
+                raise RunDirectoryError(
+                    f"{self.path} holds a run of another configuration (different: {', '.join(changed)}). "
+                    "Choose another directory; nothing was changed."
+                )
+            return
+        if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
+            raise RunDirectoryError(
+                f"{self.path} is not empty and holds no config.json, so it is not a run directory. "
+                "Choose another directory; nothing was changed."
+            )
+        write_json(self.path / "config.json", config)
+
+    def cut_back(self, last_step: int) -> None:
+        """Drop everything recorded after `last_step`, so that a resumed run repeats it bit for bit."""
+        for name in ("metrics.jsonl", "events.jsonl"):
+            path = self.path / name
+            if path.exists():
+                kept = [record for record in read_lines(path) if record["step"] <= last_step]
+                write_text(path, "".join(map(json_line, kept)))
+        cut_heads(self.path, last_step)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the directory alone; the operating system frees it when the process dies, however it dies."""
+        with locked(self.path / "lock", f"{self.path} is in use by another process"):
+            yield
+
+
+@contextmanager
+def locked(path: Path, message: str) -> Iterator[None]:
+    """An exclusive advisory lock on `path`, or a RunDirectoryError that says who is in the way."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, the lock lives as long as it
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot write in {path.parent}: {error.strerror or error}. Choose a writable directory."
+        ) from error
+    with file:
+        if not _try_lock(file):
+            file.seek(0)
+            holder = file.read().strip()
+            who = f" (process {holder})" if holder else ""
+            raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows has no flock; runs are still resumable, only not guarded
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

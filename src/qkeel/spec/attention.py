@@ -1,0 +1,110 @@
+"""AttentionSpec: what attention computes, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import unicodedata
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import InvalidTypeError
+from qkeel.functional.norms import wide
+from qkeel.registry import lookup
+from qkeel.spec.cap import Cap, NoCap
+from qkeel.spec.norm import NoNorm, Norm
+from qkeel.spec.normalizer import Normalizer, Softmax
+from qkeel.spec.position import NoPosition, Position
+from qkeel.spec.scale import InverseSqrt, Scale
+from qkeel.spec.slot import Geometry, Params
+
+SLOTS: dict[str, type] = {
+    "norm": Norm,
+    "position": Position,
+    "scale": Scale,
+    "cap": Cap,
+    "normalizer": Normalizer,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """out = normalizer(cap(scale · position(norm(q), norm(k)))) · v.
+
+    Five closed slots, each holding an object. Immutable and comparable; `dataclasses.replace` gives variants.
+
+    >>> AttentionSpec().explain().splitlines()[2]
+    '  z = 1/√d · q̃·k̃'
+    """
+
+    norm: Norm = dataclasses.field(default_factory=NoNorm)
+    position: Position = dataclasses.field(default_factory=NoPosition)
+    scale: Scale = dataclasses.field(default_factory=InverseSqrt)
+    cap: Cap = dataclasses.field(default_factory=NoCap)
+    normalizer: Normalizer = dataclasses.field(default_factory=Softmax)
+
+    def __post_init__(self) -> None:
+        for name, kind in SLOTS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise InvalidTypeError(
+                    f"slot {name!r} takes a {kind.__name__} object, got {value!r}; see qkeel.spec for the choices"
+                )
+
+    def replace(self, **slots: Norm | Position | Scale | Cap | Normalizer) -> Self:
+        """The same spec with other slots."""
+        for name in slots:
+            lookup("slot", SLOTS, name)
+        return dataclasses.replace(self, **slots)  # type: ignore[arg-type]
+
+    def init_params(self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64) -> Params:
+        """The learnable tensors this spec needs, by name; empty for most specs."""
+        geometry = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads or n_heads, head_dim=head_dim)
+        params: Params = {}
+        for name in SLOTS:
+            params.update(getattr(self, name).init_params(geometry))
+        return params
+
+    def encode(
+        self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
+    ) -> tuple[Tensor, Tensor]:
+        """q [b h t d] and k [b g s d] as they enter the dot product: normed and rotated, float32 or wider."""
+        kind = wide(q.dtype)
+        q, k = q.to(kind), k.to(kind)
+        if self.position.order == "rotate_then_norm":
+            q, k = self.position.encode(q, k, pos_q, pos_k)
+            return self.norm.apply("q", q, params), self.norm.apply("k", k, params)
+        q, k = self.norm.apply("q", q, params), self.norm.apply("k", k, params)
+        return self.position.encode(q, k, pos_q, pos_k)
+
+    def values(self, v: Tensor, params: Params) -> Tensor:
+        """v as it is averaged: normed where the norm is on v too."""
+        return self.norm.apply("v", v, params)
+
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params, dtype: torch.dtype) -> float | Tensor:
+        """The scale: a float, or a tensor that broadcasts to [b h t 1]."""
+        value = self.scale.factor(pos_q, head_dim, params)
+        return value.to(dtype) if isinstance(value, Tensor) else value
+
+    def scores(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params) -> Tensor:
+        """Logits [b h t s] of *encoded* q and k: scaled, before the cap. On full or block shapes."""
+        scale = self.factor(pos_q, q.shape[-1], params, q.dtype)
+        # The scale goes on q (t·d numbers), not on the scores (t·s numbers).
+        return self.position.scores(q * scale, k, pos_q, pos_k, params)
+
+    def logits(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params) -> Tensor:
+        """*The* definition of an attention logit: [b h t s] of raw q and k, scaled, before the cap."""
+        return self.scores(*self.encode(q, k, pos_q, pos_k, params), pos_q, pos_k, params)
+
+    def explain(self) -> str:
+        """The formula in use, one line a step."""
+        position = self.position.formula()
+        lines = ["attention of this spec, per head (logits in nats):"]
+        lines.append(f"  {self.norm.formula()}; {position}")
+        lines.append(f"  z = {self.scale.formula()} · q̃·k̃")
+        if not isinstance(self.cap, NoCap):
+            lines.append(f"  z ← {self.cap.formula()}")
+        lines.append(f"  weights = {self.normalizer.formula()} over visible keys")
+        text = unicodedata.normalize("NFC", "\n".join(lines))
+        return text + f"\n  out = weights · {'ṽ' if 'ṽ' in text else 'v'}"

@@ -1,0 +1,196 @@
+"""AttentionCall: q, k, v, the spec and who sees whom, on their way into attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
+from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.slot import Params
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionCall:
+    """One attention call, checked. q [b h t d]; k, v [b g s d]; pos_q [b|1 t]; pos_k [b|1 s].
+
+    `plain` says that positions are the default ones (0 .. s-1, queries aligned to the end of the keys), so a
+    kernel may use a causal flag instead of comparing positions.
+    """
+
+    spec: AttentionSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    params: Params
+    causal: bool
+    mask: Tensor | None
+    pos_q: Tensor
+    pos_k: Tensor
+    plain: bool
+    dropout: float = 0.0
+
+    def encoded(self) -> tuple[Tensor, Tensor]:
+        """q and k as they enter the dot product, float32 or wider."""
+        return self.spec.encode(self.q, self.k, self.pos_q, self.pos_k, self.params)
+
+    def scores(self, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+        """Logits before cap of a block of encoded q and k (already sliced), additive mask included."""
+        z = self.spec.scores(q, k, self.pos_q[:, rows], self.pos_k[:, keys], self.params)
+        bias = self.bias(rows, keys)
+        return z if bias is None else z + bias.to(z.dtype)
+
+    def bias(self, rows: slice, keys: slice) -> Tensor | None:
+        """The additive mask of a block, -inf taken out, or None."""
+        block = self._mask_block(rows, keys)
+        if block is None or block.dtype == torch.bool:
+            return None
+        return block.masked_fill(block == -torch.inf, 0.0)
+
+    def visible(self, rows: slice, keys: slice) -> Tensor | None:
+        """True where a query may see a key; broadcasts to [b h rows keys]; None where all is visible."""
+        seen = None
+        if self.causal:
+            seen = (self.pos_k[:, None, keys] <= self.pos_q[:, rows, None])[:, None]
+        block = self._mask_block(rows, keys)
+        if block is not None:
+            allowed = block if block.dtype == torch.bool else block > -torch.inf
+            seen = allowed if seen is None else seen & allowed
+        return seen
+
+    def last_key(self, rows: slice) -> int:
+        """How many leading keys the rows can see at most, known without looking at data."""
+        s, t = self.k.shape[2], self.q.shape[2]
+        if not (self.causal and self.plain):
+            return s
+        return max(0, min(s, s - t + rows.stop))
+
+    def _mask_block(self, rows: slice, keys: slice) -> Tensor | None:
+        if self.mask is None:
+            return None
+        r = rows if self.mask.shape[-2] > 1 else slice(None)
+        c = keys if self.mask.shape[-1] > 1 else slice(None)
+        return self.mask[..., r, c]
+
+
+def make_call(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    params: Params | None = None,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    pos_q: Tensor | None = None,
+    pos_k: Tensor | None = None,
+    dropout: float = 0.0,
+) -> AttentionCall:
+    """Check everything once, at the border, and resolve positions and parameters."""
+    if not isinstance(spec, AttentionSpec):
+        raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) makes one), got {spec!r}")
+    _check_tensors(q, k, v)
+    spec.position.check(q.shape[-1])
+    if not 0 <= dropout < 1:
+        raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
+    b, _, t, _ = q.shape
+    s = k.shape[2]
+    plain = pos_q is None and pos_k is None
+    keys = _positions("pos_k", pos_k, b, s, torch.arange(s, device=q.device))
+    queries = keys if plain and t == s else _positions("pos_q", pos_q, b, t, _aligned(keys, s, t, pos_k))
+    return AttentionCall(
+        spec=spec,
+        q=q,
+        k=k,
+        v=v,
+        params=_params(spec, q, k, params),
+        causal=causal,
+        mask=_mask(mask, q, s),
+        pos_q=queries,
+        pos_k=keys,
+        plain=plain,
+        dropout=dropout,
+    )
+
+
+def _aligned(keys: Tensor, s: int, t: int, pos_k: Tensor | None) -> Tensor:
+    if pos_k is not None and t <= s:
+        return keys[:, s - t :]
+    return torch.arange(s - t, s, device=keys.device)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ShapeError(f"expected {name} of shape [batch heads tokens dim], got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise InvalidTypeError(f"expected a floating-point {name}, got {x.dtype}; convert it first")
+    if not (q.dtype == k.dtype == v.dtype):
+        raise InvalidTypeError(f"expected q, k, v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.device == k.device == v.device):
+        raise InvalidValueError(f"expected q, k, v on one device, got {q.device}, {k.device}, {v.device}")
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ShapeError(
+            "expected q [b h t d], k [b g s d], v [b g s d'] with the same b, g, s, d; got "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}. "
+            "If the heads are in the third place, transpose(1, 2) all three."
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            f"the number of query heads must be a multiple of that of key heads, got {q.shape[1]} and {k.shape[1]}"
+        )
+
+
+def _positions(name: str, pos: Tensor | None, b: int, n: int, default: Tensor) -> Tensor:
+    if pos is None:
+        return default if default.ndim == 2 else default[None]
+    if pos.ndim == 1:
+        pos = pos[None]
+    if pos.ndim != 2 or pos.shape[0] not in (1, b) or pos.shape[1] != n:
+        raise ShapeError(f"expected {name} of shape [{b} {n}] or [{n}], got {tuple(pos.shape)}")
+    return pos
+
+
+def _mask(mask: Tensor | None, q: Tensor, s: int) -> Tensor | None:
+    if mask is None:
+        return None
+    b, h, t, _ = q.shape
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InvalidTypeError(
+            f"expected a boolean mask (True = may attend) or a floating-point one (added to the logits), got {mask.dtype}"
+        )
+    full = mask[:, None, None, :] if mask.ndim == 2 and mask.shape == (b, s) and (b, s) != (t, s) else mask
+    while full.ndim < 4:
+        full = full[None]
+    if full.ndim != 4 or any(m not in (1, n) for m, n in zip(full.shape, (b, h, t, s))):
+        raise ShapeError(
+            f"expected a mask that broadcasts to [{b} {h} {t} {s}], or a padding mask [{b} {s}], got {tuple(mask.shape)}"
+        )
+    return full
+
+
+def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) -> Params:
+    given = dict(params or {})
+    # Shapes only: on the meta device nothing is allocated.
+    with torch.device("meta"):
+        needed = spec.init_params(q.shape[1], k.shape[1], q.shape[3])
+    if not needed and not given:
+        return given
+    for name in given:
+        if name not in needed:
+            raise unknown("parameter of this spec", name, needed)
+    for name, like in needed.items():
+        if name not in given:
+            raise InvalidValueError(
+                f"this spec needs the parameter {name!r} of shape {tuple(like.shape)}; "
+                "make a full set with spec.init_params(n_heads, n_kv_heads, head_dim)"
+            )
+        if given[name].shape != like.shape:
+            raise ShapeError(
+                f"expected parameter {name!r} of shape {tuple(like.shape)}, got {tuple(given[name].shape)}"
+            )
+    return given

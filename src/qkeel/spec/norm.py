@@ -1,0 +1,181 @@
+"""Norm slot: what is normalised before q meets k, over what, with which gain."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError, unknown
+from qkeel.functional.norms import l2_norm, layer_norm, rms_norm
+from qkeel.functional.scaling import apply_gain
+from qkeel.spec.slot import Geometry, Params, Slot
+
+On = Literal["q", "k", "qk", "qkv"]
+Over = Literal["head", "layer"]
+Gain = Literal["none", "dim", "one_plus_dim", "head_dim", "scalar", "head"]
+Part = Literal["q", "k", "v"]
+
+_GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
+
+
+class Norm(Slot):
+    """Normalises q, k or v of shape [b h t d]."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def apply(self, part: Part, x: Tensor, params: Params) -> Tensor:
+        """x normalised, or x itself where this norm leaves that part alone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoNorm(Norm):
+    """q and k as they come."""
+
+    def apply(self, part: Part, x: Tensor, params: Params) -> Tensor:
+        return x
+
+    def formula(self) -> str:
+        return "q̃ = q, k̃ = k"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GainNorm(Norm):
+    """A normalisation with an optional gain.
+
+    on: which of q, k, v. over: "head" normalises each head's d numbers, "layer" all heads of a token at once
+    (then one head's logit is bounded by √d·√(H·Hk) only, not √d). gain: "dim" [d] shared by heads,
+    "one_plus_dim" stores w and multiplies by 1 + w (Gemma), "head_dim" [h d], "scalar" [], "head" [h].
+    value_gain: v's own gain if it differs (Gemma 4 norms v without). shared: q and k use the same gain.
+    """
+
+    on: On = "qk"
+    over: Over = "head"
+    gain: Gain = "none"
+    eps: float = 1e-6
+    bias: bool = False
+    value_gain: Gain | None = None
+    shared: bool = False
+
+    symbol = "norm"
+
+    def __post_init__(self) -> None:
+        for kind, value, known in (
+            ("part to normalise", self.on, ("q", "k", "qk", "qkv")),
+            ("extent of a norm", self.over, ("head", "layer")),
+            ("gain", self.gain, _GAINS),
+            ("value gain", self.value_gain or "none", _GAINS),
+        ):
+            if value not in known:
+                raise unknown(kind, value, known)
+        if not self.eps >= 0:
+            raise InvalidValueError(f"expected eps >= 0, got {self.eps}")
+        if self.bias and self.gain not in ("dim", "head_dim"):
+            raise InvalidValueError(f"a bias goes with gain 'dim' or 'head_dim', got gain {self.gain!r}")
+
+    @abc.abstractmethod
+    def normalise(self, x: Tensor) -> Tensor:
+        """The bare normalisation over the last axis."""
+
+    def apply(self, part: Part, x: Tensor, params: Params) -> Tensor:
+        if part not in self.on:
+            return x
+        if self.over == "layer":
+            b, h, t, d = x.shape
+            flat = self.normalise(x.transpose(1, 2).reshape(b, t, h * d))
+            y = flat.view(b, t, h, d).transpose(1, 2)
+        else:
+            y = self.normalise(x)
+        name = "q" if self.shared and part == "k" else part
+        gain = self._gain(part)
+        if gain != "none":
+            weight = params[f"{name}_norm"]
+            y = apply_gain(y, 1 + weight if gain == "one_plus_dim" else weight)
+        if self.bias:
+            bias = params[f"{name}_norm_bias"]
+            y = y + (bias[:, None, :] if bias.ndim == 2 else bias).to(y.dtype)
+        return y
+
+    def _gain(self, part: Part) -> Gain:
+        return self.value_gain if part == "v" and self.value_gain is not None else self.gain
+
+    def init_params(self, geometry: Geometry) -> Params:
+        if self.shared and geometry.n_heads != geometry.n_kv_heads:
+            raise InvalidValueError(
+                f"a gain shared by q and k needs n_heads = n_kv_heads, got {geometry.n_heads} and "
+                f"{geometry.n_kv_heads}; use shared=False with grouped keys"
+            )
+        params: Params = {}
+        for part in self.on:
+            if self.shared and part == "k":
+                continue
+            heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
+            shapes: dict[str, tuple[int, ...]] = {
+                "dim": (geometry.head_dim,),
+                "one_plus_dim": (geometry.head_dim,),
+                "head_dim": (heads, geometry.head_dim),
+                "scalar": (),
+                "head": (heads, 1),
+            }
+            gain = self._gain(part)  # type: ignore[arg-type]
+            if gain != "none":
+                start = torch.zeros if gain == "one_plus_dim" else torch.ones
+                params[f"{part}_norm"] = start(shapes[gain])
+            if self.bias:
+                params[f"{part}_norm_bias"] = torch.zeros(shapes[gain])
+        return params
+
+    def formula(self) -> str:
+        gains = {
+            "none": "",
+            "dim": " · w",
+            "one_plus_dim": " · (1 + w)",
+            "head_dim": " · w_h",
+            "scalar": " · g",
+            "head": " · g_h",
+        }
+        over = "" if self.over == "head" else " over all heads of a token"
+        lines = []
+        for part in ("q", "k", "v"):
+            if part in self.on:
+                bias = " + b" if self.bias else ""
+                lines.append(f"{part}̃ = {self.symbol}({part}){gains[self._gain(part)]}{bias}")
+            elif part != "v":
+                lines.append(f"{part}̃ = {part}")
+        return ", ".join(lines) + over
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class L2Norm(GainNorm):
+    """x / max(‖x‖₂, eps), norm 1."""
+
+    eps: float = 1e-12
+    symbol = "L2"
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return l2_norm(x, self.eps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RMSNorm(GainNorm):
+    """x / sqrt(mean(x²) + eps), norm √d."""
+
+    symbol = "RMS"
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.eps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorm(GainNorm):
+    """(x - mean) / sqrt(var + eps)."""
+
+    eps: float = 1e-5
+    symbol = "LN"
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.eps)

@@ -1,0 +1,97 @@
+"""Normalizer slot: logits to weights."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from qkeel.functional import normalizers as F
+from qkeel.spec.slot import Geometry, Params, Slot
+
+
+class Normalizer(Slot):
+    """Turns logits [b h t s] into weights; `visible` broadcasts to them, None means all."""
+
+    __slots__ = ()
+    softmax_over_keys: bool = False  # are the weights, made to sum to one, those of a plain softmax?
+
+    @abc.abstractmethod
+    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+        """Weights, 0 where not visible."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Softmax(Normalizer):
+    """exp(z) / Σ exp(z)."""
+
+    softmax_over_keys = True
+
+    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+        return F.softmax(logits, visible)
+
+    def formula(self) -> str:
+        return "softmax(z)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sink(Normalizer):
+    """exp(z) / (exp(s) + Σ exp(z)): s learned per head (gpt-oss), or the constant 0 ("off by one")."""
+
+    learned: bool = True
+    init: float = 0.0
+    softmax_over_keys = True
+
+    def init_params(self, geometry: Geometry) -> Params:
+        return {"sink": torch.full((geometry.n_heads, 1, 1), self.init)} if self.learned else {}
+
+    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+        sink = params["sink"] if self.learned else torch.tensor(self.init, device=logits.device)
+        return F.sink_softmax(logits, sink, visible)
+
+    def formula(self) -> str:
+        return f"exp(z)/(exp({'s_h' if self.learned else f'{self.init:g}'}) + Σ exp(z))"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sigmoid(Normalizer):
+    """σ(z + b); b = -ln(training length) is the published start."""
+
+    bias: float
+    learned: bool = False
+
+    def init_params(self, geometry: Geometry) -> Params:
+        return {"logit_bias": torch.full((geometry.n_heads, 1, 1), self.bias)} if self.learned else {}
+
+    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+        bias = params["logit_bias"].to(logits.dtype) if self.learned else self.bias
+        return F.sigmoid(logits, bias, visible)
+
+    def formula(self) -> str:
+        return f"σ(z {self.bias:+.4g})" + (" (bias learned)" if self.learned else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SquaredReLU(Normalizer):
+    """relu(z)² / n."""
+
+    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+        return F.squared_relu(logits, visible)
+
+    def formula(self) -> str:
+        return "relu(z)²/n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Softpick(Normalizer):
+    """relu(e^z - 1) / Σ|e^z - 1|."""
+
+    eps: float = 1e-8
+
+    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+        return F.softpick(logits, visible, self.eps)
+
+    def formula(self) -> str:
+        return "relu(e^z - 1)/(Σ|e^z - 1| + ε)"

@@ -1,0 +1,94 @@
+"""Position slot: how positions enter the score."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Literal
+
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError, unknown
+from qkeel.functional.rope import rope_frequencies, rope_table, rotate
+from qkeel.spec.slot import Params, Slot
+
+Order = Literal["norm_then_rotate", "rotate_then_norm"]
+
+
+class Position(Slot):
+    """A position offers `encode` (what happens to q and k alone) and `scores` (what needs the pair).
+
+    A position that is a rotation does all its work in `encode`. One that depends on the distance in another
+    way (a bias, ReRoPE) overrides `scores` and says so by `folds = False`.
+    """
+
+    __slots__ = ()
+    folds: bool = True
+    order: Order = "norm_then_rotate"
+
+    def check(self, head_dim: int) -> None:
+        """Raise if this position cannot be used with that head size."""
+        return None
+
+    def encode(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [b h t d] and k [b g s d] after rotation; pos_q [b|1 t], pos_k [b|1 s]."""
+        return q, k
+
+    def scores(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params) -> Tensor:
+        """Unscaled scores [b h t s] of encoded q and k; g key heads serve h / g query heads each."""
+        b, h, t, d = q.shape
+        g, s = k.shape[1], k.shape[2]
+        if g == h:
+            return q @ k.mT
+        return (q.reshape(b, g, h // g * t, d) @ k.mT).view(b, h, t, s)
+
+    @abc.abstractmethod
+    def formula(self) -> str:
+        """How positions enter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoPosition(Position):
+    """NoPE: the causal mask is the only hint of order."""
+
+    def formula(self) -> str:
+        return "no position"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rope(Position):
+    """Rotary embedding of the first `rotary` share of each head.
+
+    order: the norm before the rotation or after it. The same for a norm without per-dimension gain; with one,
+    norm-then-rotate is the one that keeps scores a function of the distance.
+    """
+
+    base: float = 10_000.0
+    rotary: float = 1.0
+    pairing: Literal["half", "interleaved"] = "half"
+    order: Order = "norm_then_rotate"
+
+    def __post_init__(self) -> None:
+        if not self.base > 1:
+            raise InvalidValueError(f"expected a RoPE base above 1, got {self.base}")
+        if not 0 < self.rotary <= 1:
+            raise InvalidValueError(f"expected the rotated share in (0, 1], got {self.rotary}")
+        if self.pairing not in ("half", "interleaved"):
+            raise unknown("pairing", self.pairing, ("half", "interleaved"))
+        if self.order not in ("norm_then_rotate", "rotate_then_norm"):
+            raise unknown("order", self.order, ("norm_then_rotate", "rotate_then_norm"))
+
+    def check(self, head_dim: int) -> None:
+        rope_frequencies(int(head_dim * self.rotary), self.base)
+
+    def encode(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Tensor, Tensor]:
+        frequencies = rope_frequencies(int(q.shape[-1] * self.rotary), self.base)
+        cos_k, sin_k = rope_table(pos_k[:, None], frequencies, k.dtype)
+        same = pos_q is pos_k
+        cos_q, sin_q = (cos_k, sin_k) if same else rope_table(pos_q[:, None], frequencies, q.dtype)
+        return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
+
+    def formula(self) -> str:
+        share = "" if self.rotary == 1 else f", first {self.rotary:g} of each head"
+        after = " before the norm" if self.order == "rotate_then_norm" else ""
+        return f"RoPE(base {self.base:g}{share}){after}"

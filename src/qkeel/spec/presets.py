@@ -1,0 +1,241 @@
+"""Every published recipe as one row. All constants of papers and models live here, with their source."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from qkeel.errors import InvalidTypeError, unknown
+from qkeel.functional.scaling import cosine_scale, qk_norm_init
+from qkeel.registry import lookup
+from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.cap import Softcap
+from qkeel.spec.norm import L2Norm, LayerNorm, RMSNorm
+from qkeel.spec.position import NoPosition, Rope
+from qkeel.spec.scale import Fixed, FloorLogTemperature, InverseSqrt, Learned, LogN, Sqrt
+
+_HF = "as shipped in transformers 5.23"
+_SU = "Su 2023, kexue.fm 9859"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A published recipe: one line of what it is, its source, and how to make its spec."""
+
+    line: str
+    source: str
+    build: Callable[..., AttentionSpec]
+
+
+def _keynorm(
+    norm: L2Norm | None, scale: str
+) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
+    """One row of the KeyNorm table and its log-n twin."""
+    slots: dict[str, Any] = {"position": Rope(order="rotate_then_norm")}
+    if norm is not None:
+        slots["norm"] = norm
+
+    def plain(train_length: int = 512) -> AttentionSpec:
+        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(cosine_scale(train_length))}
+        return AttentionSpec(**slots, scale=scales[scale])
+
+    def log_n(train_length: int = 512, clip: bool = False) -> AttentionSpec:
+        # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
+        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(4 * math.log(train_length))}
+        return AttentionSpec(**slots, scale=LogN(inner=scales[scale], train_length=train_length, clip=clip))
+
+    return plain, log_n
+
+
+_BASELINE, _BASELINE_LOGN = _keynorm(None, "sqrt")
+_QNA, _QNA_LOGN = _keynorm(L2Norm(on="q"), "one")
+_KNA, _KNA_LOGN = _keynorm(L2Norm(on="k"), "one")
+_COSA, _COSA_LOGN = _keynorm(L2Norm(on="qk"), "cosine")
+
+
+def _qknorm_2020(length: int = 72) -> AttentionSpec:
+    return AttentionSpec(norm=L2Norm(), scale=Learned(init=qk_norm_init(length)))
+
+
+def _vit22b() -> AttentionSpec:
+    return AttentionSpec(norm=LayerNorm(gain="dim", eps=1e-6))
+
+
+def _chameleon(base: float = 10_000.0) -> AttentionSpec:
+    return AttentionSpec(norm=LayerNorm(gain="head_dim", bias=True), position=Rope(base=base))
+
+
+def _flat_rms(eps: float, base: float) -> Callable[..., AttentionSpec]:
+    def build(eps: float = eps, base: float = base, rotary: float = 1.0) -> AttentionSpec:
+        norm = RMSNorm(over="layer", gain="head_dim", eps=eps)
+        return AttentionSpec(norm=norm, position=Rope(base=base, rotary=rotary))
+
+    return build
+
+
+def _minimax_m2(base: float = 5_000_000.0, rotary: float = 0.5, eps: float = 1e-6) -> AttentionSpec:
+    return _flat_rms(eps, base)(rotary=rotary)
+
+
+def _qwen3(base: float = 1_000_000.0, eps: float = 1e-6) -> AttentionSpec:
+    return AttentionSpec(norm=RMSNorm(gain="dim", eps=eps), position=Rope(base=base))
+
+
+def _qwen3_next(base: float = 10_000_000.0, rotary: float = 0.25, eps: float = 1e-6) -> AttentionSpec:
+    return AttentionSpec(norm=RMSNorm(gain="one_plus_dim", eps=eps), position=Rope(base=base, rotary=rotary))
+
+
+def _gemma2(base: float = 10_000.0, query_scalar: int = 256, cap: float = 50.0) -> AttentionSpec:
+    return AttentionSpec(position=Rope(base=base), scale=InverseSqrt(dim=query_scalar), cap=Softcap(cap))
+
+
+def _gemma3(base: float = 1_000_000.0, query_scalar: int = 256, eps: float = 1e-6) -> AttentionSpec:
+    return AttentionSpec(
+        norm=RMSNorm(gain="one_plus_dim", eps=eps),
+        position=Rope(base=base),
+        scale=InverseSqrt(dim=query_scalar),
+    )
+
+
+def _gemma4(base: float = 10_000.0, eps: float = 1e-6) -> AttentionSpec:
+    norm = RMSNorm(on="qkv", gain="dim", value_gain="none", eps=eps)
+    return AttentionSpec(norm=norm, position=Rope(base=base), scale=Fixed(1.0))
+
+
+def _cohere(base: float = 10_000.0, eps: float = 1e-5) -> AttentionSpec:
+    position = Rope(base=base, pairing="interleaved")
+    return AttentionSpec(norm=LayerNorm(gain="head_dim", eps=eps), position=position)
+
+
+def _stablelm2(base: float = 10_000.0, rotary: float = 0.25, eps: float = 1e-5) -> AttentionSpec:
+    return AttentionSpec(norm=LayerNorm(gain="head_dim", eps=eps), position=Rope(base=base, rotary=rotary))
+
+
+def _phi(base: float = 10_000.0, rotary: float = 0.5, eps: float = 1e-5) -> AttentionSpec:
+    norm = LayerNorm(gain="dim", bias=True, eps=eps)
+    return AttentionSpec(norm=norm, position=Rope(base=base, rotary=rotary))
+
+
+def _llama4(base: float = 500_000.0, eps: float = 1e-6) -> AttentionSpec:
+    position = Rope(base=base, pairing="interleaved", order="rotate_then_norm")
+    return AttentionSpec(norm=RMSNorm(eps=eps), position=position)
+
+
+def _llama4_nope(alpha: float = 0.1, floor: int = 8192) -> AttentionSpec:
+    return AttentionSpec(position=NoPosition(), scale=FloorLogTemperature(alpha=alpha, floor=floor))
+
+
+def _nanochat(base: float = 100_000.0, multiplier: float = 1.44, eps: float = 1e-6) -> AttentionSpec:
+    return AttentionSpec(
+        norm=RMSNorm(eps=eps),
+        position=Rope(base=base, order="rotate_then_norm"),
+        scale=InverseSqrt(multiplier=multiplier),
+    )
+
+
+def _ngpt(base: float = 10_000.0) -> AttentionSpec:
+    norm = L2Norm(gain="head_dim", shared=True)
+    return AttentionSpec(norm=norm, position=Rope(base=base, order="rotate_then_norm"), scale=Sqrt())
+
+
+def _swin_v2() -> AttentionSpec:
+    return AttentionSpec(norm=L2Norm(), scale=Learned(init=10.0, per="head", log=True, maximum=100.0))
+
+
+PRESETS: dict[str, Preset] = {
+    "baseline": Preset(
+        line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_BASELINE
+    ),
+    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_BASELINE_LOGN),
+    "qna": Preset(line="L2-normed queries, scale 1", source=_SU, build=_QNA),
+    "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_QNA_LOGN),
+    "kna": Preset(line="KeyNorm: L2-normed keys, scale 1", source=_SU, build=_KNA),
+    "kna_logn": Preset(line="KeyNorm, logits × ln n/ln L", source=_SU, build=_KNA_LOGN),
+    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_COSA),
+    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_COSA_LOGN),
+    "qknorm_2020": Preset(
+        line="L2-normed q and k, one learned scale per layer, no RoPE",
+        source="Henry et al. 2020, arXiv 2010.04245",
+        build=_qknorm_2020,
+    ),
+    "vit22b": Preset(
+        line="LayerNorm on q and k per head, no position",
+        source="Dehghani et al. 2023, arXiv 2302.05442 (per head: as Wortsman et al. 2023, arXiv 2309.14322)",
+        build=_vit22b,
+    ),
+    "chameleon": Preset(
+        line="LayerNorm with gain and bias per head", source="arXiv 2405.09818; " + _HF, build=_chameleon
+    ),
+    "olmo2": Preset(
+        line="RMS norm over all heads of a token",
+        source="arXiv 2501.00656; " + _HF,
+        build=_flat_rms(1e-6, 500_000.0),
+    ),
+    "olmoe": Preset(
+        line="RMS norm over all heads of a token",
+        source="arXiv 2409.02060; " + _HF,
+        build=_flat_rms(1e-5, 10_000.0),
+    ),
+    "minimax_m2": Preset(line="RMS norm over all heads, partial RoPE", source=_HF, build=_minimax_m2),
+    "qwen3": Preset(
+        line="RMS norm per head, gain shared by heads", source="arXiv 2505.09388; " + _HF, build=_qwen3
+    ),
+    "qwen3_next": Preset(
+        line="RMS norm per head, gain 1 + w, partial RoPE (its output gate is not attention's)",
+        source=_HF,
+        build=_qwen3_next,
+    ),
+    "gemma2": Preset(
+        line="no norm, logits softcapped at 50", source="arXiv 2408.00118; " + _HF, build=_gemma2
+    ),
+    "gemma3": Preset(line="RMS norm per head, gain 1 + w", source="arXiv 2503.19786; " + _HF, build=_gemma3),
+    "gemma4": Preset(line="RMS norm on q, k and (gain-free) v, scale 1", source=_HF, build=_gemma4),
+    "cohere": Preset(
+        line="LayerNorm, gain per head, interleaved RoPE", source=_HF + " (use_qk_norm)", build=_cohere
+    ),
+    "stablelm2": Preset(line="LayerNorm module per head, partial RoPE", source=_HF, build=_stablelm2),
+    "phi": Preset(line="LayerNorm shared by heads, partial RoPE", source=_HF + " (qk_layernorm)", build=_phi),
+    "llama4": Preset(line="gain-free RMS norm after RoPE", source=_HF + " (layers with RoPE)", build=_llama4),
+    "llama4_nope": Preset(
+        line="no norm, no position, temperature by position",
+        source=_HF + " (layers without RoPE)",
+        build=_llama4_nope,
+    ),
+    "nanochat": Preset(
+        line="gain-free RMS norm after RoPE, q and k × 1.2", source="karpathy/nanochat", build=_nanochat
+    ),
+    "ngpt": Preset(
+        line="L2 norm after RoPE, one gain for q and k, scale √d", source="NVIDIA/ngpt", build=_ngpt
+    ),
+    "swin_v2": Preset(
+        line="cosine attention, learned temperature per head (without its position-bias network)",
+        source="Liu et al. 2021, arXiv 2111.09883; " + _HF,
+        build=_swin_v2,
+    ),
+}
+
+
+def presets() -> dict[str, str]:
+    """Names of all presets, each with one line and its source."""
+    return {name: f"{row.line} [{row.source}]" for name, row in PRESETS.items()}
+
+
+def preset(name: str, **options: float | int | bool) -> AttentionSpec:
+    """The spec of a published recipe.
+
+    Options are the recipe's own constants (train_length, base, eps, …); an unknown one names the nearest.
+
+    >>> preset("kna", train_length=512).scale.formula()
+    '1'
+    """
+    if not isinstance(name, str):
+        raise InvalidTypeError(f"expected the name of a preset, got {name!r}")
+    build = lookup("preset", PRESETS, name).build
+    known = inspect.signature(build).parameters
+    for option in options:
+        if option not in known:
+            raise unknown(f"option of preset {name!r}", option, known)
+    return build(**options)

@@ -1,0 +1,148 @@
+"""Scale slot: the factor on q·k."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.functional.norms import wide
+from qkeel.functional.scaling import floor_log_temperature, log_n
+from qkeel.spec.slot import Geometry, Params, Slot
+
+
+class Scale(Slot):
+    """A factor: a float, or a tensor that broadcasts to [b h t 1]. Never depends on the key."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float | Tensor:
+        """The factor for queries at pos_q [b|1 t]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InverseSqrt(Scale):
+    """multiplier / √dim; dim is head_dim unless given (Gemma's query_pre_attn_scalar)."""
+
+    dim: int | None = None
+    multiplier: float = 1.0
+
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
+        return self.multiplier / math.sqrt(self.dim or head_dim)
+
+    def formula(self) -> str:
+        return f"{self.multiplier:g}/√{self.dim or 'd'}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sqrt(Scale):
+    """√d: what unit-norm q and k need to equal RMS-normed ones under 1/√d."""
+
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
+        return math.sqrt(head_dim)
+
+    def formula(self) -> str:
+        return "√d"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed(Scale):
+    """A constant."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise InvalidValueError(f"expected a finite scale, got {self.value}")
+
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
+        return float(self.value)
+
+    def formula(self) -> str:
+        return f"{self.value:.4g}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Learned(Scale):
+    """A learned scale per layer or head; with `log`, its logarithm is stored and may be clamped by `maximum`."""
+
+    init: float
+    per: Literal["layer", "head"] = "layer"
+    log: bool = False
+    maximum: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.init > 0:
+            raise InvalidValueError(f"expected an initial scale above 0, got {self.init}")
+        if self.maximum is not None and not self.log:
+            raise InvalidValueError("a maximum goes with log=True (Swin V2)")
+
+    def init_params(self, geometry: Geometry) -> Params:
+        value = math.log(self.init) if self.log else self.init
+        return {"logit_scale": torch.full((geometry.n_heads, 1, 1) if self.per == "head" else (), value)}
+
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> Tensor:
+        scale = params["logit_scale"]
+        if not self.log:
+            return scale
+        return (scale if self.maximum is None else scale.clamp(max=math.log(self.maximum))).exp()
+
+    def formula(self) -> str:
+        name = "g_h" if self.per == "head" else "g"
+        if not self.log:
+            return f"{name} (learned, starts at {self.init:.4g})"
+        top = "" if self.maximum is None else f", at most {self.maximum:g}"
+        return f"exp({name}) (learned, starts at {self.init:.4g}{top})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogN(Scale):
+    """inner · ln(n) / ln(train_length), n = position + 1; with `clip`, the ratio is never under 1."""
+
+    inner: Scale = dataclasses.field(default_factory=InverseSqrt)
+    train_length: int
+    clip: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Scale):
+            raise InvalidTypeError(f"expected a Scale as inner, got {type(self.inner).__name__}")
+        if not self.train_length >= 2:
+            raise InvalidValueError(f"expected a train_length of at least 2, got {self.train_length}")
+
+    def init_params(self, geometry: Geometry) -> Params:
+        return self.inner.init_params(geometry)
+
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> Tensor:
+        inner = self.inner.factor(pos_q, head_dim, params)
+        dtype = wide(inner.dtype) if isinstance(inner, Tensor) else torch.float64
+        return inner * log_n(pos_q + 1, self.train_length, self.clip, dtype)[:, None, :, None]
+
+    def formula(self) -> str:
+        ratio = f"ln n/ln {self.train_length}"
+        return f"{self.inner.formula()} · {f'max(1, {ratio})' if self.clip else ratio}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FloorLogTemperature(Scale):
+    """inner · (1 + alpha·ln(1 + ⌊(position + 1)/floor⌋)), Llama 4's temperature on layers without RoPE."""
+
+    inner: Scale = dataclasses.field(default_factory=InverseSqrt)
+    alpha: float = 0.1
+    floor: int = 8192
+
+    def init_params(self, geometry: Geometry) -> Params:
+        return self.inner.init_params(geometry)
+
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> Tensor:
+        inner = self.inner.factor(pos_q, head_dim, params)
+        dtype = wide(inner.dtype) if isinstance(inner, Tensor) else torch.float64
+        return inner * floor_log_temperature(pos_q, self.alpha, self.floor, dtype)[:, None, :, None]
+
+    def formula(self) -> str:
+        return f"{self.inner.formula()} · (1 + {self.alpha:g} ln(1 + ⌊n/{self.floor}⌋))"
