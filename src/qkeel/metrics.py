@@ -12,9 +12,7 @@ from typing import Any
 
 from qkeel.errors import InvalidValueError
 
-ALARM_THRESHOLD = (
-    100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534) and, at tiny scale, a clean early sign
-)
+ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534) and, at tiny scale, a clean early sign
 COLLAPSE_ENTROPY = 0.1  # nats per query row, mean over the model
 
 

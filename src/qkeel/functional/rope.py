@@ -11,7 +11,7 @@ from torch import Tensor
 from qkeel.errors import ShapeError
 from qkeel.functional.norms import wide
 
-Pairing = Literal["half", "interleaved"]
+Pairing = Literal["half", "interleaved", "half_reversed"]
 
 
 def rope_frequencies(rotary_dim: int, base: float = 10_000.0) -> Float[Tensor, " half"]:
@@ -44,8 +44,9 @@ def rotate(
 ) -> Float[Tensor, "*batch d"]:
     """Rotate pairs of the first 2·half dimensions of x; the rest passes through.
 
-    Pair i is (x_i, x_{i+half}) for "half" (GPT-NeoX, Llama) and (x_{2i}, x_{2i+1}) for "interleaved"
-    (RoFormer, Cohere, Llama 4): (a, b) -> (a cos - b sin, b cos + a sin).
+    Pair i is (x_i, x_{i+half}) for "half" (GPT-NeoX, Llama), (x_{2i}, x_{2i+1}) for "interleaved" (RoFormer,
+    Cohere, Llama 4) and (x_{i+half}, x_i) for "half_reversed" (nanochat, modded-nanogpt: it turns "half" by -θ):
+    (a, b) -> (a cos - b sin, b cos + a sin).
 
     >>> c, s = torch.zeros(1), torch.ones(1)
     >>> rotate(torch.tensor([1.0, 2.0]), c, s)
@@ -56,6 +57,9 @@ def rotate(
     if pairing == "half":
         a, b = y[..., :half], y[..., half : 2 * half]
         parts = [a * cos - b * sin, b * cos + a * sin]
+    elif pairing == "half_reversed":
+        b, a = y[..., :half], y[..., half : 2 * half]
+        parts = [b * cos + a * sin, a * cos - b * sin]
     else:
         a, b = y[..., 0 : 2 * half : 2], y[..., 1 : 2 * half : 2]
         parts = [torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)]

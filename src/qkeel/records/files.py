@@ -84,9 +84,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             if number == len(lines) - 1:
                 return
-            raise RunDirectoryError(
-                f"{path}, line {number} is not whole JSON: the file was damaged"
-            ) from error
+            raise RunDirectoryError(f"{path}, line {number} is not whole JSON: the file was damaged") from error
 
 
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

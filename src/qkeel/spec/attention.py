@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from qkeel.errors import InvalidTypeError
+from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.registry import lookup
 from qkeel.spec.cap import Cap, NoCap
@@ -66,9 +66,20 @@ class AttentionSpec:
             params.update(getattr(self, name).init_params(geometry))
         return params
 
-    def encode(
-        self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
-    ) -> tuple[Tensor, Tensor]:
+    def core(self, params: Params) -> tuple[Self, Params]:
+        """This spec for q, k and v that are encoded already, and the parameters it still needs.
+
+        A cache holds encoded keys, so norm and rotation run once per token. Positions that do not fold into q
+        and k cannot be split off.
+        """
+        if not self.position.folds:
+            raise RefusedError(
+                f"{self.position.formula()} needs raw keys; keep those in the cache and attend with the full spec"
+            )
+        spec = dataclasses.replace(self, norm=NoNorm(), position=NoPosition())
+        return spec, {name: p for name, p in params.items() if "_norm" not in name}
+
+    def encode(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """q [b h t d] and k [b g s d] as they enter the dot product: normed and rotated, float32 or wider."""
         kind = wide(q.dtype)
         q, k = q.to(kind), k.to(kind)

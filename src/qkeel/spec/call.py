@@ -161,14 +161,14 @@ def _mask(mask: Tensor | None, q: Tensor, s: int) -> Tensor | None:
     b, h, t, _ = q.shape
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InvalidTypeError(
-            f"expected a boolean mask (True = may attend) or a floating-point one (added to the logits), got {mask.dtype}"
+            f"expected a boolean mask (True = may attend) or a float one (added to the logits), got {mask.dtype}"
         )
     full = mask[:, None, None, :] if mask.ndim == 2 and mask.shape == (b, s) and (b, s) != (t, s) else mask
     while full.ndim < 4:
         full = full[None]
     if full.ndim != 4 or any(m not in (1, n) for m, n in zip(full.shape, (b, h, t, s))):
         raise ShapeError(
-            f"expected a mask that broadcasts to [{b} {h} {t} {s}], or a padding mask [{b} {s}], got {tuple(mask.shape)}"
+            f"expected a mask broadcasting to [{b} {h} {t} {s}], or a padding mask [{b} {s}]; got {tuple(mask.shape)}"
         )
     return full
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, unknown
-from qkeel.functional.rope import rope_frequencies, rope_table, rotate
+from qkeel.functional.rope import Pairing, rope_frequencies, rope_table, rotate
 from qkeel.spec.slot import Params, Slot
 
 Order = Literal["norm_then_rotate", "rotate_then_norm"]
@@ -65,7 +65,7 @@ class Rope(Position):
 
     base: float = 10_000.0
     rotary: float = 1.0
-    pairing: Literal["half", "interleaved"] = "half"
+    pairing: Pairing = "half"
     order: Order = "norm_then_rotate"
 
     def __post_init__(self) -> None:
@@ -73,16 +73,16 @@ class Rope(Position):
             raise InvalidValueError(f"expected a RoPE base above 1, got {self.base}")
         if not 0 < self.rotary <= 1:
             raise InvalidValueError(f"expected the rotated share in (0, 1], got {self.rotary}")
-        if self.pairing not in ("half", "interleaved"):
-            raise unknown("pairing", self.pairing, ("half", "interleaved"))
+        if self.pairing not in get_args(Pairing):
+            raise unknown("pairing", self.pairing, get_args(Pairing))
         if self.order not in ("norm_then_rotate", "rotate_then_norm"):
             raise unknown("order", self.order, ("norm_then_rotate", "rotate_then_norm"))
 
     def check(self, head_dim: int) -> None:
-        rope_frequencies(int(head_dim * self.rotary), self.base)
+        rope_frequencies(round(head_dim * self.rotary), self.base)
 
     def encode(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = rope_frequencies(int(q.shape[-1] * self.rotary), self.base)
+        frequencies = rope_frequencies(round(q.shape[-1] * self.rotary), self.base)
         cos_k, sin_k = rope_table(pos_k[:, None], frequencies, k.dtype)
         same = pos_q is pos_k
         cos_q, sin_q = (cos_k, sin_k) if same else rope_table(pos_q[:, None], frequencies, q.dtype)
@@ -90,5 +90,6 @@ class Rope(Position):
 
     def formula(self) -> str:
         share = "" if self.rotary == 1 else f", first {self.rotary:g} of each head"
+        pairs = "" if self.pairing == "half" else f", {self.pairing.replace('_', ' ')} pairs"
         after = " before the norm" if self.order == "rotate_then_norm" else ""
-        return f"RoPE(base {self.base:g}{share}){after}"
+        return f"RoPE(base {self.base:g}{share}{pairs}){after}"

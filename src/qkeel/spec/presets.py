@@ -30,9 +30,7 @@ class Preset:
     build: Callable[..., AttentionSpec]
 
 
-def _keynorm(
-    norm: L2Norm | None, scale: str
-) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
+def _keynorm(norm: L2Norm | None, scale: str) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
     """One row of the KeyNorm table and its log-n twin."""
     slots: dict[str, Any] = {"position": Rope(order="rotate_then_norm")}
     if norm is not None:
@@ -105,7 +103,7 @@ def _gemma4(base: float = 10_000.0, eps: float = 1e-6) -> AttentionSpec:
     return AttentionSpec(norm=norm, position=Rope(base=base), scale=Fixed(1.0))
 
 
-def _cohere(base: float = 10_000.0, eps: float = 1e-5) -> AttentionSpec:
+def _cohere(base: float = 500_000.0, eps: float = 1e-5) -> AttentionSpec:
     position = Rope(base=base, pairing="interleaved")
     return AttentionSpec(norm=LayerNorm(gain="head_dim", eps=eps), position=position)
 
@@ -119,7 +117,7 @@ def _phi(base: float = 10_000.0, rotary: float = 0.5, eps: float = 1e-5) -> Atte
     return AttentionSpec(norm=norm, position=Rope(base=base, rotary=rotary))
 
 
-def _llama4(base: float = 500_000.0, eps: float = 1e-6) -> AttentionSpec:
+def _llama4(base: float = 500_000.0, eps: float = 1e-5) -> AttentionSpec:
     position = Rope(base=base, pairing="interleaved", order="rotate_then_norm")
     return AttentionSpec(norm=RMSNorm(eps=eps), position=position)
 
@@ -131,7 +129,7 @@ def _llama4_nope(alpha: float = 0.1, floor: int = 8192) -> AttentionSpec:
 def _nanochat(base: float = 100_000.0, multiplier: float = 1.44, eps: float = 1e-6) -> AttentionSpec:
     return AttentionSpec(
         norm=RMSNorm(eps=eps),
-        position=Rope(base=base, order="rotate_then_norm"),
+        position=Rope(base=base, pairing="half_reversed", order="rotate_then_norm"),
         scale=InverseSqrt(multiplier=multiplier),
     )
 
@@ -146,9 +144,7 @@ def _swin_v2() -> AttentionSpec:
 
 
 PRESETS: dict[str, Preset] = {
-    "baseline": Preset(
-        line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_BASELINE
-    ),
+    "baseline": Preset(line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_BASELINE),
     "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_BASELINE_LOGN),
     "qna": Preset(line="L2-normed queries, scale 1", source=_SU, build=_QNA),
     "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_QNA_LOGN),
@@ -180,22 +176,18 @@ PRESETS: dict[str, Preset] = {
         build=_flat_rms(1e-5, 10_000.0),
     ),
     "minimax_m2": Preset(line="RMS norm over all heads, partial RoPE", source=_HF, build=_minimax_m2),
-    "qwen3": Preset(
-        line="RMS norm per head, gain shared by heads", source="arXiv 2505.09388; " + _HF, build=_qwen3
-    ),
+    "qwen3": Preset(line="RMS norm per head, gain shared by heads", source="arXiv 2505.09388; " + _HF, build=_qwen3),
     "qwen3_next": Preset(
         line="RMS norm per head, gain 1 + w, partial RoPE (its output gate is not attention's)",
         source=_HF,
         build=_qwen3_next,
     ),
-    "gemma2": Preset(
-        line="no norm, logits softcapped at 50", source="arXiv 2408.00118; " + _HF, build=_gemma2
+    "gemma2": Preset(line="no norm, logits softcapped at 50", source="arXiv 2408.00118; " + _HF, build=_gemma2),
+    "gemma3": Preset(
+        line="RMS norm per head, gain 1 + w (global layers)", source="arXiv 2503.19786; " + _HF, build=_gemma3
     ),
-    "gemma3": Preset(line="RMS norm per head, gain 1 + w", source="arXiv 2503.19786; " + _HF, build=_gemma3),
-    "gemma4": Preset(line="RMS norm on q, k and (gain-free) v, scale 1", source=_HF, build=_gemma4),
-    "cohere": Preset(
-        line="LayerNorm, gain per head, interleaved RoPE", source=_HF + " (use_qk_norm)", build=_cohere
-    ),
+    "gemma4": Preset(line="RMS norm on q, k and (gain-free) v, scale 1 (sliding layers)", source=_HF, build=_gemma4),
+    "cohere": Preset(line="LayerNorm, gain per head, interleaved RoPE", source=_HF + " (use_qk_norm)", build=_cohere),
     "stablelm2": Preset(line="LayerNorm module per head, partial RoPE", source=_HF, build=_stablelm2),
     "phi": Preset(line="LayerNorm shared by heads, partial RoPE", source=_HF + " (qk_layernorm)", build=_phi),
     "llama4": Preset(line="gain-free RMS norm after RoPE", source=_HF + " (layers with RoPE)", build=_llama4),
@@ -207,9 +199,7 @@ PRESETS: dict[str, Preset] = {
     "nanochat": Preset(
         line="gain-free RMS norm after RoPE, q and k × 1.2", source="karpathy/nanochat", build=_nanochat
     ),
-    "ngpt": Preset(
-        line="L2 norm after RoPE, one gain for q and k, scale √d", source="NVIDIA/ngpt", build=_ngpt
-    ),
+    "ngpt": Preset(line="L2 norm after RoPE, one gain for q and k, scale √d", source="NVIDIA/ngpt", build=_ngpt),
     "swin_v2": Preset(
         line="cosine attention, learned temperature per head (without its position-bias network)",
         source="Liu et al. 2021, arXiv 2111.09883; " + _HF,

@@ -1,0 +1,45 @@
+"""Any spec, O(T) memory: full rows of logits, a block of queries at a time, recomputed in backward."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from qkeel.kernels.contract import Kernel, Refusal, average, row_blocks
+from qkeel.spec.call import AttentionCall
+
+BLOCK = 1 << 21  # logits held at once: 8 MB in float32, the whole matrix for small models
+
+
+@final
+class Chunked(Kernel):
+    """Exact for every spec, mask and geometry. Whole rows at a time, so no running maximum is needed."""
+
+    def supports(self, call: AttentionCall) -> Refusal | None:
+        return None
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        q, k = call.encoded()
+        v = call.spec.values(call.v, call.params).to(q.dtype)
+        blocks = list(row_blocks(call, BLOCK))
+        if len(blocks) == 1 or not torch.is_grad_enabled():
+            parts = [_block(call, q, k, v, rows) for rows in blocks]
+        else:
+            parts = [
+                checkpoint(_block, call, q, k, v, rows, use_reentrant=False, preserve_rng_state=call.dropout > 0)
+                for rows in blocks
+            ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)  # type: ignore[arg-type]
+        return out.to(call.q.dtype)
+
+
+def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
+    keys = slice(0, call.last_key(rows))
+    logits = call.scores(q[:, :, rows], k[:, :, keys], rows, keys)
+    weights = call.spec.normalizer.weights(call.spec.cap.apply(logits), call.visible(rows, keys), call.params)
+    if call.dropout:
+        weights = torch.nn.functional.dropout(weights, call.dropout)
+    return average(weights, v[:, :, keys])

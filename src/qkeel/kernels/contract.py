@@ -1,0 +1,51 @@
+"""What a kernel offers: it says what it cannot do, and why, before it does the rest."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from qkeel.spec.call import AttentionCall
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why something cannot be done exactly, and the way out."""
+
+    reason: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.way_out}"
+
+
+class Kernel(abc.ABC):
+    """Computes out [b h t d'] of a call."""
+
+    @abc.abstractmethod
+    def supports(self, call: AttentionCall) -> Refusal | None:
+        """None if this kernel computes the call exactly, else the reason."""
+
+    @abc.abstractmethod
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """out [b h t d'] in q's dtype."""
+
+
+def row_blocks(call: AttentionCall, elements: int) -> Iterator[slice]:
+    """Blocks of query rows whose logits hold at most about `elements` numbers: O(T) memory whatever T is."""
+    b, h, t, _ = call.q.shape
+    rows = max(1, min(t, elements // max(1, b * h * call.k.shape[2])))
+    for start in range(0, t, rows):
+        yield slice(start, min(t, start + rows))
+
+
+def average(weights: Tensor, v: Tensor) -> Tensor:
+    """weights [b h t s] times v [b g s d], each key head serving h / g query heads, without repeating v."""
+    b, h, t, s = weights.shape
+    g = v.shape[1]
+    if g == h:
+        return weights @ v
+    return (weights.reshape(b, g, h // g * t, s) @ v).view(b, h, t, v.shape[-1])

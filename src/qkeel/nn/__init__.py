@@ -1,0 +1,9 @@
+"""Modules with parameters: attention, latent attention, cache, blocks, a decoder."""
+
+from qkeel.nn.attention import Attention
+from qkeel.nn.block import MLP, Block
+from qkeel.nn.cache import KVCache
+from qkeel.nn.decoder import Decoder, DecoderConfig
+from qkeel.nn.mla import MLA
+
+__all__ = ["MLA", "MLP", "Attention", "Block", "Decoder", "DecoderConfig", "KVCache"]

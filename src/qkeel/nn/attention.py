@@ -1,0 +1,125 @@
+"""Multi-head, grouped-query and multi-query attention under any AttentionSpec."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.nn.cache import KVCache
+from qkeel.nn.core import SpecModule
+from qkeel.spec import AttentionSpec, preset
+
+
+@final
+class Attention(SpecModule):
+    """q, k, v projections, attention under `spec`, output projection.
+
+    Args:
+        d_model: width of the input. n_heads: query heads. n_kv_heads: key and value heads (default n_heads;
+        1 is multi-query). head_dim: default d_model / n_heads. spec: what attention computes, default
+        preset("baseline"). bias: biases on the q, k, v projections. dropout: on the weights, in training.
+        impl: a kernel's name or "auto".
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        spec: AttentionSpec | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        impl: str = "auto",
+    ) -> None:
+        groups, size = check_heads(d_model, n_heads, n_kv_heads, head_dim)
+        spec = preset("baseline") if spec is None else spec
+        spec.position.check(size)
+        super().__init__(spec, (n_heads, groups, size), dropout, impl)
+        self.d_model = d_model
+        self.q_proj = nn.Linear(d_model, n_heads * size, bias=bias)
+        self.k_proj = nn.Linear(d_model, groups * size, bias=bias)
+        self.v_proj = nn.Linear(d_model, groups * size, bias=bias)
+        self.o_proj = nn.Linear(n_heads * size, d_model, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: KVCache | None = None,
+        context: Tensor | None = None,
+        causal: bool | None = None,
+        mask: Tensor | None = None,
+        pos: Tensor | None = None,
+        pos_context: Tensor | None = None,
+    ) -> Tensor:
+        """x [b t m] -> [b t m].
+
+        cache: earlier keys and values; x are the tokens after them. context [b s m]: attend to it instead of x
+        (cross-attention; not causal unless asked). pos [b t]: positions of x. mask: see `qkeel.attention`.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.d_model:
+            raise ShapeError(f"expected x of shape [batch tokens {self.d_model}], got {tuple(x.shape)}")
+        if cache is not None and context is not None:
+            raise InvalidValueError("cache and context exclude each other: project the context once instead")
+        source = x if context is None else context
+        q = self._heads(self.q_proj(x), self.n_heads)
+        k = self._heads(self.k_proj(source), self.n_kv_heads)
+        v = self._heads(self.v_proj(source), self.n_kv_heads)
+        spec, params = self.spec, self.spec_params()
+        pos_k = pos if context is None else pos_context
+        if cache is not None:
+            q, k, v, pos, pos_k = self._cached(cache, q, k, v, pos, mask)
+            spec, params = spec.core(params)
+        out = self.attend(
+            q,
+            k,
+            v,
+            spec=spec,
+            params=params,
+            causal=context is None if causal is None else causal,
+            mask=mask,
+            pos_q=pos,
+            pos_k=pos_k,
+        )
+        return self.o_proj(out)
+
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def _cached(
+        self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Encode the new tokens once, add them to the cache; the rest of the spec runs on all keys."""
+        start, t = cache.length, q.shape[2]
+        at = torch.arange(start, start + t, device=q.device)[None] if pos is None else pos
+        params = self.spec_params()
+        encoded_q, encoded_k = self.spec.encode(q, k, at, at, params)
+        k, v = cache.append(encoded_k.to(k.dtype), self.spec.values(v, params))
+        if pos is None:
+            return encoded_q.to(q.dtype), k, v, None, None
+        # Own positions (left padding): order in the cache is order in time, so causality goes by index and
+        # the mask hides the padding; the positions only mattered for the encoding above and the scale.
+        if mask is None:
+            raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b keys]")
+        keys = torch.arange(cache.length, device=q.device)[None]
+        return encoded_q.to(q.dtype), k, v, keys[:, start:], keys
+
+
+def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """n_kv_heads and head_dim with defaults filled in, or the error that says what does not divide."""
+    groups = n_heads if n_kv_heads is None else n_kv_heads
+    if n_heads < 1 or groups < 1:
+        raise InvalidValueError(f"expected at least one head, got n_heads={n_heads}, n_kv_heads={n_kv_heads}")
+    if n_heads % groups:
+        raise InvalidValueError(
+            f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {groups}; "
+            f"for n_heads={n_heads} choose one of {[g for g in range(1, n_heads + 1) if n_heads % g == 0]}"
+        )
+    if head_dim is None and d_model % n_heads:
+        raise InvalidValueError(f"d_model {d_model} does not split into {n_heads} heads; give head_dim")
+    return groups, head_dim or d_model // n_heads

@@ -1,0 +1,78 @@
+"""Transformer blocks: attention and MLP with the norm before, after, or on the branch."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkeel.errors import unknown
+from qkeel.nn.attention import Attention
+from qkeel.nn.cache import KVCache
+from qkeel.nn.mla import MLA
+
+NormOrder = Literal["pre", "post", "swin", "peri"]
+NORM_ORDERS: dict[str, str] = {
+    "pre": "x + F(N(x)): GPT-2, Llama",
+    "post": "N(x + F(x)): Vaswani et al. 2017",
+    "swin": "x + N(F(x)): Swin V2 (arXiv 2111.09883), Chameleon 34B (arXiv 2405.09818), OLMo 2",
+    "peri": "x + N(F(N(x))): Gemma 2, Peri-LN (arXiv 2502.02732)",
+}
+
+
+@final
+class MLP(nn.Module):
+    """GELU: W₂ gelu(W₁ x). SwiGLU: W₂ (silu(W_g x) ∘ W₁ x)."""
+
+    def __init__(self, d_model: int, hidden: int, kind: Literal["gelu", "swiglu"] = "gelu") -> None:
+        super().__init__()
+        if kind not in ("gelu", "swiglu"):
+            raise unknown("MLP", kind, ("gelu", "swiglu"))
+        self.up = nn.Linear(d_model, hidden, bias=False)
+        self.gate = nn.Linear(d_model, hidden, bias=False) if kind == "swiglu" else None
+        self.down = nn.Linear(hidden, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b t m] -> [b t m]."""
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x)))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@final
+class Block(nn.Module):
+    """One attention and one MLP branch on the residual stream, normed in one of NORM_ORDERS."""
+
+    def __init__(self, attention: Attention | MLA, mlp: MLP, d_model: int, norm_order: NormOrder = "pre") -> None:
+        super().__init__()
+        if norm_order not in NORM_ORDERS:
+            raise unknown("norm order", norm_order, NORM_ORDERS)
+        self.norm_order = norm_order
+        self.attention = attention
+        self.mlp = mlp
+        before, after = norm_order in ("pre", "peri"), norm_order != "pre"
+        self.attention_norm = _rms(d_model, before)
+        self.mlp_norm = _rms(d_model, before)
+        self.attention_post_norm = _rms(d_model, after)
+        self.mlp_post_norm = _rms(d_model, after)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        pos: Tensor | None = None,
+    ) -> Tensor:
+        """x [b t m] -> [b t m]."""
+        branch = self.attention(self.attention_norm(x), cache=cache, mask=mask, pos=pos)
+        if self.norm_order == "post":
+            x = self.attention_post_norm(x + branch)
+            return self.mlp_post_norm(x + self.mlp(x))
+        x = x + self.attention_post_norm(branch)
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+
+
+def _rms(d_model: int, wanted: bool) -> nn.Module:
+    return nn.RMSNorm(d_model, eps=1e-6) if wanted else nn.Identity()

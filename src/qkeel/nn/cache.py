@@ -1,0 +1,55 @@
+"""A cache of keys and values, one per attention module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError, ShapeError
+
+
+class KVCache:
+    """Keys as they enter the dot product (normed, rotated) and values, grown by doubling.
+
+    For inference: appending writes in place, so no gradient flows through earlier tokens.
+    """
+
+    def __init__(self, max_length: int | None = None) -> None:
+        if max_length is not None and max_length < 1:
+            raise InvalidValueError(f"expected max_length of at least 1 or None, got {max_length}")
+        self.max_length = max_length
+        self.length = 0
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k [b g t d] and v [b g t d'] and return all keys and values so far."""
+        new = self.length + k.shape[2]
+        if self.max_length is not None and new > self.max_length:
+            raise InvalidValueError(
+                f"the cache holds {self.max_length} tokens and {new} would be needed; make a longer KVCache"
+            )
+        self._k = self._grown(self._k, k, new)
+        self._v = self._grown(self._v, v, new)
+        self._k[:, :, self.length : new] = k.detach()
+        self._v[:, :, self.length : new] = v.detach()
+        self.length = new
+        return self._k[:, :, :new], self._v[:, :, :new]
+
+    def reset(self) -> None:
+        """Forget everything, keep the memory."""
+        self.length = 0
+
+    def _grown(self, old: Tensor | None, like: Tensor, needed: int) -> Tensor:
+        if old is not None and (old.shape[0], old.shape[1], old.shape[3]) != (*like.shape[:2], like.shape[3]):
+            raise ShapeError(
+                f"this cache holds {tuple(old.shape)} and cannot take {tuple(like.shape)}; "
+                "use one KVCache per layer and batch"
+            )
+        if old is not None and old.shape[2] >= needed:
+            return old
+        room = self.max_length or max(needed, 2 * (old.shape[2] if old is not None else 0))
+        grown = torch.empty(*like.shape[:2], room, like.shape[3], dtype=like.dtype, device=like.device)
+        if old is not None:
+            grown[:, :, : self.length] = old[:, :, : self.length]
+        return grown

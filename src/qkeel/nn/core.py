@@ -1,0 +1,66 @@
+"""What every attention module shares: a spec, its parameters under plain names, and who watches its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from qkeel.ops import run
+from qkeel.spec import AttentionCall, AttentionSpec
+from qkeel.spec.call import make_call
+from qkeel.spec.slot import Params
+
+Observer = Callable[[AttentionCall], None]
+
+
+class SpecModule(nn.Module):
+    """A module that attends under `spec`. The spec's parameters are its own (`q_norm`, `logit_scale`, …).
+
+    `observers` are called with every AttentionCall on its way into attention; they must not change it.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+    def __init__(self, spec: AttentionSpec, geometry: tuple[int, int, int], dropout: float, impl: str) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = geometry
+        self.dropout = dropout
+        self.impl = impl
+        self.observers: list[Observer] = []
+        self.spec = spec
+        for name, value in spec.init_params(*geometry).items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def spec_params(self) -> Params:
+        """The spec's parameters that live on this module, by name."""
+        return {name: p for name, p in self._parameters.items() if p is not None}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        spec: AttentionSpec,
+        params: Params,
+        causal: bool,
+        mask: Tensor | None,
+        pos_q: Tensor | None,
+        pos_k: Tensor | None,
+    ) -> Tensor:
+        """Make the call, show it to the observers, run it: [b h t d] -> [b t h·d']."""
+        dropout = self.dropout if self.training else 0.0
+        call = make_call(
+            spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout
+        )
+        for observer in self.observers:
+            observer(call)
+        return run(call, self.impl).transpose(1, 2).flatten(2)
+
+    def extra_repr(self) -> str:
+        """Heads and the formula's norm, in print(model)."""
+        heads = f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}"
+        return f"{heads}, {self.spec.norm.formula()}; {self.spec.position.formula()}"

@@ -1,0 +1,118 @@
+"""A decoder language model made of qkeel's blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.errors import InvalidValueError, ShapeError, unknown
+from qkeel.nn.attention import Attention, check_heads
+from qkeel.nn.block import MLP, Block, NormOrder
+from qkeel.nn.cache import KVCache
+from qkeel.nn.mla import MLA, LatentSizes
+from qkeel.spec import AttentionSpec, preset
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and choices of a Decoder."""
+
+    vocab_size: int
+    d_model: int = 64
+    n_layers: int = 2
+    n_heads: int = 4
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    spec: AttentionSpec = dataclasses.field(default_factory=lambda: preset("baseline"))
+    attention: Literal["mha", "mla"] = "mha"
+    latent: LatentSizes = dataclasses.field(default_factory=LatentSizes)
+    latent_norm: bool = False
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp_ratio: float = 4.0
+    norm_order: NormOrder = "pre"
+    tied: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("mha", "mla"):
+            raise unknown("attention", self.attention, ("mha", "mla"))
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
+            if getattr(self, name) < 1:
+                raise InvalidValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
+
+
+@final
+class Decoder(nn.Module):
+    """Embedding, blocks, final RMS norm, head (tied or not)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(_block(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        caches: list[KVCache] | None = None,
+        mask: Tensor | None = None,
+        pos: Tensor | None = None,
+    ) -> Tensor:
+        """tokens [b t] (int64) -> logits over the vocabulary [b t vocab]."""
+        if tokens.ndim != 2:
+            raise ShapeError(f"expected tokens of shape [batch tokens], got {tuple(tokens.shape)}")
+        if caches is not None and len(caches) != len(self.blocks):
+            raise InvalidValueError(f"expected one cache per layer, {len(self.blocks)}, got {len(caches)}")
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x, cache=caches[i] if caches else None, mask=mask, pos=pos)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Embedding std 1, matrices std 1/√fan_in, those that write to the residual stream a further /√(2 layers)."""
+        residual = 1 / math.sqrt(2 * len(self.blocks))
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                std = module.in_features**-0.5 * (residual if name.endswith(("o_proj", "down")) else 1.0)
+                if module.weight is not self.embedding.weight:
+                    module.weight.normal_(0.0, std, generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+        self.embedding.weight.normal_(0.0, 1.0, generator=generator)
+        if self.config.tied:  # a head of std 1 would start with a loss of tens of nats
+            self.embedding.weight.mul_(self.config.d_model**-0.5)
+
+
+def _block(config: DecoderConfig) -> Block:
+    attention: Attention | MLA
+    if config.attention == "mla":
+        attention = MLA(
+            config.d_model,
+            config.n_heads,
+            sizes=config.latent,
+            spec=config.spec,
+            latent_norm=config.latent_norm,
+            dropout=config.dropout,
+        )
+    else:
+        attention = Attention(
+            config.d_model,
+            config.n_heads,
+            config.n_kv_heads,
+            config.head_dim,
+            spec=config.spec,
+            dropout=config.dropout,
+        )
+    hidden = int(config.mlp_ratio * config.d_model)
+    return Block(attention, MLP(config.d_model, hidden, config.mlp), config.d_model, config.norm_order)

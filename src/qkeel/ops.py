@@ -1,0 +1,107 @@
+"""qkeel.attention: one entry to every kernel, with statistics on demand."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from qkeel.errors import RefusedError
+from qkeel.functional.stats import LogitStats
+from qkeel.kernels.chunked import Chunked
+from qkeel.kernels.contract import Kernel
+from qkeel.kernels.sdpa import Sdpa
+from qkeel.kernels.statistics import logit_stats
+from qkeel.registry import lookup
+from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.call import AttentionCall, make_call
+from qkeel.spec.slot import Params
+
+# In the order "auto" tries them: the fastest first; the last takes everything.
+KERNELS: dict[str, Kernel] = {"sdpa": Sdpa(), "chunked": Chunked()}
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    params: Params | None = ...,
+    causal: bool = ...,
+    mask: Tensor | None = ...,
+    pos_q: Tensor | None = ...,
+    pos_k: Tensor | None = ...,
+    dropout: float = ...,
+    impl: str = ...,
+    stats: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    params: Params | None = ...,
+    causal: bool = ...,
+    mask: Tensor | None = ...,
+    pos_q: Tensor | None = ...,
+    pos_k: Tensor | None = ...,
+    dropout: float = ...,
+    impl: str = ...,
+    stats: Literal[True],
+) -> tuple[Tensor, LogitStats]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    params: Params | None = None,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    pos_q: Tensor | None = None,
+    pos_k: Tensor | None = None,
+    dropout: float = 0.0,
+    impl: str = "auto",
+    stats: bool = False,
+) -> Tensor | tuple[Tensor, LogitStats]:
+    """Attention of raw (unnormed, unrotated) q, k, v under `spec`; formula: `spec.explain()`.
+
+    Args:
+        q: queries [b h t d]. k, v: keys and values [b g s d], [b g s d']; h a multiple of g.
+        spec: what attention computes. params: the tensors it needs (`spec.init_params`), if any.
+        causal: a query sees keys at its position or before.
+        mask: boolean (True = may attend) or additive, broadcast to [b h t s], or a padding mask [b s].
+        pos_q, pos_k: positions [b t], [b s]; default 0 .. s-1, queries aligned to the end of the keys.
+        dropout: probability of dropping a weight. Statistics are taken before it.
+        impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
+        stats: also return LogitStats, exact, without a T×T matrix, detached.
+
+    Returns:
+        out [b h t d'] in q's dtype; with `stats`, (out, LogitStats).
+
+    Raises:
+        ShapeError, InvalidTypeError, InvalidValueError, UnknownNameError: bad input. RefusedError: see impl.
+    """
+    call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout)
+    out = run(call, impl)
+    return (out, logit_stats(call)) if stats else out
+
+
+def run(call: AttentionCall, impl: str = "auto") -> Tensor:
+    """A checked call through the kernel of that name."""
+    return choose(call, impl)(call)
+
+
+def choose(call: AttentionCall, impl: str) -> Kernel:
+    """The kernel for a call: the named one, or for "auto" the first that supports it."""
+    if impl == "auto":
+        return next(kernel for kernel in KERNELS.values() if kernel.supports(call) is None)
+    kernel = lookup("kernel", {**KERNELS}, impl)
+    refusal = kernel.supports(call)
+    if refusal is not None:
+        raise RefusedError(f"kernel {impl!r} cannot do this: {refusal}")
+    return kernel

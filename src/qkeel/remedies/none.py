@@ -1,0 +1,22 @@
+"""none: the baseline."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import final
+
+from qkeel.handle import Handle
+from qkeel.remedies.base import Remedy, Target
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoRemedy(Remedy):
+    """Leaves everything as it is."""
+
+    name = "none"
+    line = "no remedy"
+    source = "the baseline"
+
+    def apply(self, target: Target) -> Handle:
+        return Handle(lambda: None)

@@ -1,0 +1,7 @@
+"""Where attention lives in a model, and the tap that accumulates a site's statistics."""
+
+from qkeel.sites.find import find_sites
+from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
+from qkeel.sites.tap import Tap
+
+__all__ = ["AttentionSite", "HeadSlice", "LogitTerm", "Tap", "find_sites"]

@@ -1,0 +1,73 @@
+"""The sites of a model made of qkeel's own modules, which know where their heads are."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from qkeel.errors import RefusedError
+from qkeel.nn.attention import Attention
+from qkeel.nn.mla import MLA
+from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
+from qkeel.spec import NoNorm
+
+
+def find_sites(model: nn.Module) -> list[AttentionSite]:
+    """Every attention of the model, in module order. A module used twice is one site.
+
+    Raises:
+        RefusedError: the model has no attention that qkeel made.
+    """
+    sites = [_site(name, module) for name, module in model.named_modules() if isinstance(module, (Attention, MLA))]
+    if not sites:
+        raise RefusedError(
+            f"found no attention in this {type(model).__name__}: looked for qkeel.nn.Attention and qkeel.nn.MLA "
+            f"in {sum(1 for _ in model.modules())} modules. Models made of other modules are not supported yet."
+        )
+    return sites
+
+
+def _site(name: str, module: Attention | MLA) -> AttentionSite:
+    terms = _mla_terms(name, module) if isinstance(module, MLA) else _mha_terms(name, module)
+    return AttentionSite(
+        name=name,
+        module=module,
+        spec=module.spec,
+        n_heads=module.n_heads,
+        n_kv_heads=module.n_kv_heads,
+        head_dim=module.head_dim,
+        terms=terms,
+    )
+
+
+def _slice(name: str, module: nn.Module, linear: str, n: int) -> HeadSlice:
+    layer = module.get_submodule(linear)
+    assert isinstance(layer, nn.Linear)
+    head = f"{name}.{linear}" if name else linear
+    # A parametrized layer keeps its trained weight under parametrizations.
+    weight = "weight" if "weight" in layer._parameters else "parametrizations.weight.original"
+    bias = f"{head}.bias" if layer.bias is not None else None
+    return rows(f"{head}.{weight}", n, layer.out_features // n, bias)
+
+
+def _mha_terms(name: str, module: Attention) -> tuple[LogitTerm, ...]:
+    query = _slice(name, module, "q_proj", module.n_heads)
+    key = _slice(name, module, "k_proj", module.n_kv_heads)
+    return (LogitTerm(query=(query,), key=(key,)),)
+
+
+def _mla_terms(name: str, module: MLA) -> tuple[LogitTerm, ...]:
+    h = module.n_heads
+    up_q, rope_q = _slice(name, module, "q_up", h), _slice(name, module, "q_rope", h)
+    up_k, rope_k = _slice(name, module, "k_up", h), _slice(name, module, "k_rope", 1)
+    # With a norm on the latents the size of the down-projections never reaches the logit.
+    down_q = () if module.latent_norm else (_slice(name, module, "q_down", 1),)
+    down_k = () if module.latent_norm else (_slice(name, module, "kv_down", 1),)
+    return (
+        LogitTerm(query=(*down_q, up_q), key=(*down_k, up_k)),
+        LogitTerm(query=(*down_q, rope_q), key=(rope_k,)),
+    )
+
+
+def is_normed(site: AttentionSite) -> bool:
+    """Whether a norm on q or k stands between the weights and the logit."""
+    return not isinstance(site.spec.norm, NoNorm)
