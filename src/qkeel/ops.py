@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from qkeel.errors import RefusedError
-from qkeel.functional.stats import LogitStats
+from qkeel.functional.stats import LogitBracket, LogitStats
 from qkeel.kernels.chunked import Chunked
 from qkeel.kernels.contract import Kernel
+from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.sdpa import Sdpa
 from qkeel.kernels.statistics import logit_stats
 from qkeel.registry import lookup
@@ -53,6 +55,22 @@ def attention(
     impl: str = ...,
     stats: Literal[True],
 ) -> tuple[Tensor, LogitStats]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    params: Params | None = ...,
+    causal: bool = ...,
+    mask: Tensor | None = ...,
+    pos_q: Tensor | None = ...,
+    pos_k: Tensor | None = ...,
+    dropout: float = ...,
+    impl: str = ...,
+    stats: Literal["bracket", "entropy"],
+) -> tuple[Tensor, LogitBracket]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -66,8 +84,8 @@ def attention(
     pos_k: Tensor | None = None,
     dropout: float = 0.0,
     impl: str = "auto",
-    stats: bool = False,
-) -> Tensor | tuple[Tensor, LogitStats]:
+    stats: bool | Literal["bracket", "entropy"] = False,
+) -> Tensor | tuple[Tensor, LogitStats] | tuple[Tensor, LogitBracket]:
     """Attention of raw (unnormed, unrotated) q, k, v under `spec`; formula: `spec.explain()`.
 
     Args:
@@ -78,17 +96,33 @@ def attention(
         pos_q, pos_k: positions [b t], [b s]; default 0 .. s-1, queries aligned to the end of the keys.
         dropout: probability of dropping a weight. Statistics are taken before it.
         impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
-        stats: also return LogitStats, exact, without a T×T matrix, detached.
+        stats: True also returns LogitStats, exact, without a T×T matrix, detached. "bracket" returns bounds on
+            the largest logit (LogitBracket), free where the kernel hands out the logsumexp; "entropy" adds the
+            entropy and, for most heads with large logits, the certified maximum. Where no logsumexp is to be
+            had, both fall back to the exact statistics, so the bracket closes.
 
     Returns:
-        out [b h t d'] in q's dtype; with `stats`, (out, LogitStats).
+        out [b h t d'] in q's dtype; with `stats`, (out, LogitStats) or (out, LogitBracket).
 
     Raises:
         ShapeError, InvalidTypeError, InvalidValueError, UnknownNameError: bad input. RefusedError: see impl.
     """
     call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout)
+    if isinstance(stats, str):
+        return _bracketed(call, impl, lookup("statistics", {"bracket": False, "entropy": True}, stats))
     out = run(call, impl)
     return (out, logit_stats(call)) if stats else out
+
+
+def _bracketed(call: AttentionCall, impl: str, entropy: bool) -> tuple[Tensor, LogitBracket]:
+    kernel = choose(call, impl)
+    pair = attend_with_logsumexp(call) if isinstance(kernel, Sdpa) else None
+    if pair is not None:
+        return pair[0], bracket(call, pair[1], entropy=entropy)
+    exact = logit_stats(call)
+    sure = torch.ones_like(exact.max_logit, dtype=torch.bool)
+    top = exact.max_logit
+    return kernel(call), LogitBracket(lower=top, upper=top, entropy=exact.entropy, certified=sure)
 
 
 def run(call: AttentionCall, impl: str = "auto") -> Tensor:

@@ -40,11 +40,12 @@ def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> F
 
 
 def logit_change_frobenius(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> Float[Tensor, "*b"]:
-    """‖q' k'ᵀ - q kᵀ‖_F from Gram matrices of size 2d: q'k'ᵀ - qkᵀ = [q' q][k' -k]ᵀ.
+    """‖q' k'ᵀ - q kᵀ‖_F from Gram matrices of size 2d: q'k'ᵀ - qkᵀ = [δq q][k' δk]ᵀ, δ = new - old.
 
-    Divide by sqrt(t·s) for the RMS change of a logit.
+    In the steps, not as [q' q][k' -k]ᵀ: that one subtracts numbers of the size of the logits, and a step of
+    1e-3 is lost in float32. Divide by sqrt(t·s) for the RMS change of a logit.
     """
-    return logit_frobenius(torch.cat([q_new, q], dim=-1), torch.cat([k_new, -k], dim=-1))
+    return logit_frobenius(torch.cat([q_new - q, q], dim=-1), torch.cat([k_new, k_new - k], dim=-1))
 
 
 def interaction_norms(

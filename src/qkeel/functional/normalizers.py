@@ -62,6 +62,8 @@ def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
 
     Source: Zuhri et al. 2025, arXiv 2504.20966, equation 5 and their code.
     """
+    if z.shape[-1] == 0:  # no key, no maximum
+        return z
     hidden = _hide(z, visible)
     m = hidden.amax(-1, keepdim=True).detach().clamp_min(0.0)
     rise = _blank(torch.exp(hidden - m) - torch.exp(-m), visible)
@@ -76,4 +78,5 @@ def entropy(weights: Float[Tensor, "*batch s"]) -> Float[Tensor, "*batch"]:
     """
     total = weights.sum(-1, keepdim=True)
     p = weights / torch.where(total > 0, total, torch.ones_like(total))
-    return -torch.xlogy(p, p).sum(-1)
+    # Not xlogy(p, p): its gradient at p = 0 is NaN.
+    return -(p * torch.where(p > 0, p, torch.ones_like(p)).log()).sum(-1)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -21,8 +25,7 @@ def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "
     >>> l2_norm(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
     """
-    y = x.to(wide(x.dtype))
-    return (y / y.norm(dim=-1, keepdim=True).clamp_min(eps)).to(x.dtype)
+    return _Resize.apply(x.to(wide(x.dtype)), eps, False)[0].to(x.dtype)
 
 
 def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
@@ -33,8 +36,7 @@ def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "
     >>> rms_norm(torch.tensor([3.0, 4.0]), eps=0.0)
     tensor([0.8485, 1.1314])
     """
-    y = x.to(wide(x.dtype))
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return _Resize.apply(x.to(wide(x.dtype)), eps, True)[0].to(x.dtype)
 
 
 def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor, "*batch d"]:
@@ -45,6 +47,38 @@ def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor,
     >>> layer_norm(torch.tensor([1.0, 3.0]), eps=0.0)
     tensor([-1.,  1.])
     """
-    y = x.to(wide(x.dtype))
-    y = y - y.mean(-1, keepdim=True)
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return F.layer_norm(x.to(wide(x.dtype)), (x.shape[-1],), eps=eps).to(x.dtype)
+
+
+class _Resize(torch.autograd.Function):
+    """y = x · r with r one over a size of x: sqrt(mean(x²) + eps) if `mean`, else max(‖x‖₂, eps).
+
+    The derivative is written out so that backward keeps y, which the gain's own backward keeps anyway, and one
+    number per vector, instead of every intermediate: dx = r (g - c y ⟨g, y⟩), c = 1/d for the mean, 1 for the
+    norm, 0 where eps is the larger. Once differentiable, like fused attention itself.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, eps: float, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        if mean:
+            r = torch.rsqrt(norm.square() / x.shape[-1] + eps)
+            c = torch.full_like(r, 1 / x.shape[-1])
+        else:
+            r = norm.clamp_min(eps).reciprocal()
+            c = (norm > eps).to(x.dtype)
+        return x * r, r, c
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
+        y, r, c = ctx.saved_tensors
+        along = (g * y).sum(-1, keepdim=True) * c
+        return torch.addcmul(g, y, along, value=-1) * r, None, None

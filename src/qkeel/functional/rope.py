@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from qkeel.errors import ShapeError
 from qkeel.functional.norms import wide
@@ -52,17 +53,53 @@ def rotate(
     >>> rotate(torch.tensor([1.0, 2.0]), c, s)
     tensor([-2.,  1.])
     """
-    half = cos.shape[-1]
-    y = x.to(cos.dtype)
+    return _Rotate.apply(x.to(cos.dtype), cos, sin, pairing).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """The rotation written into one new tensor; its derivative is the rotation back, so nothing of x is kept."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *table: Any) -> tuple[Tensor, int]:
+        """Batched by moving the mapped axis to the front; a mapped table is lined up with x's axes."""
+        cos, sin, pairing = table
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        lined = []
+        for t, dim in ((cos, in_dims[1]), (sin, in_dims[2])):
+            front = t if dim is None else t.movedim(dim, 0)
+            missing = 0 if dim is None else x.ndim - front.ndim
+            lined.append(front.reshape(*front.shape[:1], *(1,) * missing, *front.shape[1:]) if missing else front)
+        return _Rotate.apply(x, *lined, pairing), 0
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
+        half = cos.shape[-1]
+        out = x * _widened(cos, x.shape[-1], pairing)  # keeps x's layout: heads far apart in memory stay so
+        a, b, to_a, to_b = (*_pairs(x, half, pairing), *_pairs(out, half, pairing))
+        to_a.addcmul_(b, sin, value=-1)
+        to_b.addcmul_(a, sin)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, cos, sin, ctx.pairing = inputs
+        ctx.save_for_backward(cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _Rotate.apply(g, cos, -sin, ctx.pairing), None, None, None
+
+
+def _pairs(x: Tensor, half: int, pairing: Pairing) -> tuple[Tensor, Tensor]:
     if pairing == "half":
-        a, b = y[..., :half], y[..., half : 2 * half]
-        parts = [a * cos - b * sin, b * cos + a * sin]
-    elif pairing == "half_reversed":
-        b, a = y[..., :half], y[..., half : 2 * half]
-        parts = [b * cos + a * sin, a * cos - b * sin]
-    else:
-        a, b = y[..., 0 : 2 * half : 2], y[..., 1 : 2 * half : 2]
-        parts = [torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)]
-    if 2 * half < x.shape[-1]:
-        parts.append(y[..., 2 * half :])
-    return torch.cat(parts, dim=-1).to(x.dtype)
+        return x[..., :half], x[..., half : 2 * half]
+    if pairing == "half_reversed":
+        return x[..., half : 2 * half], x[..., :half]
+    return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+
+
+def _widened(cos: Tensor, width: int, pairing: Pairing) -> Tensor:
+    """cos of every dimension: that of its pair, 1 where nothing is rotated."""
+    both = cos.repeat_interleave(2, dim=-1) if pairing == "interleaved" else torch.cat([cos, cos], dim=-1)
+    return F.pad(both, (0, width - both.shape[-1]), value=1.0) if width > both.shape[-1] else both

@@ -30,14 +30,14 @@ def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype =
 def floor_log_temperature(
     pos: Tensor, alpha: float = 0.1, floor: int = 8192, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """1 + alpha·ln(1 + ⌊(pos + 1) / floor⌋).
+    """1 + alpha·ln(1 + ⌊(pos + 1) / floor⌋); 1 for negative positions (queries before the first key).
 
     Source: Llama 4 as shipped in transformers (attn_scale, floor_scale).
 
     >>> floor_log_temperature(torch.tensor([0, 8191, 16383]))
     tensor([1.0000, 1.0693, 1.1099])
     """
-    return 1 + alpha * torch.log1p(torch.div(pos + 1, floor, rounding_mode="floor").to(dtype))
+    return 1 + alpha * torch.log1p(torch.div((pos + 1).clamp_min(0), floor, rounding_mode="floor").to(dtype))
 
 
 def qk_norm_init(length: float) -> float:

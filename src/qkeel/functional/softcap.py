@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,4 +21,6 @@ def softcap(z: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
     """
     if not cap > 0:
         raise InvalidValueError(f"expected a cap above 0, got {cap}")
+    if math.isinf(cap):  # neutral; the formula would make it ∞ · 0
+        return z
     return cap * torch.tanh(z / cap)

@@ -94,8 +94,10 @@ def merge(a: LogitStats, b: LogitStats) -> LogitStats:
     for name in _SUM:
         fields[name] = getattr(a, name) + getattr(b, name)
     for name, count in _MEAN.items():
-        share = getattr(b, count) / fields[count].clamp_min(1)
-        fields[name] = torch.lerp(getattr(a, name), getattr(b, name), share.to(getattr(a, name).dtype))
+        mean = getattr(a, name)
+        # In the means' dtype: a quotient of integers would be float32.
+        share = getattr(b, count).to(mean.dtype) / fields[count].clamp_min(1)
+        fields[name] = torch.lerp(mean, getattr(b, name), share)
     return LogitStats(**fields)
 
 

@@ -10,15 +10,15 @@ from torch import Tensor
 def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Tensor, " h"]:
     """γ_h = τ / S_h where S_h > τ, else exactly 1.
 
-    S_h is the largest signed scaled logit. Zero, negative and -inf maxima (a head without data) give 1,
-    and so does NaN: a clip never makes a weight worse.
+    S_h is the largest signed scaled logit. Zero, negative and -inf maxima (a head without data) give 1, and
+    so do NaN and +inf, which would set the head's weights to zero for good: a clip never makes a weight worse.
 
     Source: Kimi K2, arXiv 2507.20534, section 2.1, equation 1.
 
     >>> qk_clip_gamma(torch.tensor([200.0, 100.0, -3.0, float("-inf")]), 100.0)
     tensor([0.5000, 1.0000, 1.0000, 1.0000])
     """
-    over = max_logit > threshold
+    over = (max_logit > threshold) & max_logit.isfinite()
     return torch.where(over, threshold / torch.where(over, max_logit, torch.ones_like(max_logit)), 1.0)
 
 

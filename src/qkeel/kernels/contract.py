@@ -34,10 +34,10 @@ class Kernel(abc.ABC):
         """out [b h t d'] in q's dtype."""
 
 
-def row_blocks(call: AttentionCall, elements: int) -> Iterator[slice]:
-    """Blocks of query rows whose logits hold at most about `elements` numbers: O(T) memory whatever T is."""
+def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[slice]:
+    """Blocks of at least `least` query rows whose logits hold about `elements` numbers: O(T) memory at any T."""
     b, h, t, _ = call.q.shape
-    rows = max(1, min(t, elements // max(1, b * h * call.k.shape[2])))
+    rows = max(1, min(t, max(least, elements // max(1, b * h * call.k.shape[2]))))
     for start in range(0, t, rows):
         yield slice(start, min(t, start + rows))
 
@@ -49,3 +49,20 @@ def average(weights: Tensor, v: Tensor) -> Tensor:
     if g == h:
         return weights @ v
     return (weights.reshape(b, g, h // g * t, s) @ v).view(b, h, t, v.shape[-1])
+
+
+def whole_and_plain(call: AttentionCall) -> bool:
+    """Whether one fused call without a mask does: everything visible, or square and causal at default positions."""
+    if call.mask is not None:
+        return False
+    return not call.causal or (call.plain and call.q.shape[2] == call.k.shape[2])
+
+
+def folded(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, float]:
+    """q, k, v as a plain softmax kernel takes them, in the caller's dtype, and the scale left to it."""
+    q, k = call.encoded()
+    scale = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
+    if isinstance(scale, Tensor):
+        q, scale = q * scale, 1.0
+    dtype = call.q.dtype
+    return q.to(dtype), k.to(dtype), call.spec.values(call.v, call.params), scale

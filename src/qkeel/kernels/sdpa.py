@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from qkeel.kernels.contract import Kernel, Refusal, row_blocks
+from qkeel.kernels.contract import Kernel, Refusal, folded, row_blocks, whole_and_plain
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import NoCap
 from qkeel.spec.normalizer import Softmax
@@ -28,11 +28,13 @@ class Sdpa(Kernel):
             return Refusal("SDPA cannot cap logits", out)
         if not spec.position.folds:
             return Refusal(f"{spec.position.formula()} does not fold into q and k", out)
+        if _rounds_mask(call):
+            return Refusal(f"SDPA would round the {call.mask.dtype} mask to {call.q.dtype}", out)  # type: ignore[union-attr]
         return None
 
     def __call__(self, call: AttentionCall) -> Tensor:
         q, k, v, scale = folded(call)
-        if _causal_flag(call):
+        if call.causal and whole_and_plain(call):
             return _sdpa(q, k, v, scale, call, is_causal=True)
         if call.mask is None and (not call.causal or (call.plain and q.shape[2] == 1)):
             return _sdpa(q, k, v, scale, call)
@@ -48,18 +50,10 @@ class Sdpa(Kernel):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def folded(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, float]:
-    """q, k, v as a plain softmax kernel takes them, in the caller's dtype, and the scale left to it."""
-    q, k = call.encoded()
-    scale = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
-    if isinstance(scale, Tensor):
-        q, scale = q * scale, 1.0
-    dtype = call.q.dtype
-    return q.to(dtype), k.to(dtype), call.spec.values(call.v, call.params), scale
-
-
-def _causal_flag(call: AttentionCall) -> bool:
-    return call.causal and call.plain and call.mask is None and call.q.shape[2] == call.k.shape[2]
+def _rounds_mask(call: AttentionCall) -> bool:
+    # torch takes a wider mask on some backends only, and cuDNN misreads it (pytorch#191612).
+    mask, low = call.mask, call.q.dtype.itemsize < 4
+    return low and mask is not None and mask.is_floating_point() and mask.dtype != call.q.dtype
 
 
 def _sdpa(
@@ -97,18 +91,3 @@ def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> 
     if bias is None:
         return seen, empty
     return bias.to(dtype).masked_fill(~seen, -torch.inf), empty
-
-
-def with_logsumexp(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    """Output and row logsumexp [b h t] from the one fused call, or None where torch does not hand it out.
-
-    torch's CPU flash kernel computes the logsumexp anyway and returns it from the operator below SDPA; its
-    gradients are those of SDPA, the logsumexp itself has none.
-    """
-    q, k, v, scale = folded(call)
-    whole = call.mask is None and (not call.causal or _causal_flag(call))
-    if q.device.type != "cpu" or not whole or call.dropout or q.shape[-1] != v.shape[-1]:
-        return None
-    causal = call.causal
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return out, lse

@@ -13,7 +13,8 @@ from qkeel.kernels.contract import row_blocks
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import NoCap
 
-BLOCK = 1 << 19  # logits at once: 2 MB in float32, so that the passes over a block stay in cache
+BLOCK = 1 << 20  # logits at once: 4 MB in float32, so that the passes over a block stay in cache
+ROWS = 64  # but at least this many rows: fewer make poor matrix products
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def logit_stats(call: AttentionCall) -> LogitStats:
     sums = _Sums.start(heads, q)
     seen_keys = None if _all_keys_seen(call) else torch.zeros_like(k[..., 0], dtype=torch.bool)
     seen_rows = []
-    for rows in row_blocks(call, BLOCK):
+    for rows in row_blocks(call, BLOCK, ROWS):
         keys = slice(0, call.last_key(rows))
         if keys.stop == 0:
             seen_rows.append(torch.zeros(*q.shape[:2], rows.stop - rows.start, dtype=torch.bool, device=q.device))
@@ -82,7 +83,7 @@ class _Block:
             # Every row of the block sees the keys before the block's own diagonal.
             first = k.shape[2] - q.shape[2] + rows.start + 1
             tail = slice(min(max(first, 0), keys.stop), keys.stop)
-        visible = call.visible(rows, tail)
+        visible = call.visible(rows, tail) if tail.start < tail.stop else None
         seen = torch.ones(1, 1, z.shape[2], dtype=torch.bool, device=z.device)
         if visible is not None and tail.start == 0:
             some = visible.any(-1)  # [b|1 h|1 rows|1]

@@ -4,7 +4,7 @@ No torch here: the report reads runs on machines that have none.
 """
 
 from qkeel.records.fields import HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS, Field, explain_field
-from qkeel.records.files import append_line, read_json, read_lines, write_json, write_text
+from qkeel.records.files import append_line, read_json, read_lines, write_bytes, write_json, write_text
 from qkeel.records.heads import HeadRecorder, Heads, read_heads
 from qkeel.records.rundir import RunDirectory, RunStatus
 
@@ -22,6 +22,7 @@ __all__ = [
     "read_heads",
     "read_json",
     "read_lines",
+    "write_bytes",
     "write_json",
     "write_text",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -78,7 +79,7 @@ class RunDirectory:
         if (self.path / "config.json").exists():
             old = self.config()
             if old != config:
-                changed = sorted(k for k in {*old, *config} if old.get(k) != config.get(k))
+                changed = differences(old, config)
                 raise RunDirectoryError(
                     f"{self.path} holds a run of another configuration (different: {', '.join(changed)}). "
                     "Choose another directory; nothing was changed."
@@ -101,15 +102,31 @@ class RunDirectory:
         cut_heads(self.path, last_step)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, wait: float = 0.0) -> Iterator[None]:
         """Hold the directory alone; the operating system frees it when the process dies, however it dies."""
-        with locked(self.path / "lock", f"{self.path} is in use by another process"):
+        with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
             yield
 
 
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """The keys, dotted where nested, at which two configurations differ.
+
+    >>> differences({"optim": {"lr": 1.0}, "seed": 0}, {"optim": {"lr": 2.0}, "seed": 0})
+    ['optim.lr']
+    """
+    found: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(prefix + key)
+    return found
+
+
 @contextmanager
-def locked(path: Path, message: str) -> Iterator[None]:
-    """An exclusive advisory lock on `path`, or a RunDirectoryError that says who is in the way."""
+def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
+    """An exclusive advisory lock on `path`, or after `wait` seconds a RunDirectoryError that says who is in the way."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, the lock lives as long as it
@@ -118,7 +135,10 @@ def locked(path: Path, message: str) -> Iterator[None]:
             f"cannot write in {path.parent}: {error.strerror or error}. Choose a writable directory."
         ) from error
     with file:
-        if not _try_lock(file):
+        deadline = time.monotonic() + wait
+        while not (held := _try_lock(file)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not held:
             file.seek(0)
             holder = file.read().strip()
             who = f" (process {holder})" if holder else ""

@@ -1,18 +1,19 @@
-"""What a remedy is, what it is applied to, and the mechanism behind per-head steps."""
+"""What a remedy is, and what it is applied to."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+import math
+from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.errors import RefusedError
-from qkeel.handle import Handle
+from qkeel.errors import InvalidTypeError, InvalidValueError, NonFiniteError, RefusedError
+from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.sites.site import AttentionSite, HeadSlice
 
@@ -28,7 +29,13 @@ class Target:
 
     def parameter(self, name: str) -> nn.Parameter:
         """A parameter of the model by qualified name."""
-        return self.model.get_parameter(name)
+        try:
+            return self.model.get_parameter(name)
+        except AttributeError as error:
+            raise RefusedError(
+                f"this model has no parameter {name!r}; a weight that hooks or a parametrization make anew from "
+                "others cannot be stepped or scaled on its own: remove that first"
+            ) from error
 
     def need_optimizer(self, remedy: str) -> Optimizer:
         """The optimizer, or the error that asks for it."""
@@ -47,108 +54,94 @@ class Remedy(abc.ABC):
     __slots__ = ()
 
     def supports(self, site: AttentionSite) -> Refusal | None:
-        """None if the remedy makes sense at this site, else the reason."""
+        """None if the remedy can be applied at this site as it is now, else the reason."""
+        return self.holds(site)
+
+    def holds(self, site: AttentionSite) -> Refusal | None:
+        """None if the remedy, once applied, still means something at the site as another remedy left it."""
         return None
 
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:
-        """Make the change; the handle undoes it."""
+        """Make the change; the handle undoes it. A change that raises leaves everything as it was."""
 
 
-def check_linear(optimizer: Optimizer, remedy: str, names: list[str], params: list[nn.Parameter]) -> None:
-    """Raise unless the optimizer holds the weights, in full precision, and its step is linear in the LR."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, p in zip(names, params):
-        if id(p) not in held:
-            raise RefusedError(
-                f"{remedy} scales steps of {name}, which this optimizer does not hold; give the one that does"
-            )
-        if p.dtype in (torch.bfloat16, torch.float16):
-            raise RefusedError(
-                f"{remedy} scales small steps, which {p.dtype} weights round away ({name}); keep float32 weights "
-                "and use autocast"
-            )
-    wanted = {id(p) for p in params}
-    groups = [g for g in optimizer.param_groups if any(id(p) in wanted for p in g["params"])]
-    if not all(_is_linear(optimizer, group) for group in groups):
-        raise RefusedError(
-            f"{remedy} needs an optimizer whose step is proportional to the learning rate; a probe step of "
-            f"{type(optimizer).__name__} at half the rate was not half as long. Use AdamW, SGD, Muon, …"
-        )
+def compose_all(handles: Iterable[Handle]) -> Handle:
+    """One handle for changes that are made one after the other; if one raises, those before it are undone."""
+    done: list[Handle] = []
+    try:
+        for handle in handles:
+            done.append(handle)
+    except BaseException:
+        compose(done).remove()
+        raise
+    return compose(done)
 
 
-def _is_linear(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Step a small matrix at two rates from the same state, far into training, and compare the lengths."""
-    deltas = []
-    for factor in (1.0, 0.5):
-        weight = nn.Parameter(torch.eye(4, dtype=torch.float64) + 0.1)
-        probe = _twin(optimizer, weight, group)
-        gradient = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4).sin()
-        for _ in range(2):
-            weight.grad = gradient.clone()
-            probe.step()
-        for state in probe.state.values():  # schedules inside an optimizer show late (Adafactor's 1/√t)
-            if "step" in state:
-                state["step"] = state["step"] * 0 + 1_000_000
-        before = weight.detach().clone()
-        for g in probe.param_groups:
-            g["lr"] = g["lr"] * factor
-        weight.grad = gradient.clone()
-        probe.step()
-        deltas.append(weight.detach() - before)
-    return bool(torch.allclose(deltas[0] * 0.5, deltas[1], rtol=1e-4, atol=1e-12 * float(deltas[0].abs().max())))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadWeights:
+    """The query and key weights of a target, without repetition.
 
-
-def _twin(optimizer: Optimizer, weight: nn.Parameter, group: dict[str, Any]) -> Optimizer:
-    """An optimizer of the same class and options that holds one small matrix."""
-    twin = type(optimizer).__new__(type(optimizer))
-    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if not k.startswith("_optimizer_step")})
-    Optimizer.__init__(twin, [weight], {k: v for k, v in group.items() if k not in ("params", "initial_lr")})
-    # Large rates leave the probe's arithmetic in a range where a half shows.
-    for g in twin.param_groups:
-        g["lr"] = torch.tensor(float(g["lr"])) if isinstance(g["lr"], Tensor) else float(g["lr"]) or 1.0
-        for flag in ("fused", "foreach", "capturable"):
-            if flag in g:
-                g[flag] = False
-    return twin
-
-
-def scale_steps(
-    target: Target,
-    remedy: str,
-    slices: list[HeadSlice],
-    factors: Callable[[list[Tensor]], list[Tensor]],
-) -> Callable[[], None]:
-    """Scale every optimizer step of some weights, per head. Returns what undoes it.
-
-    w ← lerp(w_old, w_new, f): the whole step, decoupled weight decay included, is scaled. `factors` gets the
-    weights before the step and gives a tensor per weight that broadcasts against it; factor 1 leaves the new
-    weight bit for bit. Exact for every optimizer linear in the learning rate. The one copy of the weights lives
-    only inside the step. Nothing is read back to the host.
+    `slices[i]` says which part of `parameters[i]` belongs to each head. One parameter may appear in several
+    entries (a fused projection), and one entry in several sites (tied layers): `place` finds the entry of a
+    site's slice.
     """
-    optimizer = target.need_optimizer(remedy)
-    params = [target.parameter(s.parameter) for s in slices]
-    check_linear(optimizer, remedy, [s.parameter for s in slices], params)
-    saved: list[Tensor] = []
-    scale: list[Tensor] = []
 
-    @torch.no_grad()
-    def before(*_: Any) -> None:
-        saved[:] = [p.detach().clone() for p in params]
-        scale[:] = factors(saved)
+    slices: list[HeadSlice]
+    parameters: list[nn.Parameter]
+    _entry: dict[int, int]
 
-    @torch.no_grad()
-    def after(*_: Any) -> None:
-        for p, old, f in zip(params, saved, scale):
-            # In place on `old`, then copied: the parameter keeps its storage.
-            p.copy_(torch.lerp(old, p.detach(), f.to(p.dtype)))
-        saved.clear()
-        scale.clear()
+    @classmethod
+    def of(cls, target: Target) -> HeadWeights:
+        """All weights on the way to a logit, each once."""
+        slices: list[HeadSlice] = []
+        parameters: list[nn.Parameter] = []
+        entry: dict[int, int] = {}
+        for s in (s for site in target.sites for term in site.terms for s in (*term.query, *term.key)):
+            parameter = target.parameter(s.parameter)
+            like = (i for i, p in enumerate(parameters) if p is parameter and slices[i].same(s))
+            i = next(like, len(slices))
+            if i == len(slices):
+                slices.append(s)
+                parameters.append(parameter)
+            entry[id(s)] = i
+        return cls(slices=slices, parameters=parameters, _entry=entry)
 
-    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    def place(self, s: HeadSlice) -> int:
+        """The entry of a slice of one of the target's sites."""
+        return self._entry[id(s)]
 
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
+    def owners(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """Each parameter once, with its entries."""
+        found: dict[int, tuple[nn.Parameter, list[int]]] = {}
+        for i, parameter in enumerate(self.parameters):
+            found.setdefault(id(parameter), (parameter, []))[1].append(i)
+        return list(found.values())
 
-    return undo
+    def check_held(self, optimizer: Optimizer, remedy: str) -> None:
+        """Raise unless the optimizer steps every one of the weights."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for s, p in zip(self.slices, self.parameters):
+            if id(p) not in held:
+                raise RefusedError(
+                    f"{remedy} acts on steps of {s.parameter}, which this {type(optimizer).__name__} does not hold; "
+                    "give the optimizer that does"
+                )
+
+
+def check_weights(target: Target, remedy: str) -> None:
+    """Raise unless the query and key weights exist and are finite."""
+    for s, p in zip((weights := HeadWeights.of(target)).slices, weights.parameters):
+        if p.is_meta:
+            raise RefusedError(f"{s.parameter} is on the meta device; give it values before {remedy} is applied")
+        if not bool(torch.isfinite(p).all()):
+            raise NonFiniteError(f"{s.parameter} holds NaN or infinity before {remedy} is applied; load sound weights")
+
+
+def check_number(remedy: str, option: str, value: object, *, zero: bool = False) -> None:
+    """Raise unless an option is a finite number above 0 (with `zero`, at least 0)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidTypeError(f"expected a number for {option} of {remedy}, got {value!r}")
+    if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+        least = "a finite number of at least 0" if zero else "a finite number above 0"
+        raise InvalidValueError(f"expected {least} for {option} of {remedy}, got {value}")

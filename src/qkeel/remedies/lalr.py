@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, final
 
@@ -14,9 +15,13 @@ from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.updates import group_max, repeat_groups
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.base import Remedy, Target, scale_steps
+from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number
+from qkeel.remedies.steps import scale_steps
 from qkeel.sites.find import is_normed
-from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.sites.site import AttentionSite
+
+# One term a weight takes part in: the entries of the other weights of the term, and the number of query heads.
+Use = tuple[tuple[int, ...], int]
 
 
 @final
@@ -27,8 +32,12 @@ class LALR(Remedy):
     For W_Q^h: f = 1/‖W_K^h‖, for W_K^h: 1/‖W_Q^h‖, so a step changes logits by a bounded amount however large
     the weights have grown. In general (`AttentionSite.terms`): over the terms a matrix takes part in the smallest
     f, and where heads share it the largest product over those heads; this is the published algorithm 2 for MLA
-    and its extension to grouped keys. Biases keep the base rate. The whole step is scaled, decoupled weight decay
-    included. A matrix of norm zero counts with the norm it had at the start.
+    and its extension to grouped keys. A weight that layers share takes part in the terms of all of them. Biases
+    keep the base rate. The whole step is scaled, decoupled weight decay included. A matrix of norm zero counts with
+    the norm it had at the start; one that was zero at the start never counts.
+
+    The norms are those of the weights when the remedy is applied; `state()` carries them across a checkpoint.
+    norm="spectral" synchronises a GPU with the host at every step (an eigenvalue problem of size d per head).
     """
 
     tau: float = 0.1
@@ -39,88 +48,91 @@ class LALR(Remedy):
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
 
     def __post_init__(self) -> None:
-        if not self.tau > 0:
-            raise InvalidValueError(f"expected tau above 0, got {self.tau}")
+        check_number("lalr", "tau", self.tau)
         if self.norm not in ("frobenius", "spectral"):
             raise unknown("norm of lalr", self.norm, ("frobenius", "spectral"))
 
-    def supports(self, site: AttentionSite) -> Refusal | None:
+    def holds(self, site: AttentionSite) -> Refusal | None:
         if is_normed(site):
             return Refusal(
                 "a norm on q and k already makes the logit independent of the size of the weights",
                 "use one of the two, or qk_lr for a plain lower rate",
             )
+        if site.reparametrised:
+            return Refusal(
+                "the weight that makes the logit is computed from another, so the norm of what the optimizer steps "
+                "says nothing about the logit",
+                "use one of the two, or qk_lr for a plain lower rate",
+            )
         return None
 
     def apply(self, target: Target) -> Handle:
-        slices = list({s.parameter: s for site in target.sites for s in [*site.query, *site.key]}.values())
-        place = {s.parameter: i for i, s in enumerate(slices)}
-        weights = [target.parameter(s.parameter).detach() for s in slices]
-        start = self._norms(slices, weights)
+        weights = HeadWeights.of(target)
+        uses = _uses(target.sites, weights)
+        start = self._norms([s.heads(p.detach()) for s, p in zip(weights.slices, weights.parameters)])
 
-        def factors(now: list[Tensor]) -> list[Tensor]:
-            rates = _rates(target.sites, slices, place, start, self._norms(slices, now))
-            return [s.expand(self.tau * rate, w) for s, rate, w in zip(slices, rates, now)]
+        def factors(heads: list[Tensor]) -> list[Tensor]:
+            now = self._norms(heads)
+            start[:] = [s.to(n) for s, n in zip(start, now)]  # where the weights were moved to
+            return [self.tau * rate for rate in rates(uses, start, now)]
 
         def state() -> dict[str, Any]:
-            return {s.parameter: n.clone() for s, n in zip(slices, start)}
+            return {name: norm.clone() for name, norm in zip(names, start)}
 
         def load(values: dict[str, Any]) -> None:
-            for s, n in zip(slices, start):
-                n.copy_(values[s.parameter])
+            wrong = [n for n, own in zip(names, start) if n not in values or values[n].shape != own.shape]
+            if wrong or len(values) != len(names):
+                raise InvalidValueError(
+                    f"expected the norms at the start of {len(names)} weights, got {len(values)} of which these are "
+                    f"missing or of another shape: {wrong}; load the state of the same model and remedy"
+                )
+            for name, own in zip(names, start):
+                own.copy_(values[name])
 
-        return Handle(scale_steps(target, self.name, slices, factors), state=state, load=load)
+        names = _names(weights)
+        steps = scale_steps(target, self.name, weights, factors)
+        return Handle(steps.remove, state=state, load=load)
 
-    def _norms(self, slices: Sequence[HeadSlice], weights: Sequence[Tensor]) -> list[Tensor]:
-        measure = spectral_norm if self.norm == "spectral" else _frobenius
-        return [measure(s.heads(w)) for s, w in zip(slices, weights)]
-
-
-def _frobenius(w: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(w.flatten(1), dim=1)
+    def _norms(self, heads: Sequence[Tensor]) -> list[Tensor]:
+        return [spectral_norm(w) if self.norm == "spectral" else frobenius_norm(w) for w in heads]
 
 
-def _rates(
-    sites: Sequence[AttentionSite],
-    slices: Sequence[HeadSlice],
-    place: dict[str, int],
-    start: list[Tensor],
-    now: list[Tensor],
-) -> list[Tensor]:
-    """f(now) / f(start) for every weight, before τ."""
-    # Zero-initialised weights (LoRA's B, some output heads) would give 0/0: they count as unchanged.
-    now = [torch.where((a > 0) & (b > 0), a, torch.where(b > 0, b, torch.ones_like(b))) for a, b in zip(now, start)]
-    safe = [torch.where(b > 0, b, torch.ones_like(b)) for b in start]
-    rates: list[Tensor | None] = [None] * len(slices)
+def frobenius_norm(heads: Tensor) -> Tensor:
+    """‖W^h‖_F of each head's part [n r m]."""
+    return torch.linalg.vector_norm(heads, dim=(1, 2))
+
+
+def rates(uses: Sequence[Sequence[Use]], start: Sequence[Tensor], now: Sequence[Tensor]) -> list[Tensor]:
+    """f(now) / f(start) per head of every weight, before τ."""
+    counts = [s > 0 for s in start]
+    # What was zero has no start to compare with: it counts as unchanged. What is zero now could blow its partner up.
+    old = [torch.where(c, s, 1.0) for c, s in zip(counts, start)]
+    new = [torch.where(c & (n > 0), n, o) for c, n, o in zip(counts, now, old)]
+    return [_product(u, old, len(s)) / _product(u, new, len(s)) for u, s in zip(uses, start)]
+
+
+def _product(uses: Sequence[Use], norms: Sequence[Tensor], n: int) -> Tensor:
+    """1/f: the largest product of the other norms, over the terms and, where heads share the weight, over them."""
+    largest: Tensor | None = None
+    for others, n_heads in uses:
+        product = functools.reduce(torch.mul, [repeat_groups(norms[i], n_heads) for i in others])
+        product = group_max(product, n)
+        largest = product if largest is None else torch.maximum(largest, product)
+    assert largest is not None
+    return largest
+
+
+def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use]]:
+    found: list[list[Use]] = [[] for _ in weights.slices]
     for site in sites:
-        for i, (new, old) in _site_products(site, slices, place, now, safe).items():
-            rates[i] = old / new
-    return [torch.ones_like(n) if r is None else r for r, n in zip(rates, now)]
+        for term in site.terms:
+            way = [weights.place(s) for s in (*term.query, *term.key)]
+            for a, i in enumerate(way):  # by position: a weight that makes q and k is its own partner
+                found[i].append((tuple(j for b, j in enumerate(way) if b != a), site.n_heads))
+    return [list(dict.fromkeys(u)) for u in found]
 
 
-def _site_products(
-    site: AttentionSite,
-    slices: Sequence[HeadSlice],
-    place: dict[str, int],
-    now: list[Tensor],
-    start: list[Tensor],
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Per weight, the largest product of the other norms on its way, now and at the start.
-
-    f is one over it: the smallest f over terms is one over the largest product.
-    """
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for term in site.terms:
-        way = [place[s.parameter] for s in (*term.query, *term.key)]
-        for i in way:
-            pair = []
-            for norms in (now, start):
-                product = torch.ones(site.n_heads, dtype=norms[i].dtype, device=norms[i].device)
-                for j in way:
-                    if j != i:
-                        product = product * repeat_groups(norms[j], site.n_heads)
-                pair.append(group_max(product, slices[i].n))
-            if i in found:
-                pair = [torch.maximum(a, b) for a, b in zip(found[i], pair)]
-            found[i] = (pair[0], pair[1])
-    return found
+def _names(weights: HeadWeights) -> list[str]:
+    """A name per entry: the parameter's, numbered where one parameter has several (a fused projection)."""
+    plain = [s.parameter for s in weights.slices]
+    return [f"{name}#{plain[:i].count(name)}" if plain.count(name) > 1 else name for i, name in enumerate(plain)]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError, unknown
+from qkeel.errors import unknown
 from qkeel.functional.updates import group_max, qk_clip_gamma, repeat_groups
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.base import Remedy, Target
+from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number
+from qkeel.remedies.steps import merge_lines
 from qkeel.sites.find import is_normed
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
 from qkeel.sites.tap import Tap
@@ -27,7 +29,11 @@ class QKClip(Remedy):
     now give exactly τ if the step had not moved them. Where query heads share a key head, `groups` decides:
     "query" puts the whole γ_h on W_Q^h and leaves the key alone (exact per head), "group" clips the whole group
     by its worst head (Megatron-LM). MLA: √γ on both up-projections, γ on the rotated query, the shared rotated
-    key untouched. Heads under τ keep their weights bit for bit; negative, zero and missing maxima never clip.
+    key untouched. A weight that layers share is scaled once, by the smallest of their factors.
+
+    Heads under τ keep their weights bit for bit; negative, zero, missing, infinite and NaN maxima never clip.
+    Only forwards in training mode count, all of those since the last step that was taken. Where a GradScaler
+    skips a step there is no clip, and its maxima count for the next one.
     """
 
     threshold: float = 100.0
@@ -38,52 +44,37 @@ class QKClip(Remedy):
     source = "Kimi K2, arXiv 2507.20534, section 2.1"
 
     def __post_init__(self) -> None:
-        if not self.threshold > 0:
-            raise InvalidValueError(f"expected a threshold above 0, got {self.threshold}")
+        check_number("qk_clip", "threshold", self.threshold)
         if self.groups not in ("query", "group"):
             raise unknown("groups of qk_clip", self.groups, ("query", "group"))
 
-    def supports(self, site: AttentionSite) -> Refusal | None:
+    def holds(self, site: AttentionSite) -> Refusal | None:
         if is_normed(site):
             return Refusal(
                 "a norm on q or k undoes any scaling of its weights, so a clip would do nothing",
                 "use one of the two; with a norm, watch its gains",
             )
+        if site.reparametrised:
+            return Refusal(
+                "the weight that makes the logit is computed from another, so scaling what is stored would not "
+                "scale the logit",
+                "use one of the two",
+            )
         return None
 
     def apply(self, target: Target) -> Handle:
         optimizer = target.need_optimizer(self.name)
-        tap = Tap(target.model, when_training=True)
-        state = target.optimizer
-
-        @torch.no_grad()
-        def after(*_: Any) -> None:
-            stats = tap.read()
-            if _overflowed(state):
-                return  # a GradScaler skipped this step
-            for site in target.sites:
-                if site.name in stats:
-                    self._clip(target, site, stats[site.name].max_logit)
-
-        hook = optimizer.register_step_post_hook(after)
+        HeadWeights.of(target).check_held(optimizer, self.name)
+        clip = _Clip(self, target)
+        hook = optimizer.register_step_post_hook(clip.after_step)
 
         def undo() -> None:
             hook.remove()
-            tap.remove()
+            clip.tap.remove()
 
-        return Handle(undo)
+        return Handle(undo, state=clip.state, load=clip.load)
 
-    def _clip(self, target: Target, site: AttentionSite, max_logit: Tensor) -> None:
-        gamma = qk_clip_gamma(max_logit, self.threshold)
-        for term in site.terms:
-            for piece, factor in self._shares(site, term, gamma):
-                weight = target.parameter(piece.parameter)
-                weight.mul_(piece.expand(factor.to(weight.dtype), weight))
-                if piece.bias is not None:
-                    bias = target.parameter(piece.bias)
-                    bias.mul_(piece.expand(factor.to(bias.dtype), bias[:, None]).squeeze(1))
-
-    def _shares(self, site: AttentionSite, term: LogitTerm, gamma: Tensor) -> list[tuple[HeadSlice, Tensor]]:
+    def shares(self, site: AttentionSite, term: LogitTerm, gamma: Tensor) -> list[tuple[HeadSlice, Tensor]]:
         """Which weights of a term take which part of γ; the last on each way is the head's own."""
         query, key = term.query[-1], term.key[-1]
         if key.n == site.n_heads:
@@ -94,6 +85,62 @@ class QKClip(Remedy):
         return [(query, repeat_groups(shared, site.n_heads).sqrt()), (key, shared.sqrt())]
 
 
-def _overflowed(optimizer: Any) -> bool:
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+class _Clip:
+    """One application of qk_clip: the tap that collects maxima and what happens after a step."""
+
+    def __init__(self, remedy: QKClip, target: Target) -> None:
+        self.remedy = remedy
+        self.target = target
+        self.tap = Tap(target.model, when_training=True)
+        self.kept: dict[str, Tensor] = {}  # maxima of a step that a GradScaler skipped, else -inf
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """Clip by the maxima since the last step that was taken."""
+        skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer runs its hooks though nothing moved
+        maxima = {name: stats.max_logit for name, stats in self.tap.read().items()}
+        for name, kept in self.kept.items():
+            maxima[name] = torch.maximum(maxima[name], kept.to(maxima[name])) if name in maxima else kept
+        self.kept = {}
+        if skipped is not None:
+            # Not read back to the host: it chooses between the maxima now and the maxima later.
+            nothing = {name: torch.full_like(top, -torch.inf) for name, top in maxima.items()}
+            taken = {name: (skipped.to(top.device) == 0) for name, top in maxima.items()}
+            self.kept = {name: torch.where(taken[name], nothing[name], top) for name, top in maxima.items()}
+            maxima = {name: torch.where(taken[name], top, nothing[name]) for name, top in maxima.items()}
+        self._clip(maxima)
+
+    def _clip(self, maxima: dict[str, Tensor]) -> None:
+        weights: dict[int, tuple[nn.Parameter, list[tuple[HeadSlice, Tensor]]]] = {}
+        for site in self._over(maxima):
+            top = maxima[site.name]
+            # An infinite maximum is a breakdown, not a size: γ = 0 would kill the head for good.
+            gamma = qk_clip_gamma(top.masked_fill(top.isinf(), -torch.inf), self.remedy.threshold)
+            for term in site.terms:
+                for piece, factor in self.remedy.shares(site, term, gamma):
+                    for name in (piece.parameter, piece.bias):
+                        if name is not None:
+                            p = self.target.parameter(name)
+                            weights.setdefault(id(p), (p, []))[1].append((piece, factor.to(p.dtype)))
+        for p, shares in weights.values():
+            p.mul_(merge_lines(shares, p))
+
+    def _over(self, maxima: dict[str, Tensor]) -> Sequence[AttentionSite]:
+        """The sites to scale. On a CPU those with a head over the threshold; reading that costs nothing there.
+
+        Elsewhere all of them: a multiplication by 1 leaves weights bit for bit, and waiting for the device would
+        cost more.
+        """
+        sites = [site for site in self.target.sites if site.name in maxima]
+        if not sites or any(maxima[site.name].device.type != "cpu" for site in sites):
+            return sites
+        tops = torch.stack([maxima[site.name].nan_to_num(nan=-torch.inf, posinf=torch.inf).amax() for site in sites])
+        return [site for site, over in zip(sites, (tops > self.remedy.threshold).tolist()) if over]
+
+    def state(self) -> dict[str, Any]:
+        """Maxima that a skipped step left for the next one."""
+        return {name: top.clone() for name, top in self.kept.items()}
+
+    def load(self, values: dict[str, Any]) -> None:
+        """Take up the maxima of a checkpoint."""
+        self.kept = dict(values)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import final
 
-import torch
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle
-from qkeel.remedies.base import Remedy, Target, scale_steps
+from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number
+from qkeel.remedies.steps import scale_steps
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKLearningRate(Remedy):
-    """Steps of query and key weights (biases not) are `factor` times as long."""
+    """Steps of query and key weights (biases not) are `factor` times as long; 0 freezes them."""
 
     factor: float = 0.1
 
@@ -25,13 +24,10 @@ class QKLearningRate(Remedy):
     source = "the ablation of Anson & Aitchison 2025, arXiv 2511.21377, figure 1"
 
     def __post_init__(self) -> None:
-        if not self.factor >= 0:
-            raise InvalidValueError(f"expected a factor of at least 0, got {self.factor}")
+        check_number("qk_lr", "factor", self.factor, zero=True)
 
     def apply(self, target: Target) -> Handle:
-        slices = list({s.parameter: s for site in target.sites for s in [*site.query, *site.key]}.values())
+        def factors(heads: list[Tensor]) -> list[Tensor]:
+            return [w.new_full(w.shape[:1], self.factor) for w in heads]
 
-        def factors(weights: list[Tensor]) -> list[Tensor]:
-            return [torch.tensor(self.factor, dtype=w.dtype, device=w.device) for w in weights]
-
-        return Handle(scale_steps(target, self.name, slices, factors))
+        return scale_steps(target, self.name, HeadWeights.of(target), factors)

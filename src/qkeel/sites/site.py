@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.spec import AttentionSpec
+
+Grid = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,43 +21,94 @@ class HeadSlice:
     `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D);
     `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads
     share the whole matrix. `bias` is the name of the bias, if there is one.
+
+    `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one
+    block after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no
+    step looks at the index again.
     """
 
     parameter: str
     axis: int
     index: Tensor
     bias: str | None = None
-    contiguous: bool = dataclasses.field(init=False)
+    grid: Grid | None = dataclasses.field(init=False)
+    _placed: dict[torch.device, Tensor] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        flat = self.index.reshape(-1)
-        # Known once, so that no step looks at the index again: do the heads lie one after the other from row 0?
-        object.__setattr__(self, "contiguous", bool((flat == torch.arange(flat.numel())).all()))
+        if self.axis not in (0, 1):
+            raise InvalidValueError(f"expected axis 0 (rows) or 1 (columns) of {self.parameter}, got {self.axis}")
+        if self.index.ndim != 2 or not self.index.numel():
+            raise ShapeError(f"expected the rows of each head, [heads rows], got shape {tuple(self.index.shape)}")
+        if self.index.unique().numel() != self.index.numel() or self.index.min() < 0:
+            raise InvalidValueError(f"expected each row of {self.parameter} in at most one head, none negative")
+        object.__setattr__(self, "grid", _grid(self.index))
+        object.__setattr__(self, "_placed", {})
 
     @property
     def n(self) -> int:
         """How many heads have a part of their own."""
         return self.index.shape[0]
 
+    def same(self, other: HeadSlice) -> bool:
+        """Whether both give the same heads the same rows or columns (of weights that may differ)."""
+        return self.axis == other.axis and torch.equal(self.index, other.index)
+
     def heads(self, weight: Tensor) -> Tensor:
-        """The weight as [n r m]: a view where the heads lie one after the other, else a copy."""
+        """The weight as [n r m]: a view where the heads are evenly spaced, else a copy."""
         rows = weight if self.axis == 0 else weight.mT
+        return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
+
+    def lines(self, per_head: Tensor, rows: int, nobody: float = 1.0) -> Tensor:
+        """A value per head [n] as one per row [rows], `nobody` where no head owns the row."""
         n, r = self.index.shape
-        if self.contiguous and rows.shape[0] == n * r:
-            return rows.view(n, r, -1) if rows.is_contiguous() else rows.unflatten(0, (n, r))
-        return rows[self.index]
+        if self.grid == (0, r, 1) and rows == n * r:
+            return per_head.expand(rows) if n == 1 else per_head.repeat_interleave(r)
+        lines = per_head.new_full((rows,), nobody)
+        if self.grid is None:
+            return lines.index_put_((self._index(lines.device),), per_head[:, None])
+        self._view(lines).copy_(per_head[:, None].expand(n, r))
+        return lines
 
     def expand(self, per_head: Tensor, weight: Tensor) -> Tensor:
         """A value per head [n] as a tensor that broadcasts against the weight (1 where no head owns the row)."""
-        rows = weight.shape[self.axis]
+        return across(self.lines(per_head, weight.shape[self.axis]), self.axis)
+
+    def _view(self, rows: Tensor) -> Tensor:
+        """[n r …] of [rows …], where the heads are evenly spaced."""
+        assert self.grid is not None
+        first, head, row = self.grid
         n, r = self.index.shape
-        if self.contiguous and rows == n * r:
-            lines = per_head.repeat_interleave(r) if n > 1 else per_head.expand(rows)
-        else:
-            lines = per_head.new_ones(rows).index_copy(
-                0, self.index.reshape(-1).to(per_head.device), per_head.repeat_interleave(r)
-            )
-        return lines[:, None] if self.axis == 0 else lines[None, :]
+        if first + (n - 1) * head + (r - 1) * row >= rows.shape[0]:
+            raise ShapeError(f"{self.parameter} has {rows.shape[0]} rows, too few for {n} heads of {r}")
+        if (first, head, row) == (0, r, 1) and rows.shape[0] == n * r:
+            return rows.unflatten(0, (n, r))
+        step = rows.stride(0)
+        return rows.as_strided(
+            (n, r, *rows.shape[1:]),
+            (head * step, row * step, *rows.stride()[1:]),
+            rows.storage_offset() + first * step,
+        )
+
+    def _index(self, device: torch.device) -> Tensor:
+        """The index on a device; copied there once."""
+        if device not in self._placed:
+            self._placed[device] = self.index.to(device)
+        return self._placed[device]
+
+
+def across(lines: Tensor, axis: int) -> Tensor:
+    """One value per row (axis 0) or column (axis 1) so that it broadcasts against the matrix."""
+    return lines[:, None] if axis == 0 else lines[None, :]
+
+
+def _grid(index: Tensor) -> Grid | None:
+    """(first, step per head, step per row) if index[i, j] = first + i·head + j·row with positive steps."""
+    n, r = index.shape
+    first = int(index[0, 0])
+    row = int(index[0, 1]) - first if r > 1 else 1
+    head = int(index[1, 0]) - first if n > 1 else r
+    even = first + head * torch.arange(n)[:, None] + row * torch.arange(r)
+    return (first, head, row) if row > 0 and head > 0 and torch.equal(even, index.cpu().to(even.dtype)) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,9 +145,19 @@ class AttentionSite:
         """Every weight on the key's way, each once."""
         return _unique(s for term in self.terms for s in term.key)
 
+    @property
+    def reparametrised(self) -> bool:
+        """Whether a weight on the logit's way is made from another (spectral or weight norm, sigma_reparam)."""
+        return any("parametrizations." in s.parameter for s in (*self.query, *self.key))
 
-def _unique(slices: object) -> list[HeadSlice]:
-    return list({s.parameter: s for s in slices}.values())  # type: ignore[attr-defined]
+
+def _unique(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
+    # By name and rows: a fused projection holds q and k in one parameter.
+    found: list[HeadSlice] = []
+    for s in slices:
+        if not any(s.parameter == f.parameter and s.same(f) for f in found):
+            found.append(s)
+    return found
 
 
 def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlice:

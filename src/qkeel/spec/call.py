@@ -47,7 +47,7 @@ class AttentionCall:
         block = self._mask_block(rows, keys)
         if block is None or block.dtype == torch.bool:
             return None
-        return block.masked_fill(block == -torch.inf, 0.0)
+        return block.masked_fill(_hides(block), 0.0)
 
     def visible(self, rows: slice, keys: slice) -> Tensor | None:
         """True where a query may see a key; broadcasts to [b h rows keys]; None where all is visible."""
@@ -56,7 +56,7 @@ class AttentionCall:
             seen = (self.pos_k[:, None, keys] <= self.pos_q[:, rows, None])[:, None]
         block = self._mask_block(rows, keys)
         if block is not None:
-            allowed = block if block.dtype == torch.bool else block > -torch.inf
+            allowed = block if block.dtype == torch.bool else ~_hides(block)
             seen = allowed if seen is None else seen & allowed
         return seen
 
@@ -73,6 +73,11 @@ class AttentionCall:
         r = rows if self.mask.shape[-2] > 1 else slice(None)
         c = keys if self.mask.shape[-1] > 1 else slice(None)
         return self.mask[..., r, c]
+
+
+def _hides(block: Tensor) -> Tensor:
+    # Additive masks hide with -inf or, as in transformers, with their dtype's most negative number.
+    return block <= torch.finfo(block.dtype).min
 
 
 def make_call(
@@ -121,10 +126,14 @@ def _aligned(keys: Tensor, s: int, t: int, pos_k: Tensor | None) -> Tensor:
     return torch.arange(s - t, s, device=keys.device)
 
 
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
+        _check_tensor(name, x)
         if x.ndim != 4:
             raise ShapeError(f"expected {name} of shape [batch heads tokens dim], got {tuple(x.shape)}")
         if not x.is_floating_point():
@@ -148,22 +157,28 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _positions(name: str, pos: Tensor | None, b: int, n: int, default: Tensor) -> Tensor:
     if pos is None:
         return default if default.ndim == 2 else default[None]
-    if pos.ndim == 1:
-        pos = pos[None]
-    if pos.ndim != 2 or pos.shape[0] not in (1, b) or pos.shape[1] != n:
+    _check_tensor(name, pos)
+    full = pos[None] if pos.ndim == 1 else pos
+    if full.ndim != 2 or full.shape[0] not in (1, b) or full.shape[1] != n:
         raise ShapeError(f"expected {name} of shape [{b} {n}] or [{n}], got {tuple(pos.shape)}")
-    return pos
+    return full
 
 
 def _mask(mask: Tensor | None, q: Tensor, s: int) -> Tensor | None:
     if mask is None:
         return None
+    _check_tensor("mask", mask)
     b, h, t, _ = q.shape
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InvalidTypeError(
             f"expected a boolean mask (True = may attend) or a float one (added to the logits), got {mask.dtype}"
         )
-    full = mask[:, None, None, :] if mask.ndim == 2 and mask.shape == (b, s) and (b, s) != (t, s) else mask
+    if b == t > 1 and mask.shape == (b, s):
+        raise ShapeError(
+            f"a mask of shape {tuple(mask.shape)} may be one of [batch keys] or of [queries keys] here; "
+            "pass mask[:, None, None, :] if it hides padding, mask[None, None] if it hides pairs"
+        )
+    full = mask[:, None, None, :] if mask.shape == (b, s) else mask
     while full.ndim < 4:
         full = full[None]
     if full.ndim != 4 or any(m not in (1, n) for m, n in zip(full.shape, (b, h, t, s))):
@@ -175,11 +190,7 @@ def _mask(mask: Tensor | None, q: Tensor, s: int) -> Tensor | None:
 
 def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) -> Params:
     given = dict(params or {})
-    # Shapes only: on the meta device nothing is allocated.
-    with torch.device("meta"):
-        needed = spec.init_params(q.shape[1], k.shape[1], q.shape[3])
-    if not needed and not given:
-        return given
+    needed = spec.init_params(q.shape[1], k.shape[1], q.shape[3])
     for name in given:
         if name not in needed:
             raise unknown("parameter of this spec", name, needed)
@@ -189,6 +200,7 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
                 f"this spec needs the parameter {name!r} of shape {tuple(like.shape)}; "
                 "make a full set with spec.init_params(n_heads, n_kv_heads, head_dim)"
             )
+        _check_tensor(f"parameter {name!r}", given[name])
         if given[name].shape != like.shape:
             raise ShapeError(
                 f"expected parameter {name!r} of shape {tuple(like.shape)}, got {tuple(given[name].shape)}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
+from qkeel.errors import InvalidValueError
 from qkeel.functional import normalizers as F
 from qkeel.spec.slot import Geometry, Params, Slot
 
@@ -44,6 +46,10 @@ class Sink(Normalizer):
     init: float = 0.0
     softmax_over_keys = True
 
+    def __post_init__(self) -> None:
+        if not self.init < math.inf:
+            raise InvalidValueError(f"expected a sink that is a number below infinity, got {self.init}")
+
     def init_params(self, geometry: Geometry) -> Params:
         return {"sink": torch.full((geometry.n_heads, 1, 1), self.init)} if self.learned else {}
 
@@ -61,6 +67,10 @@ class Sigmoid(Normalizer):
 
     bias: float
     learned: bool = False
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.bias):
+            raise InvalidValueError(f"expected a finite bias, got {self.bias}")
 
     def init_params(self, geometry: Geometry) -> Params:
         return {"logit_bias": torch.full((geometry.n_heads, 1, 1), self.bias)} if self.learned else {}
@@ -89,6 +99,10 @@ class Softpick(Normalizer):
     """relu(e^z - 1) / Σ|e^z - 1|."""
 
     eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if not self.eps > 0:
+            raise InvalidValueError(f"expected eps above 0, got {self.eps}")
 
     def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
         return F.softpick(logits, visible, self.eps)

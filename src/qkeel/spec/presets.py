@@ -32,9 +32,9 @@ class Preset:
 
 def _keynorm(norm: L2Norm | None, scale: str) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
     """One row of the KeyNorm table and its log-n twin."""
-    slots: dict[str, Any] = {"position": Rope(order="rotate_then_norm")}
+    slots: dict[str, Any] = {"position": Rope()}
     if norm is not None:
-        slots["norm"] = norm
+        slots = {"norm": norm, "position": Rope(order="rotate_then_norm")}
 
     def plain(train_length: int = 512) -> AttentionSpec:
         scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(cosine_scale(train_length))}
@@ -228,4 +228,8 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
     for option in options:
         if option not in known:
             raise unknown(f"option of preset {name!r}", option, known)
+        if not isinstance(options[option], int | float):
+            raise InvalidTypeError(
+                f"expected a number for option {option!r} of preset {name!r}, got {options[option]!r}"
+            )
     return build(**options)

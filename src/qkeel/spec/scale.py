@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
 from qkeel.functional.norms import wide
 from qkeel.functional.scaling import floor_log_temperature, log_n
 from qkeel.spec.slot import Geometry, Params, Slot
@@ -32,6 +32,12 @@ class InverseSqrt(Scale):
 
     dim: int | None = None
     multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.dim is not None and not self.dim > 0:
+            raise InvalidValueError(f"expected a dim above 0, got {self.dim}")
+        if not math.isfinite(self.multiplier):
+            raise InvalidValueError(f"expected a finite multiplier, got {self.multiplier}")
 
     def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
         return self.multiplier / math.sqrt(self.dim or head_dim)
@@ -80,8 +86,12 @@ class Learned(Scale):
     def __post_init__(self) -> None:
         if not self.init > 0:
             raise InvalidValueError(f"expected an initial scale above 0, got {self.init}")
+        if self.per not in ("layer", "head"):
+            raise unknown("extent of a learned scale", self.per, ("layer", "head"))
         if self.maximum is not None and not self.log:
             raise InvalidValueError("a maximum goes with log=True (Swin V2)")
+        if self.maximum is not None and not self.maximum > 0:
+            raise InvalidValueError(f"expected a maximum above 0, got {self.maximum}")
 
     def init_params(self, geometry: Geometry) -> Params:
         value = math.log(self.init) if self.log else self.init
@@ -101,6 +111,11 @@ class Learned(Scale):
         return f"exp({name}) (learned, starts at {self.init:.4g}{top})"
 
 
+def _check_inner(inner: object) -> None:
+    if not isinstance(inner, Scale):
+        raise InvalidTypeError(f"expected a Scale as inner, got {type(inner).__name__}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogN(Scale):
     """inner · ln(n) / ln(train_length), n = position + 1; with `clip`, the ratio is never under 1."""
@@ -110,8 +125,7 @@ class LogN(Scale):
     clip: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Scale):
-            raise InvalidTypeError(f"expected a Scale as inner, got {type(self.inner).__name__}")
+        _check_inner(self.inner)
         if not self.train_length >= 2:
             raise InvalidValueError(f"expected a train_length of at least 2, got {self.train_length}")
 
@@ -135,6 +149,13 @@ class FloorLogTemperature(Scale):
     inner: Scale = dataclasses.field(default_factory=InverseSqrt)
     alpha: float = 0.1
     floor: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_inner(self.inner)
+        if not self.floor >= 1:
+            raise InvalidValueError(f"expected a floor of at least 1, got {self.floor}")
+        if not math.isfinite(self.alpha):
+            raise InvalidValueError(f"expected a finite alpha, got {self.alpha}")
 
     def init_params(self, geometry: Geometry) -> Params:
         return self.inner.init_params(geometry)

@@ -1,0 +1,54 @@
+# Everything a newcomer needs: `make demo` (the main job) and `make test`. Each sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+JOBS ?= 2
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: setup demo test slow gpu check lint docs bench assets clean
+
+$(VENV)/.lab: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[lab]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.lab
+	$(PIP) -e '.[dev]'
+	touch $@
+
+setup: $(VENV)/.dev  ## the environment with all that tests need
+
+demo: $(VENV)/.lab  ## six remedies x three learning rates on real text, and a page that shows what happened
+	$(BIN)/qkeel demo --out demo --jobs $(JOBS)
+
+test: $(VENV)/.dev  ## everything but slow and GPU tests
+	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu'
+
+slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
+	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
+
+gpu: $(VENV)/.dev  ## kernels on a CUDA device
+	$(BIN)/pytest -m gpu tests/gpu
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+check: lint  ## lint, types, import floors
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev
+	$(PIP) -e '.[docs]'
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+
+bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
+	$(PIP) -e '.[bench]'
+	$(BIN)/python -m benchmarks
+
+assets:  ## rebuild the vendored chart library (needs Node); its result is committed
+	cd assets && npm ci --no-audit --no-fund && npm run build
+
+clean:
+	rm -rf $(VENV) demo docs/_build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

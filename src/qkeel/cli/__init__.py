@@ -1,0 +1,1 @@
+"""The command line: views of the lab's configuration, progress on the terminal, exit codes."""

@@ -1,0 +1,223 @@
+"""The commands of `qkeel`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+
+from qkeel.cli.exits import COLLAPSED, FAILED, INTERRUPTED, OK, USAGE, command_line
+from qkeel.cli.flags import AXES, as_toml, configure, view
+from qkeel.cli.studying import AxisFlags, HowFlags, run_study
+from qkeel.errors import QkeelError
+
+RunFlags: Any = view("RunFlags")
+BaseFlags: Any = view("BaseFlags", without=AXES)
+
+Several = Parameter(consume_multiple=True, negative_iterable=())
+Flat = Parameter(name="*")
+
+
+def _version() -> str:
+    from qkeel import __version__
+
+    return __version__
+
+
+app = App(name="qkeel", help="Keeps attention logits on an even keel.", version=_version)
+study_app = App(name="study", help="Many runs, one table and one report.")
+app.command(study_app)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except (CycloptsError, QkeelError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print(f"interrupted. Go on with: {command_line()}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `qkeel presets | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    return code if isinstance(code, int) else OK
+
+
+@app.command
+def demo(
+    *,
+    out: Path = Path("demo"),
+    how: Annotated[HowFlags, Flat] = HowFlags(),  # noqa: B008 - frozen
+    flags: Annotated[BaseFlags, Flat] = BaseFlags(),  # type: ignore[valid-type]  # noqa: B008
+) -> int:
+    """See logits explode, and remedies hold them or not, on real text in two minutes.
+
+    Parameters
+    ----------
+    out: Directory of the study.
+    """
+    config, _ = configure(flags, None)
+    return run_study("demo", config, None, out, how)
+
+
+@app.command
+def run(
+    *,
+    out: Annotated[Path | None, Parameter(show_default=False)] = None,
+    recipe: Path | None = None,
+    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    fail_on_collapse: Annotated[bool, Parameter(negative=())] = False,
+    flags: Annotated[RunFlags, Flat] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008
+) -> int:
+    """Train once, recording the logits of every head; the same command goes on after an interruption.
+
+    Parameters
+    ----------
+    out: Directory of the run [default: runs/RUN_ID].
+    recipe: TOML file of settings; flags go over it.
+    json_: Print the result as JSON, everything else to stderr.
+    fail_on_collapse: Exit with code 3 if attention collapsed or the loss is NaN.
+    """
+    from qkeel.cli.console import RunView, number
+    from qkeel.lab import Watcher
+    from qkeel.lab import run as train
+    from qkeel.lab.model import resolve
+
+    config = resolve(configure(flags, recipe)[0])
+    place = out or Path("runs") / config.run_id
+    console = Console(stderr=json_)
+    console.print(f"run {place}", highlight=False, markup=False, soft_wrap=True)
+    watcher = Watcher(on_record=RunView(console, config.steps).on_record, should_stop=_stop_on_interrupt())
+    try:
+        directory = train(config, place, command=command_line(), watcher=watcher)
+    except QkeelError:
+        raise
+    except Exception as error:
+        print(f"error: the run failed: {type(error).__name__}: {error}; see {place / 'FAILED'}", file=sys.stderr)
+        return FAILED
+    row = directory.summary()
+    if json_:
+        print(json.dumps({k: v if v == v else None for k, v in row.items()}))
+    state = "collapsed" if row["collapsed"] else "healthy"
+    result = f"val_loss {row['val_loss']:.3f}, max logit {number(row['max_logit'])}, {row['cpu_seconds']:.1f} cpu-s"
+    console.print(f"{state}: {result}", highlight=False)
+    console.print(f"run {place}", highlight=False, markup=False, soft_wrap=True)
+    return COLLAPSED if fail_on_collapse and row["collapsed"] else OK
+
+
+def _stop_on_interrupt() -> Any:
+    """First Ctrl-C: a checkpoint at the next step. Second: at once."""
+    asked: list[bool] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        asked.append(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, handler)
+    return lambda: bool(asked)
+
+
+@study_app.command(name="lr")
+def study_lr(
+    *,
+    axes: Annotated[AxisFlags, Flat] = AxisFlags(),  # noqa: B008
+    out: Path = Path("runs/lr"),
+    recipe: Path | None = None,
+    how: Annotated[HowFlags, Flat] = HowFlags(),  # noqa: B008
+    flags: Annotated[BaseFlags, Flat] = BaseFlags(),  # type: ignore[valid-type]  # noqa: B008
+) -> int:
+    """Remedies × learning rates × seeds: which remedies widen the range of rates that train well.
+
+    Finished runs are kept, killed ones go on, and the directory takes more remedies, rates and seeds later.
+
+    Parameters
+    ----------
+    out: Directory of the study.
+    recipe: TOML file of settings, a table [study] for the grid; flags go over it.
+    """
+    config, study = configure(flags, recipe)
+    return run_study("lr", config, axes.grid(study), out, how)
+
+
+@app.command
+def report(
+    runs: Annotated[list[Path], Several],
+    /,
+    *,
+    output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path("report.html"),
+) -> int:
+    """Write one self-contained HTML page from study or run directories.
+
+    Parameters
+    ----------
+    runs: Study or run directories.
+    output: The file to write.
+    """
+    from qkeel.report import write
+
+    write(runs, output)
+    print(output)
+    return OK
+
+
+@app.command(name="explain")
+def explain_command(name: str, /) -> int:
+    """Print the formula that a preset or remedy puts in force, and its source.
+
+    Parameters
+    ----------
+    name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1.
+    """
+    from qkeel.cli.explain import explain
+
+    print(explain(name))
+    return OK
+
+
+@app.command(name="presets")
+def presets_command() -> int:
+    """List the published attention recipes."""
+    from qkeel.spec import presets
+
+    return _listing(presets())
+
+
+@app.command(name="remedies")
+def remedies_command() -> int:
+    """List the remedies."""
+    from qkeel.remedies import remedies
+
+    return _listing(remedies())
+
+
+@app.command(name="config")
+def config_command(
+    *,
+    recipe: Path | None = None,
+    flags: Annotated[RunFlags, Flat] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008
+) -> int:
+    """Print the configuration that a recipe and flags make, as a TOML recipe.
+
+    Parameters
+    ----------
+    recipe: TOML file of settings; flags go over it.
+    """
+    print(as_toml(configure(flags, recipe)[0]))
+    return OK
+
+
+def _listing(names: dict[str, str]) -> int:
+    width = max(map(len, names))
+    for name, line in names.items():
+        print(f"{name:<{width}}  {line}")
+    return OK

@@ -1,0 +1,145 @@
+"""What a person sees while runs go on: a bar with an ETA on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from qkeel.lab.engine import run_directory
+from qkeel.lab.plan import PlannedRun
+from qkeel.lab.progress import last_step
+from qkeel.lab.workers import Outcome
+from qkeel.records import RunDirectory
+
+POLL_SECONDS = 0.5
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number as people read it: short, with thousands separated; a dash for none."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}" if abs(value) >= 100 else f"{value:.3f}"
+
+
+def spent(seconds: float) -> str:
+    """Seconds as 8 s, 1 min 20 s, 2 h 05 min.
+
+    >>> spent(80)
+    '1 min 20 s'
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+@final
+class StudyView:
+    """Follows a study: a line as each run ends, and on a terminal a bar over all optimizer steps."""
+
+    def __init__(self, console: Console, runs: Sequence[PlannedRun], out: Path) -> None:
+        self.console = console
+        self.runs = {str(run_directory(out, run)): run for run in runs}
+        self.over = 0
+        self.started = time.monotonic()
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Print the line of a run that is over."""
+        self.over += 1
+        config = self.runs[outcome.directory].config
+        name = f"[{self.over}/{len(self.runs)}] {config.remedy}, lr {config.optim.lr:g}, seed {config.seed}"
+        self.console.print(escape(f"{name}: {self._result(outcome)}"), highlight=False, soft_wrap=True)
+
+    def _result(self, outcome: Outcome) -> str:
+        if outcome.error:
+            return f"failed: {outcome.error.splitlines()[0] if outcome.error else ''}"
+        row = RunDirectory(Path(outcome.directory)).summary()
+        collapsed = ", collapsed" if row["collapsed"] else ""
+        return f"val_loss {row['val_loss']:.3f}, max logit {number(row['max_logit'])}{collapsed}"
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """The bar, on a terminal; nothing elsewhere."""
+        if not self.console.is_terminal:
+            yield
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        stop = Event()
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task("training", total=sum(run.config.steps for run in self.runs.values()))
+            thread = Thread(target=self._poll, args=(bar, task, stop), daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                stop.set()
+                thread.join()
+
+    def _poll(self, bar: Progress, task: TaskID, stop: Event) -> None:
+        steps = dict.fromkeys(self.runs, 0)
+        while not stop.wait(POLL_SECONDS):
+            for directory, run in self.runs.items():
+                if steps[directory] < run.config.steps:
+                    steps[directory] = last_step(Path(directory))
+            bar.update(task, completed=sum(steps.values()))
+
+
+@final
+class RunView:
+    """Follows one run: a line per record."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self.console = console
+        self.steps = steps
+        self.first: tuple[float, int, int] | None = None
+
+    def on_record(self, record: Mapping[str, Any]) -> None:
+        """Print a line of metrics.jsonl: step loss grad_norm max_logit tok/s ETA."""
+        now, step, tokens = time.monotonic(), record["step"], record["tokens"]
+        if self.first is None:
+            self.first = (now, step, tokens)
+        seconds = now - self.first[0]
+        line = f"step {step:>{len(str(self.steps))}}"
+        for name, label in (("train_loss", "loss"), ("val_loss", "val_loss"), ("grad_norm", "grad_norm")):
+            if record[name] is not None:
+                line += f"  {label} {record[name]:.3f}"
+        line += f"  max_logit {number(record['max_logit'])}  entropy {record['entropy']:.2f}"
+        if step > self.first[1] and seconds > 0:
+            left = (self.steps - step) * seconds / (step - self.first[1])
+            line += f"  tok/s {(tokens - self.first[2]) / seconds:,.0f}  ETA {spent(left)}"
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def ranking(table: Sequence[Mapping[str, Any]]) -> Table:
+    """Per remedy: best held-out loss and its rate, and at every rate how large the logits grew."""
+    rows = [row for row in table if row["status"] == "done"]
+    lrs = sorted({row["lr"] for row in rows})
+    shown = Table(box=None, pad_edge=False, title="mean val_loss over seeds (largest max logit)", title_justify="left")
+    shown.add_column("remedy")
+    for lr in lrs:
+        shown.add_column(f"lr {lr:g}", justify="right")
+    for remedy in dict.fromkeys(row["remedy"] for row in rows):
+        cells = []
+        for lr in lrs:
+            here = [row for row in rows if row["remedy"] == remedy and row["lr"] == lr]
+            mean = sum(row["val_loss"] for row in here) / len(here) if here else None
+            top = max((row["max_logit"] for row in here), default=None)
+            cells.append(f"{mean:.3f} ({number(top)})" if mean is not None else "–")
+        shown.add_row(escape(remedy), *cells)
+    return shown

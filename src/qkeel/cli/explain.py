@@ -1,0 +1,34 @@
+"""What a preset or a remedy computes, in words and as a formula."""
+
+from __future__ import annotations
+
+from qkeel.errors import unknown
+from qkeel.lab.config import ModelConfig
+from qkeel.lab.model import attention_spec, build_decoder
+from qkeel.registry import parse
+from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
+from qkeel.sites import find_sites
+from qkeel.spec import PRESETS
+
+_LENGTH = 512  # tokens; for the remedies whose starting scale depends on the training length
+
+
+def explain(text: str) -> str:
+    """The one-line meaning, source and formula of a preset, or of remedies on the baseline."""
+    names = [term.name for term in parse(text)]
+    if len(names) == 1 and names[0] in PRESETS:
+        row = PRESETS[names[0]]
+        return f"{text}: {row.line}\nsource: {row.source}\n\n{attention_spec(text).explain()}"
+    for name in names:
+        if name not in REMEDIES and name not in ALIASES:
+            raise unknown("preset or remedy", name, {*PRESETS, *REMEDIES, *ALIASES})
+    about = note(text)
+    return f"{canonical(text)}: {about.line}\nsource: {about.source}\n\n{_formula(text)}"
+
+
+def _formula(text: str) -> str:
+    import torch
+
+    decoder = build_decoder(ModelConfig(d_model=8, n_layers=1, n_heads=2), vocab_size=2)
+    apply(text, decoder, torch.optim.AdamW(decoder.parameters()), train_length=_LENGTH)
+    return find_sites(decoder)[0].spec.explain()

@@ -1,0 +1,118 @@
+"""Flags as views of the configuration dataclasses: names, types, choices and help come from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import docstring_parser
+from cyclopts import Parameter
+
+from qkeel.errors import DataError, InvalidValueError
+from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.fields import field_types
+
+_SECTIONS: dict[str, tuple[type, str]] = {
+    "": (RunConfig, "Run"),
+    "data": (DataConfig, "Data"),
+    "optim": (OptimConfig, "Optimizer"),
+    "model": (ModelConfig, "Model"),
+}
+_RENAMED = {("data", "source"): "data", ("optim", "name"): "optimizer"}
+# What a study's axes say.
+AXES = {("", "remedy"), ("", "seed"), ("optim", "lr")}
+
+
+def _entries() -> dict[str, tuple[str, str]]:
+    """Flag attribute -> (section, field)."""
+    found: dict[str, tuple[str, str]] = {}
+    for section, (cls, _) in _SECTIONS.items():
+        for field, kind in field_types(cls).items():
+            if not dataclasses.is_dataclass(kind):
+                found[_RENAMED.get((section, field), field)] = (section, field)
+    return found
+
+
+_ENTRIES = _entries()
+
+
+def view(name: str, without: Collection[tuple[str, str]] = ()) -> type:
+    """A dataclass of optional flags, one per plain field of RunConfig and its parts; None where not given."""
+    docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
+    fields = []
+    for flag, (section, field) in _ENTRIES.items():
+        if (section, field) not in without:
+            cls, group = _SECTIONS[section]
+            kind = _optional(field_types(cls)[field])
+            parameter = _parameter(flag, cls, field, group, docs[section][field])
+            fields.append((flag, Annotated[kind, parameter], dataclasses.field(default=None)))
+    made = dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)
+    made.__module__ = __name__  # else it passes for a built-in type
+    return made
+
+
+def _parameter(flag: str, cls: type, field: str, group: str, line: str) -> Parameter:
+    default = next(f.default for f in dataclasses.fields(cls) if f.name == field)
+    shown = "" if default is None else f" [default: {str(default).lower() if default is False else default}]"
+    dashed = flag.replace("_", "-")
+    negative = f"--no-{dashed}" if isinstance(default, bool) else None
+    return Parameter(name=f"--{dashed}", group=group, help=line + shown, show_default=False, negative=negative)
+
+
+def _documents(cls: type) -> dict[str, str]:
+    parsed = docstring_parser.parse_from_object(cls)
+    return {p.arg_name: (p.description or "").replace("\n", " ") for p in parsed.params} | {
+        "remedy": "Spec string of the remedy, like lalr:tau=0.1+qk_clip."
+    }
+
+
+def _optional(kind: Any) -> Any:
+    return kind if isinstance(kind, types.UnionType) else typing.Optional[kind]  # noqa: UP045 - of a Literal too
+
+
+def configure(flags: object, recipe: Path | None) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration of a recipe with the given flags over it, and the recipe's [study] table."""
+    values = _read_recipe(recipe)
+    study = values.pop("study", {})
+    for flag, (section, field) in _ENTRIES.items():
+        given = getattr(flags, flag, None)
+        if given is not None:
+            (values.setdefault(section, {}) if section else values)[field] = given
+    if not isinstance(study, dict):
+        raise InvalidValueError(f"expected [study] to be a table, got {study!r}")
+    return RunConfig.from_dict(values), study
+
+
+def _read_recipe(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read recipe {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"recipe {path} is not TOML: {error}") from error
+
+
+def as_toml(config: RunConfig) -> str:
+    """The configuration as a recipe; what is not set is left out."""
+    values = config.to_dict()
+    lines = [_line(k, v) for k, v in values.items() if not isinstance(v, dict) and v is not None]
+    for section, table in values.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{section}]", *(_line(k, v) for k, v in table.items() if v is not None)]
+    return "\n".join(lines)
+
+
+def _line(key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"{key} = {str(value).lower()}"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'{key} = "{escaped}"'
+    return f"{key} = {value!r}"

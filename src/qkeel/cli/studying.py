@@ -1,0 +1,118 @@
+"""A study from the command line: plan, progress, table, report, exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
+from qkeel.errors import unknown
+from qkeel.lab.config import RunConfig
+from qkeel.lab.plan import FULL_GRID, Grid, Plan
+from qkeel.lab.studies.lr import DEFAULT
+
+_SWITCH = Parameter(negative=())
+_SEVERAL = Parameter(consume_multiple=True, negative_iterable=(), show_default=False, group="Grid")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HowFlags:
+    """How a study is run; nothing here changes a number."""
+
+    jobs: Annotated[int | None, Parameter(show_default=False)] = None
+    """Runs at once [default: the number of cores, at most 4]."""
+    shard: Annotated[str | None, Parameter(show_default=False)] = None
+    """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
+    dry_run: Annotated[bool, _SWITCH] = False
+    """Only say what would be run, and for about how long."""
+    fail_on_collapse: Annotated[bool, _SWITCH] = False
+    """Exit with code 3 if attention collapsed in a run or its loss is NaN."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxisFlags:
+    """What a study is a product of."""
+
+    remedies: Annotated[list[str] | None, _SEVERAL] = None
+    """Remedies as spec strings [default: none qk_norm lalr:tau=0.1]."""
+    lrs: Annotated[list[float] | None, _SEVERAL] = None
+    """Peak learning rates [default: 0.01 0.03 0.1 0.3]."""
+    seeds: Annotated[list[int] | None, _SEVERAL] = None
+    """Seeds of weights and batches [default: 0 1 2]."""
+    full_grid: Annotated[bool, Parameter(negative=(), group="Grid")] = False
+    """Seven rates over three decades, 0.0003 to 0.3."""
+
+    def grid(self, recipe: Mapping[str, Any]) -> Grid:
+        """The grid of these flags over those of a recipe's [study] table over the default."""
+        names = ("remedies", "lrs", "seeds")
+        for key in recipe:
+            if key not in names:
+                raise unknown("key in [study]", key, names)
+        values = {name: getattr(self, name) or recipe.get(name) or getattr(DEFAULT, name) for name in names}
+        if self.full_grid:
+            values["lrs"] = FULL_GRID
+        return Grid(**values)
+
+
+def default_jobs() -> int:
+    """As many runs at once as this process has cores, at most 4: each takes about 0.4 GB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 4)
+
+
+def run_study(name: str, base: RunConfig, grid: Grid | None, out: Path, how: HowFlags) -> int:
+    """Run a study, write its table and report; the directory is printed first and last."""
+    from qkeel.cli.console import StudyView, ranking
+    from qkeel.lab.engine import Execution, make_plan, pending, run_plan
+    from qkeel.lab.workers import Shard
+    from qkeel.report import write
+
+    console = Console()
+    shard = Shard.parse(how.shard) if how.shard else Shard()
+    jobs = default_jobs() if how.jobs is None else how.jobs
+    plan = make_plan(name, base, grid)
+    left = pending(plan, out, shard)
+    console.print(f"study {out}", highlight=False, markup=False, soft_wrap=True)
+    part = f", shard {shard.index}/{shard.count}" if shard.count > 1 else ""
+    console.print(f"{len(plan.runs)} runs{part}, {len(left)} to do, {jobs} at once", highlight=False)
+    if how.dry_run:
+        return _dry_run(console, plan, out, left, jobs)
+    view = StudyView(console, left, out)
+    execution = Execution(workers=jobs, shard=shard, command=command_line(), on_outcome=view.on_outcome)
+    with view.following():
+        result = run_plan(plan, out, execution)
+    write(out, out / "report.html")
+    console.print(ranking(result.table))
+    for failure in result.failures:
+        console.print(f"failed: {failure.directory}: {failure.error}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"report {out / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"study {out}", highlight=False, markup=False, soft_wrap=True)
+    if result.failures:
+        return FAILED
+    collapsed = any(row["collapsed"] for row in result.table)
+    return COLLAPSED if how.fail_on_collapse and collapsed else OK
+
+
+def _dry_run(console: Console, plan: Plan, out: Path, left: list[Any], jobs: int) -> int:
+    from qkeel.cli.console import spent
+    from qkeel.lab.engine import run_directory
+    from qkeel.lab.progress import estimate_seconds
+
+    for run in plan.runs:
+        config = run.config
+        state = "to do" if run in left else "done, or another shard's"
+        console.print(
+            f"{run_directory(out, run).name}  {config.remedy}, lr {config.optim.lr:g}, seed {config.seed}, "
+            f"{config.steps} steps: {state}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    console.print(f"about {spent(estimate_seconds(left, jobs))} on this machine; nothing was written", highlight=False)
+    return OK

@@ -1,0 +1,202 @@
+"""What a training run is: frozen dataclasses. Flags, TOML recipes and config.json are views of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self, final
+
+from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.lab.fields import read_fields, settle
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The decoder: sizes, what attention computes, layout."""
+
+    d_model: int = 64
+    """Width of the residual stream."""
+    n_layers: int = 2
+    """Number of blocks."""
+    n_heads: int = 4
+    """Query heads per layer."""
+    n_kv_heads: int | None = None
+    """Key and value heads per layer; as many as n_heads if not given."""
+    head_dim: int | None = None
+    """Width of one head; d_model / n_heads if not given."""
+    attention: str = "baseline"
+    """What attention computes: a preset, with options as in 'gemma2:cap=30'."""
+    block: Literal["mha", "mla"] = "mha"
+    """Multi-head (grouped, multi-query) or multi-head latent attention."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """The feed-forward branch."""
+    norm_order: Literal["pre", "post", "swin", "peri"] = "pre"
+    """Where the norms of a block stand."""
+    tied: bool = False
+    """Whether the head shares the embedding's weights."""
+
+    def __post_init__(self) -> None:
+        settle(self)
+        _at_least(self, 1, "d_model", "n_layers", "n_heads")
+        _at_least(self, 1, "n_kv_heads", "head_dim")
+        if self.n_kv_heads and self.n_heads % self.n_kv_heads:
+            raise InvalidValueError(
+                f"expected n_heads to be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}"
+            )
+        if self.head_dim is None and self.d_model % self.n_heads:
+            raise InvalidValueError(
+                f"expected d_model to be a multiple of n_heads, got {self.d_model} and {self.n_heads}; "
+                "change one of them or give head_dim"
+            )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Where the text comes from and how it is cut."""
+
+    source: str = "stdlib"
+    """stdlib, topics, hf:NAME, or a path: text file, folder, glob, .bin, .jsonl#column, .parquet#column."""
+    context: int = 32
+    """Tokens per sequence."""
+    batch: int = 8
+    """Sequences per step."""
+    vocab_size: int | None = None
+    """Number of token ids; 256 for text (bytes), the largest token + 1 for .bin if not given."""
+
+    def __post_init__(self) -> None:
+        settle(self)
+        _at_least(self, 1, "context", "batch", "vocab_size")
+        if not self.source:
+            raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """AdamW, SGD with momentum, or Muon (hidden matrices) with AdamW for the rest."""
+    lr: float = 0.01
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """AdamW: decay of the mean of gradients."""
+    beta2: float = 0.95
+    """AdamW: decay of the mean of squared gradients."""
+    eps: float = 1e-8
+    """AdamW: added to the denominator."""
+    momentum: float = 0.95
+    """SGD and Muon: decay of the momentum."""
+    weight_decay: float = 0.0
+    """Weight decay of matrices, decoupled, times the learning rate (SGD: coupled); gains have none."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    warmup: float = 0.1
+    """Share of the steps in which the rate rises linearly."""
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    """Course of the rate after the warm-up; wsd holds it, then falls linearly over the last fifth."""
+    final: float = 0.05
+    """Rate at the end as a share of the peak (cosine, wsd)."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log-partition of the output logits in the training loss."""
+
+    def __post_init__(self) -> None:
+        settle(self)
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise InvalidValueError(f"expected a learning rate above 0, got {self.lr}")
+        for name in ("beta1", "beta2", "momentum"):
+            _check(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        _check("eps", self.eps, 0 < self.eps < math.inf, "above 0")
+        for name in ("warmup", "final"):
+            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        for name in ("weight_decay", "grad_clip", "z_loss"):
+            _check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "at least 0")
+
+
+# Cannot change a recorded number, so it is no part of what a run is.
+_CADENCE = ("checkpoint_every",)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One training run. Everything in it decides the recorded numbers, except `checkpoint_every`."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    remedy: str = "none"
+    """Spec string of the remedy, like 'lalr:tau=0.1+qk_clip'."""
+    seed: int = 0
+    """Decides initial weights and batches."""
+    steps: int = 150
+    """Optimizer steps."""
+    log_every: int = 10
+    """Steps between records; the first and the last step are always recorded."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; 0 only at the end."""
+    eval_every: int = 0
+    """Steps between evaluations, a multiple of log_every; 0 only before and after training."""
+    eval_sequences: int = 256
+    """Held-out sequences that val_loss is the mean over."""
+    probe_sequences: int = 4
+    """Held-out sequences that attention statistics are taken on."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps; auto takes an accelerator if there is one."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Arithmetic of training; bf16 is autocast over float32 weights; auto is bf16 on CUDA devices that have it."""
+    compile: bool = False
+    """Train through torch.compile."""
+    threads: int = 1
+    """CPU threads; they change the order of sums, hence the last digits."""
+
+    def __post_init__(self) -> None:
+        settle(self)
+        for name, kind in (("model", ModelConfig), ("data", DataConfig), ("optim", OptimConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {getattr(self, name)!r}")
+        _at_least(self, 1, "steps", "log_every", "eval_sequences", "probe_sequences", "threads")
+        _at_least(self, 0, "seed", "checkpoint_every", "eval_every")
+        if self.eval_every % self.log_every:
+            raise InvalidValueError(
+                f"expected eval_every to be a multiple of log_every, got {self.eval_every} and {self.log_every}"
+            )
+        if self.device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
+            raise InvalidValueError(f"expected device auto, cpu, cuda, cuda:N or mps, got {self.device!r}")
+
+    @property
+    def run_id(self) -> str:
+        """12 hex digits of the SHA-256 of everything that decides the numbers (see `identity`)."""
+        text = json.dumps(self.identity(), sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def identity(self) -> dict[str, Any]:
+        """The configuration without checkpoint cadence and device number: what makes two runs the same run."""
+        values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
+        return {**values, "device": self.device.split(":")[0]}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, nested like the dataclasses; `from_dict` reads them back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read nested plain values (TOML, JSON); what is missing has its default, unknown keys are refused."""
+        return read_fields(cls, values, "")
+
+
+def _at_least(config: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            _check(name, value, value >= least, f"at least {least}")
+
+
+def _check(name: str, value: float, fine: bool, range_: str) -> None:
+    if not fine:
+        raise InvalidValueError(f"expected {name} to be {range_}, got {value}")

@@ -1,0 +1,151 @@
+"""A corpus of tokens, split by file, and batches that are a function of (seed, step)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from qkeel.errors import DataError
+from qkeel.lab.config import DataConfig
+from qkeel.lab.corpora import BUILT_IN, read_documents
+
+HELD_OUT = 0.1  # share of the bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corpus:
+    """Training and held-out tokens; `sha256` covers both and the cut between them."""
+
+    name: str
+    vocab_size: int
+    loss_unit: Literal["byte", "token"]
+    sha256: str
+    train: np.ndarray
+    heldout: np.ndarray
+
+
+def load(config: DataConfig) -> Corpus:
+    """Read the corpus of `config`; in one process each is read once while its files stay the same.
+
+    Raises: DataError if it cannot be read, is shorter than the context, or has tokens outside the vocabulary.
+    """
+    corpus = _load(config.source, config.vocab_size, _stamp(config.source))
+    for part, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
+        if len(tokens) <= config.context:
+            raise DataError(
+                f"the {part} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
+                f"context, {config.context}. Give more text or a shorter context."
+            )
+    return corpus
+
+
+def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
+    """The training windows of a step: int64 [batch, context + 1], a function of (seed, step) alone."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
+    return _windows(corpus.train, starts, config.context)
+
+
+def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
+    """Held-out windows int64 [n, context + 1], evenly spaced, the same for every run; n ≤ sequences."""
+    room = len(corpus.heldout) - context
+    count = min(sequences, max(1, room // context))
+    starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
+    return _windows(corpus.heldout, starts, context)
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+
+
+def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Training and held-out texts, by the hash of each file's content; copies of a file are left out.
+
+    Files are held out in the order of their hashes while they fit in a tenth of the bytes. Where that finds
+    less than half of the tenth (few files, or one that outweighs the rest), the last tenth of each is held out.
+    """
+    unique = {hashlib.sha256(text).digest(): text for text in texts if text}
+    budget = HELD_OUT * sum(map(len, unique.values()))
+    held: set[bytes] = set()
+    size = 0
+    for digest in sorted(unique):
+        if size < 0.9 * budget and size + len(unique[digest]) <= budget:
+            held.add(digest)
+            size += len(unique[digest])
+    if size < budget / 2:
+        cuts = [(text, len(text) - round(HELD_OUT * len(text))) for text in unique.values()]
+        return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
+    return [t for d, t in unique.items() if d not in held], [t for d, t in unique.items() if d in held]
+
+
+def _stamp(source: str) -> tuple[tuple[str, int, int], ...]:
+    # What would change if the files behind the source did.
+    place = Path(source.partition("#")[0]).expanduser()
+    if source in BUILT_IN or not place.exists():
+        return ()
+    files = sorted(place.rglob("*")) if place.is_dir() else [*place.parent.glob("*.bin"), place]
+    stats = ((str(file), file.stat()) for file in files)
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+@functools.lru_cache(maxsize=4)
+def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
+    if _is_tokens(source):
+        return _tokens(Path(source).expanduser(), vocab_size)
+    documents = read_documents(source)
+    train, held = split(documents.texts)
+    if not train:
+        raise DataError(f"{source} is empty; expected text")
+    parts = [np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)]
+    return _corpus(documents.name, "byte", parts, vocab_size or 256)
+
+
+def _is_tokens(source: str) -> bool:
+    place = Path(source).expanduser()
+    return source not in BUILT_IN and (place.suffix == ".bin" or (place / "train.bin").is_file())
+
+
+def _tokens(path: Path, vocab_size: int | None) -> Corpus:
+    """uint16 files as nanoGPT writes them: train.bin beside val.bin, or one file whose last tenth is held out."""
+    path = path / "train.bin" if path.is_dir() else path
+    beside = path.with_name("val.bin")
+    whole = _read_bin(path)
+    if path.name == "train.bin" and beside.is_file():
+        parts = [whole, _read_bin(beside)]
+    else:
+        cut = len(whole) - round(HELD_OUT * len(whole))
+        parts = [whole[:cut], whole[cut:]]
+    return _corpus(path.name, "token", parts, vocab_size or int(whole.max()) + 1)
+
+
+def _read_bin(path: Path) -> np.ndarray:
+    try:
+        size = path.stat().st_size
+        if size == 0 or size % 2:
+            raise DataError(f"{path} has {size} bytes; expected a positive even number: uint16 tokens")
+        return np.asarray(np.memmap(path, dtype="<u2", mode="r"))
+    except OSError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"cannot read {path}: {error.strerror or error}. Expected a file of uint16 tokens.") from error
+
+
+def _corpus(name: str, unit: Literal["byte", "token"], parts: list[np.ndarray], vocab_size: int) -> Corpus:
+    largest = max(int(part.max(initial=0)) for part in parts)
+    if largest >= vocab_size:
+        raise DataError(
+            f"{name} has token {largest}; expected tokens below the vocabulary size, {vocab_size}. "
+            f"Give vocab_size {largest + 1} or more, or the right file."
+        )
+    digest = hashlib.sha256(f"{unit} {len(parts[0])} {len(parts[1])}\n".encode())
+    for part in parts:
+        digest.update(np.ascontiguousarray(part))
+    train, held = parts
+    return Corpus(
+        name=name, vocab_size=vocab_size, loss_unit=unit, sha256=digest.hexdigest(), train=train, heldout=held
+    )

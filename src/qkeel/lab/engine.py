@@ -1,0 +1,198 @@
+"""A study: a plan executed in one directory, which it goes on with, extends, or refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, final
+
+from qkeel.errors import RunDirectoryError
+from qkeel.lab.config import RunConfig
+from qkeel.lab.data import load
+from qkeel.lab.workers import Job, Outcome, Shard, execute
+from qkeel.lab.model import check, resolve
+from qkeel.lab.plan import Grid, Plan, PlannedRun
+from qkeel.lab.studies import demo, lr
+from qkeel.lab.table import rows, write_table
+from qkeel.records import RunDirectory, RunStatus, read_json, write_json
+from qkeel.records.rundir import differences, locked
+from qkeel.registry import lookup
+
+STUDIES: dict[str, Callable[[RunConfig, Grid | None], Plan]] = {"lr": lr.plan, "demo": demo.plan}
+
+
+def _ignore(outcome: Outcome) -> None:
+    return
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How a study is run; nothing here changes a number."""
+
+    workers: int = 1
+    """Runs at once, each in a process of its own; 1 runs them in this one."""
+    shard: Shard = dataclasses.field(default_factory=Shard)
+    """Which part of the runs is done here."""
+    command: str = ""
+    """What the user typed, for the record."""
+    on_outcome: Callable[[Outcome], None] = _ignore
+    """Called as each run ends."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResult:
+    """What came out: the table of all runs of the directory, and what failed just now."""
+
+    path: Path
+    table: Sequence[Mapping[str, Any]]
+    failures: Sequence[Outcome]
+
+
+def make_plan(name: str, base: RunConfig | None = None, grid: Grid | None = None) -> Plan:
+    """The plan of a study by name, checked: every remedy, the model, and the corpus can be used.
+
+    Raises: UnknownNameError, InvalidValueError, RefusedError or DataError, before anything is written.
+    """
+    plan = lookup("study", STUDIES, name)(base or RunConfig(), grid)
+    runs = [PlannedRun(config=resolve(run.config), role=run.role) for run in plan.runs]
+    unlike = {run.config.remedy: run.config for run in runs}
+    for config in unlike.values():
+        check(config)
+    for config in {run.role: run.config for run in runs}.values():
+        load(config.data)
+    axes = dataclasses.replace(plan.grid, remedies=[r.config.remedy for r in runs if r.role == "grid"])
+    return Plan(name=plan.name, grid=axes, runs=list({run.config.run_id: run for run in runs}.values()))
+
+
+def study(
+    name: str,
+    *,
+    remedies: Sequence[str],
+    lrs: Sequence[float],
+    seeds: Sequence[int],
+    out: str | Path,
+    base: RunConfig | None = None,
+    jobs: int = 1,
+) -> StudyResult:
+    """Run the study `name` over a grid in the directory `out`; finished runs are kept, killed ones go on.
+
+    The same directory takes more remedies, rates or seeds later, but not another model, corpus or length.
+    `jobs` runs are done at once; how else a study can be run is in `run_plan`.
+    """
+    plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds))
+    return run_plan(plan, out, Execution(workers=jobs))
+
+
+def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
+    """Execute what of the plan is not done yet, then write table.csv.
+
+    Raises: RunDirectoryError if the directory is in use, holds another study, or cannot be written.
+    """
+    out = Path(out)
+    shard = execution.shard
+    part = "" if shard.count == 1 else f".{shard.index}-of-{shard.count}"
+    with locked(out / f"lock{part}", f"{out} is in use by another study"):
+        with _alone(out):
+            about = _merge(out, plan, execution.command)
+            write_json(out / "study.json", about)
+        failures: list[Outcome] = []
+        try:
+            with closing(execute(_jobs(plan, out, execution), execution.workers)) as outcomes:
+                for outcome in outcomes:
+                    execution.on_outcome(outcome)
+                    if outcome.error:
+                        failures.append(outcome)
+        finally:
+            with _alone(out):
+                table = rows(out, read_json(out / "study.json")["runs"])
+                write_table(out, table)
+    return StudyResult(path=out, table=table, failures=failures)
+
+
+def _alone(out: Path) -> Any:
+    # Shards of one study share study.json and table.csv; each holds them for a moment.
+    return locked(out / "lock.files", f"{out / 'study.json'} is in use by another study", wait=60.0)
+
+
+def run_directory(out: Path, run: PlannedRun) -> Path:
+    """Where a run of a study lives."""
+    return out / "runs" / run.config.run_id
+
+
+def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
+    """The shard's runs that are not done, the longest first, so that no worker ends long after the others."""
+    mine = list(plan.runs)[shard.index - 1 :: shard.count]
+    left = [run for run in mine if RunDirectory(run_directory(out, run)).status is not RunStatus.DONE]
+    return sorted(left, key=lambda run: -run.config.steps)
+
+
+def _jobs(plan: Plan, out: Path, execution: Execution) -> list[Job]:
+    return [
+        Job(run.config.to_dict(), str(run_directory(out, run)), execution.command)
+        for run in pending(plan, out, execution.shard)
+    ]
+
+
+def _merge(out: Path, plan: Plan, command: str) -> dict[str, Any]:
+    """study.json of the plan together with what stands there already."""
+    entries = [run.entry() for run in plan.runs]
+    grid = plan.grid
+    axes: dict[str, list[Any]] = {"remedies": list(grid.remedies), "lrs": list(grid.lrs), "seeds": list(grid.seeds)}
+    bases, commands = plan.bases(), [command]
+    if (out / "study.json").exists():
+        old = read_json(out / "study.json")
+        _same_study(out, old, plan)
+        known = {entry["run_id"] for entry in old["runs"]}
+        new = [entry for entry in entries if entry["run_id"] not in known]
+        commands = [*old["command"].splitlines(), *([command] if new else [])]
+        entries = [*old["runs"], *new]
+        axes = {name: list(dict.fromkeys([*old[name], *values])) for name, values in axes.items()}
+        axes = {name: values if name == "remedies" else sorted(values) for name, values in axes.items()}
+        bases = {**old["base"], **bases}
+    elif out.exists() and any(not p.name.startswith("lock") for p in out.iterdir()):
+        raise RunDirectoryError(
+            f"{out} is not empty and holds no study.json, so it is no study's directory. "
+            "Choose another directory; nothing was changed."
+        )
+    return {
+        "study": plan.name,
+        "command": "\n".join(dict.fromkeys(filter(None, commands))),
+        **axes,
+        "runs": _in_order(entries, axes["remedies"], list(bases)),
+        "base": bases,
+    }
+
+
+def _same_study(out: Path, old: Mapping[str, Any], plan: Plan) -> None:
+    try:
+        name, bases = old["study"], old["base"]
+        changed = [] if name == plan.name else [f"study: {name}, not {plan.name}"]
+        for role, base in plan.bases().items():
+            # As JSON reads it back: a float that is whole stays a float, a tuple becomes a list.
+            changed += differences(bases.get(role, base), json.loads(json.dumps(base)))
+        _ = old["runs"], old["remedies"], old["lrs"], old["seeds"], old["command"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(
+            f"{out / 'study.json'} lacks {error}; it was not written by qkeel or was damaged later. "
+            "Restore it, or choose another directory; nothing was changed."
+        ) from error
+    if changed:
+        raise RunDirectoryError(
+            f"{out} holds a study of another configuration (different: {', '.join(dict.fromkeys(changed))}). A study "
+            "takes more remedies, rates or seeds, nothing else. Choose another directory; nothing was changed."
+        )
+
+
+def _in_order(entries: Sequence[Mapping[str, Any]], remedies: Sequence[str], roles: Sequence[str]) -> list[Any]:
+    place = {remedy: i for i, remedy in enumerate(remedies)}
+
+    def key(entry: Mapping[str, Any]) -> tuple[int, int, float, int]:
+        remedy = place.get(entry["remedy"], len(place))
+        return roles.index(entry["role"]), remedy, entry["lr"], entry["seed"]
+
+    return sorted(entries, key=key)

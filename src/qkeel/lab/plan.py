@@ -1,0 +1,81 @@
+"""What a study is: a product of remedies, learning rates and seeds over one configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.lab.config import RunConfig
+
+FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The three axes. Remedies keep their order, rates and seeds are sorted; what is named twice counts once."""
+
+    remedies: Sequence[str]
+    lrs: Sequence[float]
+    seeds: Sequence[int]
+
+    def __post_init__(self) -> None:
+        for name in ("remedies", "lrs", "seeds"):
+            values = getattr(self, name)
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise InvalidTypeError(f"expected a list of {name}, got {values!r}")
+            if not tuple(values):
+                raise InvalidValueError(f"expected at least one of {name}, got none")
+        object.__setattr__(self, "remedies", tuple(dict.fromkeys(self.remedies)))
+        object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
+        object.__setattr__(self, "seeds", tuple(sorted(set(self.seeds))))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """One run of a study. `role` keeps runs of another length apart from the grid."""
+
+    config: RunConfig
+    role: str = "grid"
+
+    def entry(self) -> dict[str, Any]:
+        """The run's line in study.json."""
+        config = self.config
+        about = {"run_id": config.run_id, "remedy": config.remedy, "lr": config.optim.lr, "seed": config.seed}
+        return {**about, "role": self.role}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A study's name, grid, and runs in the order of the table. Configurations are resolved."""
+
+    name: str
+    grid: Grid
+    runs: Sequence[PlannedRun]
+
+    def bases(self) -> dict[str, dict[str, Any]]:
+        """Per role, what its runs share: their configuration without remedy, rate and seed."""
+        return {run.role: shared(run.config) for run in self.runs}
+
+
+def shared(config: RunConfig) -> dict[str, Any]:
+    """The identity of a configuration without what a grid varies."""
+    values = config.identity()
+    optim = {k: v for k, v in values["optim"].items() if k != "lr"}
+    return {**{k: v for k, v in values.items() if k not in ("remedy", "seed")}, "optim": optim}
+
+
+def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]:
+    """Remedies × rates × seeds, in this order, each a variant of `base`."""
+    runs = []
+    for remedy in grid.remedies:
+        for lr in grid.lrs:
+            for seed in grid.seeds:
+                optim = dataclasses.replace(base.optim, lr=lr)
+                config = dataclasses.replace(base, remedy=remedy, optim=optim, seed=seed)
+                runs.append(PlannedRun(config=config, role=role))
+    return runs

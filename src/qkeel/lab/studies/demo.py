@@ -1,0 +1,23 @@
+"""The two-minute demo: a small learning-rate study at constant rate, and one longer pair that shows the drift."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qkeel.lab.config import RunConfig
+from qkeel.lab.plan import Grid, Plan, product
+
+GRID = Grid(
+    remedies=("none", "qk_norm", "lalr:tau=0.1", "qk_clip:threshold=30", "softcap:cap=50", "qk_lr:factor=0.1"),
+    lrs=(0.01, 0.1, 0.3),
+    seeds=(0, 1),
+)
+DRIFT = Grid(remedies=("none", "qk_norm"), lrs=(0.03,), seeds=(0,))
+
+
+def plan(base: RunConfig, grid: Grid | None) -> Plan:
+    """The grid, then no remedy against qk_norm at a moderate rate for 16/3 as many steps."""
+    grid = grid or GRID
+    constant = dataclasses.replace(base, optim=dataclasses.replace(base.optim, schedule="constant"))
+    longer = dataclasses.replace(constant, steps=base.steps * 16 // 3)
+    return Plan(name="demo", grid=grid, runs=[*product(constant, grid), *product(longer, DRIFT, "drift")])

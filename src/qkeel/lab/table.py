@@ -1,0 +1,39 @@
+"""table.csv: one row per run of a study, in the order of its grid, the same bytes for the same results."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkeel.records import TABLE_COLUMNS, RunDirectory, RunStatus, write_text
+
+
+def rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One dict per run by records.TABLE_COLUMNS; a run without result has only its name and status."""
+    return [_row(RunDirectory(out / "runs" / entry["run_id"]), entry) for entry in entries]
+
+
+def _row(directory: RunDirectory, entry: Mapping[str, Any]) -> dict[str, Any]:
+    blank = dict.fromkeys(TABLE_COLUMNS)
+    named = {name: entry[name] for name in ("remedy", "lr", "seed", "run_id")}
+    status = directory.status
+    results = directory.summary() if status is RunStatus.DONE else {}
+    return {**blank, **{k: v for k, v in results.items() if k in blank}, **named, "status": str(status)}
+
+
+def write_table(out: Path, table: Sequence[Mapping[str, Any]]) -> None:
+    """Write table.csv atomically. Floats have all their digits, truth is true or false, what is unknown is empty."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(TABLE_COLUMNS)
+    writer.writerows([_cell(row[name]) for name in TABLE_COLUMNS] for row in table)
+    write_text(out / "table.csv", text.getvalue())
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,129 @@
+"""Runs many configurations over worker processes; a run that fails does not stop the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError
+from qkeel.lab.config import RunConfig
+from qkeel.lab.train import run
+
+# A run directory may still be held, for an instant, by a worker that is dying with a killed study.
+LOCK_WAIT = 10.0
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One run to do, as plain values that any process can be handed."""
+
+    config: dict[str, Any]
+    directory: str
+    command: str
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """A job that is over; `error` is empty if the run is done."""
+
+    directory: str
+    error: str = ""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The i-th of n parts of a study, counted from 1: every n-th run, for one machine or array task each."""
+
+    index: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.index <= self.count:
+            raise InvalidValueError(f"expected a shard i/n with 1 ≤ i ≤ n, got {self.index}/{self.count}")
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Read "i/n".
+
+        >>> Shard.parse("2/3")
+        Shard(index=2, count=3)
+        """
+        index, _, count = text.partition("/")
+        if not (index.isdigit() and count.isdigit()):
+            raise InvalidTypeError(f"expected a shard as i/n, like 1/4, got {text!r}")
+        return cls(index=int(index), count=int(count))
+
+
+def execute(jobs: Sequence[Job], workers: int) -> Iterator[Outcome]:
+    """Do the jobs, yielding each as it ends. Closing the iterator stops the workers.
+
+    With one worker everything happens in this process and joblib is not needed. With more, joblib's backend
+    decides where: processes of this machine unless `joblib.parallel_config` says otherwise.
+    """
+    if workers < 1:
+        raise InvalidValueError(f"expected at least 1 worker, got {workers}")
+    if workers == 1 or len(jobs) <= 1:
+        yield from map(work, jobs)
+        return
+    try:
+        from joblib import Parallel, delayed
+    except ImportError as error:
+        raise QkeelError(f"{workers} workers need joblib: pip install 'qkeel[lab]', or use one worker") from error
+    pool = Parallel(n_jobs=min(workers, len(jobs)), return_as="generator_unordered", batch_size=1, pre_dispatch="all")
+    results = pool(delayed(work_apart)(job, os.getpid()) for job in jobs)
+    try:
+        yield from results
+    except (QkeelError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except Exception as error:  # joblib's own: a worker was killed
+        raise QkeelError(
+            f"a worker process died ({type(error).__name__}), perhaps for want of memory. Finished runs are kept: "
+            "run the same command again to go on, with fewer workers if memory is short."
+        ) from error
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that unfinished runs were dropped is what closing early is for
+            results.close()
+
+
+def work(job: Job) -> Outcome:
+    """Do one job; an error becomes its outcome."""
+    try:
+        run(RunConfig.from_dict(job.config), Path(job.directory), command=job.command, wait=LOCK_WAIT)
+    except QkeelError as error:
+        return Outcome(job.directory, str(error))
+    except Exception as error:  # a bug or the machine; the traceback is in the run's FAILED
+        return Outcome(job.directory, f"{type(error).__name__}: {error}")
+    return Outcome(job.directory)
+
+
+def work_apart(job: Job, parent: int) -> Outcome:
+    """`work` in a worker process: it dies with its parent and leaves Ctrl-C to it."""
+    with contextlib.suppress(ValueError):  # not in a process's main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with(parent)
+    return work(job)
+
+
+def _die_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies, so that a killed study leaves nobody writing."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    if os.getppid() != parent:  # another host (Ray, Dask), or the parent is gone and nobody waits for the result
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,365 @@
+// Draws the charts of the page from #report-data into [data-chart], and again when the width changes.
+(() => {
+  "use strict";
+  const data = JSON.parse(document.getElementById("report-data").textContent);
+  const SYMBOLS = ["circle", "square", "triangle", "diamond2", "cross", "wye", "hexagon", "star"];
+  const COLOURS = 8; // --series-0 … --series-7 in report.css; the ninth remedy starts over with dashes
+  const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
+  const focus = {}; // chart name → remedy that is singled out
+  const choice = {group: null, field: null}; // of the head maps
+
+  const colour = (i) => `var(--series-${i % COLOURS})`;
+  const dash = (i) => (i < COLOURS ? null : "5 3");
+  const unique = (values) => [...new Set(values)];
+  const ascending = (values) => unique(values).sort((a, b) => a - b);
+  const finite = (values) => values.filter((v) => v !== null && Number.isFinite(v));
+  const lrText = (lr) => String(lr).replace("e-", "e−");
+
+  // 25, 11,000, 1.2e5: as in formats.number
+  function human(x, digits = 3) {
+    if (x === null || !Number.isFinite(x)) return "NaN";
+    if (x === 0) return "0";
+    const size = Math.abs(Number(x.toPrecision(digits)));
+    const sign = x < 0 ? "−" : "";
+    if (size >= 1e5 || size < 1e-4) {
+      const [mantissa, exponent] = size.toExponential(digits - 1).split("e");
+      return `${sign}${Number(mantissa)}e${exponent.replace("+", "").replace("-", "−")}`;
+    }
+    return sign + size.toLocaleString("en-US", {maximumSignificantDigits: digits});
+  }
+
+  // ── Panels: one per learning rate, wrapped to the width ────────────────────────────────────────────────────────
+  function panels(keys, width, least) {
+    const columns = Math.max(1, Math.min(keys.length, Math.floor(width / least)));
+    const place = new Map(keys.map((key, i) => [key, {fx: i % columns, fy: Math.floor(i / columns)}]));
+    return {columns, rows: Math.ceil(keys.length / columns), at: (key) => place.get(key)};
+  }
+
+  function frame(name, width, height, options) {
+    const holder = document.getElementById(`chart-${name}`);
+    return Plot.plot({
+      width,
+      height,
+      ariaLabel: holder.dataset.label,
+      style: {fontSize: "12px", background: "none", overflow: "visible"},
+      ...options
+    });
+  }
+
+  const panelTitle = (titles) =>
+    Plot.text(titles, {
+      fx: "fx", fy: "fy", text: "text", frameAnchor: "top-left", dy: -16, fontWeight: 600, fontSize: 12.5,
+      fill: "var(--ink)"
+    });
+
+  const strokeWidth = (name, i) => (focus[name] === i ? 2.2 : 1.5);
+  const faded = (name, i) => (focus[name] === undefined || focus[name] === i ? 0.9 : 0.12);
+
+  // One mark per remedy, so that its group can be named and faded.
+  function lines(name, points, facet, clip = false) {
+    return unique(points.map((p) => p.remedy)).map((i) =>
+      Plot.line(points.filter((p) => p.remedy === i), {
+        x: "step", y: "value", z: "run", ...facet, stroke: colour(i), strokeDasharray: dash(i),
+        strokeWidth: strokeWidth(name, i), strokeOpacity: faded(name, i), strokeLinejoin: "round",
+        ariaDescription: data.remedies[i], clip
+      })
+    );
+  }
+
+  const told = (p) => `${data.remedies[p.remedy]}${p.status === "done" ? "" : ` (${p.status})`}\nLR ${lrText(p.lr)}, seed ${p.seed}`;
+
+  const tips = (points, facet, what) =>
+    Plot.tip(points, Plot.pointer({
+      x: "step", y: "value", ...facet, title: (p) => `${told(p)}\nstep ${p.step.toLocaleString("en-US")}: ${what(p.value)}`,
+      fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25
+    }));
+
+  function series(runs, field, floor) {
+    return runs.flatMap((run, index) =>
+      run.step.map((step, i) => ({
+        step, value: run[field][i], run: index, remedy: run.remedy, lr: run.lr, seed: run.seed, status: run.status
+      })).filter((p) => p.value !== null).map((p) => ({...p, value: Math.max(floor, p.value)}))
+    );
+  }
+
+  function alarm(first) {
+    return [
+      Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeDasharray: "5 4", strokeWidth: 1.2, ariaDescription: "alarm line"}),
+      Plot.text([first], {
+        fx: "fx", fy: "fy", y: () => data.alarm, text: () => `alarm ${human(data.alarm)}`, frameAnchor: "left",
+        textAnchor: "start", dx: 4, dy: -7, fill: "var(--alarm)", stroke: "var(--paper)", strokeWidth: 3
+      })
+    ];
+  }
+
+  const logTicks = (low, high) => {
+    const from = Math.ceil(Math.log10(low)), to = Math.floor(Math.log10(high));
+    return Array.from({length: Math.max(0, to - from + 1)}, (_, i) => Number(`1e${from + i}`));
+  };
+
+  function logAxis(points, label) {
+    const values = points.map((p) => p.value);
+    const low = Math.min(1, ...values), high = 1.3 * Math.max(data.alarm, ...values);
+    return {type: "log", domain: [low, high], label, ticks: logTicks(low, high), tickFormat: (x) => human(x), grid: true};
+  }
+
+  // ── The charts ─────────────────────────────────────────────────────────────────────────────────────────────────
+  function drift(width) {
+    const runs = data.runs.filter((run) => run.role === "drift");
+    const points = series(runs, "max_logit", FLOOR);
+    const room = width > 560 && runs.length <= 4;
+    const facet = {fx: () => 0, fy: () => 0};
+    legend("drift", unique(runs.map((run) => run.remedy)), false);
+    return frame("drift", width, Math.min(380, Math.max(280, width * 0.42)), {
+      marginLeft: 56, marginRight: room ? 130 : 46, marginTop: 24, marginBottom: 36,
+      fx: {axis: null, padding: 0}, fy: {axis: null, padding: 0},
+      x: {label: "step", ticks: Math.max(3, Math.floor(width / 110)), grid: false},
+      y: logAxis(points, "largest attention logit (nats)"),
+      marks: [
+        ...alarm({fx: 0, fy: 0}),
+        ...lines("drift", points, facet),
+        ...(runs.length <= 4 ? [Plot.text(points, Plot.selectLast({
+          x: "step", y: "value", z: "run", ...facet, dx: 6, textAnchor: "start", fontWeight: 600,
+          fill: (p) => colour(p.remedy),
+          text: (p) => (room ? `${data.remedies[p.remedy]} ${human(p.value, 2)}` : human(p.value, 2))
+        }))] : []),
+        tips(points, facet, human)
+      ],
+      color: {type: "identity"}
+    });
+  }
+
+  function loss(width) {
+    const lrs = ascending(data.losses.map((row) => row[1]));
+    const order = ascending(data.losses.map((row) => row[0]));
+    const gaps = lrs.slice(1).map((lr, i) => Math.log(lr / lrs[i]));
+    const step = Math.min(0.06, (0.3 * Math.min(1, ...gaps)) / Math.max(1, order.length - 1));
+    const apart = (i) => Math.exp(step * (order.indexOf(i) - (order.length - 1) / 2));
+    const dots = data.losses.map(([remedy, lr, seed, value, logit, collapsed]) => (
+      {remedy, lr, seed, value, logit, collapsed, x: lr * apart(remedy), status: "done"}
+    )).filter((d) => d.value !== null);
+    const means = order.flatMap((remedy) => lrs.map((lr) => {
+      const values = dots.filter((d) => d.remedy === remedy && d.lr === lr).map((d) => d.value);
+      const total = values.reduce((a, b) => a + b, 0);
+      return {remedy, x: lr * apart(remedy), value: total / values.length, low: Math.min(...values), high: Math.max(...values), n: values.length};
+    })).filter((m) => m.n > 0);
+    const low = Math.min(...dots.map((d) => d.value)), high = Math.max(...dots.map((d) => d.value));
+    const levels = [["before training", data.start], ["unigram", data.unigram]].filter(([, v]) => v !== null);
+    const inside = levels.filter(([, v]) => v < high + 0.5 * (high - low) && v > low - 0.2 * (high - low));
+    legend("loss", order, true, [
+      ...levels.filter((l) => !inside.includes(l)).map(([t, v]) => `${t}: ${v.toFixed(3)}, outside the frame`),
+      ...(dots.length < data.losses.length ? [`${data.losses.length - dots.length} runs ended in NaN and are not drawn`] : [])
+    ]);
+    const mark = (remedy, hollow) => Plot.dot(dots.filter((d) => d.remedy === remedy && d.collapsed === hollow), {
+      x: "x", y: "value", r: 3.6, symbol: SYMBOLS[remedy % SYMBOLS.length], stroke: colour(remedy), strokeWidth: 1.4,
+      fill: hollow ? "var(--paper)" : colour(remedy), opacity: faded("loss", remedy), ariaDescription: `${data.remedies[remedy]}, seeds`
+    });
+    return frame("loss", width, Math.min(440, Math.max(320, width * 0.46)), {
+      marginLeft: 50, marginRight: 20, marginTop: 24, marginBottom: 38,
+      x: {type: "log", label: "learning rate", ticks: lrs, tickFormat: lrText, domain: [lrs[0] / 1.4, lrs[lrs.length - 1] * 1.4]},
+      y: {label: `held-out loss (${data.unit})`, grid: true, nice: true, ticks: 6, domain: [Math.min(low, ...inside.map((l) => l[1])), Math.max(high, ...inside.map((l) => l[1]))]},
+      color: {type: "identity"},
+      marks: [
+        Plot.ruleY(inside, {y: (l) => l[1], stroke: "var(--faint)", strokeDasharray: "5 4"}),
+        Plot.text(inside, {y: (l) => l[1], text: (l) => l[0], frameAnchor: "right", textAnchor: "end", dy: -7, fill: "var(--faint)"}),
+        ...order.map((i) => Plot.line(means.filter((m) => m.remedy === i), {
+          x: "x", y: "value", stroke: colour(i), strokeDasharray: dash(i), strokeWidth: strokeWidth("loss", i) + 0.3,
+          strokeOpacity: faded("loss", i), ariaDescription: data.remedies[i]
+        })),
+        ...order.map((i) => Plot.ruleX(means.filter((m) => m.remedy === i && m.n > 1), {
+          x: "x", y1: "low", y2: "high", stroke: colour(i), strokeWidth: 1.2, strokeOpacity: faded("loss", i),
+          ariaDescription: `${data.remedies[i]}, range over seeds`
+        })),
+        ...order.flatMap((i) => [mark(i, false), mark(i, true)]),
+        Plot.tip(dots, Plot.pointer({
+          x: "x", y: "value", fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25,
+          title: (d) => `${told(d)}\nheld-out loss ${d.value.toFixed(3)}\nlargest logit ${human(d.logit)}${d.collapsed ? "\ncollapsed" : ""}`
+        }))
+      ]
+    });
+  }
+
+  function byRate(name, width, field, floor, axis, extra, what) {
+    const runs = data.runs.filter((run) => run.role !== "drift");
+    const lrs = ascending(runs.map((run) => run.lr));
+    const layout = panels(lrs, width, 270);
+    const facet = {fx: (p) => layout.at(p.lr).fx, fy: (p) => layout.at(p.lr).fy};
+    const points = series(runs, field, floor);
+    legend(name, ascending(runs.map((run) => run.remedy)), false);
+    const each = width / layout.columns;
+    const inner = each > 420 ? 270 : 200, gap = 50;
+    return frame(name, width, (inner + gap) * layout.rows - gap + 76, {
+      marginLeft: 56, marginRight: 14, marginTop: 40, marginBottom: 36,
+      fx: {axis: null, paddingInner: layout.columns > 1 ? 0.12 : 0, paddingOuter: 0},
+      fy: {axis: null, paddingInner: layout.rows > 1 ? gap / (inner + gap) : 0, paddingOuter: 0},
+      x: {label: "step", ticks: Math.max(2, Math.floor(each / 90)), insetRight: 3},
+      y: axis(points),
+      color: {type: "identity"},
+      marks: [
+        panelTitle(lrs.map((lr) => ({...layout.at(lr), text: `LR ${lrText(lr)}`}))),
+        ...extra(runs, facet),
+        ...lines(name, points, facet, name === "train"),
+        tips(points, facet, what)
+      ]
+    });
+  }
+
+  const logits = (width) =>
+    byRate("logits", width, "max_logit", FLOOR, (points) => logAxis(points, "largest attention logit (nats)"),
+      () => alarm({fx: 0, fy: 0}), human);
+
+  const entropy = (width) =>
+    byRate("entropy", width, "entropy", 0, () => ({label: "attention entropy (nats)", grid: true, zero: true, ticks: 5}),
+      () => [Plot.ruleY([0], {stroke: "var(--rule)"})], (x) => `${human(x)} nats`);
+
+  // The first tenth of training would squeeze the rest into a line, so the frame starts after it.
+  function train(width) {
+    const held = (runs) => runs.flatMap((run) => run.val_loss.filter(([, v]) => v !== null).map(([step, value]) => ({step, value, remedy: run.remedy, lr: run.lr})));
+    const domain = (points) => {
+      const last = Math.max(...points.map((p) => p.step));
+      const late = points.filter((p) => p.step >= 0.1 * last).map((p) => p.value);
+      return [Math.min(...late), Math.max(...late)];
+    };
+    return byRate("train", width, "train_loss", -Infinity,
+      (points) => ({label: `loss (${data.unit})`, grid: true, ticks: 5, domain: domain(points), nice: true}),
+      (runs, facet) => ascending(runs.map((run) => run.remedy)).map((i) => Plot.dot(held(runs).filter((p) => p.remedy === i), {
+        x: "step", y: "value", ...facet, r: 2.2, fill: colour(i), opacity: faded("train", i), clip: true, ariaDescription: `${data.remedies[i]}, held out`
+      })),
+      (x) => x.toFixed(3));
+  }
+
+  // ── Head maps ──────────────────────────────────────────────────────────────────────────────────────────────────
+  const FIELDS = {max_logit: "largest logit (nats)", entropy: "entropy (nats)"};
+  const groupOf = (run) => `${run.role === "drift" ? "drift, " : ""}LR ${lrText(run.lr)}, seed ${run.seed}`;
+
+  function heads(width) {
+    const runs = data.runs.filter((run) => run.heads);
+    const groups = unique([...runs].sort((a, b) => (a.role === "drift") - (b.role === "drift") || a.lr - b.lr || a.seed - b.seed).map(groupOf));
+    const fields = Object.keys(FIELDS).filter((f) => runs.some((run) => run.heads[f]));
+    choice.group ??= groupOf(runs.filter((r) => r.role !== "drift").sort((a, b) => b.lr - a.lr || a.seed - b.seed)[0] ?? runs[0]);
+    choice.field ??= fields[0];
+    controls("heads", [["Runs", "group", groups.map((g) => [g, g])], ["Number", "field", fields.map((f) => [f, FIELDS[f]])]]);
+    const shown = runs.filter((run) => groupOf(run) === choice.group && run.heads[choice.field]);
+    const scale = headScale(runs, choice.field);
+    const layout = panels(shown.map((run) => run.remedy), width, shown.length === 1 ? width : 300);
+    const cells = shown.flatMap((run) => run.heads.rows.flatMap((row, i) => run.heads.step.map((step, j) => ({
+      ...layout.at(run.remedy), remedy: run.remedy, row, step, value: run.heads[choice.field][i][j]
+    }))));
+    const rows = unique(shown.flatMap((run) => run.heads.rows));
+    const steps = ascending(cells.map((c) => c.step));
+    const every = Math.max(1, Math.round(steps.length / Math.max(2, Math.floor(width / layout.columns / 80))));
+    const inner = Math.max(90, Math.min(22, Math.max(6, 420 / rows.length)) * rows.length);
+    ramp(scale);
+    return frame("heads", width, (inner + 46) * layout.rows - 46 + 70, {
+      marginLeft: 44, marginRight: 4, marginTop: 34, marginBottom: 36,
+      fx: {axis: null, paddingInner: layout.columns > 1 ? 0.06 : 0, paddingOuter: 0},
+      fy: {axis: null, paddingInner: layout.rows > 1 ? 46 / (inner + 46) : 0, paddingOuter: 0},
+      x: {type: "band", domain: steps, ticks: steps.filter((_, i) => i % every === 0), tickFormat: (x) => x.toLocaleString("en-US"), label: "step", labelAnchor: "right", labelArrow: "right", padding: 0, tickSize: 3},
+      y: {type: "band", domain: rows, label: null, padding: rows.length > 40 ? 0 : 0.06, tickSize: 0,
+        ticks: rows.filter((_, i) => i % Math.ceil(rows.length / 24) === 0)},
+      color: scale,
+      marks: [
+        panelTitle(shown.map((run) => ({...layout.at(run.remedy), text: data.remedies[run.remedy] + (run.status === "done" ? "" : ` (${run.status})`)}))),
+        Plot.cell(cells.filter((c) => c.value !== null), {x: "step", y: "row", fx: "fx", fy: "fy", fill: "value", ariaDescription: "heads"}),
+        Plot.tip(cells, Plot.pointer({
+          x: "step", y: "row", fx: "fx", fy: "fy", fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25,
+          title: (c) => `${data.remedies[c.remedy]}, ${c.row}\nstep ${c.step.toLocaleString("en-US")}: ${human(c.value)}`
+        }))
+      ]
+    });
+  }
+
+  // One scale over all runs, so that colours can be compared from choice to choice.
+  function headScale(runs, field) {
+    const values = finite(runs.flatMap((run) => (run.heads[field] ?? []).flat()));
+    if (field === "max_logit") {
+      const high = Math.max(1, ...values);
+      return {type: "log", domain: [Math.min(1, high / 10), high], clamp: true, scheme: "magma", label: FIELDS[field]};
+    }
+    return {type: "linear", domain: [0, Math.max(1e-3, ...values)], clamp: true, scheme: "viridis", reverse: false, label: FIELDS[field]};
+  }
+
+  function ramp(scale) {
+    const [low, high] = scale.domain, n = 64, log = scale.type === "log";
+    const at = (t) => (log ? low * (high / low) ** t : low + (high - low) * t);
+    const holder = document.querySelector('[data-legend="heads"]');
+    holder.replaceChildren(Plot.plot({
+      width: 300, height: 50, marginLeft: 12, marginRight: 24, marginTop: 18, marginBottom: 20,
+      style: {fontSize: "11px", background: "none", overflow: "visible"}, ariaLabel: `Scale of colour: ${scale.label}`,
+      x: {type: scale.type, domain: scale.domain, label: null, ticks: log ? logTicks(low, high) : 5, tickFormat: (x) => human(x), tickSize: 3},
+      color: {...scale, label: undefined},
+      marks: [
+        Plot.rect(Array.from({length: n}, (_, i) => i), {x1: (i) => at(i / n), x2: (i) => at((i + 1) / n), fill: (i) => at((i + 0.5) / n), insetLeft: -0.3, insetRight: -0.3}),
+        Plot.text([scale.label], {text: (d) => d, frameAnchor: "top-left", dy: -13, fill: "var(--ink)"})
+      ]
+    }));
+  }
+
+  // ── Legends and choices ────────────────────────────────────────────────────────────────────────────────────────
+  function key(i, dots) {
+    const marks = [Plot.line([[1, 7], [23, 7]], {stroke: colour(i), strokeWidth: 2, strokeDasharray: dash(i)})];
+    if (dots) marks.push(Plot.dot([[12, 7]], {r: 3.6, symbol: SYMBOLS[i % SYMBOLS.length], fill: colour(i), stroke: colour(i)}));
+    const svg = Plot.plot({width: 24, height: 14, margin: 0, axis: null, x: {type: "identity"}, y: {type: "identity"}, marks});
+    svg.setAttribute("aria-hidden", "true");
+    return svg;
+  }
+
+  function legend(name, remedies, dots, notes = []) {
+    const holder = document.querySelector(`[data-legend="${name}"]`);
+    const keys = remedies.map((i) => {
+      const button = document.createElement("button");
+      const label = document.createElement("span");
+      label.className = "key-name";
+      label.textContent = data.remedies[i];
+      button.type = "button";
+      button.className = "key";
+      button.setAttribute("aria-pressed", String(focus[name] === i));
+      button.title = "Single out this line";
+      button.append(key(i, dots), label);
+      button.addEventListener("click", () => {
+        focus[name] = focus[name] === i ? undefined : i;
+        draw(name);
+        document.querySelectorAll(`[data-legend="${name}"] .key`)[remedies.indexOf(i)].focus();
+      });
+      return button;
+    });
+    const extra = notes.map((text) => Object.assign(document.createElement("span"), {className: "key-name key-note", textContent: text}));
+    holder.replaceChildren(...keys, ...extra);
+  }
+
+  function controls(name, choices) {
+    const holder = document.querySelector(`[data-controls="${name}"]`);
+    if (holder.childElementCount) return;
+    for (const [title, slot, options] of choices) {
+      const label = document.createElement("label");
+      const select = document.createElement("select");
+      select.append(...options.map(([value, text]) => new Option(text, value, false, value === choice[slot])));
+      select.addEventListener("change", () => { choice[slot] = select.value; draw(name); });
+      label.append(`${title} `, select);
+      holder.append(label);
+    }
+  }
+
+  // ── Drawing ────────────────────────────────────────────────────────────────────────────────────────────────────
+  const DRAWERS = {drift, loss, logits, entropy, train, heads};
+
+  function draw(name) {
+    const holder = document.getElementById(`chart-${name}`);
+    const width = Math.floor(holder.clientWidth);
+    if (width > 0) holder.replaceChildren(DRAWERS[name](width));
+    holder.dataset.width = width;
+  }
+
+  const holders = [...document.querySelectorAll("[data-chart]")];
+  const observer = new ResizeObserver((entries) => {
+    requestAnimationFrame(() => { // drawing changes sizes, which the observer must not see in its own turn
+      for (const {target} of entries) {
+        if (Math.abs(Math.floor(target.clientWidth) - Number(target.dataset.width)) > 1) draw(target.dataset.chart);
+      }
+    });
+  });
+  for (const holder of holders) {
+    draw(holder.dataset.chart);
+    observer.observe(holder);
+  }
+})();

@@ -1,0 +1,104 @@
+"""Which charts a page has, and the words around each; the drawing is done by assets/charts.js."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from qkeel.report.collect import StudyData
+from qkeel.report.embed import MAX_RECORDS, MAX_ROWS
+from qkeel.report.markup import Markup, join, tag
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chart:
+    """One figure. `name` is what charts.js draws it by; `label` is read to those who cannot see it."""
+
+    name: str
+    title: str
+    caption: str
+    label: str
+
+
+DRIFT = Chart(
+    "drift",
+    "Drift of the largest attention logit",
+    "Largest attention logit over layers and heads, on a fixed held-out batch, at each logged step of the longer runs. "
+    "Logarithmic axis; the dashed line is the alarm line.",
+    "Line chart: largest attention logit against step for the longer runs.",
+)
+LOSS = Chart(
+    "loss",
+    "Held-out loss against learning rate",
+    "Lines join the means over seeds; dots are single seeds, bars their range. The flatter the line, the less the "
+    "learning rate matters. Remedies are set slightly apart so that their dots can be told apart. A hollow dot "
+    "marks a run whose attention collapsed.",
+    "Line chart: held-out loss against learning rate, one line per remedy.",
+)
+LOGITS = Chart(
+    "logits",
+    "Largest attention logit during training",
+    "One panel per learning rate, one line per run (each seed its own), before the cap where a remedy has one. "
+    "Logarithmic axis, shared by the panels; the dashed line is the alarm line.",
+    "Line charts: largest attention logit against step, one panel per learning rate.",
+)
+ENTROPY = Chart(
+    "entropy",
+    "Attention entropy during training",
+    "Mean over query rows, heads and layers. Zero means that every row looks at one key only: attention has collapsed.",
+    "Line charts: attention entropy against step, one panel per learning rate.",
+)
+TRAIN = Chart(
+    "train",
+    "Loss during training",
+    "Loss of the training batch at each logged step (lines), and held-out loss where it was evaluated (dots). "
+    "The first tenth of training lies above the frame.",
+    "Line charts: training loss against step, one panel per learning rate.",
+)
+HEADS = Chart(
+    "heads",
+    "Head by head",
+    "Each row is one head (layer·head), each column a logged step. All panels, and all choices, share one scale of "
+    f"colour. A model of more than {MAX_ROWS} heads shows the worst head of each layer instead.",
+    "Heat maps: one row per head, one column per logged step.",
+)
+
+
+def charts(study: StudyData) -> list[Chart]:
+    """The charts that have data, in reading order."""
+    runs = [run for run in study.runs if run.metrics]
+    grid = any(run.role != "drift" for run in runs)
+    present = [
+        (DRIFT, any(run.role == "drift" for run in runs)),
+        (LOSS, len(study.rows()) > 1),
+        (LOGITS, grid),
+        (ENTROPY, grid),
+        (TRAIN, grid),
+        (HEADS, any(run.heads is not None and len(run.heads.steps) for run in runs)),
+    ]
+    return [chart for chart, wanted in present if wanted]
+
+
+def figures(study: StudyData, present: Sequence[Chart]) -> Markup:
+    """The figures, empty until charts.js fills them."""
+    notes = ""
+    if any(len(run.metrics) > MAX_RECORDS for run in study.runs):
+        notes += f" Of long runs {MAX_RECORDS} records are drawn; peaks of the logit are kept."
+    if any(run.metrics and run.row is None for run in study.runs):
+        notes += " A line that stops early is a run that failed or is not finished."
+    return join(_figure(chart, "" if chart.name in ("loss", "heads") else notes) for chart in present)
+
+
+def _figure(chart: Chart, note: str) -> Markup:
+    save = tag("button", {"type": "button", "class": "save", "data-save": chart.name, "hidden": None}, "Download SVG")
+    title = tag("h3", {"id": f"{chart.name}-title"}, chart.title)
+    frame = {"class": "chart", "id": f"chart-{chart.name}", "data-chart": chart.name, "data-label": chart.label}
+    return tag(
+        "figure",
+        {"class": "figure", "id": chart.name, "aria-labelledby": f"{chart.name}-title"},
+        tag("div", {"class": "figure-head"}, title, save),
+        tag("div", {"class": "controls", "data-controls": chart.name}),
+        tag("div", {"class": "legend", "data-legend": chart.name}),
+        tag("div", frame),
+        tag("figcaption", {}, chart.caption + note),
+    )

@@ -1,0 +1,128 @@
+"""The data that the page's charts draw, small enough to carry along.
+
+Only records as they were written are shown: long runs are thinned by leaving records out, never by averaging.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.records import Heads
+from qkeel.report.collect import RunData, StudyData
+
+MAX_RECORDS = 300  # per run
+MAX_COLUMNS = 60  # steps of a head map
+MAX_ROWS = 96  # heads of a head map before it is folded to layers
+HEAD_FIELDS = ("max_logit", "entropy")
+SERIES = ("max_logit", "entropy", "train_loss")
+
+
+def chart_data(study: StudyData) -> dict[str, Any]:
+    """Everything the charts need, as plain JSON values."""
+    shown = [run for run in study.runs if run.metrics]
+    return {
+        "remedies": list(study.remedies),
+        "unit": study.loss_unit(),
+        "alarm": ALARM_THRESHOLD,
+        "losses": [_loss_row(study, row) for row in study.rows()],
+        "start": _start(study),
+        "unigram": _unigram(study),
+        "runs": [_run(study, run) for run in shown],
+    }
+
+
+def rounded(value: Any, digits: int = 5) -> float | int | None:
+    """A number to a few significant digits; None for what JSON cannot hold.
+
+    >>> rounded(3.14159265), rounded(float("nan")), rounded(1e6)
+    (3.1416, None, 1000000)
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def thin(records: Sequence[dict[str, Any]], limit: int = MAX_RECORDS) -> list[dict[str, Any]]:
+    """At most `limit` records: the first, the last, and from each stretch between the one with the largest logit."""
+    if len(records) <= limit:
+        return list(records)
+    edges = np.linspace(1, len(records) - 1, limit - 1).astype(int)
+    middle = [max(records[a:b], key=_height) for a, b in itertools.pairwise(edges) if b > a]
+    return [records[0], *middle, records[-1]]
+
+
+def _height(record: dict[str, Any]) -> float:
+    value = record.get("max_logit")
+    return -math.inf if value is None else math.inf if math.isnan(value) else value
+
+
+def _loss_row(study: StudyData, row: dict[str, Any]) -> list[Any]:
+    return [
+        study.remedies.index(row["remedy"]),
+        row["lr"],
+        row["seed"],
+        rounded(row["val_loss"]),
+        rounded(row["max_logit"]),
+        bool(row["collapsed"]),
+    ]
+
+
+def _run(study: StudyData, run: RunData) -> dict[str, Any]:
+    records = thin(run.metrics)
+    held = [(record["step"], record.get("val_loss")) for record in run.metrics if record.get("val_loss") is not None]
+    return {
+        "remedy": study.remedies.index(run.remedy),
+        "lr": run.lr,
+        "seed": run.seed,
+        "role": run.role,
+        "status": str(run.status),
+        "step": [int(record["step"]) for record in records],
+        "val_loss": [[int(step), rounded(value)] for step, value in held[:: max(1, len(held) // 60)]],
+        "heads": _heads(run.heads),
+        **{name: [rounded(record.get(name)) for record in records] for name in SERIES},
+    }
+
+
+def _heads(heads: Heads | None) -> dict[str, Any] | None:
+    """Rows (layer by layer, head by head) by logged steps; a model with many heads is folded to its layers."""
+    if heads is None or not len(heads.steps) or "max_logit" not in heads.values:
+        return None
+    keep = np.unique(np.linspace(0, len(heads.steps) - 1, min(MAX_COLUMNS, len(heads.steps))).round().astype(int))
+    names = [name for name in HEAD_FIELDS if name in heads.values]
+    _, n_layers, n_heads = heads.values["max_logit"].shape
+    folded = n_layers * n_heads > MAX_ROWS
+    maps = {}
+    for name in names:
+        values = heads.values[name][keep]
+        if folded:  # the head that would worry most
+            values = values.max(axis=2, keepdims=True) if name == "max_logit" else values.min(axis=2, keepdims=True)
+        maps[name] = [[rounded(float(x), 3) for x in row] for row in values.reshape(len(keep), -1).T]
+    labels = [f"{layer}" if folded else f"{layer}·{head}" for layer in range(n_layers) for head in range(n_heads)]
+    return {
+        "step": heads.steps[keep].tolist(),
+        "rows": labels[::n_heads] if folded else labels,
+        "folded": folded,
+        **maps,
+    }
+
+
+def _start(study: StudyData) -> float | None:
+    values = [row["init_loss"] for row in study.rows() if math.isfinite(row["init_loss"])]
+    return rounded(sum(values) / len(values)) if values else None
+
+
+def _unigram(study: StudyData) -> float | None:
+    """The loss of always guessing by frequency, where the corpus says it."""
+    for run in study.runs:
+        corpus = run.env.get("corpus")
+        value = corpus.get("unigram_loss") if isinstance(corpus, dict) else None
+        if isinstance(value, (int, float)):
+            return rounded(value)
+    return None

@@ -1,0 +1,150 @@
+"""What stands below the charts: each remedy's formula and source, provenance, definitions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY
+from qkeel.records import STEP_FIELDS, TABLE_COLUMNS
+from qkeel.report.collect import RunData, StudyData
+from qkeel.report.formats import count, number
+from qkeel.report.markup import Markup, join, tag
+from qkeel.report.tables import swatch
+
+ARXIV = re.compile(r"\b(\d{4}\.\d{4,5})\b")
+
+
+def remedies(study: StudyData) -> Markup:
+    """Each remedy: what it does, the formula in use, where it is from."""
+    items = []
+    for remedy in study.remedies:
+        env = next((run.env for run in study.runs if run.remedy == remedy and run.env.get("formula")), None)
+        if env is not None:
+            items.append(_remedy(study, remedy, env))
+    return tag("div", {"class": "remedies"}, *items) if items else Markup("")
+
+
+def _remedy(study: StudyData, remedy: str, env: Mapping[str, Any]) -> Markup:
+    line, source = str(env.get("remedy_line") or ""), str(env.get("remedy_source") or "")
+    return tag(
+        "section",
+        {"class": "remedy"},
+        tag("h3", {}, swatch(study, remedy)),
+        tag("p", {}, line) if line else "",
+        tag("pre", {}, str(env["formula"]).strip("\n")),
+        tag("p", {"class": "source"}, "Source: ", _linked(source)) if source else "",
+    )
+
+
+def _linked(source: str) -> Markup:
+    """arXiv numbers become links; nothing is loaded until one is followed."""
+    parts: list[str] = []
+    for i, part in enumerate(ARXIV.split(source)):
+        link = tag("a", {"href": f"https://arxiv.org/abs/{part}", "rel": "noreferrer"}, part)
+        parts.append(link if i % 2 else part)
+    return join(parts)
+
+
+def provenance(study: StudyData) -> Markup:
+    """Versions, machine, corpus, model, and the commands that make it again."""
+    facts: list[tuple[str, Callable[[RunData], Any]]] = [
+        ("qkeel", lambda run: run.env.get("qkeel")),
+        ("Python", lambda run: run.env.get("python")),
+        ("torch", lambda run: run.env.get("torch")),
+        ("Device", lambda run: " ".join(str(run.env[k]) for k in ("device", "dtype") if run.env.get(k))),
+        ("Corpus", lambda run: _corpus(run.env.get("corpus"))),
+        ("Corpus SHA-256", lambda run: _of(run.env.get("corpus"), "sha256")),
+        ("Model", lambda run: _settings(run.config.get("model"))),
+        ("Parameters", lambda run: _parameters(run.env.get("n_parameters"))),
+        ("Optimizer", lambda run: _settings(run.config.get("optim"), leave=("lr",))),
+        ("Steps", lambda run: f"{run.config['steps']:,}" if isinstance(run.config.get("steps"), int) else None),
+    ]
+    lines = []
+    for name, read in facts:
+        values = list(dict.fromkeys(str(value) for run in study.runs if (value := read(run))))
+        if values:
+            shown = join((tag("span", {"class": "value"}, value) for value in values[:8]), " ")
+            more = f" and {count(len(values) - 8, 'more value')}" if len(values) > 8 else ""
+            lines.append(join([tag("dt", {}, name), tag("dd", {}, shown, more)]))
+    return join([tag("dl", {"class": "facts"}, *lines) if lines else "", _commands(study)])
+
+
+def unlike(study: StudyData) -> str:
+    """What differs between runs that are set side by side, so that their losses cannot be compared; else empty."""
+    runs = [run for run in study.runs if run.row is not None and run.role != "drift"]
+    reads: Mapping[str, Callable[[RunData], Any]] = {
+        "corpus": lambda run: _of(run.env.get("corpus"), "sha256"),
+        "steps": lambda run: run.config.get("steps"),
+        "model": lambda run: json.dumps(run.config.get("model"), sort_keys=True, default=str),
+        "dtype": lambda run: run.env.get("dtype"),
+    }
+    return ", ".join(name for name, read in reads.items() if len({read(run) for run in runs}) > 1)
+
+
+def _commands(study: StudyData) -> Markup:
+    texts = (
+        [study.command]
+        if study.command
+        else list(dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command")))
+    )
+    if not texts:
+        return Markup("")
+    button = tag("button", {"type": "button", "class": "copy", "hidden": None}, "Copy")
+    code = tag("pre", {"class": "command-text"}, "\n".join(texts))
+    return tag("div", {"class": "command"}, tag("h3", {}, "Make it again"), tag("div", {}, code, button))
+
+
+def _corpus(corpus: Any) -> str | None:
+    if not isinstance(corpus, dict):
+        return None
+    parts = [str(corpus.get("name") or "")]
+    for key, word in (("train_tokens", "training tokens"), ("heldout_tokens", "held out"), ("vocab_size", "symbols")):
+        if isinstance(corpus.get(key), int):
+            parts.append(f"{corpus[key]:,} {word}")
+    return ", ".join(part for part in parts if part)
+
+
+def _of(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _parameters(value: Any) -> str | None:
+    return f"{value:,}" if isinstance(value, int) else None
+
+
+def _settings(value: Any, leave: tuple[str, ...] = ()) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    return ", ".join(f"{k} {_word(v)}" for k, v in value.items() if k not in leave and v is not None)
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+
+
+def definitions() -> Markup:
+    """Each number on the page, in one sentence."""
+    own = {
+        "Collapsed": f"Mean attention entropy under {COLLAPSE_ENTROPY} nats after the last step, or a held-out loss no "
+        "better than before training, or NaN.",
+        "Alarm line": f"A largest attention logit above {number(ALARM_THRESHOLD)} nats. Alarm step: the first logged "
+        "step above it; in the ranking, the earliest over LRs and seeds.",
+        "LR sensitivity": "Mean over learning rates of the held-out loss minus the smallest one, per seed; then mean "
+        "and range over seeds. Clipped: losses above the loss of initialisation count as that (Wortsman et al. 2023, "
+        "arXiv 2309.14322).",
+        "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
+        "batches. Positive: the remedy is better. Grey: within seed spread, or one seed only.",
+        "Within seed spread": "The sign of the difference changes between seeds, or its mean is no larger than the "
+        "range that either remedy's own loss has over the same seeds.",
+        "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed.",
+        "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
+    }
+    names = {**STEP_FIELDS, **TABLE_COLUMNS}
+    recorded = [(name, f"{field.meaning} [{field.unit}]") for name, field in names.items()]
+    first = [join([tag("dt", {}, name), tag("dd", {}, text)]) for name, text in own.items()]
+    second = [join([tag("dt", {}, tag("code", {}, name)), tag("dd", {}, text)]) for name, text in recorded]
+    rest = tag("details", {}, tag("summary", {}, "Every recorded field"), tag("dl", {"class": "facts"}, *second))
+    return join([tag("dl", {"class": "facts"}, *first), rest])

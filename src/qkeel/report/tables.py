@@ -1,0 +1,183 @@
+"""The ranking, every run, and the runs without a result, as HTML tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from qkeel.records import RunStatus
+from qkeel.report.collect import BASELINE, RunData, StudyData
+from qkeel.report.compare import Gain, Spread, Standing, standings
+from qkeel.report.formats import count, loss, number, rate, signed
+from qkeel.report.markup import Markup, join, tag
+
+SERIES = 8  # colours in assets/report.css
+
+
+def swatch(study: StudyData, remedy: str) -> Markup:
+    """The remedy's name beside its colour, the same on the whole page."""
+    index = study.remedies.index(remedy)
+    return join([tag("span", {"class": "swatch", "data-series": str(index % SERIES), "aria-hidden": "true"}), remedy])
+
+
+def ranking(study: StudyData) -> Markup:
+    """One line per remedy; empty where there is nothing to rank."""
+    lines = standings(study)
+    if not lines:
+        return Markup()
+    several = len(study.lrs()) > 1
+    gain_lrs = study.lrs() if any(line.gains for line in lines) else []
+    head = [_th("Remedy", "text")]
+    head += [_th("LR sensitivity"), _th("… clipped at initial loss")] if several else []
+    head += [_th("Best held-out loss"), *(_th(f"Gain at LR\u00a0{rate(lr)}") for lr in gain_lrs)]
+    head += [_th("Largest logit"), _th("Alarm step"), _th("Largest LR without collapse"), _th("CPU, ×\u00a0none")]
+    body = [tag("tr", {}, *_line(study, line, gain_lrs, several)) for line in lines]
+    return table("Ranking of the remedies", head, body, sortable=True)
+
+
+def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], several: bool) -> list[Markup]:
+    cells = [tag("th", {"scope": "row"}, swatch(study, line.remedy))]
+    if several:
+        cells += [_spread(line.sensitivity), _spread(line.sensitivity_clipped)]
+    best = f"at LR {rate(line.best_lr)}"
+    cells.append(_cell(loss(line.best_loss.mean), line.best_loss.mean, best))
+    cells += [_gain(line.gains.get(lr), line.remedy) for lr in gain_lrs]
+    cells.append(_cell(number(line.max_logit), line.max_logit))
+    if line.alarm is None:
+        cells.append(_cell("never", math.inf))
+    else:
+        cells.append(_cell(f"{line.alarm[0]:,}", line.alarm[0], f"at LR {rate(line.alarm[1])}"))
+    top = study.lrs()[-1]
+    note = "all tried" if line.stable_lr == top else ""
+    cells.append(_cell("no LR" if line.stable_lr is None else rate(line.stable_lr), line.stable_lr or 0.0, note))
+    ratio = line.cpu_ratio
+    cells.append(_cell("–" if ratio is None else f"{ratio:.2f}", math.inf if ratio is None else ratio))
+    return cells
+
+
+def _spread(total: Spread | None) -> Markup:
+    if total is None:
+        return _cell("–", math.inf, "needs every LR")
+    small = f"{loss(total.low)} to {loss(total.high)}" if total.n > 1 else ""
+    return _cell(loss(total.mean), total.mean, small)
+
+
+def _gain(one: Gain | None, remedy: str) -> Markup:
+    if one is None:
+        return _cell("" if remedy == BASELINE else "–", -math.inf)
+    small = f"{signed(one.spread.low)} to {signed(one.spread.high)}" if one.spread.n > 1 else "one seed"
+    kind = "" if one.clear else "faint"
+    return _cell(signed(one.spread.mean), one.spread.mean, small, kind)
+
+
+def _cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
+    sort = "inf" if math.isnan(key) else f"{key:g}"
+    attributes: dict[str, str | None] = {"class": f"num {kind}".strip(), "data-sort": sort}
+    return tag("td", attributes, text, tag("small", {}, small) if small else "")
+
+
+def _th(text: str, kind: str = "num") -> Markup:
+    return tag("th", {"scope": "col", "class": kind}, text)
+
+
+def table(caption: str, head: Sequence[Markup], body: Sequence[Markup], *, sortable: bool = False) -> Markup:
+    """A table that scrolls inside its own frame."""
+    attributes: dict[str, str | None] = {"class": "sortable"} if sortable else {}
+    inner = tag(
+        "table",
+        attributes,
+        tag("caption", {"class": "hidden"}, caption),
+        tag("thead", {}, tag("tr", {}, *head)),
+        tag("tbody", {}, *body),
+    )
+    return tag("div", {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": caption}, inner)
+
+
+RUN_COLUMNS: Mapping[str, str] = {
+    "val_loss": "Held-out loss",
+    "init_loss": "… before training",
+    "max_logit": "Largest logit",
+    "end_max_logit": "… at the end",
+    "end_entropy": "Entropy at the end",
+    "alarm_step": "Alarm step",
+    "collapsed": "Collapsed",
+    "spike_score": "Spike score",
+    "cpu_seconds": "CPU s",
+    "steps": "Steps",
+}
+
+
+def every_run(study: StudyData) -> Markup:
+    """One line per finished run, drift runs included."""
+    runs = [run for run in study.runs if run.row is not None]
+    if not runs:
+        return Markup()
+    head = [_th("Remedy", "text"), _th("LR"), _th("Seed"), *map(_th, RUN_COLUMNS.values()), _th("Run", "text")]
+    inner = table("Every finished run", head, [_run_line(study, run) for run in runs], sortable=True)
+    return tag("details", {}, tag("summary", {}, count(len(runs), "finished run")), inner)
+
+
+def _run_line(study: StudyData, run: RunData) -> Markup:
+    row = run.row or {}
+    cells = [
+        tag("th", {"scope": "row"}, swatch(study, run.remedy)),
+        _cell(rate(run.lr), run.lr),
+        _cell(str(run.seed), run.seed),
+    ]
+    for name in RUN_COLUMNS:
+        value = row.get(name)
+        if isinstance(value, bool):
+            cells.append(_cell("yes" if value else "no", value))
+        elif value is None:
+            cells.append(_cell("–", math.inf))
+        else:
+            text = loss(value) if name in ("val_loss", "init_loss") else _plain(value)
+            cells.append(_cell(text, value))
+    return tag("tr", {}, *cells, tag("td", {"class": "text"}, tag("code", {}, run.run_id)))
+
+
+def _plain(value: float | int) -> str:
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def without_result(study: StudyData) -> Markup:
+    """Failed, unfinished and missing runs, each with what is known; empty where there are none."""
+    failed = [_failure(study, run) for run in study.runs if run.status is RunStatus.FAILED]
+    waiting = [_waiting(study, status) for status in WAITING]
+    items = [item for item in [*failed, *waiting] if item]
+    return tag("ul", {"class": "failures"}, *items) if items else Markup("")
+
+
+WAITING = {
+    RunStatus.STARTED: ("unfinished", "Still running, or stopped: the same command goes on where they stand."),
+    RunStatus.MISSING: ("missing", "Planned, but their directories are not there: the same command runs them."),
+}
+
+
+def _run_name(study: StudyData, run: RunData) -> Markup:
+    role = " (drift)" if run.role == "drift" else ""
+    return join([swatch(study, run.remedy), f", LR {rate(run.lr)}, seed {run.seed}{role}"])
+
+
+def _reached(run: RunData) -> str:
+    return f" after step {int(run.metrics[-1]['step']):,}" if run.metrics else ""
+
+
+def _waiting(study: StudyData, status: RunStatus) -> Markup:
+    runs = [run for run in study.runs if run.status is status]
+    if not runs:
+        return Markup("")
+    word, hint = WAITING[status]
+    names = [tag("span", {"class": "run"}, _run_name(study, run), _reached(run)) for run in runs]
+    head = tag("strong", {}, f"{count(len(runs), 'run')} {word}")
+    return tag("li", {"class": "waiting"}, head, tag("p", {}, hint), tag("p", {"class": "runs"}, *names))
+
+
+def _failure(study: StudyData, run: RunData) -> Markup:
+    lines = [line for line in run.error.strip().splitlines() if line.strip()]
+    title = join([_run_name(study, run), ": ", tag("strong", {}, "failed" + _reached(run))])
+    last = tag("p", {"class": "error"}, tag("code", {}, lines[-1] if lines else "no message was written"))
+    if len(lines) < 2:
+        return tag("li", {}, title, last)
+    trace = tag("details", {}, tag("summary", {}, "Traceback"), tag("pre", {}, run.error.strip()))
+    return tag("li", {}, title, last, trace)

@@ -1,0 +1,178 @@
+"""The page in a real browser: it draws every chart, logs no error, and fits a phone."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import re
+import shutil
+import subprocess
+import tempfile
+import urllib.parse
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from synthetic_study import drift, grid, make_run, make_study
+
+import qkeel.report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--virtual-time-budget=3000",
+    "--enable-logging=stderr",
+    "--v=0",
+)
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, chromium-browser or google-chrome on PATH"),
+]
+
+
+def browse(page: Path, *flags: str) -> tuple[str, list[str]]:
+    """What the browser printed, and what the page's console said."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *flags, page.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def dom(page: Path) -> str:
+    out, console = browse(page, "--window-size=1280,1000", "--dump-dom")
+    assert console == []
+    return out
+
+
+def chart(html: str, name: str) -> str:
+    """The SVG of a chart."""
+    begin = html.index(f'id="chart-{name}"')
+    return html[html.index("<svg", begin) : html.index("</svg>", begin)]
+
+
+def with_script(page: Path, script: str) -> Path:
+    """The page with one script more at its end."""
+    other = page.with_name(f"probe-{page.name}")
+    text = page.read_text(encoding="utf-8")
+    other.write_text(text.replace("</body>\n</html>", f"<script>{script}</script></body></html>"), encoding="utf-8")
+    return other
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    return qkeel.report.write(make_study(folder / "study", [*drift(), *grid()]), folder / "report.html")
+
+
+def test_every_chart_is_drawn_without_a_word_on_the_console(demo: Path):
+    html = dom(demo)
+    marks = {"drift": 2, "loss": 6, "logits": 36, "entropy": 36, "train": 36}
+    for name, least in marks.items():
+        svg = chart(html, name)
+        paths = re.findall(r'<path [^>]*d="M[^"]+L[^"]+"', svg)
+        assert len(paths) >= least, name
+        assert "NaN" not in svg, name
+    assert chart(html, "loss").count("aria-description=") >= 18  # a line, a range and dots per remedy
+    assert chart(html, "heads").count("<rect") == 6 * 8 * 16
+    assert "alarm 100" in chart(html, "drift")
+
+
+def test_light_dark_and_phone_are_rendered(demo: Path, tmp_path: Path):
+    looks = {
+        "light": ("--window-size=1280,6000", "--blink-settings=preferredColorScheme=1"),
+        "dark": ("--window-size=1280,6000", "--blink-settings=preferredColorScheme=0"),
+        "phone": ("--window-size=390,6000",),
+    }
+    sizes = {}
+    for name, flags in looks.items():
+        picture = tmp_path / f"{name}.png"
+        _, console = browse(demo, *flags, f"--screenshot={picture}")
+        assert console == []
+        sizes[name] = picture.read_bytes()
+        assert len(sizes[name]) > 50_000
+    assert sizes["light"] != sizes["dark"]
+
+
+def test_a_phone_sees_no_horizontal_scroll(demo: Path, tmp_path: Path):
+    report = "addEventListener('load', () => setTimeout(() => parent.postMessage("
+    report += "`${innerWidth} ${document.documentElement.scrollWidth}`, '*'), 500))"
+    inner = with_script(demo, report)
+    outer = demo.with_name("phone.html")
+    outer.write_text(
+        "<script>addEventListener('message', (e) => (document.body.dataset.width = e.data))</script>"
+        f"<body><iframe src='{inner.name}' style='width:390px;height:900px;border:0'></iframe></body>"
+    )
+    found = re.search(r'data-width="(\d+) (\d+)"', dom(outer))
+    assert found
+    assert (int(found[1]), int(found[2])) == (390, 390)
+
+
+def test_a_saved_figure_stands_alone(demo: Path):
+    script = """
+      const texts = [];
+      URL.createObjectURL = (blob) => { texts.push(blob.text()); return "#"; };
+      for (const button of document.querySelectorAll("button.save")) button.click();
+      Promise.all(texts).then((all) => {
+        const pre = document.body.appendChild(document.createElement("pre"));
+        pre.id = "saved";
+        pre.textContent = all.map((text) => btoa(encodeURIComponent(text))).join(" ");
+      });
+    """
+    html = dom(with_script(demo, script))
+    found = re.search(r'<pre id="saved">([^<]+)</pre>', html)
+    assert found
+    saved = [urllib.parse.unquote(base64.b64decode(word).decode()) for word in found[1].split()]
+    assert len(saved) == 6
+    for text in saved:
+        root = ElementTree.fromstring(text)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "var(--series" not in text
+        assert "var(--ink" not in text
+        assert "currentColor" not in text
+    assert "Drift of the largest attention logit" in saved[0]
+    assert "qk_norm" in saved[0]
+
+
+def test_tables_sort_and_a_line_can_be_singled_out(demo: Path):
+    script = """
+      const header = document.querySelector("#section-ranking thead button");
+      header.click();
+      document.body.dataset.first = document.querySelector("#section-ranking tbody th").textContent;
+      header.click();
+      document.body.dataset.last = document.querySelector("#section-ranking tbody th").textContent;
+      const keys = '[data-legend="logits"] .key';
+      document.querySelectorAll(keys)[1].click();
+      document.body.dataset.pressed = document.querySelectorAll(`${keys}[aria-pressed="true"]`).length;
+      const select = document.querySelectorAll('[data-controls="heads"] select')[1];
+      select.value = "entropy";
+      select.dispatchEvent(new Event("change"));
+    """
+    html = dom(with_script(demo, script))
+    assert 'data-first="lalr:tau=0.1"' in html
+    assert 'data-last="softcap:cap=50"' in html
+    assert 'data-pressed="1"' in html
+    assert "entropy (nats)" in html[html.index('data-legend="heads"') : html.index('id="chart-heads"')]
+
+
+def test_empty_failed_and_single_pages_are_quiet(tmp_path: Path):
+    runs = grid(("none", "qk_norm"), (0.01, 0.1))
+    failed = [dataclasses.replace(made, status="failed") for made in runs[:3]]
+    pages = {
+        "empty": make_study(tmp_path / "empty", [], absent=runs),
+        "failed": make_study(tmp_path / "failed", [*failed, *runs[3:]]),
+        "single": make_run(tmp_path / "single", runs[0]),
+    }
+    shown = {name: dom(qkeel.report.write(path, tmp_path / f"{name}.html")) for name, path in pages.items()}
+    assert "<svg" not in re.sub(r"<script.*?</script>", "", shown["empty"], flags=re.S)
+    assert "L" in chart(shown["failed"], "logits")
+    assert chart(shown["single"], "heads").count("<rect") == 8 * 16

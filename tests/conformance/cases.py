@@ -1,0 +1,215 @@
+"""The product that conformance tests walk: presets, geometries, masks, dtypes; and the measure of error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkeel import preset, reference
+from qkeel.errors import InvalidValueError
+from qkeel.spec import (
+    PRESETS,
+    AttentionCall,
+    AttentionSpec,
+    Learned,
+    LogN,
+    RMSNorm,
+    Rope,
+    Sigmoid,
+    Sink,
+    Softcap,
+    Softpick,
+    SquaredReLU,
+)
+from qkeel.spec.call import make_call
+from qkeel.spec.slot import Params
+
+# Slots that no preset uses yet, and combinations that no preset has.
+EXTRA: dict[str, AttentionSpec] = {
+    "sink": AttentionSpec(position=Rope(), normalizer=Sink()),
+    "off_by_one": AttentionSpec(normalizer=Sink(learned=False)),
+    "sigmoid": AttentionSpec(position=Rope(), normalizer=Sigmoid(bias=-2.0)),
+    "sigmoid_learned": AttentionSpec(normalizer=Sigmoid(bias=-2.0, learned=True)),
+    "squared_relu": AttentionSpec(normalizer=SquaredReLU()),
+    "softpick": AttentionSpec(normalizer=Softpick()),
+    "capped_sink": AttentionSpec(norm=RMSNorm(gain="head"), cap=Softcap(3.0), normalizer=Sink()),
+    "capped_log_n": AttentionSpec(
+        cap=Softcap(5.0), scale=LogN(inner=Learned(init=0.4, per="head"), train_length=4, clip=True)
+    ),
+}
+SPECS: dict[str, AttentionSpec] = {**{name: preset(name) for name in PRESETS}, **EXTRA}
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Batch, query heads, key heads, query length, key length, head size."""
+
+    b: int
+    h: int
+    g: int
+    t: int
+    s: int
+    d: int
+
+    def __str__(self) -> str:
+        return f"b{self.b} h{self.h} g{self.g} t{self.t} s{self.s} d{self.d}"
+
+
+# Heads: MHA, GQA, MQA. Lengths: t = s, t < s, t = 1, t > s (the first rows see no key when causal).
+HEADS = [(2, 2), (4, 2), (3, 1)]
+LENGTHS = [(6, 6), (3, 7), (1, 5), (6, 4)]
+SIZES = [8, 16, 24]
+GEOMETRIES = [
+    Geometry(2, h, g, t, s, SIZES[(i + j) % 3]) for i, (h, g) in enumerate(HEADS) for j, (t, s) in enumerate(LENGTHS)
+]
+
+MASKS = [
+    "full",
+    "causal",
+    "padding_left",
+    "padding_right",
+    "additive",
+    "additive_causal_per_head",
+    "bool_per_head",
+    "empty_rows",
+    "own_positions",
+    "packed",
+]
+
+
+def masking(kind: str, x: Geometry, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
+    """causal, mask, pos_q, pos_k of one kind of masking."""
+    pad = torch.tensor([0, x.s // 2])[:, None]
+    keys = torch.arange(x.s)[None]
+    if kind == "full":
+        return {"causal": False}
+    if kind == "causal":
+        return {"causal": True}
+    if kind == "padding_left":
+        return {"causal": True, "mask": (keys >= pad)[:, None, None, :]}
+    if kind == "padding_right":
+        return {"causal": False, "mask": (keys < x.s - pad)[:, None, None, :]}
+    if kind == "additive":
+        bias = torch.randn(1, 1, x.t, x.s, generator=rng).masked_fill(
+            torch.rand(1, 1, x.t, x.s, generator=rng) < 0.2, -torch.inf
+        )
+        return {"causal": False, "mask": bias.to(dtype)}
+    if kind == "additive_causal_per_head":
+        return {"causal": True, "mask": torch.randn(1, x.h, 1, x.s, generator=rng).to(dtype)}
+    if kind == "bool_per_head":
+        return {"causal": False, "mask": torch.rand(x.b, x.h, x.t, x.s, generator=rng) < 0.6}
+    if kind == "empty_rows":
+        seen = torch.rand(x.b, 1, x.t, x.s, generator=rng) < 0.7
+        seen[0, :, -1] = False
+        return {"causal": False, "mask": seen}
+    if kind == "own_positions":
+        pos = (keys - pad).clamp_min(0)
+        queries = pos[:, -x.t :] if x.t <= x.s else torch.arange(x.t)[None].expand(x.b, -1)
+        return {"causal": True, "mask": (keys >= pad)[:, None, None, :], "pos_q": queries, "pos_k": pos}
+    assert kind == "packed"
+    cut = x.s // 2
+    document, pos = (torch.arange(x.s) >= cut).long(), torch.arange(x.s) - cut * (torch.arange(x.s) >= cut)
+    take = torch.arange(x.t) % x.s if x.t > x.s else torch.arange(x.s - x.t, x.s)
+    same = document[take][:, None] == document[None]
+    return {"causal": True, "mask": same, "pos_q": pos[take][None], "pos_k": pos[None]}
+
+
+def tensors(x: Geometry, dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, k, v; logits of a few nats."""
+    q = 1.5 * torch.randn(x.b, x.h, x.t, x.d, generator=rng)
+    k, v = (torch.randn(x.b, x.g, x.s, x.d, generator=rng) for _ in range(2))
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def random_params(spec: AttentionSpec, x: Geometry, dtype: torch.dtype, rng: torch.Generator) -> Params:
+    """The spec's parameters, moved off their initial values so that leaving one out shows."""
+    made = spec.init_params(x.h, x.g, x.d)
+    return {
+        n: (p + 0.3 * p.abs().clamp_min(0.3) * torch.randn(p.shape, generator=rng)).to(dtype) for n, p in made.items()
+    }
+
+
+def fits(spec: AttentionSpec, x: Geometry) -> bool:
+    """Whether the spec exists for that geometry (a gain shared by q and k needs as many keys as queries)."""
+    try:
+        spec.init_params(x.h, x.g, x.d)
+    except InvalidValueError:
+        return False
+    return True
+
+
+def pairs(geometries: list[Geometry], masks: list[str]) -> list[tuple[Geometry, str]]:
+    """Half of the product, in which every kind of heads and every kind of lengths still meets every mask."""
+    found = []
+    for x in geometries:
+        heads, lengths = HEADS.index((x.h, x.g)), LENGTHS.index((x.t, x.s))
+        found += [(x, kind) for kind in masks if (heads + lengths + MASKS.index(kind)) % 2 == 0]
+    return found
+
+
+def calls(
+    spec: AttentionSpec, dtype: torch.dtype, where: list[tuple[Geometry, str]], seed: int = 0
+) -> Iterator[tuple[str, AttentionCall]]:
+    """The calls of a spec, each with its name for the message of a failed assertion."""
+    rng = torch.Generator().manual_seed(seed)
+    for x, kind in where:
+        if fits(spec, x):
+            q, k, v = tensors(x, dtype, rng)
+            params = random_params(spec, x, dtype, rng)
+            yield f"{x} {kind}", make_call(spec, q, k, v, params=params, **masking(kind, x, dtype, rng))
+
+
+def widened(call: AttentionCall) -> AttentionCall:
+    """The same call in float64."""
+
+    def wide(x: Tensor | None) -> Tensor | None:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    params = {name: p.double() for name, p in call.params.items()}
+    q, k, v = call.q.double(), call.k.double(), call.v.double()
+    return dataclasses.replace(call, q=q, k=k, v=v, params=params, mask=wide(call.mask))
+
+
+def borders_rounded(call: AttentionCall) -> Tensor:
+    """Out of the low-precision oracle: float64 within, rounded to the call's dtype wherever a kernel must store.
+
+    That is: q, k as they enter the dot product (a factor per query included), v, the weights, out.
+    """
+    dtype, wide = call.q.dtype, widened(call)
+    q, k = wide.encoded()
+    factor = wide.spec.factor(wide.pos_q, q.shape[-1], wide.params, q.dtype)
+    if isinstance(factor, Tensor):
+        q, factor = q * factor, 1.0
+    q, k = q.to(dtype).double(), k.to(dtype).double()
+    rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
+    logits = wide.spec.position.scores(q * factor, k, wide.pos_q, wide.pos_k, wide.params)
+    bias = wide.bias(rows, keys)
+    if bias is not None:
+        logits = logits + bias
+    weights = wide.spec.normalizer.weights(wide.spec.cap.apply(logits), wide.visible(rows, keys), wide.params)
+    v = wide.spec.values(wide.v, wide.params).to(dtype).double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return (weights.to(dtype).double() @ v).to(dtype)
+
+
+def allowed_error(call: AttentionCall, truth: reference.Attended) -> float:
+    """2 × (the low-precision oracle's own error + rounding), the largest over the output.
+
+    Own error: of `borders_rounded`, and of the oracle run in the call's dtype. Rounding: of one result, and of the
+    largest logit in float32 times the largest value.
+    """
+    size, values = truth.out.abs().max().item(), call.v.abs().max().item()
+    logit = truth.logits.masked_fill(truth.logits == -torch.inf, 0.0).abs().max().item()
+    own = max(
+        (borders_rounded(call).double() - truth.out).abs().max().item(),
+        (reference.attend_call(call).out.double() - truth.out).abs().max().item(),
+    )
+    return 2 * (own + torch.finfo(call.q.dtype).eps * size + torch.finfo(torch.float32).eps * logit * values)
+
+
+def truth_of(call: AttentionCall) -> reference.Attended:
+    """The oracle's answer in float64."""
+    return reference.attend_call(widened(call))

@@ -1,0 +1,185 @@
+"""Every kernel gives the oracle's numbers: spec × geometry × mask × dtype, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkeel import reference
+from qkeel.errors import RefusedError
+from qkeel.kernels import chunked, sdpa
+from qkeel.kernels.contract import Kernel
+from qkeel.ops import KERNELS, run
+from qkeel.spec import AttentionCall
+from qkeel.spec.call import make_call
+
+from .cases import GEOMETRIES, MASKS, SPECS, allowed_error, calls, pairs, truth_of, widened
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+every_kernel = pytest.mark.parametrize("kernel", KERNELS)
+every_spec = pytest.mark.parametrize("name", SPECS)
+ALL = pairs(GEOMETRIES, MASKS)
+# Sampled where the product would take minutes: every kind of heads and of lengths once.
+SOME = pairs([GEOMETRIES[i] for i in (0, 5, 10, 7)], MASKS)
+SQUARE = [(x, kind) for x in (GEOMETRIES[0], GEOMETRIES[7]) for kind in MASKS]
+
+
+def supporting(call: AttentionCall) -> dict[str, Kernel]:
+    """The kernels that take this call."""
+    return {name: kernel for name, kernel in KERNELS.items() if kernel.supports(call) is None}
+
+
+@every_spec
+@torch.no_grad()
+def test_every_kernel_gives_the_oracles_output_in_float64(name: str) -> None:
+    for case, call in calls(SPECS[name], torch.float64, ALL):
+        truth = reference.attend_call(call).out
+        for kernel, forward in supporting(call).items():
+            out = forward(call)
+            assert out.dtype == torch.float64, f"{kernel}, {case}"
+            assert out.shape == truth.shape, f"{kernel}, {case}"
+            assert (out - truth).abs().max() <= 1e-12, f"{kernel}, {case}"
+
+
+@every_spec
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@torch.no_grad()
+def test_error_is_at_most_twice_the_low_precision_oracles(name: str, dtype: torch.dtype) -> None:
+    for case, call in calls(SPECS[name], dtype, SOME[LOW.index(dtype) % 2 :: 2], seed=1):
+        truth = truth_of(call)
+        allowed = allowed_error(call, truth)
+        for kernel, forward in supporting(call).items():
+            out = forward(call)
+            assert out.dtype == dtype, f"{kernel}, {case}"
+            assert (out.double() - truth.out).abs().max().item() <= allowed, f"{kernel}, {case}"
+
+
+def gradients(call: AttentionCall, forward: Any) -> dict[str, Tensor]:
+    """Gradients of a fixed weighting of the output, of q, k, v, params and an additive mask."""
+    leaves = {"q": call.q, "k": call.k, "v": call.v, **call.params}
+    if call.mask is not None and call.mask.is_floating_point():
+        leaves["mask"] = call.mask
+    leaves = {n: x.detach().clone().requires_grad_() for n, x in leaves.items()}
+    parts = {n: leaves[n] for n in ("q", "k", "v", "mask") if n in leaves}
+    params = {n: leaves[n] for n in call.params}
+    out = forward(dataclasses.replace(call, params=params, **parts))
+    weighting = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
+    found = torch.autograd.grad((out * weighting).sum(), list(leaves.values()), allow_unused=True)
+    return {n: torch.zeros_like(x) if grad is None else grad for (n, x), grad in zip(leaves.items(), found)}
+
+
+def oracle(call: AttentionCall) -> Tensor:
+    return reference.attend_call(call).out
+
+
+@every_spec
+def test_every_kernel_gives_the_oracles_gradients_in_float64(name: str) -> None:
+    for case, call in calls(SPECS[name], torch.float64, SOME, seed=2):
+        theirs = gradients(call, oracle)
+        for kernel, forward in supporting(call).items():
+            ours = gradients(call, forward)
+            for n, grad in theirs.items():
+                assert torch.isfinite(grad).all(), f"oracle, {n}, {case}"
+                assert (ours[n] - grad).abs().max() <= 1e-11 * (1 + grad.abs().max()), f"{kernel}, {n}, {case}"
+
+
+# A gradient sums products of rounded numbers, so its bound is a share of its size, not of one ulp.
+@every_spec
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)], ids=str)
+def test_low_precision_gradients_are_near_the_oracles(name: str, dtype: torch.dtype, share: float) -> None:
+    for case, call in calls(SPECS[name], dtype, SOME[:3], seed=3):
+        theirs = gradients(widened(call), oracle)
+        for kernel, forward in supporting(call).items():
+            ours = gradients(call, forward)
+            for n, grad in theirs.items():
+                assert ours[n].dtype == dtype, f"{kernel}, {n}, {case}"
+                assert (ours[n].double() - grad).abs().max() <= share * (1 + grad.abs().max()), f"{kernel}, {n}, {case}"
+
+
+@every_kernel
+@pytest.mark.parametrize("name", ["qwen3", "cosa_logn", "gemma2", "capped_sink", "softpick", "squared_relu"])
+def test_cutting_the_rows_into_blocks_changes_nothing(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "BLOCK", 40)
+    monkeypatch.setattr(sdpa, "MASK_BLOCK", 40)
+    for case, call in calls(SPECS[name], torch.float64, SOME + ALL[15:20], seed=4):
+        if kernel in supporting(call):
+            ours, theirs = gradients(call, KERNELS[kernel]), gradients(call, oracle)
+            assert (KERNELS[kernel](call) - oracle(call)).abs().max() <= 1e-12, case
+            for n, grad in theirs.items():
+                assert (ours[n] - grad).abs().max() <= 1e-11 * (1 + grad.abs().max()), f"{n}, {case}"
+
+
+@every_kernel
+@pytest.mark.parametrize("name", SPECS)
+@torch.no_grad()
+def test_a_named_kernel_computes_or_refuses_with_reason_and_way_out(kernel: str, name: str) -> None:
+    for case, call in calls(SPECS[name], torch.float64, [(GEOMETRIES[0], "causal"), (GEOMETRIES[0], "additive")]):
+        refusal = KERNELS[kernel].supports(call)
+        if refusal is None:
+            assert torch.equal(run(call, kernel), KERNELS[kernel](call)), case
+            continue
+        assert refusal.reason, case
+        assert "impl=" in refusal.way_out, case
+        with pytest.raises(RefusedError, match=kernel) as error:
+            run(call, kernel)
+        assert str(refusal) in str(error.value)
+
+
+@every_spec
+@torch.no_grad()
+def test_auto_takes_every_spec(name: str) -> None:
+    for case, call in calls(SPECS[name], torch.float64, SQUARE[:10]):
+        assert (run(call) - oracle(call)).abs().max() <= 1e-12, case
+
+
+@every_kernel
+@torch.no_grad()
+def test_empty_rows_give_zero_output_and_zero_gradients(kernel: str) -> None:
+    for name, spec in SPECS.items():
+        for case, call in calls(spec, torch.float32, [(GEOMETRIES[0], "empty_rows")]):
+            if kernel not in supporting(call):
+                continue
+            assert (KERNELS[kernel](call)[0, :, -1] == 0).all(), f"{name} {case}"
+            with torch.enable_grad():
+                found = gradients(call, KERNELS[kernel])
+            assert all(torch.isfinite(g).all() for g in found.values()), f"{name} {case}"
+            assert (found["q"][0, :, -1] == 0).all(), f"{name} {case}"
+
+
+@every_kernel
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_logits_of_ten_thousand_stay_finite(kernel: str, size: float) -> None:
+    for name, spec in SPECS.items():
+        for case, call in calls(spec, torch.float32, [(GEOMETRIES[0], "empty_rows"), (GEOMETRIES[2], "causal")]):
+            if kernel not in supporting(call):
+                continue
+            big = dataclasses.replace(call, q=call.q * size)
+            found = gradients(big, KERNELS[kernel])
+            assert torch.isfinite(KERNELS[kernel](big)).all(), f"{name} {case}"
+            assert all(torch.isfinite(g).all() for g in found.values()), f"{name} {case}"
+
+
+@every_kernel
+def test_values_may_be_of_another_size_than_keys(kernel: str) -> None:
+    for case, call in calls(SPECS["qwen3"], torch.float64, ALL):
+        wider = dataclasses.replace(call, v=torch.randn(*call.v.shape[:3], 5, dtype=torch.float64))
+        out = KERNELS[kernel](wider)
+        assert (out - reference.attend_call(wider).out).abs().max() <= 1e-12, case
+
+
+@pytest.mark.parametrize("impl", ["auto", *KERNELS])
+def test_a_float32_mask_is_never_rounded_to_bfloat16(impl: str) -> None:
+    # 100.25 needs 10 bits; bfloat16 has 8. Rounded, the two keys would weigh the same.
+    q, k = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
+    v = torch.eye(2, dtype=torch.bfloat16)[None, None]
+    mask = torch.tensor([[[[100.25, 100.0]]]])
+    call = make_call(SPECS["baseline"], q, k, v, causal=False, mask=mask)
+    if impl != "auto" and KERNELS[impl].supports(call) is not None:
+        with pytest.raises(RefusedError, match="would round the"):
+            run(call, impl)
+        return
+    assert (run(call, impl).double() - torch.softmax(mask.double(), -1)).abs().max() <= 2**-8

@@ -1,0 +1,99 @@
+"""Chunked attention and statistics hold O(T) numbers: no T×T tensor is made, and none is kept for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qkeel import attention, preset, reference
+from qkeel.kernels.statistics import logit_stats
+from qkeel.spec import AttentionSpec, Sink, Softcap, Softpick
+from qkeel.spec.call import make_call
+
+T = 4096
+SPECS = {
+    "qwen3": preset("qwen3"),
+    "gemma2": preset("gemma2"),
+    "softpick": AttentionSpec(normalizer=Softpick()),
+    "capped sink": AttentionSpec(cap=Softcap(5.0), normalizer=Sink()),
+}
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor had which an operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@contextmanager
+def saved_elements() -> Iterator[list[int]]:
+    """How many numbers autograd keeps for the backward pass, each storage once."""
+    storages: dict[int, int] = {}
+    total = [0]
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes() // x.element_size()
+        total[0] = sum(storages.values())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield total
+
+
+def inputs(t: int = T) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(1, 1, t, 8, requires_grad=True) for _ in range(3))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "padded"])
+def test_chunked_attention_makes_no_square_tensor_forward_or_backward(name: str, masked: bool) -> None:
+    spec = SPECS[name]
+    params = {n: p.requires_grad_() for n, p in spec.init_params(1, 1, 8).items()}
+    mask = (torch.arange(T) > 5)[None, None, None] if masked else None
+    with Largest() as seen, saved_elements() as saved:
+        out = attention(*inputs(), spec=spec, params=params, mask=mask, impl="chunked")
+        out.sum().backward()
+    assert seen.elements <= T * T / 4
+    assert saved[0] <= 64 * T
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "padded"])
+def test_statistics_make_no_square_tensor(name: str, masked: bool) -> None:
+    spec = SPECS[name]
+    mask = (torch.arange(T) > 5)[None, None, None] if masked else None
+    call = make_call(spec, *inputs(), params=spec.init_params(1, 1, 8), mask=mask)
+    with Largest() as seen:
+        logit_stats(call)
+    assert seen.elements <= T * T / 4
+
+
+def test_the_largest_tensor_does_not_grow_with_the_square_of_the_length() -> None:
+    found = []
+    for t in (2048, 4096):
+        with Largest() as seen:
+            attention(*inputs(t), spec=SPECS["gemma2"], impl="chunked").sum().backward()
+        found.append(seen.elements)
+    assert found[1] <= 2 * found[0]
+
+
+def test_the_measure_sees_the_square_tensors_of_the_oracle() -> None:
+    t = 512
+    with Largest() as seen, saved_elements() as saved:
+        reference.attend(SPECS["qwen3"], *inputs(t), params=SPECS["qwen3"].init_params(1, 1, 8)).out.sum().backward()
+    assert seen.elements >= t * t
+    assert saved[0] >= t * t

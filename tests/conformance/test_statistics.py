@@ -1,0 +1,202 @@
+"""`stats=True` gives what a straightforward T×T recomputation gives, for every spec, mask and geometry."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkeel import attention, preset
+from qkeel.functional.stats import LogitStats, merge
+from qkeel.kernels import statistics
+from qkeel.kernels.statistics import logit_stats
+from qkeel.ops import KERNELS
+from qkeel.reference import Attended, attend_call
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Softcap
+
+from .cases import GEOMETRIES, MASKS, SPECS, calls, pairs, truth_of, widened
+
+ALL = pairs(GEOMETRIES, MASKS)
+SOME = pairs([GEOMETRIES[i] for i in (0, 5, 10, 7)], MASKS)
+FIELDS = [field.name for field in dataclasses.fields(LogitStats)]
+
+
+def recomputed(call: AttentionCall) -> dict[str, Tensor]:
+    """Every field from the oracle's T×T matrices, head by head."""
+    truth, (q, k) = attend_call(call), call.encoded()
+    groups = k.shape[1]
+    per_group = q.shape[1] // groups
+    found: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
+    for h in range(q.shape[1]):
+        for name, value in _head(call, truth, q, h).items():
+            found[name].append(value)
+    seen = (truth.logits > -torch.inf).any(2)  # [b h s]
+    for g in range(groups):
+        visible = seen[:, g * per_group : (g + 1) * per_group].any(1)
+        norms = k[:, g].norm(dim=-1)[visible]
+        found["key_norm"].append(_mean(norms))
+        found["key_norm_max"].append(norms.max() if norms.numel() else norms.new_zeros(()))
+        found["n_keys"].append(visible.sum())
+    return {name: torch.stack(values) for name, values in found.items()}
+
+
+def _head(call: AttentionCall, truth: Attended, q: Tensor, h: int) -> dict[str, Tensor]:
+    logits, weights = truth.logits[:, h], truth.weights[:, h]
+    pairs, rows = logits > -torch.inf, (logits > -torch.inf).any(-1)
+    z, inf = logits[pairs], torch.tensor(torch.inf, dtype=logits.dtype)
+    p = weights / weights.sum(-1, keepdim=True)
+    entropy = -torch.where(p > 0, p * p.log(), torch.zeros_like(p)).sum(-1)[rows]
+    norms = q[:, h].norm(dim=-1)[rows]
+    top = z.max() if z.numel() else -inf
+    return {
+        "max_logit": top,
+        "min_logit": z.min() if z.numel() else inf,
+        "mean_logit": _mean(z),
+        "capped_max_logit": call.spec.cap.apply(top) if z.numel() else -inf,
+        "entropy": _mean(entropy),
+        "entropy_min": entropy.min() if entropy.numel() else inf,
+        "query_norm": _mean(norms),
+        "query_norm_max": norms.max() if norms.numel() else norms.new_zeros(()),
+        "n_queries": rows.sum(),
+        "n_pairs": pairs.sum(),
+    }
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean() if x.numel() else x.new_zeros(())
+
+
+def assert_same(ours: LogitStats, theirs: dict[str, Tensor], tolerance: float, case: str) -> None:
+    for name, truth in theirs.items():
+        value = getattr(ours, name)
+        assert value.shape == truth.shape, f"{name}, {case}"
+        assert not value.is_floating_point() or not value.isnan().any(), f"{name}, {case}"
+        if not truth.is_floating_point():
+            assert torch.equal(value, truth), f"{name}, {case}: {value} for {truth}"
+            continue
+        same = value.double() == truth.double()  # infinities
+        near = (value.double() - truth.double()).abs() <= tolerance * (1 + truth.double().abs())
+        assert (same | near).all(), f"{name}, {case}: {value} for {truth}"
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_statistics_are_those_of_the_whole_matrix_in_float64(name: str) -> None:
+    for case, call in calls(SPECS[name], torch.float64, SOME, seed=5):
+        assert_same(logit_stats(call), recomputed(call), 1e-11, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_statistics_of_low_precision_tensors_are_computed_in_float32(dtype: torch.dtype) -> None:
+    for name in ("baseline", "qwen3", "olmo2", "gemma2", "cosa_logn", "capped_sink", "softpick"):
+        for case, call in calls(SPECS[name], dtype, SOME[:10], seed=6):
+            stats = logit_stats(call)
+            assert stats.max_logit.dtype == torch.float32
+            assert_same(stats, recomputed(widened(call)), 2e-5, f"{name}, {case}")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "capped_log_n", "softpick", "squared_relu", "sigmoid"])
+def test_cutting_the_rows_into_blocks_changes_no_statistic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "BLOCK", 40)
+    monkeypatch.setattr(statistics, "ROWS", 1)
+    for case, call in calls(SPECS[name], torch.float64, ALL, seed=7):
+        assert_same(logit_stats(call), recomputed(call), 1e-11, case)
+
+
+@pytest.mark.parametrize("name", ["baseline", "qwen3", "gemma2", "sink"])
+def test_merging_batch_halves_gives_the_statistics_of_the_whole_batch(name: str) -> None:
+    def half(call: AttentionCall, i: int) -> AttentionCall:
+        def part(x: Tensor) -> Tensor:
+            return x[i : i + 1] if x.shape[0] == 2 else x
+
+        mask = None if call.mask is None else part(call.mask)
+        changed = {n: part(getattr(call, n)) for n in ("q", "k", "v", "pos_q", "pos_k")}
+        return dataclasses.replace(call, mask=mask, **changed)
+
+    for case, call in calls(SPECS[name], torch.float64, ALL, seed=8):
+        merged = merge(logit_stats(half(call, 0)), logit_stats(half(call, 1)))
+        whole = logit_stats(call)
+        assert_same(merged, {n: getattr(whole, n) for n in FIELDS}, 1e-12, case)
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0, 1e4, -1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_entropy_is_accurate_at_any_size_of_the_logits(size: float, dtype: torch.dtype) -> None:
+    # Logits are small integers plus `size` on every key: exact in float32, so only the entropy formula can err.
+    spec = AttentionSpec(scale=Fixed(1.0))
+    q = torch.zeros(1, 1, 3, 4)
+    q[..., 0] = size / 4 if abs(size) > 1 else 0
+    q[0, 0, :, 1] = torch.tensor([0.0, 1.0, 3.0])
+    k = torch.stack(
+        [torch.full((5,), 4.0), torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0]), torch.zeros(5), torch.zeros(5)], 1
+    )
+    q, k = q.to(dtype), k[None, None].to(dtype)
+    stats = attention(q, k, k, spec=spec, causal=False, stats=True)[1]
+    shift = 4 * float(q[0, 0, 0, 0])
+    z = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)[:, None] * torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0])
+    p = z.softmax(-1)
+    truth = -(p * p.log()).sum(-1)
+    assert stats.max_logit.item() == shift + 6
+    assert stats.min_logit.item() == shift - 6
+    assert stats.entropy.item() == pytest.approx(truth.mean().item(), rel=1e-6)
+    assert stats.entropy_min.item() == pytest.approx(truth.min().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_statistics_of_huge_logits_are_finite_and_entropy_is_never_negative(size: float) -> None:
+    for name, spec in SPECS.items():
+        for case, call in calls(spec, torch.float32, SOME[:8], seed=9):
+            stats = logit_stats(dataclasses.replace(call, q=call.q * size))
+            for field in FIELDS:
+                assert not getattr(stats, field).isnan().any(), f"{field}, {name}, {case}"
+            assert (stats.entropy >= 0).all(), f"{name}, {case}"
+            assert (stats.entropy_min >= 0).all(), f"{name}, {case}"
+
+
+def test_a_call_whose_rows_all_see_nothing_gives_the_neutral_element() -> None:
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    for name, spec in SPECS.items():
+        if name == "ngpt":
+            continue
+        params = spec.init_params(4, 2, 8)
+        out, stats = attention(q, k, k, spec=spec, params=params, mask=mask, stats=True)
+        assert (out == 0).all(), name
+        empty = LogitStats.empty(4, 2, like=q)
+        for field in FIELDS:
+            assert torch.equal(getattr(stats, field), getattr(empty, field)), f"{field}, {name}"
+
+
+def test_statistics_are_the_same_whatever_kernel_and_dropout() -> None:
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    found = [
+        attention(q, k, v, spec=preset("baseline"), impl=impl, dropout=p, stats=True)[1]
+        for impl in ("auto", *KERNELS)
+        for p in (0.0, 0.5)
+    ]
+    for stats in found[1:]:
+        for field in FIELDS:
+            assert torch.equal(getattr(stats, field), getattr(found[0], field)), field
+
+
+def test_statistics_are_detached_and_leave_output_and_gradients_alone() -> None:
+    spec = AttentionSpec(cap=Softcap(5.0))
+    q, k, v = (torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3))
+    plain = attention(q, k, v, spec=spec)
+    out, stats = attention(q, k, v, spec=spec, stats=True)
+    assert torch.equal(out, plain)
+    assert not any(getattr(stats, field).requires_grad for field in FIELDS)
+    for ours, theirs in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(plain.sum(), (q, k, v))):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_capped_maximum_is_the_cap_of_the_maximum_and_never_exceeds_the_cap() -> None:
+    for case, call in calls(SPECS["gemma2"], torch.float64, SOME, seed=10):
+        huge = dataclasses.replace(call, q=call.q * 1e3)
+        stats = logit_stats(huge)
+        logits = truth_of(huge).logits
+        seen = stats.n_pairs > 0
+        assert (stats.capped_max_logit[seen] <= 50).all(), case
+        capped = huge.spec.cap.apply(logits.amax((0, 2, 3)))
+        assert torch.allclose(stats.capped_max_logit[seen], capped[seen]), case

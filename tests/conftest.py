@@ -1,0 +1,27 @@
+"""Shared by every test: shapes and types checked at run time, one thread, no leaking defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Before the first import of qkeel: every annotated formula checks shapes and dtypes of what goes in and out.
+# Compile tests run in processes of their own, which do not load this file.
+install_import_hook(("qkeel.functional", "qkeel.report"), "run_time_types.check")
+
+import torch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Each test starts from the same seed and must leave the default dtype and grad mode as it found them."""
+    torch.manual_seed(0)
+    yield
+    assert torch.get_default_dtype() is torch.float32, "a test left another default dtype behind"
+    assert torch.is_grad_enabled(), "a test left gradients switched off"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)

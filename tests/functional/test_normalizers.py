@@ -1,0 +1,132 @@
+"""Properties of the maps from logits to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qkeel.functional import normalizers as F
+
+from .properties import few, randn, seeds, some_visible
+
+Weigh = Callable[[Tensor, Tensor | None], Tensor]
+WEIGHS: dict[str, Weigh] = {
+    "softmax": F.softmax,
+    "sink": lambda z, visible: F.sink_softmax(z, torch.tensor(0.5, dtype=z.dtype), visible),
+    "sigmoid": lambda z, visible: F.sigmoid(z, -1.0, visible),
+    "squared_relu": F.squared_relu,
+    "softpick": F.softpick,
+}
+every_map = pytest.mark.parametrize("weigh", WEIGHS.values(), ids=list(WEIGHS))
+names = st.sampled_from(sorted(WEIGHS))
+
+
+@few
+@given(seed=seeds, size=st.floats(0.1, 1000))
+def test_softmax_rows_sum_to_one_or_to_zero_if_they_see_nothing(seed: int, size: float) -> None:
+    visible = some_visible(seed, 2, 6, 5)
+    total = F.softmax(size * randn(seed, 2, 6, 5), visible).sum(-1)
+    torch.testing.assert_close(total, visible.any(-1).double(), rtol=0, atol=1e-12)
+
+
+@few
+@given(seed=seeds, size=st.floats(0.1, 1000), name=st.sampled_from(["sink", "softpick"]))
+def test_rows_with_a_sink_and_softpick_rows_sum_to_at_most_one(seed: int, size: float, name: str) -> None:
+    total = WEIGHS[name](size * randn(seed, 2, 6, 5), some_visible(seed, 2, 6, 5)).sum(-1)
+    assert (total <= 1 + 1e-12).all()
+    assert (total[:, 0] == 0).all()
+
+
+@few
+@given(seed=seeds, size=st.floats(0.1, 1e4), name=names)
+def test_weights_are_never_negative_never_nan_and_zero_where_not_visible(seed: int, size: float, name: str) -> None:
+    visible = some_visible(seed, 6, 5)
+    weights = WEIGHS[name](size * randn(seed, 6, 5), visible)
+    assert weights.isfinite().all()
+    assert (weights >= 0).all()
+    assert (weights[~visible] == 0).all()
+
+
+@few
+@given(seed=seeds, name=names)
+def test_what_is_not_visible_does_not_matter(seed: int, name: str) -> None:
+    z, visible = randn(seed, 6, 5), some_visible(seed, 6, 5)
+    expected = WEIGHS[name](z, visible)
+    for junk in (1e9, -1e9, torch.inf, -torch.inf, torch.nan):
+        assert torch.equal(WEIGHS[name](z.masked_fill(~visible, junk), visible), expected)
+
+
+@few
+@given(seed=seeds, name=names)
+def test_hiding_keys_is_leaving_them_out(seed: int, name: str) -> None:
+    z = randn(seed, 4, 7)
+    visible = torch.tensor([True, False, True, True, False, True, False])
+    hidden = WEIGHS[name](z, visible[None])[:, visible]
+    torch.testing.assert_close(hidden, WEIGHS[name](z[:, visible], None), rtol=1e-12, atol=1e-15)
+
+
+@few
+@given(seed=seeds, name=names)
+def test_permuting_keys_permutes_weights(seed: int, name: str) -> None:
+    z = randn(seed, 4, 7)
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
+    permuted = WEIGHS[name](z[:, order], None)
+    torch.testing.assert_close(permuted, WEIGHS[name](z, None)[:, order], rtol=1e-12, atol=1e-15)
+
+
+@few
+@given(seed=seeds, shift=st.floats(-1e3, 1e3))
+def test_softmax_alone_ignores_a_shift_of_the_row(seed: int, shift: float) -> None:
+    z = randn(seed, 4, 7)
+    torch.testing.assert_close(F.softmax(z + shift), F.softmax(z), rtol=1e-9, atol=0)
+    for name in ("sink", "sigmoid", "squared_relu", "softpick"):
+        assert (WEIGHS[name](z + 1.0, None) - WEIGHS[name](z, None)).abs().max() > 1e-3, name
+
+
+@every_map
+def test_an_empty_row_has_finite_gradients(weigh: Weigh) -> None:
+    z = (50 * randn(0, 6, 5)).requires_grad_()
+    visible = some_visible(0, 6, 5)
+    # Squares, so that the upstream gradient differs between entries.
+    (weigh(z, visible) * randn(1, 6, 5)).sum().backward()
+    assert z.grad is not None
+    assert z.grad.isfinite().all()
+    assert (z.grad[~visible] == 0).all()
+
+
+@every_map
+def test_the_gradient_is_right(weigh: Weigh) -> None:
+    visible = some_visible(3, 4, 5)
+    torch.autograd.gradcheck(lambda z: weigh(z, visible), randn(0, 4, 5).requires_grad_())
+
+
+def test_a_sink_of_minus_infinity_is_softmax() -> None:
+    z, visible = randn(0, 6, 5), some_visible(0, 6, 5)
+    found = F.sink_softmax(z, torch.tensor(-torch.inf), visible)
+    torch.testing.assert_close(found, F.softmax(z, visible), rtol=1e-15, atol=0)
+
+
+def test_the_sinks_gradient_is_finite_with_an_empty_row() -> None:
+    sink = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    F.sink_softmax(randn(0, 6, 5), sink, some_visible(0, 6, 5)).square().sum().backward()
+    assert sink.grad is not None
+    assert sink.grad.isfinite().all()
+
+
+@few
+@given(seed=seeds, n=st.integers(1, 40), size=st.floats(0, 100))
+def test_entropy_is_between_zero_and_ln_n(seed: int, n: int, size: float) -> None:
+    found = F.entropy((size * randn(seed, n)).softmax(-1)).item()
+    assert -1e-12 <= found <= torch.tensor(float(n)).log().item() + 1e-6
+
+
+@few
+@given(seed=seeds, factor=st.floats(1e-6, 1e6))
+def test_entropy_is_that_of_the_row_made_to_sum_to_one(seed: int, factor: float) -> None:
+    p = randn(seed, 9).abs()
+    assert F.entropy(factor * p).item() == pytest.approx(F.entropy(p).item(), rel=1e-10)

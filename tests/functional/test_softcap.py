@@ -1,0 +1,58 @@
+"""Properties of the soft cap."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkeel.errors import InvalidValueError, QkeelError
+from qkeel.functional.softcap import softcap
+
+from .properties import few
+
+caps = st.floats(0.1, 1e3)
+line = torch.linspace(-2000, 2000, 4001, dtype=torch.float64)
+
+
+@few
+@given(cap=caps)
+def test_softcap_is_monotone_odd_and_within_the_cap(cap: float) -> None:
+    y = softcap(line, cap)
+    assert (y.diff() >= 0).all()
+    assert torch.equal(y.flip(0), -y)
+    assert (y.abs() <= cap).all()
+    assert (y.abs() <= line.abs()).all()
+
+
+@few
+@given(cap=caps, z=st.floats(-1, 1))
+def test_softcap_is_near_the_identity_for_logits_well_under_the_cap(cap: float, z: float) -> None:
+    small = torch.tensor(0.01 * cap * z, dtype=torch.float64)
+    # tanh x = x - x³/3 + …, so the relative error is at most (z/cap)²/3.
+    assert softcap(small, cap).item() == pytest.approx(small.item(), rel=1e-4 / 3, abs=1e-300)
+
+
+def test_a_larger_cap_changes_less() -> None:
+    gaps = [(softcap(line, cap) - line).abs().max().item() for cap in (10.0, 100.0, 1e4, 1e7)]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] < 1e-4
+
+
+def test_an_infinite_cap_is_the_identity_with_gradient_one() -> None:
+    z = line.clone().requires_grad_()
+    y = softcap(z, math.inf)
+    assert torch.equal(y, line)
+    y.sum().backward()
+    assert torch.equal(z.grad, torch.ones_like(line))
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, math.nan, -math.inf])
+def test_a_cap_that_is_not_above_zero_is_refused(cap: float) -> None:
+    with pytest.raises(InvalidValueError, match="expected a cap above 0") as caught:
+        softcap(line, cap)
+    assert isinstance(caught.value, QkeelError)
+    assert isinstance(caught.value, ValueError)

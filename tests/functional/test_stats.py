@@ -1,0 +1,120 @@
+"""LogitStats is a commutative monoid, and merging statistics of parts gives those of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError
+from qkeel.functional.stats import LogitStats, merge, merge_all
+
+from .properties import few, randn, seeds
+
+HEADS, GROUPS = 4, 2
+counts = st.integers(0, 5)
+
+
+def stats_of(logits: Tensor, entropy: Tensor, q: Tensor, k: Tensor) -> LogitStats:
+    """Statistics from samples: logits [h pairs], entropy and query norms [h queries], key norms [g keys]."""
+    empty = LogitStats.empty(HEADS, GROUPS, logits)
+    found: dict[str, Tensor] = {}
+    for x, names in (
+        (logits, {"max": "max_logit", "min": "min_logit", "mean": "mean_logit"}),
+        (30 * torch.tanh(logits / 30), {"max": "capped_max_logit"}),
+        (entropy, {"mean": "entropy", "min": "entropy_min"}),
+        (q, {"mean": "query_norm", "max": "query_norm_max"}),
+        (k, {"mean": "key_norm", "max": "key_norm_max"}),
+    ):
+        if x.shape[1]:
+            reduced = {"max": x.amax(1), "min": x.amin(1), "mean": x.mean(1)}
+            found.update({name: reduced[how] for how, name in names.items()})
+    sizes = {"n_pairs": logits, "n_queries": entropy, "n_keys": k}
+    found.update({name: torch.full((len(x),), x.shape[1]) for name, x in sizes.items()})
+    return dataclasses.replace(empty, **found)
+
+
+def samples(seed: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        20 * randn(seed, HEADS, 3 * n),
+        randn(seed + 1, HEADS, n).abs(),
+        randn(seed + 2, HEADS, n).abs(),
+        randn(seed + 3, GROUPS, n).abs(),
+    )
+
+
+def same(a: LogitStats, b: LogitStats, rtol: float = 0.0) -> None:
+    for field in dataclasses.fields(LogitStats):
+        torch.testing.assert_close(getattr(a, field.name), getattr(b, field.name), rtol=rtol, atol=0, msg=field.name)
+
+
+@few
+@given(seed=seeds, a=counts, b=counts)
+def test_merging_parts_gives_the_statistics_of_the_whole(seed: int, a: int, b: int) -> None:
+    x, y = samples(seed, a), samples(seed + 10, b)
+    whole = stats_of(*(torch.cat(pair, dim=1) for pair in zip(x, y)))
+    same(merge(stats_of(*x), stats_of(*y)), whole, rtol=1e-12)
+
+
+@few
+@given(seed=seeds, a=counts, b=counts)
+def test_merge_is_commutative(seed: int, a: int, b: int) -> None:
+    x, y = stats_of(*samples(seed, a)), stats_of(*samples(seed + 10, b))
+    same(merge(x, y), merge(y, x), rtol=1e-13)
+
+
+@few
+@given(seed=seeds, a=counts, b=counts, c=counts)
+def test_merge_is_associative(seed: int, a: int, b: int, c: int) -> None:
+    x, y, z = (stats_of(*samples(seed + 10 * i, n)) for i, n in enumerate((a, b, c)))
+    same(merge(merge(x, y), z), merge(x, merge(y, z)), rtol=1e-12)
+    same(merge_all([x, y, z]), merge(x, merge(y, z)), rtol=1e-12)
+
+
+@few
+@given(seed=seeds, n=counts)
+def test_the_empty_statistics_are_neutral_bit_for_bit(seed: int, n: int) -> None:
+    x = stats_of(*samples(seed, n))
+    empty = LogitStats.empty(HEADS, GROUPS, x.max_logit)
+    same(merge(empty, x), x)
+    same(merge(x, empty), x)
+    same(merge(empty, empty), empty)
+
+
+def test_empty_statistics_hold_no_nan_and_no_magnitude() -> None:
+    empty = LogitStats.empty(HEADS, GROUPS, torch.zeros(1))
+    for field in dataclasses.fields(empty):
+        assert not getattr(empty, field.name).isnan().any(), field.name
+    assert empty.max_logit.tolist() == [-torch.inf] * HEADS
+    assert empty.max_abs_logit.tolist() == [0.0] * HEADS
+    assert empty.key_norm.shape == (GROUPS,)
+
+
+def test_max_logit_is_signed_and_max_abs_logit_is_not() -> None:
+    x = stats_of(-1 - randn(0, HEADS, 5).abs(), *samples(1, 5)[1:])
+    assert (x.max_logit < 0).all()
+    assert torch.equal(x.max_abs_logit, -x.min_logit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_merging_keeps_dtype_and_counts_stay_integers(dtype: torch.dtype) -> None:
+    x = stats_of(*(part.to(dtype) for part in samples(0, 3)))
+    for field in dataclasses.fields(merged := merge(x, x)):
+        kind = getattr(merged, field.name).dtype
+        assert kind == (torch.int64 if field.name.startswith("n_") else dtype), field.name
+
+
+def test_statistics_of_different_sites_are_not_merged() -> None:
+    a = LogitStats.empty(4, 2, torch.zeros(1))
+    for other in (LogitStats.empty(8, 2, torch.zeros(1)), LogitStats.empty(4, 4, torch.zeros(1))):
+        with pytest.raises(InvalidValueError, match="merge only statistics of the same site"):
+            merge(a, other)
+
+
+def test_statistics_are_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LogitStats.empty(1, 1, torch.zeros(1)).entropy = torch.ones(1)  # type: ignore[misc]

@@ -1,0 +1,221 @@
+"""Study and run directories with made-up numbers of the size that real ones have, written through `records`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qkeel.metrics import alarm_step, collapsed, spike_score
+from qkeel.records import HEAD_FIELDS, HeadRecorder, append_line, write_json, write_text
+
+REMEDIES = ("none", "qk_norm", "lalr:tau=0.1", "qk_lr:factor=0.1", "softcap:cap=50", "qk_clip:threshold=30")
+LRS = (0.01, 0.03, 0.1)
+# by remedy: largest logit, entropy, held-out loss at the three LRs
+TABLE: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "none": ((34.6, 1.02, 2.370), (122, 0.53, 2.463), (10_800, 0.03, 2.827)),
+    "qk_norm": ((6.6, 1.63, 2.369), (10.1, 1.44, 2.411), (24.9, 1.05, 2.537)),
+    "lalr:tau=0.1": ((9.2, 2.03, 2.430), (13.2, 1.80, 2.433), (19.7, 1.04, 2.634)),
+    "qk_lr:factor=0.1": ((9.2, 2.02, 2.430), (13.4, 1.79, 2.432), (20.9, 1.01, 2.638)),
+    "softcap:cap=50": ((29.8, 1.04, 2.371), (70.0, 0.59, 2.458), (260, 1.03, 2.716)),
+    "qk_clip:threshold=30": ((29.0, 1.03, 2.369), (34.2, 0.73, 2.445), (50.2, 0.60, 2.717)),
+}
+FORMULAS = {
+    "none": "a = softmax(s · q kᵀ + mask) v\ns = 1 / √head_dim",
+    "qk_norm": "q ← q / rms(q) · gain_q    k ← k / rms(k) · gain_k    (per head, gain per dim)\n"
+    "a = softmax(s · q kᵀ + mask) v\ns = 1 / √head_dim",
+    "softcap:cap=50": "z = s · q kᵀ\na = softmax(50 · tanh(z / 50) + mask) v",
+}
+LINES = {
+    "none": ("Attention as it is.", "Vaswani et al. 2017, arXiv 1706.03762"),
+    "qk_norm": ("Normalises queries and keys before the dot product.", "Dehghani et al. 2023, arXiv 2302.05442"),
+    "lalr:tau=0.1": ("A learning rate per head, from its logit change.", "after arXiv 2307.00001"),
+    "qk_lr:factor=0.1": ("The same factor for the q and k weights of all heads.", "ablation of lalr"),
+    "softcap:cap=50": ("Squashes logits into (−50, 50).", "Gemma Team 2024, arXiv 2408.00118"),
+    "qk_clip:threshold=30": ("Rescales q and k weights after the step.", "Kimi Team 2025, arXiv 2507.20534"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Made:
+    """What a made-up run ends at."""
+
+    remedy: str = "none"
+    lr: float = 0.1
+    seed: int = 0
+    steps: int = 150
+    every: int = 10
+    max_logit: float = 10_800.0
+    entropy: float = 0.03
+    val_loss: float = 2.8
+    init_loss: float = 5.553
+    role: str = "grid"
+    status: str = "done"
+    layers: int = 2
+    heads: int = 4
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.remedy.split(':')[0]}-{self.role}-{self.lr:g}-{self.seed}"
+
+
+def make_run(path: Path, made: Made) -> Path:
+    """Write one run directory as the lab does."""
+    path.mkdir(parents=True)
+    write_json(path / "config.json", _config(made))
+    write_json(path / "env.json", _env(made))
+    records = _records(made)
+    recorder = HeadRecorder(path, tuple(HEAD_FIELDS), made.layers, made.heads)
+    rng = np.random.default_rng(made.seed)
+    share = rng.uniform(0.15, 1.0, (made.layers, made.heads))
+    share[-1, 1] = 1.0
+    for record in records:
+        append_line(path / "metrics.jsonl", record)
+        recorder.append(record["step"], _heads(record, share))
+    append_line(path / "events.jsonl", {"step": 0, "kind": "start"})
+    if made.status == "done":
+        write_json(path / "summary.json", _summary(made, records))
+        write_text(path / "DONE", "")
+    elif made.status == "failed":
+        text = 'Traceback (most recent call last):\n  File "train.py", line 12, in step\n    loss.backward()\n'
+        write_text(path / "FAILED", text + "qkeel.errors.NonFiniteError: the loss is NaN at step 60 <&> stop\n")
+    return path
+
+
+def make_study(path: Path, runs: Sequence[Made], *, name: str = "lr", absent: Sequence[Made] = ()) -> Path:
+    """Write a study directory; `absent` runs are planned but not there."""
+    path.mkdir(parents=True)
+    planned = [*runs, *absent]
+    about = {
+        "study": name,
+        "command": "qkeel study lr --lrs 0.01 0.03 0.1 --seeds 0 1 --out demo",
+        "remedies": list(dict.fromkeys(made.remedy for made in planned)),
+        "lrs": sorted({made.lr for made in planned}),
+        "seeds": sorted({made.seed for made in planned}),
+        "runs": [{"run_id": m.run_id, "remedy": m.remedy, "lr": m.lr, "seed": m.seed, "role": m.role} for m in planned],
+    }
+    write_json(path / "study.json", about)
+    for made in runs:
+        make_run(path / "runs" / made.run_id, made)
+    return path
+
+
+def grid(remedies: Sequence[str] = REMEDIES, lrs: Sequence[float] = LRS, seeds: Sequence[int] = (0, 1)) -> list[Made]:
+    """The grid of the demo."""
+    runs = []
+    for remedy in remedies:
+        for lr, (logit, entropy, val_loss) in zip(LRS, TABLE[remedy]):
+            for seed in seeds if lr in lrs else ():
+                off = 0.008 * (seed - 0.5) * (1 + 2 * (lr > 0.05))
+                peak = logit * (1 + 0.1 * seed)
+                end = val_loss + off
+                runs.append(Made(remedy=remedy, lr=lr, seed=seed, max_logit=peak, entropy=entropy, val_loss=end))
+    return runs
+
+
+def drift() -> list[Made]:
+    """The longer pair."""
+    pair = {"none": (2450.0, 0.3, 2.246), "qk_norm": (22.0, 1.5, 2.096)}
+    return [
+        Made(remedy=r, lr=0.03, steps=800, max_logit=m, entropy=e, val_loss=v, role="drift")
+        for r, (m, e, v) in pair.items()
+    ]
+
+
+def _config(made: Made) -> dict[str, Any]:
+    return {
+        "model": {"d_model": 64, "n_layers": made.layers, "n_heads": made.heads, "head_dim": 16, "context": 32},
+        "data": {"source": "stdlib", "batch": 8},
+        "optim": {"name": "adamw", "lr": made.lr, "schedule": "constant", "warmup": 0.1, "grad_clip": 1.0},
+        "remedy": made.remedy,
+        "seed": made.seed,
+        "steps": made.steps,
+    }
+
+
+def _env(made: Made) -> dict[str, Any]:
+    line, source = LINES.get(made.remedy, ("A remedy.", ""))
+    corpus = {
+        "name": "stdlib",
+        "sha256": "9f2c" * 16,
+        "train_tokens": 7_912_345,
+        "heldout_tokens": 812_001,
+        "vocab_size": 256,
+        "loss_unit": "byte",
+    }
+    return {
+        "qkeel": "0.1.0",
+        "python": "3.12.3",
+        "torch": "2.13.0+cpu",
+        "device": "cpu",
+        "dtype": "float32",
+        "corpus": corpus,
+        "n_parameters": 131_456,
+        "formula": FORMULAS.get(made.remedy, FORMULAS["none"]),
+        "remedy_line": line,
+        "remedy_source": source,
+        "command": f"qkeel run --remedy {made.remedy} --lr {made.lr:g} --seed {made.seed}",
+    }
+
+
+def _records(made: Made) -> list[dict[str, Any]]:
+    """From a first logit of 0.6 towards the last one, loss and entropy along with it."""
+    rng = np.random.default_rng([made.seed, int(made.lr * 1e4), len(made.remedy)])
+    last = made.steps if made.status == "done" else 60
+    records = []
+    for step in range(0, last + 1, made.every):
+        t = step / made.steps
+        rise = 1 - math.exp(-5 * t) if t < 1 else 1.0
+        logit = 0.6 * (made.max_logit / 0.6) ** rise
+        entropy = 2.4 + (made.entropy - 2.4) * min(1.0, 1.15 * rise)
+        loss = made.init_loss + (made.val_loss - made.init_loss) * (1 - math.exp(-9 * t)) / (1 - math.exp(-9))
+        wobble = 1 + 0.04 * rng.standard_normal() * (0 < t < 1)
+        records.append(
+            {
+                "step": step,
+                "tokens": step * 256,
+                "lr": made.lr,
+                "train_loss": None if step == 0 else loss + 0.05 * rng.standard_normal(),
+                "val_loss": loss if step % (5 * made.every) == 0 else None,
+                "grad_norm": None if step == 0 else 1.2,
+                "max_logit": logit * wobble,
+                "min_logit": -logit * 0.8,
+                "max_abs_logit": logit * wobble,
+                "capped_max_logit": min(logit * wobble, 50.0) if "softcap" in made.remedy else logit * wobble,
+                "entropy": max(0.0, entropy * wobble),
+                "cpu_seconds": 2.5 * t * made.steps / 150,
+            }
+        )
+    return records
+
+
+def _heads(record: dict[str, Any], share: np.ndarray) -> np.ndarray:
+    logit = record["max_logit"] * share
+    entropy = np.clip(record["entropy"] * (1.6 - 0.6 * share), 0, 3.4)
+    return np.stack([logit, -0.8 * logit, entropy, np.sqrt(np.abs(logit)) * 2, np.sqrt(np.abs(logit)) * 2])
+
+
+def _summary(made: Made, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "remedy": made.remedy,
+        "lr": made.lr,
+        "seed": made.seed,
+        "steps": made.steps,
+        "val_loss": made.val_loss,
+        "max_logit": made.max_logit,
+        "end_max_logit": records[-1]["max_logit"],
+        "end_entropy": made.entropy,
+        "alarm_step": alarm_step(records),
+        "collapsed": collapsed(made.entropy, made.val_loss, made.init_loss),
+        "cpu_seconds": 2.5 * made.steps / 150 * (1.12 if made.remedy != "none" else 1.0),
+        "run_id": made.run_id,
+        "capped_max_logit": max(r["capped_max_logit"] for r in records),
+        "max_abs_logit": max(r["max_abs_logit"] for r in records),
+        "init_loss": made.init_loss,
+        "spike_score": spike_score([r["train_loss"] for r in records if r["train_loss"] is not None]),
+        "status": "done",
+    }

@@ -1,0 +1,232 @@
+"""The sentences of the first screen, on hand-made numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkeel.records import RunStatus
+from qkeel.report.collect import RunData, StudyData
+from qkeel.report.compare import gain, sensitivity, standings
+from qkeel.report.summary import findings
+
+
+def run(remedy: str, lr: float, seed: int, val_loss: float, max_logit: float = 20.0, **more: Any) -> RunData:
+    status = more.pop("status", RunStatus.DONE)
+    role = more.pop("role", "grid")
+    metrics = more.pop("metrics", ())
+    error = more.pop("error", "")
+    row = {
+        "remedy": remedy, "lr": lr, "seed": seed, "val_loss": val_loss, "max_logit": max_logit, "steps": 150,
+        "init_loss": 5.5, "end_entropy": 1.0, "alarm_step": None, "collapsed": False, "cpu_seconds": 2.0, **more,
+    }  # fmt: skip
+    return RunData(
+        path=Path(f"{remedy}-{role}-{lr}-{seed}"), source="study", run_id=f"{remedy}-{lr}-{seed}", remedy=remedy, lr=lr,
+        seed=seed, role=role, status=status, row=row if status is RunStatus.DONE else None, metrics=metrics,
+        error=error,
+    )  # fmt: skip
+
+
+def study(runs: Sequence[RunData]) -> StudyData:
+    return StudyData(name="lr", command="", remedies=list(dict.fromkeys(r.remedy for r in runs)), runs=runs)
+
+
+def texts(runs: Sequence[RunData], kind: str = "") -> list[str]:
+    return [f.text for f in findings(study(runs)) if kind in ("", f.kind)]
+
+
+PAIR = [
+    run("none", 0.01, 0, 2.370, 30.0),
+    run("none", 0.01, 1, 2.380, 35.0),
+    run("none", 0.1, 0, 2.800, 10_832.0, collapsed=True, alarm_step=30),
+    run("none", 0.1, 1, 2.840, 9_000.0, collapsed=True, alarm_step=40),
+    run("qk_norm", 0.01, 0, 2.368, 6.0),
+    run("qk_norm", 0.01, 1, 2.380, 7.0),
+    run("qk_norm", 0.1, 0, 2.500, 24.9),
+    run("qk_norm", 0.1, 1, 2.560, 22.0),
+]
+
+
+def test_the_lead_names_the_clearest_gain_and_its_price_at_the_lowest_rate():
+    assert texts(PAIR, "lead") == [
+        "At LR 0.1, qk_norm holds the largest attention logit at 25 where none reaches 11,000, and its held-out loss "
+        "is 0.290 nats better (+0.280 to +0.300 over 2 seeds); at LR 0.01 it costs nothing measurable "
+        "(+0.001 nats, 0.000 to +0.002 over 2 seeds: within seed spread)."
+    ]
+
+
+def test_collapse_is_named_and_divergence_is_not():
+    everything = " ".join(texts(PAIR))
+    assert "Attention collapsed" in everything
+    assert "with none at LR 0.1." in everything
+    assert "diverge" not in everything
+
+
+def test_a_partial_collapse_says_how_many_seeds():
+    runs = [run("none", 0.1, 0, 2.8, collapsed=True), run("none", 0.1, 1, 2.7), run("none", 0.01, 0, 2.4)]
+    assert any("none at LR 0.1 (1 of 2 seeds)" in text for text in texts(runs))
+
+
+def test_no_collapse_is_said_too():
+    runs = [run("none", 0.1, 0, 2.8), run("qk_norm", 0.1, 0, 2.7)]
+    assert any(text.startswith("No finished run collapsed") for text in texts(runs))
+
+
+def test_a_gain_smaller_than_the_seed_spread_is_no_lead():
+    runs = [
+        run("none", 0.1, 0, 2.50),
+        run("none", 0.1, 1, 2.60),
+        run("qk_norm", 0.1, 0, 2.49, 9.0),
+        run("qk_norm", 0.1, 1, 2.58, 9.0),
+    ]
+    assert texts(runs, "lead") == [
+        "No remedy's held-out loss beats that of none by more than the seed spread at any LR."
+    ]
+
+
+def test_ties_between_lalr_and_its_ablation_are_told():
+    runs = [
+        *PAIR,
+        run("lalr:tau=0.1", 0.01, 0, 2.430),
+        run("lalr:tau=0.1", 0.01, 1, 2.440),
+        run("qk_lr:factor=0.1", 0.01, 0, 2.431),
+        run("qk_lr:factor=0.1", 0.01, 1, 2.439),
+        run("lalr:tau=0.1", 0.1, 0, 2.600),
+        run("lalr:tau=0.1", 0.1, 1, 2.610),
+        run("qk_lr:factor=0.1", 0.1, 0, 2.650),
+        run("qk_lr:factor=0.1", 0.1, 1, 2.660),
+    ]
+    found = next(f for f in findings(study(runs)) if "ablation" in f.text)
+    assert found.kind == "caution"
+    assert found.text == (
+        "lalr:tau=0.1 and its ablation qk_lr:factor=0.1 tie at LR 0.01 (within seed spread); "
+        "differ at LR 0.1 (+0.050 nats), lalr:tau=0.1 ahead."
+    )
+
+
+def test_unlike_ablations_are_not_paired_when_like_ones_exist():
+    runs = [
+        run(f"{name}={tau}", 0.1, seed, 2.6 + 0.01 * seed)
+        for name in ("lalr:tau", "qk_lr:factor")
+        for tau in (0.1, 1)
+        for seed in (0, 1)
+    ]
+    told = [text for text in texts(runs) if "ablation" in text]
+    assert [text.split(" tie")[0] for text in told] == [
+        "lalr:tau=0.1 and its ablation qk_lr:factor=0.1",
+        "lalr:tau=1 and its ablation qk_lr:factor=1",
+    ]
+
+
+def test_a_remedy_that_costs_is_named():
+    runs = [*PAIR, run("lalr:tau=0.1", 0.01, 0, 2.430), run("lalr:tau=0.1", 0.01, 1, 2.442)]
+    expected = "Worse than none by more than the seed spread: lalr:tau=0.1 at LR 0.01 (−0.061 nats)."
+    assert expected in texts(runs)
+
+
+def test_remedies_that_cannot_be_told_from_the_best_are_named():
+    runs = [*PAIR, run("softcap:cap=50", 0.1, 0, 2.51), run("softcap:cap=50", 0.1, 1, 2.56)]
+    assert "There, softcap:cap=50 (+0.285) is within seed spread of qk_norm (+0.290)." in texts(runs)
+
+
+def test_without_a_baseline_no_gain_is_given():
+    runs = [run("qk_norm", 0.1, 0, 2.5), run("softcap:cap=50", 0.1, 0, 2.6)]
+    told = texts(runs)
+    assert "No run without a remedy (none) has finished" in told[0]
+    assert not any("nats better" in text for text in told)
+    assert "Lowest held-out loss: 2.500 nats/token, qk_norm at LR 0.1." in told
+
+
+def test_one_seed_says_that_its_spread_is_unknown():
+    runs = [r for r in PAIR if r.seed == 0]
+    told = texts(runs)
+    assert "is 0.300 nats better (one seed); at LR 0.01 it differs by +0.002 nats, one seed." in told[0]
+    assert "One seed: the seed spread is unknown, so small differences mean nothing." in told
+
+
+def test_a_gain_on_one_seed_is_not_denied_because_other_rates_have_two():
+    runs = [r for r in PAIR if not (r.lr == 0.1 and r.seed == 1)]
+    assert "nats better (one seed)" in texts(runs, "lead")[0]
+
+
+def test_failed_unfinished_and_missing_runs_are_counted():
+    runs = [
+        *PAIR,
+        run("none", 0.3, 0, 0, status=RunStatus.FAILED),
+        run("none", 0.3, 1, 0, status=RunStatus.MISSING),
+        run("qk_norm", 0.3, 0, 0, status=RunStatus.STARTED),
+    ]
+    expected = "1 failed, 1 unfinished and 1 missing of 11 runs: in no table and no loss figure; listed below."
+    assert expected in texts(runs)
+
+
+def test_nothing_finished_says_so():
+    assert texts([run("none", 0.3, s, 0, status=RunStatus.MISSING) for s in (0, 1)]) == [
+        "No run has finished yet (2 missing of 2 runs)."
+    ]
+
+
+def test_a_single_run_is_described_by_itself():
+    told = texts([run("qk_norm", 0.1, 3, 2.5, 24.91)])
+    assert told == [
+        "qk_norm at LR 0.1, seed 3: held-out loss 2.500 nats/token after 150 steps; it was 5.500 before training.",
+        "The largest attention logit reached 24.9 and never passed the alarm line of 100.",
+        "Mean attention entropy ended at 1 nats; attention did not collapse.",
+    ]
+
+
+def test_a_single_failed_run_says_why():
+    records = ({"step": 0, "max_logit": 1.0}, {"step": 40, "max_logit": 3.0})
+    failed = run("none", 0.1, 0, 0, status=RunStatus.FAILED, error="Traceback\nNonFiniteError: NaN", metrics=records)
+    assert texts([failed]) == ["none at LR 0.1, seed 0 failed after step 40: NonFiniteError: NaN"]
+
+
+def test_the_drift_pair_leads():
+    climbing = [{"step": s, "max_logit": v} for s, v in ((0, 5.0), (100, 124.0), (800, 2430.0))]
+    level = [{"step": s, "max_logit": v} for s, v in ((0, 3.0), (100, 12.0), (800, 22.0))]
+    pair = [
+        run("none", 0.03, 0, 2.246, 2430.0, role="drift", metrics=climbing),
+        run("qk_norm", 0.03, 0, 2.096, 22.0, role="drift", metrics=level),
+    ]
+    assert texts([*PAIR, *pair], "lead")[0] == (
+        "Over 800 steps at LR 0.03, the largest attention logit of none grows from 5 to 2,400 and passes the alarm "
+        "line of 100 by step 100, while qk_norm stays at or below 22. Held-out loss at the end: 2.246 (none) and "
+        "2.096 (qk_norm); one seed."
+    )
+
+
+def test_a_loss_of_nan_is_not_hidden_in_a_mean():
+    nan = float("nan")
+    runs = [*PAIR, run("softcap:cap=50", 0.1, 0, nan, collapsed=True), run("softcap:cap=50", 0.1, 1, 2.5)]
+    line = next(s for s in standings(study(runs)) if s.remedy == "softcap:cap=50")
+    assert line.best_loss.mean != line.best_loss.mean
+    assert "qk_norm holds" in texts(runs, "lead")[0]
+
+
+def test_within_seed_spread_when_the_sign_changes():
+    rows = study([run("none", 0.1, 0, 2.5), run("none", 0.1, 1, 2.5), run("x", 0.1, 0, 2.4), run("x", 0.1, 1, 2.6)])
+    one = gain(rows.rows(), "x", "none", 0.1)
+    assert one is not None
+    assert one.within
+    assert one.spread.low == pytest.approx(-0.1)
+
+
+def test_sensitivity_needs_every_learning_rate():
+    rows = study(PAIR).rows()
+    whole = sensitivity(rows, "none", [0.01, 0.1], clip=False)
+    assert whole is not None
+    assert whole.mean == pytest.approx((0.43 / 2 + 0.46 / 2) / 2)
+    assert sensitivity(rows[1:], "none", [0.01, 0.1], clip=False) is not None
+    assert sensitivity(rows, "none", [0.01, 0.1, 0.3], clip=False) is None
+
+
+def test_the_ranking_holds_the_ratio_of_cpu_time_and_the_first_alarm():
+    lines = {line.remedy: line for line in standings(study(PAIR))}
+    assert list(lines) == ["qk_norm", "none"]
+    assert lines["qk_norm"].cpu_ratio == pytest.approx(1.0)
+    assert lines["none"].alarm == (30, 0.1)
+    assert lines["none"].stable_lr == 0.01
+    assert lines["qk_norm"].stable_lr == 0.1

@@ -1,0 +1,393 @@
+"""The border: who sees whom, at which positions, with which parameters; and what is refused there."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qkeel import reference
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError, UnknownNameError
+from qkeel.reference import Attended
+from qkeel.spec import (
+    PRESETS,
+    AttentionSpec,
+    FloorLogTemperature,
+    L2Norm,
+    Learned,
+    LogN,
+    RMSNorm,
+    Rope,
+    Sigmoid,
+    Sink,
+    Softcap,
+    Softpick,
+    SquaredReLU,
+    preset,
+)
+from qkeel.spec.call import make_call
+
+few = settings(max_examples=25, derandomize=True, deadline=None)
+every_preset = pytest.mark.parametrize("name", PRESETS)
+NORMALIZERS = {
+    "sink": Sink(),
+    "sigmoid": Sigmoid(bias=-1.0, learned=True),
+    "squared_relu": SquaredReLU(),
+    "softpick": Softpick(),
+}
+SPECS = {**{name: preset(name) for name in PRESETS}}
+SPECS.update({name: AttentionSpec(position=Rope(), normalizer=n) for name, n in NORMALIZERS.items()})
+SPECS["capped"] = AttentionSpec(position=Rope(), cap=Softcap(2.0))
+every_spec = pytest.mark.parametrize("name", SPECS)
+
+
+def draw(seed: int = 0, b: int = 2, h: int = 4, g: int = 4, t: int = 5, s: int = 5, d: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((b, h, t, d), (b, g, s, d), (b, g, s, d))
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def params_of(spec: AttentionSpec, h: int = 4, g: int = 4, d: int = 8) -> dict[str, Tensor]:
+    """Parameters off their neutral start."""
+    generator = torch.Generator().manual_seed(9)
+    made = spec.init_params(h, g, d)
+    return {name: p.double() + 0.3 * torch.randn(p.shape, generator=generator).double() for name, p in made.items()}
+
+
+def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Attended:
+    return reference.attend(spec, q, k, v, params=params_of(spec, q.shape[1], k.shape[1]), **rest)
+
+
+def same(a: Tensor, b: Tensor, atol: float = 1e-13) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+# Masks
+
+
+def test_causal_weights_are_lower_triangular_and_non_causal_ones_are_not() -> None:
+    assert (attend(AttentionSpec(), *draw()).weights.triu(1) == 0).all()
+    assert (attend(AttentionSpec(), *draw(), causal=False).weights > 0).all()
+
+
+@every_spec
+def test_a_padding_mask_is_leaving_the_padded_keys_out(name: str) -> None:
+    spec, (q, k, v) = SPECS[name], draw()
+    keep = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    pos = torch.arange(5)
+    padded = attend(spec, q, k, v, mask=keep)
+    cut = attend(spec, q[1:, :, 2:], k[1:, :, 2:], v[1:, :, 2:], pos_q=pos[2:], pos_k=pos[2:])
+    same(padded.out[1:, :, 2:], cut.out)
+    assert torch.equal(padded.out[:1], attend(spec, q[:1], k[:1], v[:1]).out)
+
+
+@every_spec
+def test_rows_that_see_no_key_give_zero_and_finite_gradients(name: str) -> None:
+    spec = SPECS[name]
+    tensors = [x.requires_grad_() for x in draw(t=7)]  # t > s: the first two queries come before every key
+    params = {key: p.requires_grad_() for key, p in params_of(spec).items()}
+    mask = torch.ones(2, 1, 7, 5, dtype=torch.bool)
+    mask[0, :, 4] = False
+    found = reference.attend(spec, *tensors, params=params, mask=mask)
+    for empty in (found.weights[:, :, :2], found.weights[0, :, 4], found.out[:, :, :2], found.out[0, :, 4]):
+        assert (empty == 0).all()
+    assert (found.logits[:, :, :2] == -math.inf).all()
+    assert not found.logits.isnan().any()
+    (found.out * torch.randn(found.out.shape, dtype=torch.float64)).sum().backward()
+    for tensor in (*tensors, *params.values()):
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
+
+
+@every_spec
+def test_an_additive_mask_of_minus_infinity_is_a_boolean_mask(name: str) -> None:
+    keep = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.6
+    additive = torch.zeros(keep.shape).masked_fill(~keep, -math.inf)
+    a, b = (attend(SPECS[name], *draw(), mask=mask) for mask in (keep, additive))
+    assert torch.equal(a.out, b.out)
+    assert torch.equal(a.logits, b.logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_most_negative_number_hides_a_key_as_minus_infinity_does(dtype: torch.dtype) -> None:
+    # transformers writes masks so. Row 3 sees nothing at all: weights 0, not a uniform row.
+    keep = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.6
+    keep[:, :, 3] = False
+    additive = torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, torch.finfo(dtype).min)
+    a, b = (attend(preset("qwen3"), *draw(), mask=mask) for mask in (keep, additive))
+    assert torch.equal(a.out, b.out)
+    assert torch.equal(a.logits, b.logits)
+
+
+def test_a_finite_additive_mask_is_added_to_the_logits_before_the_cap() -> None:
+    spec, (q, k, v) = AttentionSpec(cap=Softcap(2.0)), draw()
+    bias = torch.randn(4, 5, 5, dtype=torch.float64)
+    found = attend(spec, q, k, v, mask=bias, causal=False)
+    logits = q @ k.mT / math.sqrt(8) + bias
+    same(found.logits, logits)
+    same(found.weights, (2 * (logits / 2).tanh()).softmax(-1))
+
+
+def test_masks_broadcast_over_batch_heads_queries_and_keys() -> None:
+    x = draw(b=3)
+    whole = torch.rand(3, 4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.7
+    for part in (whole[:1], whole[:, :1], whole[:, :, :1], whole[..., :1], whole[0], whole[0, 0], whole[:, :1, :1]):
+        full = part.expand(3, 4, 5, 5)
+        assert torch.equal(attend(AttentionSpec(), *x, mask=part).out, attend(AttentionSpec(), *x, mask=full).out)
+
+
+def test_a_square_mask_that_could_be_padding_or_pairs_is_refused_and_both_readings_can_be_said() -> None:
+    x = draw(b=5)
+    keep = torch.ones(5, 5, dtype=torch.bool)
+    keep[2, :2] = False
+    with pytest.raises(ShapeError, match=r"\[:, None, None, :\].*padding.*\[None, None\]"):
+        attend(AttentionSpec(), *x, mask=keep)
+    padding = attend(AttentionSpec(), *x, mask=keep[:, None, None, :]).weights
+    pairs = attend(AttentionSpec(), *x, mask=keep[None, None]).weights
+    assert (padding[2, :, :, :2] == 0).all()
+    assert (pairs[:, :, 2, :2] == 0).all()
+    assert not torch.equal(padding, pairs)
+    # One batch entry and one query: both readings are the same.
+    one = draw(b=1, t=1)
+    keep = torch.tensor([[True, False, True, True, True]])
+    same(attend(AttentionSpec(), *one, mask=keep).out, attend(AttentionSpec(), *one, mask=keep[None, None]).out)
+
+
+# Grouped keys
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "ngpt"])
+@pytest.mark.parametrize(("h", "g"), [(4, 2), (4, 1), (6, 3)])
+def test_grouped_keys_are_each_key_head_repeated_for_its_query_heads(name: str, h: int, g: int) -> None:
+    spec, (q, k, v) = SPECS[name], draw(h=h, g=g)
+    params = params_of(spec, h, g)
+    grouped = reference.attend(spec, q, k, v, params=params)
+    if isinstance(spec.norm, RMSNorm) and spec.norm.over == "layer":
+        pytest.skip("a norm over all key heads sees other numbers when heads are repeated (the same mean, by luck)")
+    wide = {
+        key: p.repeat_interleave(h // g, 0) if key[0] == "k" and p.ndim and p.shape[0] == g != p.shape[-1] else p
+        for key, p in params.items()
+    }
+    k, v = (x.repeat_interleave(h // g, dim=1) for x in (k, v))
+    repeated = reference.attend(spec, q, k, v, params=wide)
+    same(grouped.out, repeated.out)
+    same(grouped.weights, repeated.weights)
+
+
+# Positions
+
+
+@every_spec
+@pytest.mark.parametrize("t", [1, 2, 5])
+def test_fewer_queries_than_keys_are_the_last_ones(name: str, t: int) -> None:
+    spec, (q, k, v) = SPECS[name], draw()
+    whole = attend(spec, q, k, v)
+    last = attend(spec, q[:, :, -t:], k, v)
+    same(last.out, whole.out[:, :, -t:])
+
+
+@every_spec
+def test_more_queries_than_keys_are_aligned_to_the_end(name: str) -> None:
+    spec, (q, k, v) = SPECS[name], draw(t=7)
+    found = attend(spec, q, k, v)
+    same(found.out[:, :, 2:], attend(spec, q[:, :, 2:], k, v).out)
+
+
+@every_spec
+def test_cross_attention_sees_every_key_whatever_the_lengths(name: str) -> None:
+    for t, s in ((3, 6), (6, 3)):
+        found = attend(SPECS[name], *draw(t=t, s=s), causal=False)
+        assert found.out.isfinite().all()
+        assert found.logits.isfinite().all()
+        assert found.weights.shape == (2, 4, t, s)
+
+
+@every_spec
+def test_default_positions_can_be_given(name: str) -> None:
+    x, pos = draw(), torch.arange(5)
+    expected = attend(SPECS[name], *x).out
+    for rest in ({"pos_q": pos}, {"pos_k": pos}, {"pos_q": pos[None], "pos_k": pos.expand(2, 5)}):
+        assert torch.equal(attend(SPECS[name], *x, **rest).out, expected)
+
+
+@pytest.mark.parametrize("name", ["baseline", "kna", "qwen3", "llama4", "nanochat", "cohere", "phi"])
+def test_shifting_every_position_changes_nothing_where_only_the_distance_counts(name: str) -> None:
+    x, pos = draw(), torch.arange(5)
+    shifted = attend(SPECS[name], *x, pos_q=pos + 1000, pos_k=pos + 1000)
+    same(shifted.out, attend(SPECS[name], *x).out, atol=1e-10)
+    stretched = attend(SPECS[name], *x, pos_q=2 * pos, pos_k=2 * pos)
+    assert (stretched.out - attend(SPECS[name], *x).out).abs().max() > 1e-3
+
+
+def test_causality_follows_positions_not_the_order_in_memory() -> None:
+    spec, (q, k, v) = preset("qwen3"), draw()
+    order = torch.tensor([3, 0, 4, 1, 2])
+    moved = attend(spec, q[:, :, order], k[:, :, order], v[:, :, order], pos_q=order, pos_k=order)
+    same(moved.out, attend(spec, q, k, v).out[:, :, order])
+
+
+def test_key_positions_alone_place_the_queries_at_the_last_keys() -> None:
+    spec, (q, k, v) = preset("baseline_logn"), draw()
+    pos = torch.tensor([[4, 5, 6, 7, 8], [0, 1, 2, 3, 9]])
+    found = attend(spec, q[:, :, -2:], k, v, pos_k=pos)
+    same(found.out, attend(spec, q[:, :, -2:], k, v, pos_k=pos, pos_q=pos[:, -2:]).out)
+
+
+def test_packed_sequences_attend_as_if_apart() -> None:
+    spec, (q, k, v) = preset("baseline_logn"), draw()
+    document, pos = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 0, 1, 2])
+    packed = attend(spec, q, k, v, pos_q=pos, pos_k=pos, mask=document[:, None] == document).out
+    same(packed[:, :, :2], attend(spec, q[:, :, :2], k[:, :, :2], v[:, :, :2]).out)
+    same(packed[:, :, 2:], attend(spec, q[:, :, 2:], k[:, :, 2:], v[:, :, 2:]).out)
+
+
+def test_log_n_counts_from_positions_so_a_cache_continues_where_it_stopped() -> None:
+    spec, (q, k, v) = AttentionSpec(scale=LogN(train_length=3)), draw()
+    whole = attend(spec, q, k, v)
+    for i in range(5):
+        step = attend(spec, q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1])
+        same(step.out[:, :, 0], whole.out[:, :, i])
+
+
+# Blocks: what kernels rely on
+
+
+@every_spec
+@few
+@given(rows=st.tuples(st.integers(0, 6), st.integers(1, 7)), keys=st.tuples(st.integers(0, 5), st.integers(1, 6)))
+def test_a_block_of_scores_is_that_block_of_the_logits(name: str, rows: tuple[int, int], keys: tuple[int, int]) -> None:
+    spec, (q, k, v) = SPECS[name], draw(t=7, s=6)
+    bias = torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).double()
+    whole = attend(spec, q, k, v, mask=bias).logits
+    call = make_call(spec, q, k, v, params=params_of(spec), mask=bias)
+    r, c = slice(*sorted(rows)), slice(*sorted(keys))
+    q, k = call.encoded()
+    block = call.scores(q[:, :, r], k[:, :, c], r, c)
+    visible = call.visible(r, c)
+    assert visible is not None
+    same(block.masked_fill(~visible, -math.inf), whole[:, :, r, c], atol=1e-12)
+
+
+@few
+@given(t=st.integers(1, 7), s=st.integers(1, 7), stop=st.integers(1, 7), causal=st.booleans())
+def test_the_last_key_of_a_block_of_rows_is_the_last_that_any_of_them_sees(
+    t: int, s: int, stop: int, causal: bool
+) -> None:
+    rows = slice(0, min(stop, t))
+    call = make_call(AttentionSpec(), *draw(t=t, s=s), causal=causal)
+    visible = call.visible(rows, slice(0, s))
+    seen = torch.ones(1, s, dtype=torch.bool) if visible is None else visible.flatten(0, -2)
+    assert call.last_key(rows) == int(seen.any(0).sum())
+
+
+# dtype
+
+
+@every_preset
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_callers_dtype_comes_back_and_logits_are_float32_or_wider(name: str, dtype: torch.dtype) -> None:
+    spec = SPECS[name]
+    x = [y.to(dtype) for y in draw()]
+    params = {key: p.to(dtype) for key, p in params_of(spec).items()}
+    found = reference.attend(spec, *x, params=params)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert (found.out.dtype, found.logits.dtype, found.weights.dtype) == (dtype, wide, wide)
+    exact = reference.attend(spec, *(y.double() for y in x), params={key: p.double() for key, p in params.items()})
+    # One rounding of the result at most doubles the error of the wide computation.
+    assert (found.out.double() - exact.out).abs().max() <= 4 * torch.finfo(dtype).eps + 1e-5 * (dtype != torch.float64)
+
+
+def test_values_may_have_a_size_of_their_own() -> None:
+    q, k, v = draw()
+    found = reference.attend(preset("kna"), q, k, v[..., :3])
+    assert found.out.shape == (2, 4, 5, 3)
+    assert torch.equal(found.out, reference.attend(preset("kna"), q, k, v).out[..., :3])
+
+
+def test_no_queries_give_no_output() -> None:
+    q, k, v = draw()
+    assert reference.attend(AttentionSpec(), q[:, :, :0], k, v).out.shape == (2, 4, 0, 8)
+
+
+@pytest.mark.parametrize("name", ["baseline", *NORMALIZERS])
+def test_no_keys_give_zeros(name: str) -> None:
+    q, k, v = draw()
+    found = attend(SPECS[name], q, k[:, :, :0], v[:, :, :0], causal=False)
+    assert torch.equal(found.out, torch.zeros_like(q))
+
+
+# Refusals
+
+Q, K, V = draw(g=2)
+BAD: dict[str, tuple[dict[str, Any], type[QkeelError], str]] = {
+    "spec": ({"spec": "qwen3"}, InvalidTypeError, "expected an AttentionSpec (qkeel.preset(name) makes one)"),
+    "list": ({"q": [1.0]}, InvalidTypeError, "expected q to be a tensor, got list"),
+    "rank": ({"q": Q[0]}, ShapeError, "expected q of shape [batch heads tokens dim], got (4, 5, 8)"),
+    "integers": ({"k": K.long()}, InvalidTypeError, "expected a floating-point k, got torch.int64"),
+    "dtypes": ({"v": V.float()}, InvalidTypeError, "expected q, k, v of one dtype"),
+    "batch": ({"q": Q[:1]}, ShapeError, "with the same b, g, s, d"),
+    "keys": ({"v": V[:, :, :4]}, ShapeError, "with the same b, g, s, d"),
+    "dim": ({"q": Q[..., :4]}, ShapeError, "with the same b, g, s, d"),
+    "layout": ({"v": V.transpose(1, 2)}, ShapeError, "transpose(1, 2) all three"),
+    "groups": ({"q": Q[:, :3]}, ShapeError, "multiple of that of key heads, got 3 and 2"),
+    "odd rope": (
+        {"spec": AttentionSpec(position=Rope()), "q": Q[..., :7], "k": K[..., :7], "v": V[..., :7]},
+        ShapeError,
+        "even number of dimensions; got 7",
+    ),
+    "mask type": ({"mask": [[True]]}, InvalidTypeError, "expected mask to be a tensor, got list"),
+    "mask dtype": ({"mask": torch.ones(5, 5, dtype=torch.int64)}, InvalidTypeError, "got torch.int64"),
+    "mask shape": ({"mask": torch.ones(5, 4, dtype=torch.bool)}, ShapeError, "a mask broadcasting to [2 4 5 5]"),
+    "mask rank": ({"mask": torch.ones(1, 1, 1, 5, 5, dtype=torch.bool)}, ShapeError, "or a padding mask [2 5]"),
+    "positions": ({"pos_q": torch.arange(4)}, ShapeError, "expected pos_q of shape [2 5] or [5], got (4,)"),
+    "positions type": ({"pos_k": [0, 1, 2, 3, 4]}, InvalidTypeError, "expected pos_k to be a tensor, got list"),
+    "positions batch": ({"pos_k": torch.zeros(3, 5)}, ShapeError, "expected pos_k of shape [2 5] or [5], got (3, 5)"),
+    "missing parameter": (
+        {"spec": preset("qwen3")},
+        InvalidValueError,
+        "needs the parameter 'q_norm' of shape (8,); make a full set with spec.init_params",
+    ),
+    "unknown parameter": (
+        {"spec": preset("qwen3"), "params": {"q_nrm": torch.ones(8)}},
+        UnknownNameError,
+        "unknown parameter of this spec 'q_nrm'. Did you mean 'q_norm'",
+    ),
+    "superfluous parameter": ({"params": {"q_norm": torch.ones(8)}}, UnknownNameError, "Known: (none)"),
+    "parameter shape": (
+        {"spec": AttentionSpec(norm=L2Norm(on="q", gain="dim")), "params": {"q_norm": torch.ones(4)}},
+        ShapeError,
+        "expected parameter 'q_norm' of shape (8,), got (4,)",
+    ),
+    "parameter type": (
+        {"spec": AttentionSpec(scale=Learned(init=2.0)), "params": {"logit_scale": 2.0}},
+        InvalidTypeError,
+        "expected parameter 'logit_scale' to be a tensor, got float",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "kind", "says"), BAD.values(), ids=list(BAD))
+def test_bad_input_gets_one_clear_error(given: dict[str, Any], kind: type[QkeelError], says: str) -> None:
+    arguments = {"spec": AttentionSpec(), "q": Q, "k": K, "v": V, **given}
+    with pytest.raises(kind, match=re.escape(says)):
+        reference.attend(arguments.pop("spec"), arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.0, 2.0, math.nan])
+def test_dropout_outside_its_range_is_refused(dropout: float) -> None:
+    with pytest.raises(InvalidValueError, match=r"expected dropout in \[0, 1\)"):
+        make_call(AttentionSpec(), Q, K, V, dropout=dropout)
+
+
+def test_a_temperature_by_position_is_harmless_for_queries_before_the_first_key() -> None:
+    spec = AttentionSpec(scale=FloorLogTemperature(floor=2))
+    q, k, v = draw(t=9, s=3)
+    found = attend(spec, q, k, v, causal=False)
+    assert found.out.isfinite().all()
+    same(found.logits[:, :, :6], attend(AttentionSpec(), q, k, v, causal=False).logits[:, :, :6])

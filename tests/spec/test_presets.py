@@ -1,0 +1,185 @@
+"""Every preset: builds, explains itself, has the parameters its source has, and starts neutral."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import unicodedata
+
+import pytest
+import torch
+
+from qkeel import reference
+from qkeel.errors import InvalidTypeError, UnknownNameError
+from qkeel.spec import PRESETS, AttentionSpec, NoCap, NoNorm, Rope, Softcap, preset, presets
+from qkeel.spec.norm import GainNorm
+
+H, G, D = 4, 2, 16
+
+# Shapes for 4 query heads, 2 key heads (4 where the preset shares a gain), head_dim 16; {} where not listed.
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "qknorm_2020": {"logit_scale": ()},
+    "vit22b": {"q_norm": (D,), "k_norm": (D,)},
+    "chameleon": {"q_norm": (H, D), "k_norm": (G, D), "q_norm_bias": (H, D), "k_norm_bias": (G, D)},
+    "olmo2": {"q_norm": (H, D), "k_norm": (G, D)},
+    "olmoe": {"q_norm": (H, D), "k_norm": (G, D)},
+    "minimax_m2": {"q_norm": (H, D), "k_norm": (G, D)},
+    "qwen3": {"q_norm": (D,), "k_norm": (D,)},
+    "qwen3_next": {"q_norm": (D,), "k_norm": (D,)},
+    "gemma3": {"q_norm": (D,), "k_norm": (D,)},
+    "gemma4": {"q_norm": (D,), "k_norm": (D,)},
+    "cohere": {"q_norm": (H, D), "k_norm": (G, D)},
+    "stablelm2": {"q_norm": (H, D), "k_norm": (G, D)},
+    "phi": {"q_norm": (D,), "k_norm": (D,), "q_norm_bias": (D,), "k_norm_bias": (D,)},
+    "ngpt": {"q_norm": (H, D)},
+    "swin_v2": {"logit_scale": (H, 1, 1)},
+}
+REQUIRED = (
+    ("baseline", "baseline_logn", "qna", "qna_logn", "kna", "kna_logn", "cosa", "cosa_logn", "qknorm_2020", "vit22b")
+    + ("chameleon", "olmo2", "olmoe", "qwen3", "qwen3_next", "gemma2", "gemma3", "gemma4", "cohere", "stablelm2")
+    + ("phi", "minimax_m2", "llama4", "nanochat", "ngpt", "swin_v2")
+)
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+def key_heads(name: str) -> int:
+    return H if name == "ngpt" else G
+
+
+def test_every_promised_preset_is_there_with_a_line_and_a_source() -> None:
+    assert set(REQUIRED) <= set(PRESETS)
+    assert list(presets()) == list(PRESETS)
+    for name, text in presets().items():
+        assert PRESETS[name].line in text
+        assert PRESETS[name].source in text
+        assert len(PRESETS[name].source) > 5, name
+
+
+@every_preset
+def test_parameters_have_the_shapes_of_the_source(name: str) -> None:
+    params = preset(name).init_params(H, key_heads(name), D)
+    assert {key: tuple(p.shape) for key, p in params.items()} == SHAPES.get(name, {})
+
+
+def test_the_table_of_shapes_names_presets_only() -> None:
+    assert set(SHAPES) <= set(PRESETS)
+
+
+@every_preset
+def test_initial_parameters_are_neutral(name: str) -> None:
+    spec = preset(name)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 5, D, generator=generator) for heads in (H, key_heads(name), key_heads(name)))
+    found = reference.attend(spec, q, k, v, params=spec.init_params(H, key_heads(name), D))
+    norm = spec.norm
+    if isinstance(norm, GainNorm):
+        norm = type(norm)(on=norm.on, over=norm.over, eps=norm.eps)
+    params = {key: p for key, p in spec.init_params(H, key_heads(name), D).items() if "norm" not in key}
+    plain = reference.attend(spec.replace(norm=norm), q, k, v, params=params)
+    assert torch.equal(found.out, plain.out)
+    assert found.out.shape == q.shape
+    assert found.out.isfinite().all()
+
+
+@every_preset
+def test_explain_shows_every_part_in_use_and_is_the_same_each_time(name: str) -> None:
+    spec, text = preset(name), preset(name).explain()
+    assert text == preset(name).explain()
+    assert spec == preset(name)
+    for part in (spec.norm, spec.position, spec.scale, spec.normalizer):
+        assert unicodedata.normalize("NFC", part.formula()) in text
+    assert ("tanh" in text) == isinstance(spec.cap, Softcap)
+    assert text.splitlines()[-1].startswith("  out = weights · ")
+    assert len(text.splitlines()) == (5 if isinstance(spec.cap, NoCap) else 6)
+
+
+def test_no_two_presets_explain_themselves_alike_unless_they_differ_in_eps_alone() -> None:
+    texts: dict[str, list[str]] = {}
+    for name in PRESETS:
+        texts.setdefault(preset(name).explain(), []).append(name)
+    assert [names for names in texts.values() if len(names) > 1] == []
+
+
+def test_explain_of_three_presets_word_for_word() -> None:
+    assert preset("baseline").explain().splitlines() == [
+        "attention of this spec, per head (logits in nats):",
+        "  q̃ = q, k̃ = k; RoPE(base 10000)",
+        "  z = 1/√d · q̃·k̃",
+        "  weights = softmax(z) over visible keys",
+        "  out = weights · v",
+    ]
+    assert preset("gemma2").explain().splitlines()[1:4] == [
+        "  q̃ = q, k̃ = k; RoPE(base 10000)",
+        "  z = 1/√256 · q̃·k̃",
+        "  z ← 50·tanh(z/50)",
+    ]
+    assert preset("gemma4").explain().splitlines()[1] == (
+        "  q̃ = RMS(q) · w, k̃ = RMS(k) · w, ṽ = RMS(v); RoPE(base 10000)"
+    )
+    assert preset("gemma4").explain().splitlines()[-1] == "  out = weights · ṽ"
+
+
+def test_the_baseline_is_scaled_dot_product_attention_with_rope() -> None:
+    assert preset("baseline") == AttentionSpec(position=Rope())
+    assert preset("baseline").norm == NoNorm()
+
+
+@pytest.mark.parametrize("plain", ["baseline", "qna", "kna", "cosa"])
+def test_log_n_twins_differ_in_the_scale_alone(plain: str) -> None:
+    a, b = preset(plain, train_length=64), preset(f"{plain}_logn", train_length=64)
+    assert a.replace(scale=b.scale) == b
+    assert a.scale != b.scale
+    clipped = preset(f"{plain}_logn", train_length=64, clip=True)
+    assert clipped != b
+
+
+@every_preset
+def test_options_change_the_spec(name: str) -> None:
+    for option, parameter in inspect.signature(PRESETS[name].build).parameters.items():
+        value = parameter.default
+        assert preset(name, **{option: value}) == preset(name)
+        other = (not value) if isinstance(value, bool) else value * 0.5 if option == "rotary" else value * 4
+        changed = preset(name, **{option: other})
+        # Only the scale of CosA, and that of log n, depends on the training length.
+        if option == "train_length" and name in ("baseline", "qna", "kna"):
+            assert changed == preset(name)
+        else:
+            assert changed != preset(name), option
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown preset 'qwen'\. Did you mean 'qwen3'"):
+        preset("qwen")
+    with pytest.raises(UnknownNameError, match="Did you mean 'olmo2'"):
+        preset("Olmo2")
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"option of preset 'kna' 'trainlength'\. Did you mean 'train_length'"):
+        preset("kna", trainlength=64)
+
+
+@pytest.mark.parametrize("bad", [3, None, ["kna"]])
+def test_a_preset_that_is_not_a_name_is_refused(bad: object) -> None:
+    with pytest.raises(InvalidTypeError, match="expected the name of a preset"):
+        preset(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", ["512", None, [1]])
+def test_an_option_that_is_not_a_number_is_refused(bad: object) -> None:
+    with pytest.raises(InvalidTypeError, match="expected a number for option 'train_length' of preset 'cosa'"):
+        preset("cosa", train_length=bad)  # type: ignore[arg-type]
+
+
+def test_an_option_out_of_range_is_refused() -> None:
+    for name, option, value in (
+        ("cosa", "train_length", 1),
+        ("kna_logn", "train_length", 1),
+        ("gemma2", "cap", -1.0),
+        ("gemma2", "query_scalar", 0),
+        ("qwen3", "base", 0.5),
+        ("phi", "rotary", 1.5),
+        ("qwen3", "eps", math.nan),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            preset(name, **{option: value})  # type: ignore[arg-type]
