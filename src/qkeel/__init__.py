@@ -10,17 +10,28 @@ attention of this spec, per head (logits in nats):
 """
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from qkeel import errors, nn, reference
-from qkeel.ops import attention
-from qkeel.remedies import apply, remedies
-from qkeel.sites import find_sites
-from qkeel.spec import AttentionSpec, preset, presets
+if TYPE_CHECKING:
+    from qkeel import errors, lab, nn, reference, remedies, report
+    from qkeel.ops import attention
+    from qkeel.remedies import apply
+    from qkeel.sites import find_sites
+    from qkeel.spec import AttentionSpec, preset, presets
 
 __version__ = "0.1.0"
 
-# `qkeel.remedies` is the function; the room of that name is reached by `from qkeel.remedies import …`.
+# Loaded when first asked for: importing qkeel costs nothing, and the report works where there is no torch.
+_HOMES = {
+    "AttentionSpec": "qkeel.spec",
+    "apply": "qkeel.remedies",
+    "attention": "qkeel.ops",
+    "find_sites": "qkeel.sites",
+    "preset": "qkeel.spec",
+    "presets": "qkeel.spec",
+}
+_ROOMS = ("errors", "lab", "nn", "reference", "remedies", "report")
+
 __all__ = [
     "AttentionSpec",
     "apply",
@@ -37,8 +48,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    # The lab and the report are loaded when they are first asked for.
-    if name in ("lab", "report"):
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
         return importlib.import_module(f"qkeel.{name}")
-    raise AttributeError(f"module 'qkeel' has no attribute {name!r}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'qkeel' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -28,7 +28,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--hide-scrollbars",
-    "--virtual-time-budget=3000",
+    "--virtual-time-budget=1500",
     "--enable-logging=stderr",
     "--v=0",
 )
@@ -89,9 +89,9 @@ def test_every_chart_is_drawn_without_a_word_on_the_console(demo: Path):
 
 def test_light_dark_and_phone_are_rendered(demo: Path, tmp_path: Path):
     looks = {
-        "light": ("--window-size=1280,6000", "--blink-settings=preferredColorScheme=1"),
-        "dark": ("--window-size=1280,6000", "--blink-settings=preferredColorScheme=0"),
-        "phone": ("--window-size=390,6000",),
+        "light": ("--window-size=1280,4000", "--blink-settings=preferredColorScheme=1"),
+        "dark": ("--window-size=1280,4000", "--blink-settings=preferredColorScheme=0"),
+        "phone": ("--window-size=390,4000",),
     }
     sizes = {}
     for name, flags in looks.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -125,11 +126,12 @@ class Family:
         kind = getattr(model, self.attention)
         attention = self.make(kind, config, sizes) if self.make else kind(config, self.layer)
         rotary = getattr(model, self.rotary)(config) if self.rotary else None
-        for parameter in attention.parameters():
-            # Around the initial value, so gains that start at 1 and gains that start at 0 both become non-trivial.
-            spread = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 and parameter.shape[-1] > 16 else 0.3
-            nn.init.normal_(noise := torch.empty_like(parameter), std=spread)
-            parameter.data.add_(noise)
+        for module in attention.modules():
+            for parameter in module.parameters(recurse=False):
+                if isinstance(module, nn.Linear) and parameter.ndim == 2:
+                    nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+                else:  # gains, biases, scales: around their start, be it 1 or 0
+                    parameter.data.add_(0.3 * torch.randn_like(parameter))
         return Stock(attention=attention.eval(), rotary=rotary)
 
     def table(self, stock: Stock, x: Tensor, pos: Tensor) -> Any:
@@ -184,21 +186,28 @@ def _gemma4_call(attention: nn.Module, x: Tensor, table: Any, mask: Tensor) -> T
     return attention(x, position_embeddings=table, attention_mask=mask, shared_kv_states={})[0]
 
 
-# Swin V2: windows of 3 × 3 tokens, no mask. Its position-bias network is zeroed: a constant, invisible to softmax.
+# Swin V2: windows of 3 × 3 tokens, no mask. Its bias 16·σ(network) is made zero.
 
 
 def _swin_make(kind: type, config: Any, sizes: Sizes) -> nn.Module:
     attention = kind(config, dim=sizes.d_model, num_heads=sizes.n_heads, window_size=3)
     if torch.get_default_dtype() == torch.float64:
-        # One head far above the clamp at ln 100. Not in float32, where logits of 100 round by 1e-5 themselves.
+        # One head far above the clamp at ln 100, the others around the published start of 10.
         attention.logit_scale.data[0] = 9.0
-    nn.utils.parametrize.register_parametrization(attention.continuous_position_bias_mlp[2], "weight", _Zero())
+    else:
+        # Temperatures around 4: logits of 20 already round by 2e-6 in float32.
+        attention.logit_scale.data.fill_(math.log(4.0))
+    attention.continuous_position_bias_mlp = _NoPositionBias(sizes.n_heads)
     return attention
 
 
-class _Zero(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return torch.zeros_like(w)
+class _NoPositionBias(nn.Module):
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+
+    def forward(self, coordinates: Tensor) -> Tensor:
+        return coordinates.new_full((*coordinates.shape[:-1], self.n_heads), -torch.inf)
 
 
 def _swin_project(attention: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,7 +87,7 @@ def test_same_weights_give_the_stock_output_in_float64(family: Family, seed: int
     with float64_throughout():
         gap = Case(family, seed).gap()
     record_property("gap", gap)
-    assert gap <= 1e-10
+    assert gap <= 1e-12
 
 
 @every_family

@@ -230,3 +230,16 @@ def test_the_ranking_holds_the_ratio_of_cpu_time_and_the_first_alarm():
     assert lines["none"].alarm == (30, 0.1)
     assert lines["none"].stable_lr == 0.01
     assert lines["qk_norm"].stable_lr == 0.1
+
+
+def test_within_seed_spread_when_the_difference_varies_more_than_it_measures():
+    # every seed agrees on the sign, and the remedies' own losses hardly move
+    runs = [run("none", 0.1, 0, 2.50), run("none", 0.1, 1, 2.51), run("x", 0.1, 0, 2.49), run("x", 0.1, 1, 2.47)]
+    one = gain(study(runs).rows(), "x", "none", 0.1)
+    assert one is not None
+    assert one.spread.low > 0
+    assert one.within
+
+
+def test_the_lowest_loss_names_those_that_cannot_be_told_from_it():
+    assert any("qk_norm at LR 0.01 (none within seed spread); the lowest of none" in text for text in texts(PAIR))

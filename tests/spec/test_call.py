@@ -22,7 +22,6 @@ from qkeel.spec import (
     L2Norm,
     Learned,
     LogN,
-    RMSNorm,
     Rope,
     Sigmoid,
     Sink,
@@ -34,6 +33,7 @@ from qkeel.spec import (
 from qkeel.spec.call import make_call
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
+very_few = settings(few, max_examples=8)
 every_preset = pytest.mark.parametrize("name", PRESETS)
 NORMALIZERS = {
     "sink": Sink(),
@@ -168,8 +168,7 @@ def test_grouped_keys_are_each_key_head_repeated_for_its_query_heads(name: str, 
     spec, (q, k, v) = SPECS[name], draw(h=h, g=g)
     params = params_of(spec, h, g)
     grouped = reference.attend(spec, q, k, v, params=params)
-    if isinstance(spec.norm, RMSNorm) and spec.norm.over == "layer":
-        pytest.skip("a norm over all key heads sees other numbers when heads are repeated (the same mean, by luck)")
+    # A norm over all key heads stays: repeating every head leaves the mean square as it is.
     wide = {
         key: p.repeat_interleave(h // g, 0) if key[0] == "k" and p.ndim and p.shape[0] == g != p.shape[-1] else p
         for key, p in params.items()
@@ -259,7 +258,7 @@ def test_log_n_counts_from_positions_so_a_cache_continues_where_it_stopped() -> 
 
 
 @every_spec
-@few
+@very_few
 @given(rows=st.tuples(st.integers(0, 6), st.integers(1, 7)), keys=st.tuples(st.integers(0, 5), st.integers(1, 6)))
 def test_a_block_of_scores_is_that_block_of_the_logits(name: str, rows: tuple[int, int], keys: tuple[int, int]) -> None:
     spec, (q, k, v) = SPECS[name], draw(t=7, s=6)

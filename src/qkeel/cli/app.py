@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
-from rich.console import Console
 
 from qkeel.cli.exits import COLLAPSED, FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.cli.flags import AXES, as_toml, configure, view
@@ -62,9 +61,8 @@ def demo(
 ) -> int:
     """See logits explode, and remedies hold them or not, on real text in two minutes.
 
-    Parameters
-    ----------
-    out: Directory of the study.
+    Args:
+        out: Directory of the study.
     """
     config, _ = configure(flags, None)
     return run_study("demo", config, None, out, how)
@@ -75,27 +73,26 @@ def run(
     *,
     out: Annotated[Path | None, Parameter(show_default=False)] = None,
     recipe: Path | None = None,
-    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
-    fail_on_collapse: Annotated[bool, Parameter(negative=())] = False,
+    json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
+    fail_on_collapse: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     flags: Annotated[RunFlags, Flat] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008
 ) -> int:
     """Train once, recording the logits of every head; the same command goes on after an interruption.
 
-    Parameters
-    ----------
-    out: Directory of the run [default: runs/RUN_ID].
-    recipe: TOML file of settings; flags go over it.
-    json_: Print the result as JSON, everything else to stderr.
-    fail_on_collapse: Exit with code 3 if attention collapsed or the loss is NaN.
+    Args:
+        out: Directory of the run [default: runs/RUN_ID].
+        recipe: TOML file of settings; flags go over it.
+        json_: Print the result as JSON, everything else to stderr.
+        fail_on_collapse: Exit with code 3 if attention collapsed or the loss is NaN.
     """
-    from qkeel.cli.console import RunView, number
+    from qkeel.cli.console import RunView, make_console, number
     from qkeel.lab import Watcher
     from qkeel.lab import run as train
     from qkeel.lab.model import resolve
 
     config = resolve(configure(flags, recipe)[0])
     place = out or Path("runs") / config.run_id
-    console = Console(stderr=json_)
+    console = make_console(stderr=json_)
     console.print(f"run {place}", highlight=False, markup=False, soft_wrap=True)
     watcher = Watcher(on_record=RunView(console, config.steps).on_record, should_stop=_stop_on_interrupt())
     try:
@@ -140,10 +137,9 @@ def study_lr(
 
     Finished runs are kept, killed ones go on, and the directory takes more remedies, rates and seeds later.
 
-    Parameters
-    ----------
-    out: Directory of the study.
-    recipe: TOML file of settings, a table [study] for the grid; flags go over it.
+    Args:
+        out: Directory of the study.
+        recipe: TOML file of settings, a table [study] for the grid; flags go over it.
     """
     config, study = configure(flags, recipe)
     return run_study("lr", config, axes.grid(study), out, how)
@@ -158,10 +154,9 @@ def report(
 ) -> int:
     """Write one self-contained HTML page from study or run directories.
 
-    Parameters
-    ----------
-    runs: Study or run directories.
-    output: The file to write.
+    Args:
+        runs: Study or run directories.
+        output: The file to write.
     """
     from qkeel.report import write
 
@@ -174,9 +169,8 @@ def report(
 def explain_command(name: str, /) -> int:
     """Print the formula that a preset or remedy puts in force, and its source.
 
-    Parameters
-    ----------
-    name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1.
+    Args:
+        name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1.
     """
     from qkeel.cli.explain import explain
 
@@ -208,9 +202,8 @@ def config_command(
 ) -> int:
     """Print the configuration that a recipe and flags make, as a TOML recipe.
 
-    Parameters
-    ----------
-    recipe: TOML file of settings; flags go over it.
+    Args:
+        recipe: TOML file of settings; flags go over it.
     """
     print(as_toml(configure(flags, recipe)[0]))
     return OK

@@ -23,11 +23,22 @@ from qkeel.records import RunDirectory
 POLL_SECONDS = 0.5
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A number as people read it: short, with thousands separated; a dash for none."""
+def make_console(stderr: bool = False) -> Console:
+    """A console; into a pipe or file its lines are as wide as they need to be."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=200)
+
+
+def number(value: float | None) -> str:
+    """A number as people read it: three digits, thousands separated, a dash for none.
+
+    >>> number(2213.4), number(58.003), number(None)
+    ('2,213', '58.0', '–')
+    """
     if value is None:
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}" if abs(value) >= 100 else f"{value:.3f}"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}"
 
 
 def spent(seconds: float) -> str:
@@ -131,7 +142,7 @@ def ranking(table: Sequence[Mapping[str, Any]]) -> Table:
     rows = [row for row in table if row["status"] == "done"]
     lrs = sorted({row["lr"] for row in rows})
     shown = Table(box=None, pad_edge=False, title="mean val_loss over seeds (largest max logit)", title_justify="left")
-    shown.add_column("remedy")
+    shown.add_column("remedy", overflow="fold")
     for lr in lrs:
         shown.add_column(f"lr {lr:g}", justify="right")
     for remedy in dict.fromkeys(row["remedy"] for row in rows):

@@ -17,7 +17,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.plan import FULL_GRID, Grid, Plan
 from qkeel.lab.studies.lr import DEFAULT
 
-_SWITCH = Parameter(negative=())
+_SWITCH = Parameter(negative=(), show_default=False)
 _SEVERAL = Parameter(consume_multiple=True, negative_iterable=(), show_default=False, group="Grid")
 
 
@@ -45,7 +45,7 @@ class AxisFlags:
     """Peak learning rates [default: 0.01 0.03 0.1 0.3]."""
     seeds: Annotated[list[int] | None, _SEVERAL] = None
     """Seeds of weights and batches [default: 0 1 2]."""
-    full_grid: Annotated[bool, Parameter(negative=(), group="Grid")] = False
+    full_grid: Annotated[bool, Parameter(negative=(), show_default=False, group="Grid")] = False
     """Seven rates over three decades, 0.0003 to 0.3."""
 
     def grid(self, recipe: Mapping[str, Any]) -> Grid:
@@ -68,12 +68,12 @@ def default_jobs() -> int:
 
 def run_study(name: str, base: RunConfig, grid: Grid | None, out: Path, how: HowFlags) -> int:
     """Run a study, write its table and report; the directory is printed first and last."""
-    from qkeel.cli.console import StudyView, ranking
+    from qkeel.cli.console import StudyView, make_console, ranking
     from qkeel.lab.engine import Execution, make_plan, pending, run_plan
     from qkeel.lab.workers import Shard
     from qkeel.report import write
 
-    console = Console()
+    console = make_console()
     shard = Shard.parse(how.shard) if how.shard else Shard()
     jobs = default_jobs() if how.jobs is None else how.jobs
     plan = make_plan(name, base, grid)
@@ -88,7 +88,8 @@ def run_study(name: str, base: RunConfig, grid: Grid | None, out: Path, how: How
     with view.following():
         result = run_plan(plan, out, execution)
     write(out, out / "report.html")
-    console.print(ranking(result.table))
+    grid_ids = {run.config.run_id for run in plan.runs if run.role == "grid"}
+    console.print(ranking([row for row in result.table if row["run_id"] in grid_ids]))
     for failure in result.failures:
         console.print(f"failed: {failure.directory}: {failure.error}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"report {out / 'report.html'}", highlight=False, markup=False, soft_wrap=True)

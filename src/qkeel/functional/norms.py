@@ -78,7 +78,8 @@ class _Resize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
         y, r, c = ctx.saved_tensors
+        g = grad_outputs[0]
         along = (g * y).sum(-1, keepdim=True) * c
         return torch.addcmul(g, y, along, value=-1) * r, None, None

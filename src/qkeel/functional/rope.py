@@ -60,9 +60,9 @@ class _Rotate(torch.autograd.Function):
     """The rotation written into one new tensor; its derivative is the rotation back, so nothing of x is kept."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, *table: Any) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
         """Batched by moving the mapped axis to the front; a mapped table is lined up with x's axes."""
-        cos, sin, pairing = table
+        x, cos, sin, pairing = args
         x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
         lined = []
         for t, dim in ((cos, in_dims[1]), (sin, in_dims[2])):
@@ -86,9 +86,9 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _Rotate.apply(g, cos, -sin, ctx.pairing), None, None, None
+        return _Rotate.apply(grad_outputs[0], cos, -sin, ctx.pairing), None, None, None
 
 
 def _pairs(x: Tensor, half: int, pairing: Pairing) -> tuple[Tensor, Tensor]:

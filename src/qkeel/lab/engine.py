@@ -12,11 +12,11 @@ from typing import Any, final
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.data import load
-from qkeel.lab.workers import Job, Outcome, Shard, execute
 from qkeel.lab.model import check, resolve
 from qkeel.lab.plan import Grid, Plan, PlannedRun
 from qkeel.lab.studies import demo, lr
 from qkeel.lab.table import rows, write_table
+from qkeel.lab.workers import Job, Outcome, Shard, execute
 from qkeel.records import RunDirectory, RunStatus, read_json, write_json
 from qkeel.records.rundir import differences, locked
 from qkeel.registry import lookup

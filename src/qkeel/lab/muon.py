@@ -8,6 +8,7 @@ from typing import Any, final, overload
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from qkeel.functional.updates import newton_schulz
 
@@ -77,7 +78,7 @@ class Muon(torch.optim.Optimizer):
 
     def _adamw(self, weights: list[nn.Parameter], group: dict[str, Any]) -> None:
         grads: list[Tensor] = [p.grad for p in weights if p.grad is not None]
-        torch.optim.adamw.adamw(
+        adamw(
             weights,
             grads,
             [self._buffer(p, "exp_avg") for p in weights],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -83,10 +84,8 @@ def _claim(place: RunDirectory, config: RunConfig) -> None:
 
 
 def _mark_failed(place: RunDirectory) -> None:
-    try:
+    with contextlib.suppress(RunDirectoryError):  # a full disk is often why it failed; the error is on its way up
         write_text(place.path / "FAILED", traceback.format_exc())
-    except RunDirectoryError:
-        pass  # a full disk is often why it failed; the error itself is on its way up
 
 
 @final

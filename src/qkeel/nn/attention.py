@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, ShapeError
@@ -66,6 +65,10 @@ class Attention(SpecModule):
             raise ShapeError(f"expected x of shape [batch tokens {self.d_model}], got {tuple(x.shape)}")
         if cache is not None and context is not None:
             raise InvalidValueError("cache and context exclude each other: project the context once instead")
+        if context is not None and (context.ndim != 3 or context.shape[::2] != x.shape[::2]):
+            raise ShapeError(
+                f"expected context of shape [{x.shape[0]} keys {self.d_model}], got {tuple(context.shape)}"
+            )
         source = x if context is None else context
         q = self._heads(self.q_proj(x), self.n_heads)
         k = self._heads(self.k_proj(source), self.n_kv_heads)
@@ -95,24 +98,22 @@ class Attention(SpecModule):
         self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Encode the new tokens once, add them to the cache; the rest of the spec runs on all keys."""
-        start, t = cache.length, q.shape[2]
-        at = torch.arange(start, start + t, device=q.device)[None] if pos is None else pos
+        if pos is not None and mask is None:
+            raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b 1 1 keys]")
+        at = cache.next_positions(q, pos)
         params = self.spec_params()
         encoded_q, encoded_k = self.spec.encode(q, k, at, at, params)
-        k, v = cache.append(encoded_k.to(k.dtype), self.spec.values(v, params))
-        if pos is None:
+        k, v = cache.append(encoded_k.to(k.dtype), self.spec.values(v, params), pos=None if pos is None else at)
+        if cache.pos is None:
             return encoded_q.to(q.dtype), k, v, None, None
-        # Own positions (left padding): order in the cache is order in time, so causality goes by index and
-        # the mask hides the padding; the positions only mattered for the encoding above and the scale.
-        if mask is None:
-            raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b keys]")
-        keys = torch.arange(cache.length, device=q.device)[None]
-        return encoded_q.to(q.dtype), k, v, keys[:, start:], keys
+        return encoded_q.to(q.dtype), k, v, at, cache.pos
 
 
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
     """n_kv_heads and head_dim with defaults filled in, or the error that says what does not divide."""
     groups = n_heads if n_kv_heads is None else n_kv_heads
+    if d_model < 1 or (head_dim is not None and head_dim < 1):
+        raise InvalidValueError(f"expected sizes of at least 1, got d_model={d_model}, head_dim={head_dim}")
     if n_heads < 1 or groups < 1:
         raise InvalidValueError(f"expected at least one head, got n_heads={n_heads}, n_kv_heads={n_kv_heads}")
     if n_heads % groups:

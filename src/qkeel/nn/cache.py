@@ -11,6 +11,7 @@ from qkeel.errors import InvalidValueError, ShapeError
 class KVCache:
     """Keys as they enter the dot product (normed, rotated) and values, grown by doubling.
 
+    `pos` [b|1 length] are the keys' positions where the caller gave some (left padding), else None: 0, 1, 2 …
     For inference: appending writes in place, so no gradient flows through earlier tokens.
     """
 
@@ -21,9 +22,20 @@ class KVCache:
         self.length = 0
         self._k: Tensor | None = None
         self._v: Tensor | None = None
+        self.pos: Tensor | None = None
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k [b g t d] and v [b g t d'] and return all keys and values so far."""
+    def next_positions(self, like: Tensor, pos: Tensor | None = None) -> Tensor:
+        """Positions [b|1 t] of the next tokens, like [b h t d]: `pos` checked, or those after what is held."""
+        b, t = like.shape[0], like.shape[2]
+        if pos is None:
+            return torch.arange(self.length, self.length + t, device=like.device)[None]
+        rows = pos[None] if pos.ndim == 1 else pos
+        if rows.ndim != 2 or rows.shape[0] not in (1, b) or rows.shape[1] != t:
+            raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")
+        return rows
+
+    def append(self, k: Tensor, v: Tensor, *, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Add k [b g t d] and v [b g t d'], at positions pos [b|1 t], and return all keys and values so far."""
         new = self.length + k.shape[2]
         if self.max_length is not None and new > self.max_length:
             raise InvalidValueError(
@@ -33,12 +45,19 @@ class KVCache:
         self._v = self._grown(self._v, v, new)
         self._k[:, :, self.length : new] = k.detach()
         self._v[:, :, self.length : new] = v.detach()
+        if pos is not None or self.pos is not None:
+            self._place(self.next_positions(k, pos), k)
         self.length = new
         return self._k[:, :, :new], self._v[:, :, :new]
 
     def reset(self) -> None:
         """Forget everything, keep the memory."""
-        self.length = 0
+        self.length, self.pos = 0, None
+
+    def _place(self, new: Tensor, like: Tensor) -> None:
+        old = torch.arange(self.length, device=like.device)[None] if self.pos is None else self.pos
+        b = max(old.shape[0], new.shape[0])
+        self.pos = torch.cat([old.expand(b, -1), new.expand(b, -1)], dim=1)
 
     def _grown(self, old: Tensor | None, like: Tensor, needed: int) -> Tensor:
         if old is not None and (old.shape[0], old.shape[1], old.shape[3]) != (*like.shape[:2], like.shape[3]):

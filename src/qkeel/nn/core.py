@@ -6,12 +6,20 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from qkeel.ops import run
+from qkeel.errors import InvalidValueError
+from qkeel.ops import KERNELS, run
+from qkeel.registry import lookup
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
 from qkeel.spec.slot import Params
 
 Observer = Callable[[AttentionCall], None]
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise unless it is a probability under 1."""
+    if not 0 <= dropout < 1:
+        raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
 
 
 class SpecModule(nn.Module):
@@ -26,6 +34,9 @@ class SpecModule(nn.Module):
 
     def __init__(self, spec: AttentionSpec, geometry: tuple[int, int, int], dropout: float, impl: str) -> None:
         super().__init__()
+        check_dropout(dropout)
+        if impl != "auto":
+            lookup("kernel", KERNELS, impl)
         self.n_heads, self.n_kv_heads, self.head_dim = geometry
         self.dropout = dropout
         self.impl = impl

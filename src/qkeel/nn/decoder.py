@@ -9,10 +9,11 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError, ShapeError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.nn.attention import Attention, check_heads
-from qkeel.nn.block import MLP, Block, NormOrder
+from qkeel.nn.block import MLP, NORM_ORDERS, Block, NormOrder
 from qkeel.nn.cache import KVCache
+from qkeel.nn.core import check_dropout
 from qkeel.nn.mla import MLA, LatentSizes
 from qkeel.spec import AttentionSpec, preset
 
@@ -38,11 +39,19 @@ class DecoderConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.attention not in ("mha", "mla"):
-            raise unknown("attention", self.attention, ("mha", "mla"))
+        for kind, name, known in (
+            ("attention", self.attention, ("mha", "mla")),
+            ("MLP", self.mlp, ("gelu", "swiglu")),
+            ("norm order", self.norm_order, NORM_ORDERS),
+        ):
+            if name not in known:
+                raise unknown(kind, name, known)
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
             if getattr(self, name) < 1:
                 raise InvalidValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        if not int(self.mlp_ratio * self.d_model) >= 1:
+            raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
+        check_dropout(self.dropout)
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
 
 
@@ -71,6 +80,8 @@ class Decoder(nn.Module):
         """tokens [b t] (int64) -> logits over the vocabulary [b t vocab]."""
         if tokens.ndim != 2:
             raise ShapeError(f"expected tokens of shape [batch tokens], got {tuple(tokens.shape)}")
+        if tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise InvalidTypeError(f"expected tokens of an integer dtype, got {tokens.dtype}")
         if caches is not None and len(caches) != len(self.blocks):
             raise InvalidValueError(f"expected one cache per layer, {len(self.blocks)}, got {len(caches)}")
         x = self.embedding(tokens)
@@ -84,7 +95,7 @@ class Decoder(nn.Module):
         residual = 1 / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                std = module.in_features**-0.5 * (residual if name.endswith(("o_proj", "down")) else 1.0)
+                std = module.in_features**-0.5 * (residual if name.endswith((".o_proj", ".down")) else 1.0)
                 if module.weight is not self.embedding.weight:
                     module.weight.normal_(0.0, std, generator=generator)
                 if module.bias is not None:

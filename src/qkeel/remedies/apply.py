@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
-from qkeel.remedies.base import Remedy, Target
+from qkeel.remedies.base import Remedy, Target, check_weights, compose_all
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.none import NoRemedy
 from qkeel.remedies.qk_clip import QKClip
@@ -22,6 +22,7 @@ from qkeel.remedies.qkv_norm import QKVNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
 from qkeel.remedies.softcap import SoftcapRemedy
 from qkeel.sites.find import find_sites
+from qkeel.sites.site import AttentionSite
 
 REMEDIES: dict[str, type[Remedy]] = {
     "none": NoRemedy,
@@ -34,6 +35,8 @@ REMEDIES: dict[str, type[Remedy]] = {
     "sigma_reparam": SigmaReparam,
 }
 ALIASES: dict[str, str] = {"quack": "lalr"}
+
+_MARK = "_qkeel_applied"  # on a site's module: the remedies in force there, by name
 
 Named = str | Remedy | Sequence[str | Remedy]
 
@@ -109,39 +112,59 @@ def apply(
         says where and why. AlreadyAppliedError: it is on this model already. The model is then as it was.
     """
     found = parse(named, **options)
-    marks: set[str] = model.__dict__.setdefault("_qkeel_applied", set())
-    handles: list[Handle] = []
-    try:
-        for remedy in found:
-            handles.append(_apply_one(remedy, model, optimizer, train_length, marks))
-    except BaseException:
-        compose(handles).remove()
-        if not marks:
-            model.__dict__.pop("_qkeel_applied", None)
-        raise
-    return compose(handles)
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"expected a torch.nn.Module to apply remedies to, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return compose_all(_apply_one(remedy, model, optimizer, train_length) for remedy in found)
 
 
-def _apply_one(
-    remedy: Remedy, model: nn.Module, optimizer: Optimizer | None, train_length: int | None, marks: set[str]
-) -> Handle:
-    if remedy.name in marks:
-        raise AlreadyAppliedError(f"{remedy.name} is on this model already; remove() its handle first")
+def _apply_one(remedy: Remedy, model: nn.Module, optimizer: Optimizer | None, train_length: int | None) -> Handle:
     sites = find_sites(model)
     for site in sites:
+        if remedy.name in _applied(site):
+            raise AlreadyAppliedError(f"{remedy.name} is on {_where(site)} already; remove() its handle first")
         refusal = remedy.supports(site)
         if refusal is not None:
-            raise RefusedError(f"{remedy.name} at {site.name or 'the model itself'}: {refusal}")
-    inner = remedy.apply(Target(model=model, optimizer=optimizer, sites=sites, train_length=train_length))
-    marks.add(remedy.name)
+            raise RefusedError(f"{remedy.name} at {_where(site)}: {refusal}")
+    target = Target(model=model, optimizer=optimizer, sites=sites, train_length=train_length)
+    if not isinstance(remedy, NoRemedy):
+        check_weights(target, remedy.name)
+    inner = remedy.apply(target)
+    try:
+        _check_others(remedy, model)
+    except BaseException:
+        inner.remove()
+        raise
+    for site in sites:
+        site.module.__dict__.setdefault(_MARK, {})[remedy.name] = remedy
 
     def undo() -> None:
         inner.remove()
-        marks.discard(remedy.name)
-        if not marks:
-            model.__dict__.pop("_qkeel_applied", None)
+        for site in sites:
+            marks = site.module.__dict__[_MARK]
+            del marks[remedy.name]
+            if not marks:
+                del site.module.__dict__[_MARK]
 
     return Handle(undo, state=inner.state, load=inner.load)
+
+
+def _check_others(remedy: Remedy, model: nn.Module) -> None:
+    """Raise if a remedy applied earlier means nothing at a site as this one left it: order decides nothing."""
+    for site in find_sites(model):
+        for other in _applied(site).values():
+            refusal = other.holds(site)
+            if refusal is not None:
+                raise RefusedError(f"{remedy.name} at {_where(site)}, where {other.name} is in force: {refusal}")
+
+
+def _applied(site: AttentionSite) -> dict[str, Remedy]:
+    return site.module.__dict__.get(_MARK, {})
+
+
+def _where(site: AttentionSite) -> str:
+    return site.name or "the model itself"
 
 
 def _make(term: Term, options: dict[str, float | int | bool | str]) -> Remedy:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+from collections.abc import Mapping
 
 from torch import nn
-from torch.optim import Optimizer
 
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.core import SpecModule
-from qkeel.remedies.base import Remedy, Target
+from qkeel.remedies.base import Remedy, Target, compose_all
+from qkeel.remedies.join import join
+from qkeel.sites.find import is_normed
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec
+
+# Gains that are not the same for both halves of a rotated pair.
+PER_DIM = ("dim", "one_plus_dim", "head_dim")
 
 
 class ChangeSpec(Remedy):
@@ -30,55 +36,50 @@ class ChangeSpec(Remedy):
         return None
 
     def apply(self, target: Target) -> Handle:
-        return compose([self._change(site, target) for site in target.sites])
+        return compose_all(self._change(site, target) for site in target.sites)
 
     def _change(self, site: AttentionSite, target: Target) -> Handle:
         module = site.module
         assert isinstance(module, SpecModule)
-        old_spec, old_params = module.spec, dict(module._parameters)
-        spec = self.changed(old_spec, target.train_length)
-        like = next(p for p in module.parameters())
-        needed = spec.init_params(site.n_heads, site.n_kv_heads, site.head_dim)
-        added = {
-            name: nn.Parameter(value.to(dtype=like.dtype, device=like.device))
-            for name, value in needed.items()
-            if name not in old_params or old_params[name] is None or old_params[name].shape != value.shape  # type: ignore[union-attr]
-        }
-        module.spec = spec
-        for name in [n for n in old_params if n not in needed]:
-            del module._parameters[name]
-        for name, value in added.items():
-            module._parameters[name] = value
-        group = _join(target.optimizer, target.model, site, list(added.values()))
+        old, new = module.spec, self.changed(module.spec, target.train_length)
+        slots = [f.name for f in dataclasses.fields(old) if getattr(old, f.name) != getattr(new, f.name)]
+        before, like = dict(module._parameters), next(module.parameters())
+        needed = new.init_params(site.n_heads, site.n_kv_heads, site.head_dim)
+        added = {n: nn.Parameter(value.to(like)) for n, value in needed.items() if n not in before}
+        head = f"{site.name}." if site.name else ""
+        joined = join(target.optimizer, {head + n: p for n, p in added.items()}, like)
+        dropped = {n: p for n, p in before.items() if n not in needed}
+        _swap(module, dropped, added)
+        module.spec = new
 
         def undo() -> None:
-            module.spec = old_spec
+            # Slot by slot: another remedy may have changed another slot since, and stay.
+            module.spec = module.spec.replace(**{name: getattr(old, name) for name in slots})
+            _swap(module, added, dropped)
+            now = dict(module._parameters)
             module._parameters.clear()
-            module._parameters.update(old_params)
-            if group is not None and target.optimizer is not None:
-                _leave(target.optimizer, group, list(added.values()))
+            module._parameters.update({n: now[n] for n in (*before, *now) if n in now})
+            joined.remove()
 
         return Handle(undo)
 
 
-def _join(
-    optimizer: Optimizer | None, model: nn.Module, site: AttentionSite, added: list[nn.Parameter]
-) -> dict[str, object] | None:
-    """Put new parameters into the optimizer group of gains (1-D parameters) if there is one, else of W_q."""
-    if optimizer is None or not added:
-        return None
-    flat = [g for g in optimizer.param_groups if g["params"] and all(p.ndim < 2 for p in g["params"])]
-    w_q = model.get_parameter(site.query[0].parameter)
-    homes = flat or [g for g in optimizer.param_groups if any(p is w_q for p in g["params"])]
-    group = homes[0] if homes else optimizer.param_groups[0]
-    group["params"].extend(added)
-    return group
+def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mapping[str, nn.Parameter | None]) -> None:
+    for name, parameter in out.items():
+        del module._parameters[name]
+        if parameter is not None:
+            parameter.grad = None  # out of reach of zero_grad, so an optimizer would step by it again and again
+    module._parameters.update(into)
 
 
-def _leave(optimizer: Optimizer, group: dict[str, object], added: list[nn.Parameter]) -> None:
-    gone = {id(p) for p in added}
-    params = group["params"]
-    assert isinstance(params, list)
-    params[:] = [p for p in params if id(p) not in gone]
-    for p in added:
-        optimizer.state.pop(p, None)
+def refuse_norm(site: AttentionSite, *, per_dim: bool) -> Refusal | None:
+    """Why q and k of a site cannot be normed, if so. `per_dim`: the norm treats a head's dimensions differently."""
+    if is_normed(site):
+        return Refusal("q and k are normed already", "remove that norm first, or leave it be")
+    if per_dim and site.spec.position.order == "rotate_then_norm":
+        return Refusal(
+            "its norm would come after the rotation, and a mean or a gain per dimension there makes scores depend on "
+            "more than the distance",
+            "use kind=rms or l2 with gain none, scalar or head, or build the model with order='norm_then_rotate'",
+        )
+    return None

@@ -69,10 +69,10 @@ class LALR(Remedy):
     def apply(self, target: Target) -> Handle:
         weights = HeadWeights.of(target)
         uses = _uses(target.sites, weights)
-        start = self._norms([s.heads(p.detach()) for s, p in zip(weights.slices, weights.parameters)])
+        measure = spectral_norm if self.norm == "spectral" else frobenius_norm
+        start = [measure(s.heads(p.detach())) for s, p in zip(weights.slices, weights.parameters)]
 
-        def factors(heads: list[Tensor]) -> list[Tensor]:
-            now = self._norms(heads)
+        def factors(now: list[Tensor]) -> list[Tensor]:
             start[:] = [s.to(n) for s, n in zip(start, now)]  # where the weights were moved to
             return [self.tau * rate for rate in rates(uses, start, now)]
 
@@ -90,11 +90,8 @@ class LALR(Remedy):
                 own.copy_(values[name])
 
         names = _names(weights)
-        steps = scale_steps(target, self.name, weights, factors)
+        steps = scale_steps(target, self.name, weights, measure, factors)
         return Handle(steps.remove, state=state, load=load)
-
-    def _norms(self, heads: Sequence[Tensor]) -> list[Tensor]:
-        return [spectral_norm(w) if self.norm == "spectral" else frobenius_norm(w) for w in heads]
 
 
 def frobenius_norm(heads: Tensor) -> Tensor:

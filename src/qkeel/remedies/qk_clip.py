@@ -97,17 +97,14 @@ class _Clip:
     @torch.no_grad()
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """Clip by the maxima since the last step that was taken."""
-        skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer runs its hooks though nothing moved
+        found_inf = getattr(optimizer, "found_inf", None)
         maxima = {name: stats.max_logit for name, stats in self.tap.read().items()}
         for name, kept in self.kept.items():
             maxima[name] = torch.maximum(maxima[name], kept.to(maxima[name])) if name in maxima else kept
         self.kept = {}
-        if skipped is not None:
-            # Not read back to the host: it chooses between the maxima now and the maxima later.
-            nothing = {name: torch.full_like(top, -torch.inf) for name, top in maxima.items()}
-            taken = {name: (skipped.to(top.device) == 0) for name, top in maxima.items()}
-            self.kept = {name: torch.where(taken[name], nothing[name], top) for name, top in maxima.items()}
-            maxima = {name: torch.where(taken[name], top, nothing[name]) for name, top in maxima.items()}
+        if found_inf is not None:
+            # A fused optimizer runs its hooks though a GradScaler let nothing move. The choice is made on the device.
+            maxima, self.kept = _split(maxima, torch.as_tensor(found_inf))
         self._clip(maxima)
 
     def _clip(self, maxima: dict[str, Tensor]) -> None:
@@ -144,3 +141,13 @@ class _Clip:
     def load(self, values: dict[str, Any]) -> None:
         """Take up the maxima of a checkpoint."""
         self.kept = dict(values)
+
+
+def _split(maxima: dict[str, Tensor], found_inf: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Maxima to clip by now, and those to keep for the next step: one of them is -inf."""
+    now, later = {}, {}
+    for name, top in maxima.items():
+        skipped, nothing = found_inf.to(top.device) != 0, torch.full_like(top, -torch.inf)
+        now[name] = torch.where(skipped, nothing, top)
+        later[name] = torch.where(skipped, top, nothing)
+    return now, later

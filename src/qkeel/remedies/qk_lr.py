@@ -27,7 +27,7 @@ class QKLearningRate(Remedy):
         check_number("qk_lr", "factor", self.factor, zero=True)
 
     def apply(self, target: Target) -> Handle:
-        def factors(heads: list[Tensor]) -> list[Tensor]:
-            return [w.new_full(w.shape[:1], self.factor) for w in heads]
+        def measure(heads: Tensor) -> Tensor:
+            return heads.new_full(heads.shape[:1], self.factor)
 
-        return scale_steps(target, self.name, HeadWeights.of(target), factors)
+        return scale_steps(target, self.name, HeadWeights.of(target), measure, list)

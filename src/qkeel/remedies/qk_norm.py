@@ -8,11 +8,12 @@ from typing import Literal, final
 from qkeel.errors import InvalidValueError, unknown
 from qkeel.functional.scaling import qk_norm_init
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.change_spec import ChangeSpec
-from qkeel.sites.find import is_normed
+from qkeel.remedies.base import check_number
+from qkeel.remedies.change_spec import PER_DIM, ChangeSpec, refuse_norm
 from qkeel.sites.site import AttentionSite
-from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, Learned, RMSNorm, Sqrt
+from qkeel.spec import AttentionSpec, InverseSqrt, L2Norm, LayerNorm, Learned, LogN, RMSNorm, Sqrt
 from qkeel.spec.norm import Gain, GainNorm, Over
+from qkeel.spec.scale import FloorLogTemperature, Scale
 
 KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 
@@ -39,29 +40,53 @@ class QKNorm(ChangeSpec):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("kind of qk_norm", self.kind, KINDS)
-        KINDS[self.kind](over=self.over, gain="none" if self._scalar_l2 else self.gain)  # checks the words
-        if self.length is not None and self.length < 2:
-            raise InvalidValueError(f"expected a length of at least 2, got {self.length}")
+        KINDS[self.kind](over=self.over, gain="none" if self._learned_scale else self.gain)  # checks the words
+        if self.length is not None:
+            check_number("qk_norm", "length", self.length)
+            qk_norm_init(self.length)  # checks that there is a logarithm to take
+            if not self._learned_scale:
+                raise InvalidValueError(
+                    f"length={self.length} starts a learned scale, which qk_norm has with kind=l2 and gain=scalar or "
+                    f"head only, got kind={self.kind}, gain={self.gain}"
+                )
 
     @property
-    def _scalar_l2(self) -> bool:
+    def _learned_scale(self) -> bool:
         return self.kind == "l2" and self.gain in ("scalar", "head")
 
     def supports(self, site: AttentionSite) -> Refusal | None:
-        if is_normed(site):
-            return Refusal("q and k are normed already", "remove that norm first, or leave it be")
-        return ChangeSpec.supports(self, site)
+        return (
+            ChangeSpec.supports(self, site)
+            or refuse_norm(site, per_dim=self.kind == "layer" or self.gain in PER_DIM)
+            or (self._refuse_scale(site.spec.scale) if self.kind == "l2" else None)
+        )
+
+    def _refuse_scale(self, scale: Scale) -> Refusal | None:
+        if isinstance(scale, (LogN, FloorLogTemperature)):
+            return self._refuse_scale(scale.inner)
+        if scale == InverseSqrt():
+            return None
+        return Refusal(
+            f"unit vectors need a scale of their own in place of 1/√d, and this site's is {scale.formula()}",
+            "use kind=rms, which keeps the scale, or build the model with the spec you mean",
+        )
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
         if self.kind != "l2":
             return spec.replace(norm=KINDS[self.kind](over=self.over, gain=self.gain))
-        if not self._scalar_l2:
-            return spec.replace(norm=L2Norm(over=self.over, gain=self.gain), scale=Sqrt())
+        gain = "none" if self._learned_scale else self.gain
+        return spec.replace(norm=L2Norm(over=self.over, gain=gain), scale=self._scaled(spec.scale, train_length))
+
+    def _scaled(self, old: Scale, train_length: int | None) -> Scale:
+        """The scale of unit vectors in place of 1/√d, inside a log n factor if there is one."""
+        if isinstance(old, (LogN, FloorLogTemperature)):
+            return dataclasses.replace(old, inner=self._scaled(old.inner, train_length))
+        if not self._learned_scale:
+            return Sqrt()
         length = self.length or train_length
         if length is None:
             raise InvalidValueError(
                 "qk_norm with kind=l2 starts its learned scale at log₂(L² - L): say L, as length=512 in the remedy "
                 "or as qkeel.apply(..., train_length=512)"
             )
-        per = "layer" if self.gain == "scalar" else "head"
-        return spec.replace(norm=L2Norm(over=self.over), scale=Learned(init=qk_norm_init(length), per=per))
+        return Learned(init=qk_norm_init(length), per="layer" if self.gain == "scalar" else "head")

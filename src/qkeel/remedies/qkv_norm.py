@@ -7,13 +7,13 @@ from typing import Literal, final
 
 from torch import nn
 
-from qkeel.errors import unknown
+from qkeel.errors import InvalidTypeError, unknown
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.block import Block
+from qkeel.nn.mla import MLA
 from qkeel.remedies.base import Target
-from qkeel.remedies.change_spec import ChangeSpec
-from qkeel.sites.find import is_normed
+from qkeel.remedies.change_spec import PER_DIM, ChangeSpec, refuse_norm
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, LayerNorm, RMSNorm
 from qkeel.spec.norm import Gain
@@ -24,7 +24,11 @@ KINDS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layer": LayerNorm, "rms": 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKVNorm(ChangeSpec):
-    """Norm on q, k and v per head; the block's norm before attention is dropped (drop_pre_norm)."""
+    """q̃ = norm(q) · gain, k̃ and ṽ likewise, per head; the block's norm before attention is dropped.
+
+    `drop_pre_norm=false` keeps that norm. A block that norms after attention only (post, swin) has none to drop; in a
+    peri block the one before goes and the one after stays.
+    """
 
     kind: Literal["layer", "rms"] = "layer"
     gain: Gain = "dim"
@@ -37,11 +41,22 @@ class QKVNorm(ChangeSpec):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("kind of qkv_norm", self.kind, KINDS)
+        KINDS[self.kind](on="qkv", gain=self.gain)  # checks the word
+        if not isinstance(self.drop_pre_norm, bool):
+            raise InvalidTypeError(f"expected true or false for drop_pre_norm of qkv_norm, got {self.drop_pre_norm!r}")
 
     def supports(self, site: AttentionSite) -> Refusal | None:
-        if is_normed(site):
-            return Refusal("q and k are normed already", "remove that norm first, or leave it be")
-        return ChangeSpec.supports(self, site)
+        refusal = ChangeSpec.supports(self, site) or refuse_norm(
+            site, per_dim=self.kind == "layer" or self.gain in PER_DIM
+        )
+        if refusal is None and isinstance(site.module, MLA) and self.gain in PER_DIM:
+            values = site.module.sizes.value_dim
+            if values != site.head_dim:
+                return Refusal(
+                    f"a gain per dimension of q and k ({site.head_dim}) does not fit values of {values}",
+                    "use gain none, scalar or head",
+                )
+        return refusal
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
         return spec.replace(norm=KINDS[self.kind](on="qkv", gain=self.gain))
@@ -58,6 +73,8 @@ class QKVNorm(ChangeSpec):
 def _drop(block: Block) -> Handle:
     norm = block.attention_norm
     block.attention_norm = nn.Identity()
+    for parameter in norm.parameters():
+        parameter.grad = None  # out of reach of zero_grad, so an optimizer would step by it again and again
 
     def undo() -> None:
         block.attention_norm = norm

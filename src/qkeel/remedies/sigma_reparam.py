@@ -3,36 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, final
+from collections.abc import Iterator
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from qkeel.errors import unknown
-from qkeel.handle import Handle, compose
-from qkeel.remedies.base import Remedy, Target
+from qkeel.errors import NonFiniteError, RefusedError, unknown
+from qkeel.functional.norms import wide
+from qkeel.handle import Handle
+from qkeel.remedies.base import Remedy, Target, compose_all
+from qkeel.remedies.join import join
 
 
+@final
 class SpectralScale(nn.Module):
-    """Ŵ = γ W / σ(W), σ by one power-iteration step per training forward; its vector is a buffer."""
+    """Ŵ = (γ/σ) W, v = W u/‖W u‖, u' = Wᵀ v/‖Wᵀ v‖, σ = vᵀ W u'; u is a buffer, u ← u' in training forwards.
 
-    def __init__(self, weight: Tensor, init: str) -> None:
+    One step of power iteration per forward. v and u' carry no gradient, σ does. All in float32 or wider, autocast
+    or not. u starts at W's first right singular vector.
+    """
+
+    def __init__(self, weight: Tensor, init: Literal["keep", "one"]) -> None:
         super().__init__()
-        _, s, vh = torch.linalg.svd(weight.detach().double(), full_matrices=False)
-        self.register_buffer("right", vh[0].to(weight.dtype))
-        self.gamma = nn.Parameter((s[0] if init == "keep" else torch.ones(())).to(weight))
+        self.register_buffer("right", _top_right(weight.detach()))
         self.right: Tensor
+        sigma = self._sigma(weight.detach())[0]
+        # γ = σ exactly as the forward computes it: γ/σ is 1 and the weight unchanged bit for bit.
+        self.gamma = nn.Parameter(sigma.to(weight.dtype) if init == "keep" else torch.ones_like(sigma).to(weight.dtype))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The reparametrised weight."""
-        with torch.no_grad():
-            left = nn.functional.normalize(weight @ self.right, dim=0)
-            right = nn.functional.normalize(weight.mT @ left, dim=0)
-            if self.training:
+        """The weight as it is used."""
+        sigma, right = self._sigma(weight)
+        if self.training:
+            with torch.no_grad():
                 self.right.copy_(right)
-        sigma = torch.dot(left, weight @ right)
-        return self.gamma / sigma * weight
+        return (self.gamma / sigma).to(weight.dtype) * weight
+
+    def _sigma(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(weight.device.type, enabled=False):
+            w = weight.to(wide(weight.dtype))
+            with torch.no_grad():
+                left = nn.functional.normalize(w @ self.right.to(w.dtype), dim=0)
+                right = nn.functional.normalize(w.mT @ left, dim=0)
+            return torch.dot(left, w @ right), right
+
+
+def _top_right(weight: Tensor) -> Tensor:
+    """The first right singular vector, from the smaller Gram matrix, in double precision."""
+    w = weight.to(device="cpu", dtype=torch.float64)
+    if w.shape[0] < w.shape[1]:
+        vector = w.mT @ torch.linalg.eigh(w @ w.mT).eigenvectors[:, -1]
+    else:
+        vector = torch.linalg.eigh(w.mT @ w).eigenvectors[:, -1]
+    return nn.functional.normalize(vector, dim=0).to(device=weight.device, dtype=wide(weight.dtype))
 
 
 @final
@@ -41,7 +66,7 @@ class SigmaReparam(Remedy):
     """Ŵ = (γ/σ(W)) W for linear layers: all of them, or those of attention only (`on=attention`).
 
     init="keep" starts γ at σ(W), so nothing changes at first (the authors' vision code); "one" starts it at 1
-    (the paper).
+    (the paper). γ joins the optimizer with its gains.
     """
 
     on: Literal["all", "attention"] = "all"
@@ -58,37 +83,55 @@ class SigmaReparam(Remedy):
             raise unknown("init of sigma_reparam", self.init, ("keep", "one"))
 
     def apply(self, target: Target) -> Handle:
-        inside = [m for site in target.sites for m in site.module.modules()]
-        pool = list(target.model.modules()) if self.on == "all" else inside
-        layers = [m for m in dict.fromkeys(pool) if isinstance(m, nn.Linear)]
-        return compose([_reparametrise(layer, self.init, target) for layer in layers])
+        inside = {id(m) for site in target.sites for m in site.module.modules()}
+        layers = {
+            name: m
+            for name, m in target.model.named_modules()
+            if isinstance(m, nn.Linear) and (self.on == "all" or id(m) in inside)
+        }
+        for name, layer in layers.items():
+            _check(name, layer)
+        return compose_all(self._changes(layers, target))
+
+    def _changes(self, layers: dict[str, nn.Linear], target: Target) -> Iterator[Handle]:
+        gains: dict[str, nn.Parameter] = {}
+        weights = [layer.weight for layer in layers.values()]
+        for name, layer in layers.items():
+            scale, handle = _reparametrise(layer, self.init)
+            head = f"{name}." if name else ""
+            gains[f"{head}parametrizations.weight.0.gamma"] = scale.gamma
+            yield handle
+        if layers:
+            yield join(target.optimizer, gains, weights[0])
 
 
-def _reparametrise(layer: nn.Linear, init: str, target: Target) -> Handle:
+def _check(name: str, layer: nn.Linear) -> None:
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        raise RefusedError(f"sigma_reparam: the weight of {name} is reparametrised already; remove that first")
+    if not bool(torch.isfinite(weight).all()):
+        raise NonFiniteError(f"sigma_reparam: the weight of {name} holds NaN or infinity; load sound weights")
+    if not bool(weight.any()):
+        raise RefusedError(
+            f"sigma_reparam: the weight of {name} is all zeros, which has no direction to scale; start it at "
+            "random, or leave it out with on=attention"
+        )
+
+
+def _reparametrise(layer: nn.Linear, init: Literal["keep", "one"]) -> tuple[SpectralScale, Handle]:
     weight, names = layer.weight, list(layer._parameters)
     cls, attributes = layer.__class__, set(layer.__dict__)
-    scale = SpectralScale(weight, init)
+    scale = SpectralScale(weight, init).eval()  # registering runs a forward, which is not one of training
     parametrize.register_parametrization(layer, "weight", scale)
-    if target.optimizer is not None:
-        target.optimizer.add_param_group({**_options(target.optimizer), "params": [scale.gamma]})
+    layer._modules["parametrizations"].train(layer.training)  # type: ignore[union-attr]
 
     def undo() -> None:
         del layer._modules["parametrizations"]
         layer.__class__ = cls
         for extra in set(layer.__dict__) - attributes:
             del layer.__dict__[extra]
-        kept = dict(layer._parameters)
+        kept = {**layer._parameters, "weight": weight}
         layer._parameters.clear()
-        layer._parameters.update({name: weight if name == "weight" else kept[name] for name in names})
-        if target.optimizer is not None:
-            groups = target.optimizer.param_groups
-            groups[:] = [g for g in groups if not any(p is scale.gamma for p in g["params"])]
-            target.optimizer.state.pop(scale.gamma, None)
+        layer._parameters.update({name: kept[name] for name in names})
 
-    return Handle(undo)
-
-
-def _options(optimizer: Any) -> dict[str, Any]:
-    """The first group's options without weight decay, which would pull γ to 0."""
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    return {**options, **({"weight_decay": 0.0} if "weight_decay" in options else {})}
+    return scale, Handle(undo)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import final
 
-from qkeel.errors import InvalidValueError
 from qkeel.kernels.contract import Refusal
+from qkeel.remedies.base import check_number
 from qkeel.remedies.change_spec import ChangeSpec
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, NoCap, Softcap
@@ -24,8 +24,7 @@ class SoftcapRemedy(ChangeSpec):
     source = "Gemma 2, arXiv 2408.00118"
 
     def __post_init__(self) -> None:
-        if not self.cap > 0:
-            raise InvalidValueError(f"expected a cap above 0, got {self.cap}")
+        check_number("softcap", "cap", self.cap)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         if not isinstance(site.spec.cap, NoCap):

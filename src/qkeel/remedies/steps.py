@@ -14,16 +14,18 @@ from qkeel.remedies.base import HeadWeights, Target
 from qkeel.remedies.linear import check_linear
 from qkeel.sites.site import HeadSlice, across
 
-Factors = Callable[[list[Tensor]], list[Tensor]]
+Measure = Callable[[Tensor], Tensor]
+Rates = Callable[[list[Tensor]], list[Tensor]]
 
 
-def scale_steps(target: Target, remedy: str, weights: HeadWeights, factors: Factors) -> Handle:
+def scale_steps(target: Target, remedy: str, weights: HeadWeights, measure: Measure, rates: Rates) -> Handle:
     """Scale every optimizer step of the weights, per head, until the handle is removed.
 
-    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included, is scaled. `factors` gets
-    each entry's weight as [n r m] before the step and gives a factor per head [n] for it; factor 1 leaves the new
-    weight bit for bit. Exact for every optimizer linear in the learning rate. The one copy of the weights lives
-    only inside the step. Nothing is read back to the host, and there is no loop over heads.
+    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included, is scaled. Before the step,
+    `measure` gets each entry's weight as [n r m] and gives a number per head [n]; `rates` turns those of all
+    entries into factors f per head, entry by entry. Factor 1 leaves the new weight bit for bit. Exact for every
+    optimizer linear in the learning rate. The one copy of the weights lives only inside the step. Nothing is read
+    back to the host, and there is no loop over heads.
 
     The scaling comes before every other post hook of the step (a clip, an average), in whatever order they came.
     """
@@ -39,15 +41,20 @@ def scale_steps(target: Target, remedy: str, weights: HeadWeights, factors: Fact
     @torch.no_grad()
     def before(*_: Any) -> None:
         saved.clear()  # of a step that raised
-        rates = factors([s.heads(p.detach()) for s, p in zip(weights.slices, weights.parameters)])
-        scale[:] = [merge_lines([(weights.slices[i], rates[i].to(p.dtype)) for i in held], p) for p, held in owners]
-        saved.extend(p.detach().clone() for p, _ in owners)
+        scale.clear()
+        sizes: dict[int, Tensor] = {}
+        for p, entries in owners:  # measured, then copied at once: the second read comes from the cache
+            sizes.update((i, measure(weights.slices[i].heads(p.detach()))) for i in entries)
+            saved.append(p.detach().clone())
+        factors = rates([sizes[i] for i in range(len(sizes))])
+        for p, entries in owners:
+            scale.append(merge_lines([(weights.slices[i], factors[i].to(p.dtype)) for i in entries], p))
 
     @torch.no_grad()
     def after(*_: Any) -> None:
         # Empty when a subclass's step calls its parent's: both run the hooks, and the inner one was the step.
-        for (parameter, _), old, factor in zip(owners, saved, scale):
-            new = parameter.detach()
+        for owner, old, factor in zip(owners, saved, scale):
+            new = owner[0].detach()
             torch.lerp(old, new, factor, out=new)
         saved.clear()
         scale.clear()

@@ -52,7 +52,7 @@ TRAIN = Chart(
     "train",
     "Loss during training",
     "Loss of the training batch at each logged step (lines), and held-out loss where it was evaluated (dots). "
-    "The first tenth of training lies above the frame.",
+    "The frame is fitted to what follows the first tenth of training.",
     "Line charts: training loss against step, one panel per learning rate.",
 )
 HEADS = Chart(

@@ -31,8 +31,8 @@ class Spread:
 class Gain:
     """The paired gain of a remedy over another at one LR; positive = the remedy's loss is lower.
 
-    `within` says that the difference is within seed spread: its sign changes from seed to seed, or its mean is no
-    larger than the range that either remedy's own loss has over the same seeds. None where there is one seed only.
+    `within` says that the difference is within seed spread: its mean is no larger than its own range over the seeds
+    (so also where its sign changes), or than the range of either remedy's own loss over them. None for a single seed.
     """
 
     remedy: str
@@ -90,7 +90,7 @@ def gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> Gain | N
     within = None
     if len(seeds) > 1 and math.isfinite(total.mean):
         ranges = [max(side[s] for s in seeds) - min(side[s] for s in seeds) for side in (mine, theirs)]
-        within = total.low <= 0 <= total.high or abs(total.mean) <= max(ranges)
+        within = abs(total.mean) <= max(total.high - total.low, *ranges)
     return Gain(remedy=remedy, baseline=baseline, lr=lr, spread=total, within=within)
 
 

@@ -137,8 +137,8 @@ def definitions() -> Markup:
         "arXiv 2309.14322).",
         "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
         "batches. Positive: the remedy is better. Grey: within seed spread, or one seed only.",
-        "Within seed spread": "The sign of the difference changes between seeds, or its mean is no larger than the "
-        "range that either remedy's own loss has over the same seeds.",
+        "Within seed spread": "The mean difference is no larger than its own range over the seeds, or than the range "
+        "that either remedy's own loss has over them.",
         "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed.",
         "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
     }

@@ -222,6 +222,8 @@ def _best(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
         return [Finding("caution", "No finished run has a finite held-out loss.")]
     remedy, lr = min(finite, key=lambda cell: finite[cell].mean)
     text = f"Lowest held-out loss: {loss(finite[remedy, lr].mean)} {study.loss_unit()}, {remedy} at LR {rate(lr)}"
+    close = [g.baseline for r in study.remedies if r != remedy and (g := gain(rows, remedy, r, lr)) and g.within]
+    text += f" ({listing(close)} within seed spread)" if close else ""
     others = {cell: total for cell, total in finite.items() if cell[0] == BASELINE}
     if others and remedy != BASELINE:
         cell = min(others, key=lambda c: others[c].mean)

@@ -30,7 +30,7 @@ class Tap(Handle):
             module = site.module
             assert isinstance(module, SpecModule)
             observer = _Observer(self, site.name, module, when_training)
-            module.observers.append(observer)
+            module.observers.append(observer)  # type: ignore[arg-type]
             self._attached.append((module, observer))
 
     def read(self) -> dict[str, LogitStats]:
@@ -47,7 +47,7 @@ class Tap(Handle):
     def _detach(self) -> None:
         for module, observer in self._attached:
             if observer in module.observers:
-                module.observers.remove(observer)
+                module.observers.remove(observer)  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self

@@ -52,7 +52,7 @@
       fill: "var(--ink)"
     });
 
-  const strokeWidth = (name, i) => (focus[name] === i ? 2.2 : 1.5);
+  const strokeWidth = (name, i) => (focus[name] === i ? 2.2 : name === "train" ? 1.1 : 1.5);
   const faded = (name, i) => (focus[name] === undefined || focus[name] === i ? 0.9 : 0.12);
 
   // One mark per remedy, so that its group can be named and faded.

@@ -1,0 +1,44 @@
+"""Every `qkeel …` line in the README and the docs is a command the program knows."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _commands() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```(?:sh|console|bash)\n(.*?)```", page.read_text(), flags=re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                text = line.split("#")[0].strip().removeprefix("$ ").strip()
+                if text.startswith("qkeel "):
+                    found.append((page.name, text))
+    return found
+
+
+def test_the_docs_show_commands() -> None:
+    assert any(page == "README.md" for page, _ in _commands())
+
+
+@pytest.mark.parametrize(("page", "line"), _commands())
+def test_each_command_line_parses(page: str, line: str) -> None:
+    from qkeel.cli import app
+
+    app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
+
+
+def test_make_targets_named_in_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.stem == "index" or page.stem in index, page.name

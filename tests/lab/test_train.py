@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
+from qkeel.lab import ModelConfig, RunConfig, Watcher, run
+from qkeel.lab.model import attention_spec, build_decoder
+from qkeel.records import HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, read_json, write_json
+
+Make = Callable[..., RunConfig]
+TIMES = ("cpu_seconds",)
+
+
+def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if k not in TIMES}
+
+
+def everything(directory: RunDirectory) -> tuple[object, ...]:
+    """What must not depend on how often a run was interrupted."""
+    weights = safetensors.torch.load_file(directory.checkpoint)
+    return (
+        [timeless(record) for record in directory.metrics()],
+        timeless(directory.summary()),
+        (directory.path / "heads.f32").read_bytes(),
+        {name: t.numpy().tobytes() for name, t in weights.items()},
+    )
+
+
+class Crash(BaseException):
+    """As sudden as SIGKILL: nothing catches it."""
+
+
+def crash_after(step: int) -> Watcher:
+    def on_record(record: Mapping[str, Any]) -> None:
+        if record["step"] >= step:
+            raise Crash
+
+    return Watcher(on_record=on_record)
+
+
+def test_a_run_directory_holds_what_the_records_say(tiny: Make, tmp_path: Path) -> None:
+    directory = run(tiny(eval_every=4, remedy="quack:tau=0.5"), tmp_path / "r", command="qkeel run")
+    assert directory.status is RunStatus.DONE
+    metrics = directory.metrics()
+    assert [m["step"] for m in metrics] == [0, 2, 4, 6, 8, 10, 12]
+    assert all(set(m) == set(STEP_FIELDS) for m in metrics)
+    assert [m["val_loss"] is not None for m in metrics] == [True, False, True, False, True, False, True]
+    assert metrics[0]["train_loss"] is None
+    assert metrics[-1]["tokens"] == 12 * 2 * 8
+    heads = directory.heads()
+    assert heads.steps.tolist() == [0, 2, 4, 6, 8, 10, 12]
+    assert set(heads.values) == set(HEAD_FIELDS)
+    assert heads.values["max_logit"].shape == (7, 2, 2)
+    assert heads.values["max_logit"].max() == pytest.approx(max(m["max_logit"] for m in metrics))
+    summary = directory.summary()
+    assert list(summary) == list(TABLE_COLUMNS)
+    assert summary["remedy"] == "lalr:tau=0.5"
+    assert summary["max_logit"] == max(m["max_logit"] for m in metrics)
+    assert summary["run_id"] == RunConfig.from_dict(directory.config()).run_id
+    env = directory.env()
+    assert env["corpus"]["name"] == "topics"
+    assert env["corpus"]["vocab_size"] == 256
+    assert env["command"] == "qkeel run"
+    assert "softmax" in env["formula"]
+    assert "2511.21377" in env["remedy_source"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("remedy", ["lalr:tau=0.3", "sigma_reparam", "qk_norm:kind=l2,gain=scalar", "qk_clip:threshold=1"])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    tiny: Make, tmp_path: Path, optimizer: str, remedy: str
+) -> None:
+    config = tiny(optim_name=optimizer, remedy=remedy, optim_weight_decay=0.01, optim_z_loss=1e-4)
+    whole = run(config, tmp_path / "whole")
+    for step in (0, 4, 6, 12):
+        with pytest.raises(Crash):
+            run(config, tmp_path / "cut", watcher=crash_after(step))
+    assert everything(run(config, tmp_path / "cut")) == everything(whole)
+    assert any(event["event"] == "resumed" for event in RunDirectory(tmp_path / "cut").events())
+
+
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(tiny: Make, tmp_path: Path) -> None:
+    config = tiny(checkpoint_every=0)
+    whole = run(config, tmp_path / "whole")
+    asked: list[int] = []
+
+    def should_stop() -> bool:
+        asked.append(1)
+        return len(asked) == 5
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "cut", watcher=Watcher(should_stop=should_stop))
+    steps: list[int] = []
+    resumed = run(config, tmp_path / "cut", watcher=Watcher(on_record=lambda record: steps.append(record["step"])))
+    assert steps == [6, 8, 10, 12]
+    assert everything(resumed) == everything(whole)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ModelConfig(d_model=16, n_heads=4, n_kv_heads=2, tied=True, mlp="swiglu", norm_order="peri"),
+        ModelConfig(d_model=16, n_heads=2, block="mla"),
+        ModelConfig(d_model=16, n_heads=2, attention="qwen3", norm_order="swin"),
+    ],
+)
+def test_every_kind_of_model_trains_and_resumes(tiny: Make, tmp_path: Path, model: ModelConfig) -> None:
+    config = tiny(model=model)
+    whole = run(config, tmp_path / "whole")
+    with pytest.raises(Crash):
+        run(config, tmp_path / "cut", watcher=crash_after(6))
+    assert everything(run(config, tmp_path / "cut")) == everything(whole)
+
+
+def test_a_finished_run_is_not_run_again(tiny: Make, tmp_path: Path) -> None:
+    run(tiny(), tmp_path / "r")
+    before = (tmp_path / "r" / "metrics.jsonl").read_bytes()
+    records: list[object] = []
+    run(tiny(checkpoint_every=3), tmp_path / "r", watcher=Watcher(on_record=records.append))
+    assert not records
+    assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_same_run_gives_the_same_numbers_and_leaves_threads_as_they_were(tiny: Make, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    a, b = run(tiny(threads=2), tmp_path / "a"), run(tiny(threads=2), tmp_path / "b")
+    assert everything(a) == everything(b)
+    assert torch.get_num_threads() == threads
+
+
+def test_the_run_id_names_the_directory_of_one_configuration_only(tiny: Make, tmp_path: Path) -> None:
+    run(tiny(), tmp_path / "r")
+    with pytest.raises(RunDirectoryError, match=r"another configuration \(different: optim.lr, seed\)"):
+        run(tiny(seed=1, optim_lr=0.2), tmp_path / "r")
+
+
+def test_a_directory_that_is_no_run_is_left_alone(tiny: Make, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("words")
+    with pytest.raises(RunDirectoryError, match="not empty and holds no config.json"):
+        run(tiny(), tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "words"
+
+
+def test_two_processes_cannot_have_one_directory(tiny: Make, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "r")
+    with directory.lock(), pytest.raises(RunDirectoryError, match="in use by another process"):
+        run(tiny(), directory.path)
+
+
+def test_a_corpus_that_changed_is_noticed(tiny: Make, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 20)
+    config = tiny(data=type(tiny().data)(source=str(text), context=8, batch=2))
+    with pytest.raises(Crash):
+        run(config, tmp_path / "r", watcher=crash_after(6))
+    text.write_bytes(bytes(range(32, 127)) * 21)
+    with pytest.raises(RunDirectoryError, match="begun on another text"):
+        run(config, tmp_path / "r")
+
+
+def torn(config: RunConfig, place: Path, name: str, keep: int) -> None:
+    with pytest.raises(Crash):
+        run(config, place, watcher=crash_after(10))
+    path = place / name
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+@pytest.mark.parametrize("name", ["config.json", "env.json", "last/state.safetensors", "metrics.jsonl", "heads.f32"])
+def test_a_torn_file_is_named_and_nothing_is_deleted(tiny: Make, tmp_path: Path, name: str) -> None:
+    torn(tiny(), tmp_path / "r", name, 40)
+    with pytest.raises(RunDirectoryError, match=name.replace("/", ".")):
+        run(tiny(), tmp_path / "r")
+    assert (tmp_path / "r" / "last" / "state.safetensors").exists()
+
+
+def test_a_torn_last_line_is_written_again(tiny: Make, tmp_path: Path) -> None:
+    whole = run(tiny(), tmp_path / "whole")
+    with pytest.raises(Crash):
+        run(tiny(), tmp_path / "r", watcher=crash_after(10))
+    for name in ("metrics.jsonl", "heads.f32", "events.jsonl"):
+        with open(tmp_path / "r" / name, "ab") as file:
+            file.write(b'{"st')
+    assert everything(run(tiny(), tmp_path / "r")) == everything(whole)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny: Make, tmp_path: Path) -> None:
+    for place, remedy in (("a", "none"), ("b", "qk_norm")):
+        with pytest.raises(Crash):
+            run(tiny(remedy=remedy), tmp_path / place, watcher=crash_after(6))
+    (tmp_path / "b" / "last" / "state.safetensors").write_bytes(
+        (tmp_path / "a" / "last" / "state.safetensors").read_bytes()
+    )
+    with pytest.raises(RunDirectoryError, match=r"not a whole checkpoint of this run \(other tensors: .*q_norm"):
+        run(tiny(remedy="qk_norm"), tmp_path / "b")
+
+
+def test_bad_configurations_fail_before_anything_is_written(tiny: Make, tmp_path: Path) -> None:
+    bad: list[tuple[RunConfig, type[Exception], str]] = [
+        (tiny(remedy="qknorm"), UnknownNameError, "Did you mean 'qk_norm'"),
+        (tiny(remedy="lalr:tua=0.1"), UnknownNameError, "Did you mean 'tau'"),
+        (tiny(remedy="qk_norm+lalr"), RefusedError, "lalr at"),
+        (tiny(model=ModelConfig(attention="gemma22")), UnknownNameError, "Did you mean 'gemma2'"),
+        (tiny(model=ModelConfig(d_model=12, n_heads=4)), InvalidValueError, "even"),
+        (tiny(model=ModelConfig(attention="kna+qna")), InvalidValueError, "one preset"),
+        (tiny(device="cuda:99"), InvalidValueError, "expected a device of this machine"),
+        (tiny(data=type(tiny().data)(source="nowhere.txt")), DataError, "no such file"),
+    ]
+    for config, kind, message in bad:
+        with pytest.raises(kind, match=message):
+            run(config, tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_as_collapsed(tiny: Make, tmp_path: Path) -> None:
+    config = tiny(optim_name="sgd", optim_lr=1e30, optim_grad_clip=0.0, optim_warmup=0.0)
+    directory = run(config, tmp_path / "r")
+    assert directory.status is RunStatus.DONE
+    summary = directory.summary()
+    assert summary["collapsed"] is True
+    assert math.isnan(summary["val_loss"])
+    assert summary["steps"] == 2
+    assert directory.events()[-1]["event"].startswith("stopped")
+
+
+def test_a_run_that_stopped_and_was_killed_before_its_summary_stops_again(tiny: Make, tmp_path: Path) -> None:
+    config = tiny(optim_name="sgd", optim_lr=1e30, optim_grad_clip=0.0, optim_warmup=0.0)
+    whole = run(config, tmp_path / "whole")
+    run(config, tmp_path / "cut")
+    for name in ("DONE", "summary.json"):
+        (tmp_path / "cut" / name).unlink()
+    again = run(config, tmp_path / "cut")
+    assert str(timeless(again.summary())) == str(timeless(whole.summary()))
+
+
+def test_an_exception_in_training_is_recorded_and_the_next_attempt_goes_on(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(record: Mapping[str, Any]) -> None:
+        if record["step"] == 6:
+            raise NonFiniteError("NaN in the weights")
+
+    with pytest.raises(NonFiniteError):
+        run(tiny(), tmp_path / "r", watcher=Watcher(on_record=broken))
+    directory = RunDirectory(tmp_path / "r")
+    assert directory.status is RunStatus.FAILED
+    assert "NonFiniteError: NaN in the weights" in directory.failure()
+    assert everything(run(tiny(), tmp_path / "r")) == everything(run(tiny(), tmp_path / "whole"))
+    assert not directory.failure()
+
+
+def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import qkeel.lab.train as train
+
+    real = train.append_line
+
+    def full(path: Path, record: dict[str, Any]) -> None:
+        if record.get("step") == 6:
+            # /dev/full is where every write ends with "no space left on device".
+            return real(Path("/dev/full"), record)
+        return real(path, record)
+
+    monkeypatch.setattr(train, "append_line", full)
+    with pytest.raises(RunDirectoryError, match="No space left on device.*run the same command again"):
+        run(tiny(), tmp_path / "r")
+    monkeypatch.undo()
+    assert everything(run(tiny(), tmp_path / "r")) == everything(run(tiny(), tmp_path / "whole"))
+
+
+def test_a_disk_that_fills_up_in_a_checkpoint_keeps_the_one_before(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    real, calls = os.fsync, []
+
+    def full(descriptor: int) -> None:
+        calls.append(1)
+        if os.readlink(f"/proc/self/fd/{descriptor}").find("state.safetensors") >= 0 and len(calls) > 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunDirectoryError, match="No space left on device"):
+        run(tiny(), tmp_path / "r")
+    monkeypatch.undo()
+    assert not list((tmp_path / "r" / "last").glob(".state*")), "half a checkpoint was left behind"
+    assert everything(run(tiny(), tmp_path / "r")) == everything(run(tiny(), tmp_path / "whole"))
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_error(tiny: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RunDirectoryError, match="cannot write in .*Choose a writable directory"):
+        run(tiny(), tmp_path / "file" / "run")
+
+
+def test_measuring_does_not_change_training(tiny: Make, tmp_path: Path) -> None:
+    often, seldom = tiny(log_every=1, eval_every=1, remedy="sigma_reparam"), tiny(log_every=12, remedy="sigma_reparam")
+    last = [run(c, tmp_path / c.run_id).metrics()[-1] for c in (often, seldom)]
+    assert timeless(last[0]) == timeless(last[1])
+
+
+def test_bf16_and_compile_run(tiny: Make, tmp_path: Path) -> None:
+    directory = run(tiny(dtype="bf16"), tmp_path / "bf16")
+    assert math.isfinite(directory.summary()["val_loss"])
+    assert directory.env()["dtype"] == "bf16"
+
+
+def test_a_preset_string_takes_numbers_only() -> None:
+    assert attention_spec("gemma2:cap=30").cap.formula() == attention_spec("gemma2:cap=30.0").cap.formula()
+    with pytest.raises(InvalidValueError, match="expected numbers"):
+        attention_spec("gemma2:cap=high")
+
+
+def test_initial_weights_follow_from_the_seed() -> None:
+    models = []
+    for _ in range(2):
+        model = build_decoder(ModelConfig(d_model=16, n_heads=2), 7)
+        model.init_weights(torch.Generator().manual_seed(5))
+        models.append(model.state_dict())
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_environment_names_no_folder(tiny: Make, tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_bytes(bytes(range(32, 127)) * 20)
+    directory = run(tiny(data=type(tiny().data)(source=str(text), context=8, batch=2)), tmp_path / "r")
+    assert str(tmp_path) not in (tmp_path / "r" / "env.json").read_text()
+    assert directory.env()["corpus"]["name"] == "notes.txt"
+
+
+def test_records_before_the_checkpoint_must_be_whole(tiny: Make, tmp_path: Path) -> None:
+    with pytest.raises(Crash):
+        run(tiny(), tmp_path / "r", watcher=crash_after(10))
+    path = tmp_path / "r" / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:1] + lines[2:]))
+    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl lacks records"):
+        run(tiny(), tmp_path / "r")
+
+
+def test_configuration_files_of_a_run_can_be_read_back(tiny: Make, tmp_path: Path) -> None:
+    run(tiny(), tmp_path / "r")
+    values = read_json(tmp_path / "r" / "config.json")
+    assert RunConfig.from_dict(values).run_id == tiny(dtype="fp32").run_id
+    write_json(tmp_path / "copy.json", values)
+    assert read_json(tmp_path / "copy.json") == values

@@ -1,0 +1,152 @@
+"""The decoder: shapes, ties, initial statistics, its first loss, bad input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from qkeel import preset
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError, UnknownNameError
+from qkeel.functional.losses import z_loss
+from qkeel.nn import Decoder, DecoderConfig
+from qkeel.nn.block import NORM_ORDERS
+
+VOCAB = 101
+
+
+def make(**choices: object) -> Decoder:
+    model = Decoder(DecoderConfig(vocab_size=VOCAB, **choices))  # type: ignore[arg-type]
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_loss_at_the_start_is_near_that_of_guessing(tied: bool, attention: str, mlp: str) -> None:
+    tokens = torch.randint(VOCAB, (8, 33), generator=torch.Generator().manual_seed(1))
+    for norm_order in NORM_ORDERS:
+        if tied and norm_order == "post":
+            continue  # norms on the stream leave x near the embedding, so a tied head first guesses the last token
+        model = make(tied=tied, attention=attention, mlp=mlp, norm_order=norm_order, d_model=128)
+        with torch.no_grad():
+            logits = model(tokens[:, :-1])
+        assert logits.shape == (8, 32, VOCAB)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+        # Logits of variance 1 cost half a nat at most over ln(vocab).
+        assert math.log(VOCAB) - 0.1 < loss < math.log(VOCAB) + 0.8, norm_order
+
+
+def test_a_tied_head_is_the_embedding_and_learns_with_it() -> None:
+    tied, untied = make(tied=True), make()
+    assert tied.head.weight is tied.embedding.weight
+    assert untied.head.weight is not untied.embedding.weight
+    difference = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+    assert difference == VOCAB * 64
+    assert "head.weight" in tied.state_dict()
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_matrices_start_at_one_over_root_fan_in_and_residual_writers_smaller(attention: str, mlp: str) -> None:
+    layers = 3
+    model = make(d_model=128, n_layers=layers, attention=attention, mlp=mlp)
+    assert model.embedding.weight.std().item() == pytest.approx(1.0, rel=0.05)
+    writers = 0
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            writes = name.endswith((".attention.o_proj", ".mlp.down"))
+            writers += writes
+            expected = module.in_features**-0.5 / (math.sqrt(2 * layers) if writes else 1.0)
+            assert module.weight.std().item() == pytest.approx(expected, rel=0.15), name
+            assert abs(module.weight.mean().item()) < 0.2 * expected, name
+    assert writers == 2 * layers
+
+
+def test_tied_embedding_starts_at_one_over_root_width() -> None:
+    assert make(tied=True, d_model=128).embedding.weight.std().item() == pytest.approx(128**-0.5, rel=0.05)
+
+
+def test_the_same_generator_gives_the_same_weights_and_another_does_not() -> None:
+    one, same, other = make(), make(), make()
+    other.init_weights(torch.Generator().manual_seed(1))
+    for (name, a), b, c in zip(one.state_dict().items(), same.state_dict().values(), other.state_dict().values()):
+        assert torch.equal(a, b), name
+        assert "norm" in name or not torch.equal(a, c), name
+
+
+def test_later_tokens_never_change_earlier_logits() -> None:
+    for attention, norm_order in itertools.product(("mha", "mla"), NORM_ORDERS):
+        model = make(attention=attention, norm_order=norm_order, spec=preset("baseline_logn")).double()
+        tokens = torch.randint(VOCAB, (2, 9))
+        changed = tokens.clone()
+        changed[:, 5:] = (changed[:, 5:] + 1) % VOCAB
+        one, other = model(tokens), model(changed)
+        assert torch.equal(one[:, :5], other[:, :5])
+        assert not torch.allclose(one[:, 5:], other[:, 5:])
+
+
+def test_left_padding_leaves_the_logits_of_the_real_tokens_alone() -> None:
+    model = make(spec=preset("qwen3"), n_kv_heads=2).double()
+    tokens = torch.randint(VOCAB, (2, 7))
+    pad = torch.tensor([0, 3])[:, None]
+    pos, real = (torch.arange(7) - pad).clamp_min(0), torch.arange(7) >= pad
+    padded = model(tokens, pos=pos, mask=real)
+    assert torch.allclose(padded[1, 3:], model(tokens[1:, 3:])[0], rtol=0, atol=1e-11)
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    for attention, latent_norm in (("mha", False), ("mla", True)):
+        model = make(attention=attention, latent_norm=latent_norm, spec=preset("qwen3"), mlp="swiglu")
+        model(torch.randint(VOCAB, (2, 9))).square().mean().backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None, name
+            assert p.grad.abs().max() > 0, name
+
+
+def test_z_loss_is_the_mean_square_of_the_logsumexp() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)], [5.0, 5.0]], dtype=torch.float64)
+    # ln(1 + 3) = 1.386294, ln(2 e^5) = 5.693147
+    expected = 1e-4 * (1.3862943611**2 + 5.6931471806**2) / 2
+    assert z_loss(logits).item() == pytest.approx(expected, rel=1e-9)
+    assert z_loss(logits, 1.0).item() == pytest.approx(1e4 * expected, rel=1e-9)
+    # The gradient pushes logits down where the logsumexp is positive, by 2·c·lse·softmax / rows.
+    logits.requires_grad_()
+    (grad,) = torch.autograd.grad(z_loss(logits, 1.0), logits)
+    assert grad[0].tolist() == pytest.approx([1.3862943611 * 0.25, 1.3862943611 * 0.75], rel=1e-9)
+
+
+def test_z_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
+    logits = torch.randn(64, 100).bfloat16()
+    assert z_loss(logits, 1.0).item() == pytest.approx(z_loss(logits.double(), 1.0).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("choices", "error"),
+    [
+        ({"attention": "mqa"}, UnknownNameError),
+        ({"mlp": "relu"}, UnknownNameError),
+        ({"norm_order": "sandwich"}, UnknownNameError),
+        ({"n_layers": 0}, InvalidValueError),
+        ({"d_model": 0}, InvalidValueError),
+        ({"n_heads": 3}, InvalidValueError),
+        ({"n_kv_heads": 3}, InvalidValueError),
+        ({"mlp_ratio": 0.0}, InvalidValueError),
+        ({"dropout": -0.1}, InvalidValueError),
+    ],
+    ids=str,
+)
+def test_bad_choices_are_refused_when_the_configuration_is_made(choices: dict, error: type[QkeelError]) -> None:
+    with pytest.raises(error):
+        DecoderConfig(vocab_size=VOCAB, **choices)
+
+
+def test_bad_tokens_are_refused() -> None:
+    model = make()
+    with pytest.raises(ShapeError, match=r"\[batch tokens\].*\(3,\)"):
+        model(torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(InvalidTypeError, match=r"integer.*float32"):
+        model(torch.zeros(2, 3))

@@ -1,0 +1,62 @@
+"""The wheel holds all a user needs and imports where only it is installed."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return next(out.glob("qkeel-*.whl"))
+
+
+def test_the_wheel_holds_code_typing_marker_licence_and_chart_library(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(n.endswith("plot.min.js") for n in names)
+    assert any("LICENSE" in n for n in names)
+    assert "qkeel/py.typed" in names
+    assert not any(n.startswith(("tests/", "benchmarks/", "docs/")) for n in names)
+
+
+def test_the_installed_wheel_imports_and_attends(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(wheel),
+    ]
+    assert subprocess.run(install, capture_output=True).returncode == 0
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import qkeel, torch; "
+        "assert qkeel.__file__.startswith(sys.argv[1]), qkeel.__file__; "
+        "q = torch.randn(1, 2, 4, 8); print(qkeel.attention(q, q, q, spec=qkeel.preset('llama4')).shape)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(target)], capture_output=True, text=True, cwd=tmp_path)
+    assert run.stdout.strip() == "torch.Size([1, 2, 4, 8])", run.stderr[-2000:]
+
+
+def test_one_version_everywhere() -> None:
+    import tomllib
+
+    import qkeel
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert project["version"] == qkeel.__version__
+    assert f"version: {qkeel.__version__}" in citation
