@@ -131,7 +131,8 @@ def test_a_finished_run_is_not_run_again(tiny: Make, tmp_path: Path) -> None:
 
 def test_the_same_run_gives_the_same_numbers_and_leaves_threads_as_they_were(tiny: Make, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    a, b = run(tiny(threads=2), tmp_path / "a"), run(tiny(threads=2), tmp_path / "b")
+    config = tiny(threads=2, steps=2)
+    a, b = run(config, tmp_path / "a"), run(config, tmp_path / "b")
     assert everything(a) == everything(b)
     assert torch.get_num_threads() == threads
 
@@ -285,7 +286,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint_keeps_the_one_before(
 
     def full(descriptor: int) -> None:
         calls.append(1)
-        if os.readlink(f"/proc/self/fd/{descriptor}").find("state.safetensors") >= 0 and len(calls) > 6:
+        if os.readlink(f"/proc/self/fd/{descriptor}").find("state.safetensors") >= 0 and len(calls) > 4:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
 
@@ -311,7 +312,7 @@ def test_measuring_does_not_change_training(tiny: Make, tmp_path: Path) -> None:
     assert timeless(last[0]) == timeless(last[1])
 
 
-def test_bf16_and_compile_run(tiny: Make, tmp_path: Path) -> None:
+def test_bf16_autocast_trains(tiny: Make, tmp_path: Path) -> None:
     directory = run(tiny(dtype="bf16"), tmp_path / "bf16")
     assert math.isfinite(directory.summary()["val_loss"])
     assert directory.env()["dtype"] == "bf16"

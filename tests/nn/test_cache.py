@@ -142,16 +142,16 @@ def test_a_cache_of_another_layer_or_batch_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_positions_of_a_cache_go_on_from_its_length_when_none_are_given() -> None:
+def test_positions_go_on_after_the_last_ones_when_none_are_given() -> None:
     module, x = make("log_n"), torch.randn(2, T, 16, dtype=torch.float64)
-    cache, mask = KVCache(), torch.ones(2, 1, 1, 4, dtype=torch.bool)
-    parts = [
-        module(x[:, :2], cache=cache),
-        module(x[:, 2:4], cache=cache, pos=torch.tensor([2, 3]), mask=mask),
-        module(x[:, 4:], cache=cache),
-    ]
-    assert torch.allclose(torch.cat(parts, 1), module(x), rtol=0, atol=1e-12)
-    assert torch.equal(cache.pos, torch.arange(T)[None])
+    cache, pad = KVCache(), torch.tensor([0, 3])[:, None]
+    real = (torch.arange(T) >= pad)[:, None, None]
+    module(x[:, :4], cache=cache, pos=(torch.arange(4) - pad).clamp_min(0), mask=real[..., :4])
+    rest = module(x[:, 4:], cache=cache, mask=real)
+    assert torch.equal(cache.pos, (torch.arange(T) - pad).clamp_min(0))
+    assert torch.allclose(rest[1], module(x[1:, 3:])[0, 1:], rtol=0, atol=1e-12)
+    with pytest.raises(InvalidValueError, match="mask that hides the padding"):
+        module(x[:, :1], cache=cache)
 
 
 def test_positions_of_another_shape_are_refused() -> None:

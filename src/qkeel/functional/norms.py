@@ -78,7 +78,7 @@ class _Resize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         y, r, c = ctx.saved_tensors
         g = grad_outputs[0]
         along = (g * y).sum(-1, keepdim=True) * c

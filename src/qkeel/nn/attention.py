@@ -98,7 +98,7 @@ class Attention(SpecModule):
         self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Encode the new tokens once, add them to the cache; the rest of the spec runs on all keys."""
-        if pos is not None and mask is None:
+        if mask is None and (pos is not None or cache.pos is not None):
             raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b 1 1 keys]")
         at = cache.next_positions(q, pos)
         params = self.spec_params()

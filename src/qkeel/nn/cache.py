@@ -25,10 +25,11 @@ class KVCache:
         self.pos: Tensor | None = None
 
     def next_positions(self, like: Tensor, pos: Tensor | None = None) -> Tensor:
-        """Positions [b|1 t] of the next tokens, like [b h t d]: `pos` checked, or those after what is held."""
+        """Positions [b|1 t] of the next tokens, like [b h t d]: `pos` checked, or those after the last ones."""
         b, t = like.shape[0], like.shape[2]
         if pos is None:
-            return torch.arange(self.length, self.length + t, device=like.device)[None]
+            after = torch.arange(t, device=like.device)[None]
+            return after + (self.length if self.pos is None else self.pos[:, -1:] + 1)
         rows = pos[None] if pos.ndim == 1 else pos
         if rows.ndim != 2 or rows.shape[0] not in (1, b) or rows.shape[1] != t:
             raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")

@@ -1,0 +1,72 @@
+"""What works with what, asked of the code itself. `python -m tests.conformance.matrix` prints it as Markdown.
+
+It is the body of docs/compatibility.md; a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qkeel.errors import QkeelError
+from qkeel.nn import MLA, Attention
+from qkeel.ops import KERNELS
+from qkeel.remedies import REMEDIES, apply
+from qkeel.spec import PRESETS, preset
+from qkeel.spec.call import make_call
+
+KINDS = ("MHA", "GQA", "MLA")
+HEADER = """# What works with what
+
+Each cell is asked of the code by a test. An empty cell is a refusal: the error says why, and the way out.
+"""
+
+
+def model_of(kind: str) -> torch.nn.Module:
+    """One attention of that kind."""
+    return MLA(32, 4) if kind == "MLA" else Attention(32, 4, 2 if kind == "GQA" else None)
+
+
+def refusal_of(name: str, kind: str) -> str:
+    """Why a remedy cannot be applied to that kind of attention; empty if it can."""
+    model = model_of(kind)
+    try:
+        apply(name, model, torch.optim.AdamW(model.parameters())).remove()
+    except QkeelError as error:
+        return str(error)
+    return ""
+
+
+def kernel_refusal(name: str, kernel: str) -> str:
+    """Why a kernel cannot compute a preset; empty if it can."""
+    spec = preset(name)
+    q = torch.zeros(1, 2, 3, 8)
+    refusal = KERNELS[kernel].supports(make_call(spec, q, q, q, params=spec.init_params(2, 2, 8)))
+    return str(refusal) if refusal else ""
+
+
+def table(corner: str, columns: list[str], rows: dict[str, list[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {corner} | {' | '.join(columns)} |", "| --- |" + " :-: |" * len(columns)]
+    return "\n".join([*lines, *(f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items())])
+
+
+def matrix() -> str:
+    """The whole page."""
+    kernels = {name: ["" if kernel_refusal(name, k) else "✓" for k in KERNELS] for name in PRESETS}
+    remedies = {name: ["" if refusal_of(name, kind) else "✓" for kind in KINDS] for name in REMEDIES}
+    why = [f"- `{name}` on {kind}: {text}" for name in REMEDIES for kind in KINDS if (text := refusal_of(name, kind))]
+    why += [f"- `{name}` with {k}: {text}" for name in PRESETS for k in KERNELS if (text := kernel_refusal(name, k))]
+    parts = [
+        HEADER,
+        "## Presets and kernels\n",
+        table("preset", [f"`{k}`" for k in KERNELS], kernels) + "\n",
+        "## Remedies and kinds of attention\n",
+        table("remedy", list(KINDS), remedies) + "\n",
+        "## Why not\n",
+        "\n".join(why) if why else "Nothing is refused.",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    print(matrix(), end="")

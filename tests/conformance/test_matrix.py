@@ -1,0 +1,40 @@
+"""The compatibility page is the tests' own output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qkeel.ops import KERNELS
+from qkeel.remedies import REMEDIES
+from qkeel.spec import PRESETS
+
+from .matrix import kernel_refusal, matrix, refusal_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+def test_the_matrix_has_a_row_for_every_preset_and_remedy() -> None:
+    text = matrix()
+    for name in (*PRESETS, *REMEDIES):
+        assert f"\n| `{name}` |" in text
+
+
+def test_the_page_in_the_docs_is_the_matrix() -> None:
+    if PAGE.exists():
+        hint = "python -m tests.conformance.matrix > docs/compatibility.md"
+        assert PAGE.read_text(encoding="utf-8") == matrix(), hint
+
+
+def test_every_preset_has_a_kernel_and_the_last_takes_all() -> None:
+    last = list(KERNELS)[-1]
+    assert [name for name in PRESETS if kernel_refusal(name, last)] == []
+
+
+def test_only_a_capped_preset_is_refused_by_sdpa() -> None:
+    refused = {name for name in PRESETS if kernel_refusal(name, "sdpa")}
+    assert refused == {"gemma2"}
+    assert "cap" in kernel_refusal("gemma2", "sdpa")
+
+
+def test_plain_attention_refuses_no_remedy() -> None:
+    assert {name: refusal_of(name, "MHA") for name in REMEDIES if refusal_of(name, "MHA")} == {}

@@ -1,0 +1,370 @@
+"""Every remedy in the table, on every kind of attention: undone bit for bit, refused in words, neutral where it can be."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qkeel.errors import AlreadyAppliedError, QkeelError, RefusedError, UnknownNameError
+from qkeel.handle import Handle
+from qkeel.nn import MLA, MLP, Attention, Block
+from qkeel.nn.mla import LatentSizes
+from qkeel.remedies import ALIASES, REMEDIES, Remedy, Target, apply, parse
+
+from .matrix import KINDS, refusal_of
+
+D, T = 16, 7
+
+
+class Model(nn.Module):
+    """Two blocks and a head; no cache, no options: what training code of a user looks like."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(attention(kind), MLP(D, 24), D) for _ in range(2))
+        self.head = nn.Linear(D, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def attention(kind: str) -> Attention | MLA:
+    if kind == "MLA":
+        return MLA(D, 4, sizes=LatentSizes(q_latent=10, kv_latent=8, rope_dim=2, nope_dim=4, value_dim=6))
+    return Attention(D, 4, 2 if kind.startswith("GQA") else None, bias=kind.endswith("bias"))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    gains = [p for p in model.parameters() if p.ndim < 2]
+    rest = [p for p in model.parameters() if p.ndim >= 2]
+    groups = [{"params": rest, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.02)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, size: float = 1.0) -> None:
+    model.train()
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x, y = size * torch.randn(2, T, D, generator=rng), torch.randint(5, (2 * T,), generator=rng)
+        nn.functional.cross_entropy(model(x).flatten(0, 1), y).backward()
+        optimizer.step()
+
+
+def probe() -> Tensor:
+    return torch.randn(2, T, D, generator=torch.Generator().manual_seed(2))
+
+
+class Snapshot:
+    """Everything `remove()` must put back: outputs, state, each module's class and `__dict__`, the optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.eval()
+        with torch.no_grad():
+            self.output = model(probe())
+        self.state = {n: x.clone() for n, x in model.state_dict().items()}
+        self.modules = {n: (type(m), m, _plain(m.__dict__)) for n, m in model.named_modules()}
+        self.groups = [{k: list(v) if k == "params" else v for k, v in g.items()} for g in optimizer.param_groups]
+        self.moments = {p: {k: _copy(v) for k, v in s.items()} for p, s in optimizer.state.items()}
+        self.hooks = {n: len(v) for n, v in vars(optimizer).items() if n.endswith("hooks")}
+
+    def assert_same(self, other: Snapshot) -> None:
+        assert torch.equal(self.output, other.output)
+        assert list(self.state) == list(other.state)
+        assert all(torch.equal(self.state[n], other.state[n]) for n in self.state)
+        assert list(self.modules) == list(other.modules)
+        for name, (kind, module, attributes) in self.modules.items():
+            assert other.modules[name][:2] == (kind, module), name
+            assert list(attributes) == list(other.modules[name][2]), name
+            for key, value in attributes.items():
+                assert _same(value, other.modules[name][2][key]), f"{name}.{key}"
+        assert len(self.groups) == len(other.groups)
+        for mine, its in zip(self.groups, other.groups):
+            assert list(mine) == list(its)
+            assert [id(p) for p in mine["params"]] == [id(p) for p in its["params"]]
+            assert all(mine[k] == its[k] for k in mine if k != "params")
+        assert self.hooks == other.hooks
+        assert list(self.moments) == list(other.moments)
+        for p, state in self.moments.items():
+            assert all(_same(v, other.moments[p][k]) for k, v in state.items())
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    # One level down is where torch keeps parameters, buffers, modules and hooks: names and identities.
+    return {
+        k: list(v.items()) if isinstance(v, dict) else list(v) if isinstance(v, list) else v
+        for k, v in attributes.items()
+    }
+
+
+def _copy(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, nn.Parameter):
+        return a is b
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+def cases() -> list[tuple[str, str]]:
+    return [(name, kind) for name in REMEDIES for kind in (*KINDS, "MHA bias", "GQA bias")]
+
+
+def start(name: str, kind: str, size: float = 1.0) -> tuple[Model, torch.optim.Optimizer]:
+    """A model some steps into training; skips what the remedy refuses (the refusal has its own test)."""
+    if refusal_of(name, kind.removesuffix(" bias")):
+        pytest.skip(f"{name} refuses {kind}")
+    model = Model(kind)
+    optimizer = adamw(model)
+    train(model, optimizer, 2, size)
+    return model, optimizer
+
+
+every_case = pytest.mark.parametrize(("name", "kind"), cases())
+
+
+@every_case
+def test_apply_then_remove_restores_everything_bit_for_bit(name: str, kind: str) -> None:
+    model, optimizer = start(name, kind)
+    before = Snapshot(model, optimizer)
+    handle = apply(name, model, optimizer)
+    with torch.no_grad():
+        model(probe())
+    assert handle.active
+    handle.remove()
+    assert not handle.active
+    before.assert_same(Snapshot(model, optimizer))
+    handle.remove()
+    before.assert_same(Snapshot(model, optimizer))
+
+
+@every_case
+def test_remove_after_training_leaves_nothing_but_the_trained_weights(name: str, kind: str) -> None:
+    model, optimizer = start(name, kind)
+    names, groups = list(model.state_dict()), [list(map(id, g["params"])) for g in optimizer.param_groups]
+    structure = Snapshot(model, optimizer)
+    with apply(name, model, optimizer):
+        train(model, optimizer)
+        trained = model.state_dict()
+    assert list(model.state_dict()) == names
+    assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups
+    after = Snapshot(model, optimizer)
+    assert [m[:2] for m in after.modules.values()] == [m[:2] for m in structure.modules.values()]
+    assert after.hooks == structure.hooks
+    assert set(after.moments) == set(structure.moments)
+    for n in set(names) & set(trained):
+        assert torch.equal(trained[n], model.state_dict()[n]), n
+    assert not torch.equal(after.output, structure.output)
+    train(model, optimizer)  # and goes on as if nothing had been there
+
+
+@every_case
+def test_training_with_a_remedy_moves_every_trained_weight_and_stays_finite(name: str, kind: str) -> None:
+    model, optimizer = start(name, kind)
+    apply(name, model, optimizer)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, optimizer, 2)
+    for n, p in model.named_parameters():
+        assert torch.isfinite(p).all(), n
+        assert not torch.equal(before[n], p), n
+
+
+@every_case
+def test_applying_twice_is_refused_and_changes_nothing(name: str, kind: str) -> None:
+    model, optimizer = start(name, kind)
+    handle = apply(name, model, optimizer)
+    before = Snapshot(model, optimizer)
+    with pytest.raises(AlreadyAppliedError, match=name):
+        apply(name, model, optimizer)
+    before.assert_same(Snapshot(model, optimizer))
+    handle.remove()
+    apply(name, model, optimizer).remove()
+
+
+class Boom(Remedy):
+    """A remedy that fails half-way."""
+
+    name: ClassVar[str] = "boom"
+    line: ClassVar[str] = "fails"
+    source: ClassVar[str] = "this test"
+
+    def apply(self, target: Target) -> Handle:
+        raise RuntimeError("half-way")
+
+
+@every_case
+def test_a_failing_apply_leaves_the_model_as_it_was(name: str, kind: str) -> None:
+    model, optimizer = start(name, kind)
+    before = Snapshot(model, optimizer)
+    with pytest.raises(RuntimeError, match="half-way"):
+        apply([name, Boom()], model, optimizer)
+    before.assert_same(Snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("name", [n for n in REMEDIES if n != "none"])
+def test_nan_in_the_last_weights_is_refused_and_the_model_left_as_it_was(name: str) -> None:
+    model, optimizer = start(name, "MHA")
+    with torch.no_grad():
+        model.blocks[1].attention.q_proj.weight[0, 0] = torch.nan  # type: ignore[union-attr]
+    keys, modules = list(model.state_dict()), [type(m) for m in model.modules()]
+    groups = [list(map(id, g["params"])) for g in optimizer.param_groups]
+    with pytest.raises(QkeelError, match="NaN"):
+        apply(name, model, optimizer)
+    assert list(model.state_dict()) == keys
+    assert [type(m) for m in model.modules()] == modules
+    assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_remedy_refuses_it_refuses_with_a_reason_and_changes_nothing(name: str, kind: str) -> None:
+    model = Model(kind)
+    optimizer = adamw(model)
+    before = Snapshot(model, optimizer)
+    reason = refusal_of(name, kind)
+    if not reason:
+        apply(name, model, optimizer).remove()
+        before.assert_same(Snapshot(model, optimizer))
+        return
+    with pytest.raises(RefusedError) as error:
+        apply(name, model, optimizer)
+    assert len(str(error.value)) > 40
+    before.assert_same(Snapshot(model, optimizer))
+
+
+# Per remedy, the hyperparameters that make it the identity, and how exactly: over training steps, or at the start.
+NEUTRAL: dict[str, tuple[str, str]] = {
+    "none": ("none", "bit for bit over steps"),
+    "qk_lr": ("qk_lr:factor=1", "bit for bit over steps"),
+    "qk_clip": ("qk_clip:threshold=1e30", "bit for bit over steps"),
+    "lalr": ("lalr:tau=1", "bit for bit over one step"),
+    "softcap": ("softcap:cap=1e30", "to rounding over steps"),
+    "sigma_reparam": ("sigma_reparam:init=keep", "to rounding at the start"),
+}
+NOT_NEUTRAL = {"qk_norm": "a norm fixes the size of q and k", "qkv_norm": "a norm fixes the size of q, k and v"}
+
+
+def test_every_remedy_says_whether_it_has_a_neutral_setting() -> None:
+    assert set(NEUTRAL) | set(NOT_NEUTRAL) == set(REMEDIES)
+    assert not set(NEUTRAL) & set(NOT_NEUTRAL)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "GQA bias"])
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_neutral_hyperparameters_are_the_identity(name: str, kind: str) -> None:
+    text, how = NEUTRAL[name]
+    steps = {"steps": 5, "step": 1, "start": 0}[how.split()[-1]]
+    plain, optimizer = start(name, kind)
+    train(plain, optimizer, steps)
+    model, optimizer = start(name, kind)
+    handle = apply(text, model, optimizer)
+    train(model, optimizer, steps)
+    ours, theirs = model.eval()(probe()), plain.eval()(probe())
+    if how.startswith("bit"):
+        assert torch.equal(ours, theirs)
+    else:
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    handle.remove()
+    if how.startswith("bit"):
+        for (n, a), b in zip(model.state_dict().items(), plain.state_dict().values()):
+            assert torch.equal(a, b), n
+
+
+@pytest.mark.parametrize(
+    "text", ["qk_lr:factor=0.1", "qk_clip:threshold=0.01", "lalr:tau=0.1", "softcap:cap=0.1", "sigma_reparam:init=one"]
+)
+def test_other_hyperparameters_are_not_the_identity(text: str) -> None:
+    name = text.partition(":")[0]
+    plain, optimizer = start(name, "GQA")
+    train(plain, optimizer)
+    model, optimizer = start(name, "GQA")
+    apply(text, model, optimizer)
+    train(model, optimizer)
+    assert not torch.allclose(model.eval()(probe()), plain.eval()(probe()), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*REMEDIES, *ALIASES])
+def test_an_unknown_option_names_the_nearest(name: str) -> None:
+    known = [f.name for f in dataclasses.fields(REMEDIES[ALIASES.get(name, name)])]  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match="unknown option"):
+        parse(f"{name}:zzz=1")
+    for option in known:
+        with pytest.raises(UnknownNameError, match=f"Did you mean .*'{option}'"):
+            parse(f"{name}:{option}x=1")
+
+
+@pytest.mark.parametrize("name", [*REMEDIES, *ALIASES])
+def test_a_misspelt_remedy_names_the_nearest(name: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"Did you mean .*'{name}'"):
+        parse(name + "x")
+
+
+@every_case
+def test_a_deep_copy_of_a_model_with_a_remedy_computes_the_same_and_is_its_own(name: str, kind: str) -> None:
+    model, optimizer = start(name, kind)
+    handle = apply(name, model, optimizer)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin.eval()(probe()), model.eval()(probe()))
+    handle.remove()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert not torch.equal(twin(probe()), model(probe()))
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_a_model_with_a_remedy_pickles_unless_torch_itself_refuses(name: str) -> None:
+    model, optimizer = start(name, "GQA")
+    apply(name, model, optimizer)
+    if name == "sigma_reparam":
+        with pytest.raises(RuntimeError, match="state_dict"):
+            pickle.dumps(model)
+        return
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again.eval()(probe()), model.eval()(probe()))
+
+
+@every_case
+def test_state_dicts_of_model_and_optimizer_resume_bit_for_bit(name: str, kind: str) -> None:
+    def fresh() -> tuple[Model, torch.optim.Optimizer, Handle]:
+        model, optimizer = start(name, kind)
+        return model, optimizer, apply(name, model, optimizer)
+
+    model, optimizer, handle = fresh()
+    train(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "remedy": handle.state()}, file)
+    train(model, optimizer)
+    again, optimizer, handle = fresh()
+    train(again, optimizer, 1)  # elsewhere, so that loading has something to put right
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    again.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    handle.load(saved["remedy"])
+    train(again, optimizer)
+    assert torch.equal(again.eval()(probe()), model.eval()(probe()))
+
+
+def test_removing_one_of_two_remedies_keeps_the_other() -> None:
+    orders: list[Callable[[Handle, Handle], list[Handle]]] = [lambda a, b: [a, b], lambda a, b: [b, a]]
+    for order in orders:
+        model, optimizer = start("softcap", "GQA")
+        before = Snapshot(model, optimizer)
+        for handle in order(apply("softcap", model, optimizer), apply("qk_norm", model, optimizer)):
+            assert "normed" in repr(model) or model.blocks[0].attention.spec != Model("GQA").blocks[0].attention.spec  # type: ignore[union-attr]
+            handle.remove()
+        before.assert_same(Snapshot(model, optimizer))

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qkeel.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    QkeelError,
+    RefusedError,
+    RunDirectoryError,
+    UnknownNameError,
+)
+from qkeel.lab import Execution, Grid, Plan, RunConfig, Shard, make_plan, progress, run_plan, study
+from qkeel.lab.plan import FULL_GRID, PlannedRun, product
+from qkeel.lab.table import rows
+from qkeel.lab.workers import Job, Outcome, execute
+from qkeel.metrics import paired_gain
+from qkeel.records import TABLE_COLUMNS, read_json
+from qkeel.records.rundir import locked
+
+Make = Callable[..., RunConfig]
+GRID = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1, 0.01], seeds=[1, 0])
+
+
+def plan(tiny: Make, grid: Grid = GRID, **fields: object) -> Plan:
+    return make_plan("lr", tiny(**fields), grid)
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    with open(out / "table.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in csv.DictReader(file)]
+
+
+def test_a_study_is_the_product_in_grid_order(tiny: Make, tmp_path: Path) -> None:
+    seen: list[Outcome] = []
+    result = run_plan(plan(tiny), tmp_path / "s", Execution(on_outcome=seen.append, command="qkeel study lr"))
+    assert len(seen) == 8
+    assert not result.failures
+    assert [(r["remedy"], r["lr"], r["seed"]) for r in result.table] == [
+        (remedy, lr, seed) for remedy in ("none", "lalr:tau=0.1") for lr in (0.01, 0.1) for seed in (0, 1)
+    ]
+    with open(tmp_path / "s" / "table.csv") as file:
+        assert file.readline().strip().split(",") == list(TABLE_COLUMNS)
+    first = table(tmp_path / "s")[0]
+    assert float(first["val_loss"]) == result.table[0]["val_loss"]
+    assert first["collapsed"] in ("true", "false")
+    assert first["alarm_step"] == ""
+    about = read_json(tmp_path / "s" / "study.json")
+    assert about["study"] == "lr"
+    assert about["command"] == "qkeel study lr"
+    assert (about["remedies"], about["lrs"], about["seeds"]) == (["none", "lalr:tau=0.1"], [0.01, 0.1], [0, 1])
+    assert about["runs"][0] == {
+        "run_id": result.table[0]["run_id"],
+        "remedy": "none",
+        "lr": 0.01,
+        "seed": 0,
+        "role": "grid",
+    }
+    assert len(paired_gain(result.table, "lalr:tau=0.1", "none", 0.1)) == 2
+
+
+def test_two_workers_give_the_table_of_one_and_what_is_done_is_skipped(tiny: Make, tmp_path: Path) -> None:
+    run_plan(plan(tiny), tmp_path / "one", Execution())
+    run_plan(plan(tiny), tmp_path / "two", Execution(workers=2))
+    assert table(tmp_path / "one") == table(tmp_path / "two")
+    seen: list[Outcome] = []
+    before = (tmp_path / "two" / "table.csv").read_bytes()
+    run_plan(plan(tiny), tmp_path / "two", Execution(workers=2, on_outcome=seen.append))
+    assert not seen
+    assert (tmp_path / "two" / "table.csv").read_bytes() == before
+
+
+def test_a_study_takes_more_seeds_but_not_another_length(tiny: Make, tmp_path: Path) -> None:
+    small = Grid(remedies=["none"], lrs=[0.1], seeds=[1])
+    run_plan(plan(tiny, small), tmp_path / "s", Execution(command="first"))
+    seen: list[Outcome] = []
+    more = dataclasses.replace(small, seeds=[0, 1], remedies=["qk_norm", "none"])
+    result = run_plan(plan(tiny, more), tmp_path / "s", Execution(command="second", on_outcome=seen.append))
+    assert len(seen) == 3
+    assert [(r["remedy"], r["seed"]) for r in result.table] == [("none", 0), ("none", 1), ("qk_norm", 0), ("qk_norm", 1)]
+    assert read_json(tmp_path / "s" / "study.json")["command"] == "first\nsecond"
+    run_plan(plan(tiny, small), tmp_path / "s", Execution(command="third"))
+    assert read_json(tmp_path / "s" / "study.json")["command"] == "first\nsecond", "a repeat adds no command"
+    before = (tmp_path / "s" / "study.json").read_bytes()
+    with pytest.raises(RunDirectoryError, match=r"different: optim.schedule, steps\)"):
+        run_plan(plan(tiny, small, steps=14, optim_schedule="constant"), tmp_path / "s", Execution())
+    assert (tmp_path / "s" / "study.json").read_bytes() == before
+
+
+def test_a_failed_run_is_listed_and_does_not_stop_the_rest(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qkeel.lab.trainer import Trainer
+
+    real = Trainer.step
+
+    def step(self: Trainer, step: int) -> object:
+        if self.config.seed == 1 and step == 5:
+            raise MemoryError("no memory left")
+        return real(self, step)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    result = run_plan(plan(tiny), tmp_path / "s", Execution())
+    assert [f.error for f in result.failures] == ["MemoryError: no memory left"] * 4
+    assert [r["status"] for r in result.table] == ["done", "failed"] * 4
+    failed = table(tmp_path / "s")[1]
+    assert (failed["remedy"], failed["seed"], failed["val_loss"]) == ("none", "1", "")
+    monkeypatch.undo()
+    result = run_plan(plan(tiny), tmp_path / "s", Execution())
+    assert not result.failures
+    run_plan(plan(tiny), tmp_path / "fresh", Execution())
+    assert table(tmp_path / "s") == table(tmp_path / "fresh")
+
+
+def test_two_studies_cannot_have_one_directory_at_once(tiny: Make, tmp_path: Path) -> None:
+    with (
+        locked(tmp_path / "s" / "lock", "held"),
+        pytest.raises(RunDirectoryError, match=rf"in use by another study \(process {os.getpid()}\)"),
+    ):
+        run_plan(plan(tiny), tmp_path / "s", Execution())
+    assert not (tmp_path / "s" / "study.json").exists()
+
+
+def test_shards_share_a_directory_and_the_last_completes_the_table(tiny: Make, tmp_path: Path) -> None:
+    for index in (3, 1, 2):
+        result = run_plan(plan(tiny), tmp_path / "s", Execution(shard=Shard(index=index, count=3)))
+    assert [row["status"] for row in result.table] == ["done"] * 8
+    run_plan(plan(tiny), tmp_path / "whole", Execution())
+    assert table(tmp_path / "s") == table(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1/0"])
+def test_shards_are_counted_from_one(text: str) -> None:
+    with pytest.raises(InvalidValueError, match="expected a shard i/n"):
+        Shard.parse(text)
+
+
+def test_a_shard_is_two_numbers() -> None:
+    with pytest.raises(InvalidTypeError, match="expected a shard as i/n"):
+        Shard.parse("half")
+
+
+def test_a_directory_of_something_else_is_left_alone(tiny: Make, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(RunDirectoryError, match="holds no study.json"):
+        run_plan(plan(tiny), tmp_path, Execution())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"study": "lr"}'])
+def test_a_damaged_study_file_is_one_clear_error(tiny: Make, tmp_path: Path, content: str) -> None:
+    (tmp_path / "study.json").write_text(content)
+    with pytest.raises(RunDirectoryError, match=r"study.json"):
+        run_plan(plan(tiny), tmp_path, Execution())
+
+
+def test_a_plan_is_checked_before_anything_is_written(tiny: Make) -> None:
+    for remedies, kind, message in (
+        (["none", "qk_nrom"], UnknownNameError, "Did you mean 'qk_norm'"),
+        (["none", "qk_norm+lalr"], RefusedError, "lalr"),
+    ):
+        with pytest.raises(kind, match=message):
+            plan(tiny, Grid(remedies=remedies, lrs=[0.1], seeds=[0]))
+    with pytest.raises(UnknownNameError, match="unknown study 'lrs'"):
+        make_plan("lrs")
+    with pytest.raises(InvalidValueError, match="at least one of seeds"):
+        Grid(remedies=["none"], lrs=[0.1], seeds=[])
+    with pytest.raises(InvalidTypeError, match="expected a list of remedies"):
+        Grid(remedies="none", lrs=[0.1], seeds=[0])
+    with pytest.raises(InvalidValueError, match="learning rate above 0"):
+        plan(tiny, Grid(remedies=["none"], lrs=[0.0], seeds=[0]))
+
+
+def test_two_spellings_of_a_remedy_are_one_run(tiny: Make) -> None:
+    made = plan(tiny, Grid(remedies=["quack:tau=0.1", "lalr:tau=0.10"], lrs=[0.1], seeds=[0]))
+    assert [run.config.remedy for run in made.runs] == ["lalr:tau=0.1"]
+    assert made.grid.remedies == ("lalr:tau=0.1",)
+
+
+def test_the_demo_is_the_grid_and_the_drift_pair() -> None:
+    made = make_plan("demo")
+    roles = [run.role for run in made.runs]
+    assert (roles.count("grid"), roles.count("drift")) == (36, 2)
+    assert all(run.config.optim.schedule == "constant" for run in made.runs)
+    drift = [run.config for run in made.runs if run.role == "drift"]
+    assert [(c.remedy, c.optim.lr, c.steps) for c in drift] == [("none", 0.03, 800), ("qk_norm", 0.03, 800)]
+
+
+def test_the_full_grid_is_three_decades() -> None:
+    assert len(FULL_GRID) == 7
+    assert FULL_GRID[-1] / FULL_GRID[0] == pytest.approx(1000)
+
+
+def test_the_python_entry_runs_a_study(tiny: Make, tmp_path: Path) -> None:
+    result = study("lr", remedies=["none"], lrs=[0.1], seeds=[0], out=tmp_path / "s", base=tiny())
+    assert result.path == tmp_path / "s"
+    assert result.table[0]["status"] == "done"
+
+
+def test_a_run_without_result_is_a_row_with_its_name(tmp_path: Path) -> None:
+    entry = {"run_id": "abc", "remedy": "none", "lr": 0.1, "seed": 0}
+    (row,) = rows(tmp_path, [entry])
+    assert row["status"] == "missing"
+    assert row["val_loss"] is None
+    assert {k: row[k] for k in entry} == entry
+
+
+def test_more_workers_need_joblib_and_say_so(tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "joblib", None)
+    with pytest.raises(QkeelError, match="need joblib"):
+        run_plan(plan(tiny), tmp_path / "s", Execution(workers=2))
+    assert not run_plan(plan(tiny), tmp_path / "s", Execution()).failures
+    with pytest.raises(InvalidValueError, match="at least 1 worker"):
+        run_plan(plan(tiny), tmp_path / "s", Execution(workers=0))
+
+
+def test_an_error_of_a_job_becomes_its_outcome(tiny: Make, tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "other").write_text("")
+    job = Job(tiny().to_dict(), str(tmp_path / "r"), "")
+    (outcome,) = execute([job], 1)
+    assert "not empty" in outcome.error
+
+
+def test_progress_reads_the_last_whole_line(tmp_path: Path) -> None:
+    assert progress.last_step(tmp_path) == 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"ste')
+    assert progress.last_step(tmp_path) == 20
+
+
+def test_an_estimate_grows_with_the_runs_and_falls_with_the_workers(tiny: Make) -> None:
+    runs = product(tiny(), Grid(remedies=["none"], lrs=[0.1], seeds=range(8)))
+    assert progress.estimate_seconds([], 2) == 0
+    assert progress.estimate_seconds(runs, 1) > 0
+    assert isinstance(runs[0], PlannedRun)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for it")
+def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
+    script = (
+        "import os, time, sys\n"
+        "from qkeel.lab.workers import _die_with\n"
+        "parent = os.getpid()\n"
+        "if os.fork() == 0:\n"
+        "    _die_with(parent)\n"
+        "    open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+        "time.sleep(60)\n"
+    )
+    note = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", script, str(note)])
+    deadline = time.monotonic() + 60
+    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    worker = int(note.read_text())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    while alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(worker)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -1,0 +1,102 @@
+"""Small models and straightforward stand-ins that the tests of remedies share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
+from qkeel.nn.mla import LatentSizes
+
+VOCAB, D_MODEL = 13, 16
+
+
+def decoder(**options: Any) -> Decoder:
+    """Two layers of four heads, weights from the seed the test starts with."""
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(**{"vocab_size": VOCAB, "d_model": D_MODEL, **options}))
+    model.init_weights()
+    return model
+
+
+def mla(**options: Any) -> MLA:
+    """Latent attention whose norms differ per head and weight."""
+    torch.manual_seed(0)
+    sizes = LatentSizes(q_latent=12, kv_latent=10, rope_dim=4, nope_dim=6, value_dim=6)
+    return MLA(D_MODEL, 4, sizes=sizes, **options)
+
+
+def tokens(batch: int = 2, length: int = 8) -> Tensor:
+    """Fixed random tokens."""
+    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(7))
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    """Next-token loss."""
+    return nn.functional.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Steps on fixed data."""
+    for i in range(steps):
+        optimizer.zero_grad()
+        loss(model, (tokens() + i) % VOCAB).backward()
+        optimizer.step()
+
+
+def gradients(model: nn.Module, steps: int, seed: int = 3) -> Iterator[dict[str, Tensor]]:
+    """The same random gradients for whoever asks, per parameter name."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield {
+            name: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+            for name, p in model.named_parameters()
+        }
+
+
+def step_by(model: nn.Module, optimizer: torch.optim.Optimizer, grads: dict[str, Tensor]) -> None:
+    """One optimizer step by given gradients."""
+    for name, p in model.named_parameters():
+        p.grad = grads[name].clone()
+    optimizer.step()
+
+
+def attention(dtype: torch.dtype = torch.float64, n_kv_heads: int = 2, **options: Any) -> Attention:
+    """Four query heads of size 4."""
+    torch.manual_seed(0)
+    return Attention(D_MODEL, 4, n_kv_heads, **options).to(dtype)
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """All that a handle must restore: state, order, classes, attributes, groups."""
+    taken: dict[str, Any] = {
+        "state": {k: v.clone() for k, v in model.state_dict().items()},
+        "parameters": [(n, id(p)) for n, p in model.named_parameters()],
+        "modules": [(n, type(m), sorted(m.__dict__)) for n, m in model.named_modules()],
+        "observers": [len(getattr(m, "observers", [])) for m in model.modules()],
+        "specs": [getattr(m, "spec", None) for m in model.modules()],
+    }
+    if optimizer is not None:
+        taken["groups"] = [[id(p) for p in g["params"]] for g in optimizer.param_groups]
+        taken["hooks"] = (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
+    return taken
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Two snapshots are the same bit for bit."""
+    assert list(a["state"]) == list(b["state"])
+    for name, value in a["state"].items():
+        assert torch.equal(value, b["state"][name]), name
+    for part in a.keys() - {"state"}:
+        assert a[part] == b[part], part
+
+
+def heads_of(weight: Tensor, n: int) -> list[Tensor]:
+    """A list of the row blocks of each head."""
+    return list(weight.detach().chunk(n))
+
+
+Make = Callable[[Any, float], torch.optim.Optimizer]
