@@ -51,19 +51,31 @@ def logit_change_frobenius(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -
 def interaction_norms(
     w_q: Float[Tensor, "*h d m"], w_k: Float[Tensor, "*h d m"]
 ) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
-    """Frobenius and spectral norm of W_Qᵀ W_K per head, from d×d matrices.
+    """Frobenius and spectral norm of W_Qᵀ W_K per head, from d×d matrices: see `gram_interaction_norms`."""
+    return gram_interaction_norms(w_q @ w_q.mT, w_k @ w_k.mT)
 
-    ‖·‖_F² = Σ (W_Q W_Qᵀ) ∘ (W_K W_Kᵀ); ‖·‖₂² = the largest eigenvalue of (W_Q W_Qᵀ)(W_K W_Kᵀ), computed on
-    the symmetric similar matrix R_Q (W_K W_Kᵀ) R_Q with R_Q = (W_Q W_Qᵀ)^½.
+
+def gram_interaction_norms(
+    a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
+) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
+    """Frobenius and spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
+
+    ‖·‖_F² = Σ a ∘ b; ‖·‖₂² = the largest eigenvalue of a b, computed on the symmetric matrix Lᵀ b L with a = L Lᵀ:
+    Cholesky's L, or a^½ where a is singular.
     """
-    a, b = w_q @ w_q.mT, w_k @ w_k.mT
-    values, vectors = torch.linalg.eigh(a)
-    root = vectors * values.clamp_min(0).sqrt()[..., None, :] @ vectors.mT
-    spectral = torch.linalg.eigvalsh(root @ b @ root)[..., -1].clamp_min(0).sqrt()
+    root, failed = torch.linalg.cholesky_ex(a)
+    if failed.any():
+        values, vectors = torch.linalg.eigh(a)
+        root = vectors * values.clamp_min(0).sqrt()[..., None, :]
+    spectral = torch.linalg.eigvalsh(root.mT @ b @ root)[..., -1].clamp_min(0).sqrt()
     return (a * b).sum((-2, -1)).clamp_min(0).sqrt(), spectral
 
 
 def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:
     """Largest singular value of each matrix, exactly, from the smaller Gram matrix."""
-    gram = w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w
+    return gram_spectral_norm(w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w)
+
+
+def gram_spectral_norm(gram: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
+    """Largest singular value of W from W Wᵀ."""
     return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt()

@@ -1,29 +1,40 @@
-"""The sites of a model made of qkeel's own modules, which know where their heads are."""
+"""The sites of a model: where its attention happens, and which weights make each head."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
 from qkeel.errors import RefusedError
 from qkeel.nn.attention import Attention
 from qkeel.nn.mla import MLA
+from qkeel.sites.probe import probe
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
 from qkeel.spec import NoNorm
 
 
-def find_sites(model: nn.Module) -> list[AttentionSite]:
-    """Every attention of the model, in module order. A module used twice is one site.
+def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSite]:
+    """Every attention of the model. A module used twice in a forward pass is one site.
+
+    Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is
+    run once and every attention it computes is a site, in the order of the calls; the model, its buffers and caches,
+    gradients and random streams are left as they were.
 
     Raises:
-        RefusedError: the model has no attention that qkeel made.
+        RefusedError: there is no attention, or none that can be seen; the message says what was tried.
+        InvalidValueError: the forward pass with this example fails.
     """
-    sites = [_site(name, module) for name, module in model.named_modules() if isinstance(module, (Attention, MLA))]
-    if not sites:
+    own = [_site(name, module) for name, module in model.named_modules() if isinstance(module, (Attention, MLA))]
+    if args or kwargs:
+        return [*own, *probe(model, args, kwargs, expected=not own)]
+    if not own:
         raise RefusedError(
             f"found no attention in this {type(model).__name__}: looked for qkeel.nn.Attention and qkeel.nn.MLA "
-            f"in {sum(1 for _ in model.modules())} modules. Models made of other modules are not supported yet."
+            f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by watching one "
+            "forward pass: give an example batch, find_sites(model, inputs)."
         )
-    return sites
+    return own
 
 
 def _site(name: str, module: Attention | MLA) -> AttentionSite:
@@ -70,4 +81,4 @@ def _mla_terms(name: str, module: MLA) -> tuple[LogitTerm, ...]:
 
 def is_normed(site: AttentionSite) -> bool:
     """Whether a norm on q or k stands between the weights and the logit."""
-    return not isinstance(site.spec.norm, NoNorm)
+    return site.normed or not isinstance(site.spec.norm, NoNorm)

@@ -125,7 +125,11 @@ class LogitTerm:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionSite:
-    """One attention of a model."""
+    """One attention of a model.
+
+    `terms` is empty where the weights can't be told; `why` then says so. `normed`: a norm stands between the
+    weights and the logit, one that is part of the model, not of the spec.
+    """
 
     name: str
     module: nn.Module
@@ -133,7 +137,9 @@ class AttentionSite:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    terms: tuple[LogitTerm, ...]
+    terms: tuple[LogitTerm, ...] = ()
+    why: str = ""
+    normed: bool = False
 
     @property
     def query(self) -> list[HeadSlice]:

@@ -1,0 +1,208 @@
+"""Safetensors files read through the memory map, tensor by tensor; pickles are refused, nothing is unpickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import DataError, RefusedError
+
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_HEADER_LIMIT = 100_000_000  # bytes; the safetensors format's own limit
+
+# Names of the format -> torch. What is not here is listed without numbers.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies: file, dtype as the file names it, shape, first and last byte (exclusive) in the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def floating(self) -> bool:
+        """Whether it holds floating-point numbers that torch can read."""
+        return self.dtype in DTYPES and DTYPES[self.dtype].is_floating_point
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The tensors of a checkpoint in the order they lie on disk, and its config.json (empty if there is none)."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    config: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.end - t.begin for t in self.tensors.values())
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Read the headers of a safetensors file, of a sharded folder, or of a Hugging Face folder.
+
+    Raises: RefusedError for pickles; DataError for what is missing, truncated or damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path} does not exist; expected a .safetensors file or a folder that holds one")
+    files = _files(path) if path.is_dir() else [path]
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in _header(file):
+            if tensor.name in tensors:
+                other = tensors[tensor.name].file.name
+                raise DataError(f"tensor {tensor.name} is both in {other} and {file.name}; scan one file at a time")
+            tensors[tensor.name] = tensor
+    if not tensors:
+        raise DataError(f"{path} holds no tensors; expected the weights of a model")
+    return Checkpoint(path=path, tensors=tensors, config=_config(path))
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        weights = _json(folder / INDEX).get("weight_map")
+        if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
+            raise DataError(f"{folder / INDEX} has no weight_map of names to files: it is damaged; download it again")
+        files = [folder / name for name in sorted(set(weights.values()))]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise DataError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; download what is missing")
+        return files
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    found = sorted(folder.glob("*.safetensors"))
+    if found:
+        return found
+    pickles = sorted(file for file in folder.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise _refusal(pickles[0])
+    raise DataError(f"{folder} holds no .safetensors file; expected one, or shards with {INDEX}")
+
+
+def _refusal(file: Path) -> RefusedError:
+    return RefusedError(
+        f"{file} is a pickle, and reading a pickle can run any code, so qkeel does not. Convert it where you trust it: "
+        f'from safetensors.torch import save_file; save_file(torch.load("{file.name}", weights_only=True), '
+        '"model.safetensors"), or load the model and call save_pretrained'
+    )
+
+
+def _header(file: Path) -> list[StoredTensor]:
+    """The tensors of one file, by place."""
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as stream:
+            start = stream.read(8)
+            if start.startswith(_PICKLE_STARTS) or (file.suffix in PICKLES and file.suffix != ".ckpt"):
+                raise _refusal(file)
+            length = int.from_bytes(start, "little")
+            if size < 8 or length > size - 8:
+                raise DataError(_torn(file, size, 8 + length if size >= 8 and length <= _HEADER_LIMIT else None))
+            text = stream.read(length)
+    except OSError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"cannot read {file}: {error.strerror or error}") from error
+    try:
+        entries = {name: e for name, e in json.loads(text).items() if name != "__metadata__"}
+        found = [_entry(name, e, file, 8 + length) for name, e in entries.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} has no readable safetensors header: it is damaged or of another format") from error
+    end = max((t.end for t in found), default=8 + length)
+    if end > size:
+        raise DataError(_torn(file, size, end))
+    return sorted(found, key=lambda t: t.begin)
+
+
+def _torn(file: Path, size: int, wanted: int | None) -> str:
+    if wanted is None:
+        return f"{file} ({size:,} bytes) is not a safetensors file, or its beginning is damaged; download it again"
+    return f"{file} is truncated: its header asks for {wanted:,} bytes, it has {size:,}; download or save it again"
+
+
+def _entry(name: str, entry: Mapping[str, Any], file: Path, data: int) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(n) for n in entry["shape"])
+    dtype = str(entry["dtype"])
+    if begin < 0 or end < begin or min(shape, default=0) < 0:
+        raise ValueError(name)
+    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
+        raise ValueError(name)
+    return StoredTensor(name=name, file=file, dtype=dtype, shape=shape, begin=data + begin, end=data + end)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {file} as JSON: {error}; restore it or scan the weight file by itself") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{file} is no JSON object; restore it or scan the weight file by itself")
+    return value
+
+
+def _config(path: Path) -> dict[str, Any]:
+    folder = path if path.is_dir() else path.parent
+    # A qkeel run keeps its weights in last/ and its configuration beside it.
+    places = [folder / "config.json", *([folder.parent / "config.json"] if folder.name == "last" else [])]
+    return next((_json(file) for file in places if file.exists()), {})
+
+
+@final
+class MappedFile:
+    """One file in memory only as far as it is being looked at: `release` gives the pages back."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        with open(file, "rb") as stream:
+            # Copy on write: torch refuses read-only memory, and nothing here writes.
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def view(self, tensor: StoredTensor) -> Tensor:
+        """The tensor as a view of the file; valid whatever was released before."""
+        dtype = DTYPES[tensor.dtype]
+        count = math.prod(tensor.shape)
+        if count == 0:
+            return torch.empty(tensor.shape, dtype=dtype)
+        if tensor.begin % dtype.itemsize:  # an old file without padding: copy
+            return torch.frombuffer(bytearray(self._map[tensor.begin : tensor.end]), dtype=dtype).view(tensor.shape)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
+
+    def release(self, begin: int, end: int) -> None:
+        """Let go of the pages of [begin, end) bytes; they are read anew if asked for again."""
+        first = begin - begin % mmap.PAGESIZE
+        if end > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)

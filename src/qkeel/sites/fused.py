@@ -1,0 +1,164 @@
+"""Fused attention functions as AttentionCalls: q, k and mask are their arguments."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+from qkeel.sites.handwritten import HIDES
+from qkeel.sites.layout import fewest_keys, head_counts, layout
+from qkeel.sites.scores import ScoresCall
+from qkeel.sites.stack import Frame
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed
+from qkeel.spec.call import make_call
+
+Seen = AttentionCall | ScoresCall
+
+_MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
+_FLEX = inspect.signature(inspect.unwrap(flex_attention))
+
+
+def sdpa(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+    """F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args)), **kwargs}
+    q, k = given["query"], given["key"]
+    scale = given.get("scale")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    return _call(frame, q, k, scale, given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
+
+
+def _call(frame: Frame, q: Tensor, k: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> AttentionCall:
+    """The call; `causal` as SDPA has it: query i sees the keys up to i, whatever the number of keys."""
+    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]) if q.ndim > 4 or q.ndim < 4 else q.shape[:2]
+    t, s = q.shape[-2], k.shape[-2]
+    how = layout(torch.Size((*lead, t, s)), _hints(frame), frame.batch)
+    if q.ndim == 4:
+        q4, k4 = q, k.expand(q.shape[0], *k.shape[1:])
+    else:
+        q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
+    if mask is not None and q.ndim != 4:
+        mask = how.apply(mask.expand(*lead, t, s))
+    k4 = fewest_keys(k4)
+    pos = (torch.arange(t, device=q.device), torch.arange(s, device=q.device)) if causal and t != s else (None, None)
+    spec = AttentionSpec(scale=Fixed(scale))
+    return make_call(spec, q4, k4, k4, causal=causal, mask=_hiding(mask), pos_q=pos[0], pos_k=pos[1])
+
+
+def _hiding(mask: Tensor | None) -> Tensor | None:
+    """An additive mask with -inf where it hides; what hides nothing and adds nothing stays as it is."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    mask = mask.detach()
+    while mask.ndim < 4:
+        mask = mask[None]
+    return mask.masked_fill(mask <= HIDES, -torch.inf)
+
+
+def _hints(frame: Frame) -> frozenset[int]:
+    return next((hints for f in frame.line() if (hints := head_counts(f.module))), frozenset())
+
+
+def flex(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+    """flex_attention: score_mod and mask_mod evaluated on the whole matrix, as torch's eager form does."""
+    given = _FLEX.bind(*args, **kwargs).arguments
+    q, k = given["query"], given["key"]
+    b, h, t, d = q.shape
+    s = k.shape[2]
+    scale = given.get("scale")
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)
+    with torch.no_grad():
+        wide_k = k.repeat_interleave(h // k.shape[1], dim=1).expand(b, -1, -1, -1)
+        z = (q * scale) @ wide_k.mT
+        modify = given.get("score_mod")
+        if modify is not None:
+            z = _modified(modify, z)
+        block = given.get("block_mask")
+        hidden = None if block is None else ~create_mask(block.mask_mod, b, h, t, s, device=q.device)
+        hidden = z <= HIDES if hidden is None else hidden | (z <= HIDES)
+    return ScoresCall(
+        spec=AttentionSpec(scale=Fixed(scale)), logits=z, capped=z, hidden=hidden, q=q, k=k.expand(b, -1, -1, -1)
+    )
+
+
+def _modified(modify: Callable[..., Tensor], z: Tensor) -> Tensor:
+    """score_mod(score, b, h, i, j) at every place of z [b h t s]."""
+    places = [torch.arange(n, device=z.device) for n in z.shape]
+    run = modify
+    for inner in (
+        (0, None, None, None, 0),
+        (0, None, None, 0, None),
+        (0, None, 0, None, None),
+        (0, 0, None, None, None),
+    ):
+        run = torch.vmap(run, in_dims=inner)
+    return run(z, *places)
+
+
+def mha(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+    """F.multi_head_attention_forward: q and k anew from its arguments and weights, since it is opaque inside."""
+    bound = _MHA.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key = given["query"], given["key"]
+    if query.ndim == 2:
+        query, key = query[:, None], key[:, None]
+    t, b, m = query.shape
+    h = given["num_heads"]
+    q, k = _projected(given, query, key, m)
+    q = q.reshape(t, b, h, -1).permute(1, 2, 0, 3)
+    k = k.reshape(key.shape[0], b, h, -1).permute(1, 2, 0, 3)
+    if given["static_k"] is not None:
+        k = given["static_k"].unflatten(0, (b, h))
+    mask = _mha_mask(given, (b, h, t, k.shape[2]))
+    if given["bias_k"] is not None:
+        k = torch.cat([k, given["bias_k"].view(1, h, 1, -1).expand(b, -1, -1, -1)], dim=2)
+    if given["add_zero_attn"]:
+        k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
+    if mask is not None:
+        mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))
+    causal = bool(given["is_causal"]) and mask is None
+    return _call(frame, q, k, 1 / math.sqrt(q.shape[-1]), mask, causal=causal)
+
+
+def _projected(given: dict[str, Any], query: Tensor, key: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    bias = given["in_proj_bias"]
+    if given["use_separate_proj_weight"]:
+        parts = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
+        return F.linear(query, given["q_proj_weight"], parts[0]), F.linear(key, given["k_proj_weight"], parts[1])
+    # The whole packed matrix, so that its rows can be told by their gradients.
+    weight = given["in_proj_weight"]
+    return F.linear(query, weight, bias)[..., :m], F.linear(key, weight, bias)[..., m : 2 * m]
+
+
+def _mha_mask(given: dict[str, Any], shape: tuple[int, int, int, int]) -> Tensor | None:
+    """attn_mask and key_padding_mask as one additive mask."""
+    b, h, t, s = shape
+    total = None
+    for mask, view in (
+        (
+            given["attn_mask"],
+            lambda x: x.view(b, h, t, s) if x.ndim == 3 and x.shape[0] == b * h else x.expand(1, 1, t, s),
+        ),
+        (given["key_padding_mask"], lambda x: x.view(b, 1, 1, s)),
+    ):
+        if mask is None:
+            continue
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -torch.inf)
+        total = view(mask) if total is None else total + view(mask)
+    return total
+
+
+FUSED: dict[str, Callable[[Frame, tuple[Any, ...], dict[str, Any]], Seen]] = {
+    "scaled_dot_product_attention": sdpa,
+    "flex_attention": flex,
+    "multi_head_attention_forward": mha,
+}

@@ -1,0 +1,183 @@
+"""One forward pass under observation, after which the model is as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.sites.graph import names_of
+from qkeel.sites.intercept import Interceptor, Sighting
+from qkeel.sites.scores import ScoresCall
+from qkeel.sites.site import AttentionSite
+from qkeel.sites.weights import UntoldError, logit_terms
+
+
+def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, expected: bool) -> list[AttentionSite]:
+    """The sites that a forward pass on this example shows; none is an error if they were `expected`."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        model = model._orig_mod
+    seen: dict[str, list[Sighting]] = {}
+    watcher = Interceptor(model, lambda sighting: _note(seen, sighting), probing=True)
+    with _undisturbed(model):
+        _forward(model, watcher, copied(args), copied(kwargs))
+        names = names_of(model)
+        sites = [_site(calls, names) for calls in grouped(seen)]
+    if not sites and expected:
+        raise RefusedError(_nothing(model, watcher))
+    return sites
+
+
+def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
+    seen.setdefault(sighting.name, []).append(sighting)
+
+
+def _forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
+    try:
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, torch.inference_mode(False), torch.enable_grad(), _no_checkpointing(), watcher:
+            model(*args, **kwargs)
+    except Exception as error:
+        raise InvalidValueError(
+            f"the forward pass of {type(model).__name__} on the example failed: {type(error).__name__}: {error}. "
+            "Give arguments with which model(...) runs, on the model's device"
+        ) from error
+
+
+def grouped(seen: Mapping[str, list[Sighting]]) -> Iterator[list[Sighting]]:
+    """The first call of each site; where a module computes its heads one by one, all of them together."""
+    firsts = [calls[0] for calls in seen.values()]
+    done: set[int] = set()
+    for first in firsts:
+        if id(first) in done:
+            continue
+        heads = [first]
+        if first.headless:
+            heads = [s for s in firsts if s.frame is first.frame and s.headless]
+        done.update(id(s) for s in heads)
+        yield heads
+
+
+def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
+    first = calls[0]
+    q, k = (_stacked([getattr(s.call, side) for s in calls]) for side in ("q", "k"))
+    terms, normed, why = (), False, ""
+    if q is None or k is None:
+        why = "the operands of the product could not be brought into the shape of the scores"
+    else:
+        try:
+            terms, normed = logit_terms(q, k, first.frame, names)
+        except UntoldError as error:
+            why = str(error)
+    call = first.call
+    heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1] * len(calls)
+    return AttentionSite(
+        name=first.name,
+        module=first.frame.module,
+        spec=call.spec,
+        n_heads=heads,
+        n_kv_heads=heads if k is None else k.shape[1],
+        head_dim=0 if q is None else q.shape[-1],
+        terms=terms,
+        why=why,
+        normed=normed,
+    )
+
+
+def _stacked(parts: list[Tensor | None]) -> Tensor | None:
+    known = [p for p in parts if p is not None]
+    if len(known) != len(parts):
+        return None
+    return known[0] if len(known) == 1 else torch.cat(known, dim=1)
+
+
+def _nothing(model: nn.Module, watcher: Interceptor) -> str:
+    stopped = ", ".join(f"{name} ({n}x)" for name, n in watcher.handwritten.stopped.most_common(5))
+    return (
+        f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
+        "F.scaled_dot_product_attention, flex_attention, F.multi_head_attention_forward, and a product of two "
+        "activations that reaches a softmax through scaling, masks, caps, casts and views. "
+        f"Products that lost their way did so at: {stopped or 'none, there was no product of two activations'}. "
+        "Inside torch.jit.script, torch.compile and custom C++ or CUDA operators nothing can be seen. "
+        "If there is attention, describe it by hand: qkeel.sites.AttentionSite(name=..., module=..., spec=..., "
+        "n_heads=..., n_kv_heads=..., head_dim=..., terms=...)"
+    )
+
+
+def copied(value: Any) -> Any:
+    """Arguments that a forward pass may change (caches) copied, tensors as they are."""
+    if isinstance(value, torch.Tensor) or value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(copied(v) for v in value)
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {k: copied(v) for k, v in value.items()}
+    if type(value) is list:
+        return [copied(v) for v in value]
+    return copy.deepcopy(value)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with ExitStack() as undo, torch.random.fork_rng(devices=devices):
+        for module in model.modules():
+            undo.callback(_keep(module))
+        for p in model.parameters():
+            if not p.requires_grad and (p.is_floating_point() or p.is_complex()):
+                # The walk from q to its weights needs a graph, in frozen models too.
+                p.requires_grad_(True)
+                undo.callback(p.requires_grad_, False)
+        yield
+
+
+def _keep(module: nn.Module) -> Any:
+    """A function that puts a module's own tensors and attributes back."""
+    plain = {n: v for n, v in vars(module).items() if n not in ("_parameters", "_modules", "_buffers")}
+    buffers = dict(module._buffers)
+    held = [v for v in (*plain.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
+    kept = [(x, x.detach().clone(), x._version) for x in held if not x.is_inference()]
+
+    def restore() -> None:
+        state = vars(module)
+        for name in [n for n in state if n not in plain and n not in ("_parameters", "_modules", "_buffers")]:
+            del state[name]
+        state.update(plain)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+        with torch.no_grad():
+            for x, value, version in kept:
+                if x._version != version:
+                    x.copy_(value)
+
+    return restore
+
+
+@contextmanager
+def _no_checkpointing() -> Iterator[None]:
+    """Gradient checkpointing switched off: a reentrant one records no graph, the other one would run twice."""
+    home = torch.utils.checkpoint
+    reentrant, generator = home.CheckpointFunction.apply, home._checkpoint_without_reentrant_generator
+
+    def direct(function: Any, _preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+    def plain(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        yield
+
+    home.CheckpointFunction.apply = staticmethod(direct)  # type: ignore[method-assign,assignment]
+    home._checkpoint_without_reentrant_generator = plain  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del home.CheckpointFunction.apply
+        assert home.CheckpointFunction.apply is not direct
+        home._checkpoint_without_reentrant_generator = generator
+        _ = reentrant

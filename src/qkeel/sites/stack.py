@@ -1,0 +1,97 @@
+"""Which module is running: forward hooks that are there only while a probe or a sampled forward runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Frame:
+    """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
+
+    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far.
+    """
+
+    name: str
+    module: nn.Module
+    parent: Frame | None
+    batch: int = 0
+    inputs: tuple[Tensor, ...] = ()
+    calls: int = 0
+
+    def line(self) -> list[Frame]:
+        """This frame and those that called it, innermost first."""
+        frames: list[Frame] = [self]
+        while (parent := frames[-1].parent) is not None:
+            frames.append(parent)
+        return frames
+
+    def shared_with(self, other: Frame) -> Frame:
+        """The innermost frame that holds both: that of an attention whose softmax is a module of its own."""
+        mine = {id(f) for f in self.line()}
+        return next((f for f in other.line() if id(f) in mine), self)
+
+
+class ModuleStack:
+    """Knows the innermost running module of a model, between `__enter__` and `__exit__`.
+
+    Module calls are seen by per-module hooks, so that nothing outside the model is touched; a module that runs
+    inside compiled code is not seen.
+    """
+
+    def __init__(self, model: nn.Module, *, keep_inputs: bool = False) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._modules = list(model.modules())
+        self._keep = keep_inputs
+        self._hooks: list[RemovableHandle] = []
+        self.root = Frame(name="", module=model, parent=None)
+        self.top = self.root
+
+    def __enter__(self) -> Self:
+        for module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(self.push, with_kwargs=True, prepend=True))
+            self._hooks.append(module.register_forward_hook(self._pop, always_call=True))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.top = self.root
+
+    def push(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of this module begins."""
+        inputs = tuple(tensors((args, kwargs)))
+        batch = next((x.shape[0] for x in inputs if x.ndim > 1), 0)
+        self.top = Frame(
+            name=self._names[id(module)],
+            module=module,
+            parent=self.top,
+            batch=batch,
+            inputs=inputs if self._keep else (),
+        )
+
+    def _pop(self, module: nn.Module, args: object, output: object) -> None:
+        # A frame above this one was left by an exception inside a module without hooks.
+        for frame in self.top.line():
+            if frame.module is module and frame.parent is not None:
+                self.top = frame.parent
+                return
+
+
+def tensors(value: object) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)

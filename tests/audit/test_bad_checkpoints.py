@@ -1,0 +1,86 @@
+"""What cannot be read gets one clear error."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from audit.models import save
+from qkeel.audit import Geometry, scan
+from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, UnknownNameError
+
+
+def test_pickles_are_refused_unopened_with_the_way_to_convert(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (pytest.fail, ("the pickle was opened",))
+
+    for name in ("pytorch_model.bin", "model.pt", "last.ckpt", "renamed.safetensors"):
+        file = tmp_path / name / name
+        file.parent.mkdir()
+        file.write_bytes(pickle.dumps(Bomb()))
+        with pytest.raises(RefusedError, match="save_file"):
+            scan(file)
+        if not name.endswith(".safetensors"):
+            with pytest.raises(RefusedError, match="pickle"):
+                scan(file.parent)
+    torch.save({"a": torch.ones(2)}, tmp_path / "zip.safetensors")
+    with pytest.raises(RefusedError, match="pickle"):
+        scan(tmp_path / "zip.safetensors")
+
+
+def test_a_file_cut_anywhere_is_truncated(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for keep in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:keep])
+        with pytest.raises(DataError, match=r"truncated|not a safetensors"):
+            scan(tmp_path)
+
+
+def test_a_damaged_header_is_told(tmp_path: Path) -> None:
+    for text in (b"not json at all!", b"[1, 2]", b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'):
+        (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+        with pytest.raises(DataError, match="header"):
+            scan(tmp_path / "x.safetensors")
+
+
+def test_a_missing_file_folder_or_shard_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        scan(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"no \.safetensors file"):
+        scan(tmp_path)
+    save("llama", tmp_path, max_shard_size="8KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(DataError, match=shard.name):
+        scan(tmp_path)
+
+
+def test_unknown_names_are_listed_with_the_known_ones(tmp_path: Path) -> None:
+    save_file({"lamp.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    with pytest.raises(UnknownNameError, match=r"q_proj/k_proj.*lamp\.weight"):
+        scan(tmp_path / "x.safetensors")
+    found = scan(tmp_path / "x.safetensors", heads=False)
+    assert [(t.name, t.frobenius) for t in found.tensors] == [("lamp.weight", 2.0)]
+
+
+def test_head_counts_below_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="n_heads"):
+        scan(tmp_path, flags=Geometry(n_heads=0))
+
+
+def test_a_config_that_is_no_json_is_told(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(QkeelError, match=r"config\.json"):
+        scan(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(QkeelError, match=r"config\.json"):
+        scan(tmp_path)

@@ -1,0 +1,220 @@
+"""A scan gives the numbers of float64 linear algebra on the weights that make each head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from audit.models import CONFIGS, projections, save
+from qkeel.audit import Geometry, Scan, as_json, scan, table
+from qkeel.audit.layouts import Unknown
+
+
+def _matrix(values: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_norms_of_every_head_equal_float64_singular_values(name: str, tmp_path: Path) -> None:
+    model = save(name, tmp_path)
+    found = scan(tmp_path)
+    assert len(found.sites) == 2
+    assert found.unknown == ()
+    for layer, site in enumerate(found.sites):
+        q, k = projections(name, model, layer)
+        assert f".{layer}." in site.name
+        singular = torch.linalg.svdvals(q.mT @ k)
+        expected = {
+            "query_frobenius": q.flatten(1).norm(dim=1),
+            "query_spectral": torch.linalg.svdvals(q)[:, 0],
+            "key_frobenius": k.flatten(1).norm(dim=1),
+            "key_spectral": torch.linalg.svdvals(k)[:, 0],
+            "interaction_frobenius": singular.norm(dim=1),
+            "interaction_spectral": singular[:, 0],
+        }
+        for column, values in expected.items():
+            torch.testing.assert_close(_matrix(getattr(site, column)), values, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_logit_of_the_running_model_exceeds_its_bound(name: str, tmp_path: Path) -> None:
+    model = save(name, tmp_path)
+    found = scan(tmp_path)
+    largest = _largest_logits(model, torch.randint(1, 32, (8, 24), generator=torch.Generator().manual_seed(0)))
+    assert len(largest) == len(found.sites)
+    for seen, site in zip(largest, found.sites):
+        bound = _matrix(site.logit_bound if name not in ("qwen3", "gemma3_text", "olmo2") else site.gain_bound)
+        assert (seen <= bound * (1 + 1e-5)).all(), (seen, bound)
+        assert (seen > bound / 200).all()  # a bound that says something
+
+
+def _largest_logits(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Per layer and head, the largest |logit| on its way into softmax."""
+    softmax, seen = torch.nn.functional.softmax, []
+
+    def spy(x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if x.ndim == 4:
+            seen.append(x.double().masked_fill(x < -1e20, 0).abs().amax((0, 2, 3)))
+        return softmax(x, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.nn.functional, "softmax", spy)
+        patch.setattr(torch, "softmax", spy)
+        model(tokens)
+    return seen
+
+
+def test_norm_gains_are_read_with_the_convention_of_the_model(tmp_path: Path) -> None:
+    for name, offset in (("qwen3", 0.0), ("gemma3_text", 1.0)):
+        model = save(name, tmp_path / name)
+        gain = model.state_dict()["model.layers.0.self_attn.q_norm.weight"].double() + offset
+        site = scan(tmp_path / name).sites[0]
+        assert site.query_gain_max == pytest.approx(float(gain.abs().max()), rel=1e-12)
+        assert site.key_gain_max is not None
+
+
+def test_a_gain_bound_is_root_d_times_the_gains(tmp_path: Path) -> None:
+    model = save("qwen3", tmp_path)
+    q, k = (model.state_dict()[f"model.layers.0.self_attn.{s}_norm.weight"].double().abs().max() for s in "qk")
+    assert scan(tmp_path).sites[0].gain_bound == pytest.approx([float(16**0.5 * q * k)] * 4, rel=1e-9)
+
+
+def test_shards_and_one_file_give_the_same_scan(tmp_path: Path) -> None:
+    save("llama", tmp_path / "one")
+    save("llama", tmp_path / "many", max_shard_size="8KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    one, many = scan(tmp_path / "one"), scan(tmp_path / "many")
+    assert [s.name for s in one.sites] == [s.name for s in many.sites]
+    for a, b in zip(one.sites, many.sites):
+        assert a.interaction_spectral == pytest.approx(b.interaction_spectral, rel=1e-13)
+        assert a.logit_bound == pytest.approx(b.logit_bound, rel=1e-13)
+    assert {t.name: t for t in one.tensors} == {t.name: t for t in many.tensors}
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 1e-5), (torch.float16, 1e-5), (torch.float64, 1e-9)])
+def test_every_dtype_is_read_as_what_it_is(dtype: torch.dtype, error: float, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    stored = {k: v.to(dtype) for k, v in load_file(tmp_path / "model.safetensors").items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    q, k = (stored[f"model.layers.0.self_attn.{s}_proj.weight"].double().view(-1, 8, 32) for s in "qk")
+    expected = torch.linalg.svdvals(q.mT @ k.repeat_interleave(2, 0))[:, 0]
+    found = scan(tmp_path)
+    torch.testing.assert_close(_matrix(found.sites[0].interaction_spectral), expected, rtol=error, atol=0)
+    for report in found.tensors:
+        assert report.frobenius == pytest.approx(float(stored[report.name].double().norm()), rel=error)
+        assert report.shape == tuple(stored[report.name].shape)
+
+
+def test_nan_and_infinity_are_counted_and_hide_no_other_head(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    clean = scan(tmp_path).sites[0]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored[name][8:10, 3] = torch.tensor([torch.nan, torch.inf])  # head 1
+    save_file(stored, tmp_path / "model.safetensors")
+    found = scan(tmp_path)
+    assert {t.name: t.non_finite for t in found.tensors if t.non_finite} == {name: 2}
+    site = found.sites[0]
+    assert site.outlier[1]
+    assert site.interaction_spectral[1] != site.interaction_spectral[1]
+    for head in (0, 2, 3):
+        assert site.interaction_spectral[head] == pytest.approx(clean.interaction_spectral[head], rel=1e-12)
+    assert "NaN" in table(found)
+
+
+def test_a_head_that_stands_out_is_marked(tmp_path: Path) -> None:
+    save("gpt_neox", tmp_path)
+    assert not any(any(site.outlier) for site in scan(tmp_path).sites)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["gpt_neox.layers.1.attention.query_key_value.weight"][2 * 24 : 2 * 24 + 8] *= 30  # queries of head 2
+    save_file(stored, tmp_path / "model.safetensors")
+    found = scan(tmp_path)
+    assert [site.outlier for site in found.sites] == [(False,) * 4, (False, False, True, False)]
+    assert "gpt_neox.layers.1.attention head 2" in table(found)
+
+
+def test_without_config_the_heads_come_from_flags_or_the_site_is_unknown(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    with_config = scan(tmp_path).sites
+    (tmp_path / "config.json").unlink()
+    found = scan(tmp_path)
+    assert found.sites == ()
+    assert len(found.unknown) == 2
+    assert all("--n-heads" in unknown.reason for unknown in found.unknown)
+    flagged = scan(tmp_path, flags=Geometry(n_heads=4, n_kv_heads=2)).sites
+    assert [s.interaction_spectral for s in flagged] == [s.interaction_spectral for s in with_config]
+    assert "1 + w" in flagged[0].notes[0]
+
+
+def test_a_fused_weight_whose_order_nobody_says_is_not_guessed(tmp_path: Path) -> None:
+    save("gpt_neox", tmp_path)
+    with_config = scan(tmp_path).sites
+    (tmp_path / "config.json").unlink()
+    assert "--layout" in scan(tmp_path, flags=Geometry(n_heads=4)).unknown[0].reason
+    flagged = scan(tmp_path, flags=Geometry(n_heads=4, layout="groups")).sites
+    assert [s.query_spectral for s in flagged] == [s.query_spectral for s in with_config]
+
+
+def test_head_counts_that_contradict_the_weights_are_told(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 4}))
+    found = scan(tmp_path)
+    assert found.sites == ()
+    assert "2 key heads" in found.unknown[0].reason
+
+
+def test_attention_under_other_names_beside_known_one_is_listed(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.9.linear_attn.in_proj_qkvz.weight"] = torch.ones(4, 4)
+    save_file(stored, tmp_path / "model.safetensors")
+    unknown = scan(tmp_path).unknown
+    assert unknown == (Unknown("model.layers.9.linear_attn", "no known names of query and key among in_proj_qkvz"),)
+
+
+def test_quantised_weights_are_listed_not_measured(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored[name] = stored[name].to(torch.float8_e4m3fn)
+    stored[f"{name}_scale_inv"] = torch.ones(1)
+    save_file(stored, tmp_path / "model.safetensors")
+    found = scan(tmp_path)
+    assert [u.name for u in found.unknown] == ["model.layers.0.self_attn"]
+    assert "quantised" in found.unknown[0].reason
+    assert [s.name for s in found.sites] == ["model.layers.1.self_attn"]
+
+
+def test_own_models_are_known(tmp_path: Path) -> None:
+    from qkeel.lab.config import ModelConfig
+    from qkeel.lab.model import build_decoder
+
+    for block, attention in (("mha", "qwen3"), ("mla", "baseline")):
+        config = ModelConfig(d_model=32, n_layers=2, n_heads=4, block=block, attention=attention)
+        model = build_decoder(config, vocab_size=8)
+        save_file(model.state_dict(), tmp_path / f"{block}.safetensors")
+        found = scan(tmp_path / f"{block}.safetensors", flags=Geometry(n_heads=4))
+        assert len(found.sites) == 2
+        assert found.unknown == ()
+        site, weights = found.sites[1], {k: v.double() for k, v in model.state_dict().items()}
+        q, k = ("q_proj", "k_proj") if block == "mha" else ("q_up", "k_up")
+        wq, wk = (weights[f"blocks.1.attention.{n}.weight"].unflatten(0, (4, -1)) for n in (q, k))
+        expected = torch.linalg.svdvals(wq.mT @ wk)[:, 0]
+        torch.testing.assert_close(_matrix(site.interaction_spectral), expected, rtol=1e-9, atol=0)
+        assert (site.query_gain_max is not None) == (attention == "qwen3")
+
+
+def test_progress_ends_at_all_bytes_and_json_has_no_nan(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    seen: list[tuple[int, int]] = []
+    found: Scan = scan(tmp_path, on_progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (found.n_bytes, found.n_bytes)
+    assert seen == sorted(seen)
+    back = json.loads(json.dumps(as_json(found), allow_nan=False))
+    assert back["sites"][0]["logit_bound"] == [None] * 4
+    assert back["sites"][0]["gain_bound"] == pytest.approx(found.sites[0].gain_bound)
