@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -64,7 +64,7 @@ class Shard:
         return cls(index=int(index), count=int(count))
 
 
-def execute(jobs: Sequence[Job], workers: int) -> Iterator[Outcome]:
+def execute(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]:
     """Do the jobs, yielding each as it ends. Closing the iterator stops the workers.
 
     With one worker everything happens in this process and joblib is not needed. With more, joblib's backend
@@ -79,8 +79,10 @@ def execute(jobs: Sequence[Job], workers: int) -> Iterator[Outcome]:
         from joblib import Parallel, delayed
     except ImportError as error:
         raise QkeelError(f"{workers} workers need joblib: pip install 'qkeel[lab]', or use one worker") from error
-    pool = Parallel(n_jobs=min(workers, len(jobs)), return_as="generator_unordered", batch_size=1, pre_dispatch="all")
-    results = pool(delayed(work_apart)(job, os.getpid()) for job in jobs)
+    how: dict[str, Any] = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "all"}
+    results: Any = Parallel(n_jobs=min(workers, len(jobs)), **how)(
+        delayed(work_apart)(job, os.getpid()) for job in jobs
+    )
     try:
         yield from results
     except (QkeelError, KeyboardInterrupt, GeneratorExit):

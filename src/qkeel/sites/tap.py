@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -58,8 +58,19 @@ class _Observer:
 
     def __init__(self, tap: Tap, name: str, module: SpecModule, when_training: bool) -> None:
         self.tap, self.name, self.module, self.when_training = tap, name, module, when_training
+        # Made here, not by a decorator: torch loads its compiler for it, which would double the time of an import.
+        self.outside_graph = torch.compiler.disable(_take)
 
-    @torch.compiler.disable
     def __call__(self, call: AttentionCall) -> None:
-        if self.module.training or not self.when_training:
-            self.tap.add(self.name, call)
+        self.outside_graph(self, call)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "outside_graph"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, outside_graph=torch.compiler.disable(_take))
+
+
+def _take(observer: _Observer, call: AttentionCall) -> None:
+    if observer.module.training or not observer.when_training:
+        observer.tap.add(observer.name, call)
