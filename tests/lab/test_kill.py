@@ -48,7 +48,7 @@ def test_a_study_killed_at_random_instants_ends_with_the_bit_identical_table(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["qkeel.lab.engine"])
     instants = random.Random(7)
-    kills = 0
+    kills, child = 0, None
     for _ in range(60):
         child = context.Process(target=study, args=(config, str(tmp_path / "cut")))
         child.start()
@@ -60,6 +60,7 @@ def test_a_study_killed_at_random_instants_ends_with_the_bit_identical_table(
             kills += 1
         elif child.exitcode == 0:
             break
+    assert child is not None
     assert child.exitcode == 0
     assert kills >= 3, "the study was over before it could be killed"
     assert table(tmp_path / "cut") == table(tmp_path / "whole")

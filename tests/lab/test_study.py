@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,36 @@ def test_more_workers_need_joblib_and_say_so(tiny: Make, tmp_path: Path, monkeyp
     assert not run_plan(plan(tiny, FOUR), tmp_path / "s", Execution()).failures
     with pytest.raises(InvalidValueError, match="at least 1 worker"):
         run_plan(plan(tiny), tmp_path / "s", Execution(workers=0))
+
+
+def test_a_killed_worker_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[list[str]] = []
+
+    class Parallel:
+        """joblib as far as it matters here: job "b" kills its worker, and with it the pool."""
+
+        def __init__(self, **how: object) -> None: ...
+
+        def __call__(self, calls: Iterable[Callable[[], Outcome]]) -> Iterator[Outcome]:
+            rounds.append([])
+            for call in calls:
+                outcome = call()
+                rounds[-1].append(outcome.directory)
+                if outcome.directory == "b":
+                    raise RuntimeError("terminated")
+                yield outcome
+
+    def delayed(function: object) -> Callable[..., Callable[[], Outcome]]:
+        return lambda job, parent: lambda: Outcome(job.directory)
+
+    fake = types.ModuleType("joblib")
+    fake.Parallel, fake.delayed = Parallel, delayed  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "joblib", fake)
+    outcomes = list(execute([Job({}, name, "") for name in "abc"], 2))
+    assert [(o.directory, bool(o.error)) for o in outcomes] == [("a", False), ("b", True), ("c", True)]
+    assert "worker process died (RuntimeError)" in outcomes[1].error
+    outcomes = list(execute([Job({}, name, "") for name in "acb"], 2))
+    assert [(o.directory, bool(o.error)) for o in outcomes] == [("a", False), ("c", False), ("b", True)]
 
 
 def test_an_error_of_a_job_becomes_its_outcome(tiny: Make, tmp_path: Path) -> None:

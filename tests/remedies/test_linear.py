@@ -72,8 +72,8 @@ def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -
 
 def test_every_optimizer_of_torch_is_in_one_of_the_two_lists() -> None:
     known = {name.split()[0] for name in (*LINEAR, *REFUSED)}
-    shipped = {n for n in dir(torch.optim) if isinstance(cls := getattr(torch.optim, n), type) and n != "Optimizer"}
-    assert shipped & {c.__name__ for c in torch.optim.Optimizer.__subclasses__()} <= known
+    shipped = {n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"}
+    assert {n for n in shipped if issubclass(getattr(torch.optim, n), torch.optim.Optimizer)} == known
 
 
 @pytest.mark.parametrize("peak", [0.5, 1e-4])
@@ -173,5 +173,5 @@ def test_low_precision_weights_are_refused(dtype: torch.dtype) -> None:
 def test_weights_that_the_optimizer_does_not_hold_are_refused(remedy: str) -> None:
     model = attention(torch.float32)
     optimizer = torch.optim.SGD([model.q_proj.weight, model.v_proj.weight], lr=0.1)
-    with pytest.raises(RefusedError, match="steps of k_proj.weight, which this SGD does not hold"):
+    with pytest.raises(RefusedError, match=r"steps of k_proj.weight, which this SGD does not hold"):
         qkeel.apply(remedy, model, optimizer)

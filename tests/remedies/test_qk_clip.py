@@ -25,11 +25,14 @@ def inputs(batch: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) ->
 
 
 def maxima(model: nn.Module, *xs: Any, **options: Any) -> Tensor:
-    """Largest logit per head of every site, [sites heads]."""
+    """Largest logit per head of every site, [sites heads]; in evaluation, which no clip counts."""
+    model.eval()
     with Tap(model) as tap, torch.no_grad():
         for x in xs:
             model(x, **options)
-        return torch.stack([stats.max_logit for stats in tap.read().values()])
+        found = torch.stack([stats.max_logit for stats in tap.read().values()])
+    model.train()
+    return found
 
 
 def clip_once(model: nn.Module, remedy: str, *xs: Tensor, **options: Any) -> None:
@@ -132,7 +135,9 @@ def test_latent_attention_takes_root_root_and_whole_and_leaves_the_shared_key(gr
     assert torch.allclose(after, top.clamp(max=threshold))
     gamma = (threshold / top).clamp(max=1)
     for name, power in {"q_up": 0.5, "k_up": 0.5, "q_rope": 1.0}.items():
-        for h, (old, new) in enumerate(zip(before[f"{name}.weight"].chunk(4), model.get_submodule(name).weight.chunk(4))):
+        for h, (old, new) in enumerate(
+            zip(before[f"{name}.weight"].chunk(4), model.get_submodule(name).weight.chunk(4))
+        ):
             assert torch.allclose(new, old * gamma[h] ** power), name
             assert torch.equal(new, old) is bool(top[h] <= threshold)
     for name in ("k_rope", "q_down", "kv_down", "v_up", "o_proj"):
@@ -146,7 +151,7 @@ def fixed_maxima(monkeypatch: pytest.MonkeyPatch, model: nn.Module, values: list
         like = torch.zeros(())
         stats = LogitStats.empty(4, 4, like)
         object.__setattr__(stats, "max_logit", torch.tensor(values))
-        return {name: stats for name in (s.name for s in qkeel.find_sites(model))}
+        return dict.fromkeys((s.name for s in qkeel.find_sites(model)), stats)
 
     monkeypatch.setattr(Tap, "read", read)
 

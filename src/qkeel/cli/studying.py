@@ -89,6 +89,7 @@ def run_study(name: str, base: RunConfig, grid: Grid | None, out: Path, how: How
     with view.following():
         result = run_plan(plan, out, execution)
     write(out, out / "report.html")
+    console.print("mean val_loss over seeds (largest max logit):", highlight=False)
     grid_ids = {run.config.run_id for run in plan.runs if run.role == "grid"}
     console.print(ranking([row for row in result.table if row["run_id"] in grid_ids]))
     for failure in result.failures:

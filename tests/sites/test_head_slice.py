@@ -88,7 +88,7 @@ def test_an_index_that_makes_no_sense_is_refused(index: Tensor, error: str) -> N
 
 
 def test_an_axis_is_rows_or_columns() -> None:
-    with pytest.raises(InvalidValueError, match="axis 0 .rows. or 1 .columns. of w, got 2"):
+    with pytest.raises(InvalidValueError, match=r"axis 0 .rows. or 1 .columns. of w, got 2"):
         HeadSlice(parameter="w", axis=2, index=torch.zeros(1, 1, dtype=torch.int64))
 
 
