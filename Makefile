@@ -23,7 +23,7 @@ demo: $(VENV)/.lab  ## six remedies x three learning rates on real text, and a p
 	$(BIN)/qkeel demo --out demo --jobs $(JOBS)
 
 test: $(VENV)/.dev  ## everything but slow and GPU tests
-	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) -m 'not slow and not gpu'
+	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not slow and not gpu'
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800

@@ -84,7 +84,7 @@ def _value(text: str) -> bool | int | float | str:
 def _show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return repr(value) if isinstance(value, float) else str(value)
 
 
 def build(kind: str, cls: type[T], options: Mapping[str, Any]) -> T:

@@ -85,5 +85,6 @@ def test_float64_stays_float64() -> None:
 
 
 @every_norm
-def test_the_gradient_is_right(norm: Normalise) -> None:
-    torch.autograd.gradcheck(norm, randn(0, 2, 5).requires_grad_())
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 10.0], ids=["no eps", "small eps", "eps larger than the vector"])
+def test_the_gradient_is_right(norm: Normalise, eps: float) -> None:
+    torch.autograd.gradcheck(lambda x: norm(x, eps=eps), randn(0, 2, 5).requires_grad_())

@@ -61,6 +61,13 @@ def test_dimensions_beyond_the_rotated_ones_pass_through(pairing: Pairing) -> No
     assert ((y - x)[..., :8].abs().amax(-1) > 1e-3).all()
 
 
+@every_pairing
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_the_gradient_is_right(pairing: Pairing, rotary_dim: int) -> None:
+    pos = torch.tensor([0, 3, 50])
+    torch.autograd.gradcheck(lambda x: turn(x, pos, pairing, rotary_dim), randn(0, 2, 3, 8).requires_grad_())
+
+
 def test_a_quarter_turn_by_hand() -> None:
     x, cos, sin = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(2), torch.ones(2)
     assert rotate(x, cos, sin, "half").tolist() == [-3.0, -4.0, 1.0, 2.0]

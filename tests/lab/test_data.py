@@ -124,13 +124,11 @@ def test_text_columns_are_read(tmp_path: Path, suffix: str) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pyarrow = pytest.importorskip("pyarrow")
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
     corpus = load(data(f"{path}#body"))
     assert len(corpus.train) + len(corpus.heldout) == 2000
     assert corpus.name == path.name
-    with pytest.raises(DataError, match="no column 'text'.*body"):
+    with pytest.raises(DataError, match=r"no column 'text'.*body"):
         load(data(path))
     with pytest.raises(DataError, match="expected text in column 'n'"):
         load(data(f"{path}#n"))

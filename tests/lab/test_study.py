@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from qkeel.records.rundir import locked
 
 Make = Callable[..., RunConfig]
 GRID = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1, 0.01], seeds=[1, 0])
+FOUR = Grid(remedies=["none", "quack:tau=0.1"], lrs=[0.1], seeds=[1, 0])
 
 
 def plan(tiny: Make, grid: Grid = GRID, **fields: object) -> Plan:
@@ -87,7 +89,12 @@ def test_a_study_takes_more_seeds_but_not_another_length(tiny: Make, tmp_path: P
     more = dataclasses.replace(small, seeds=[0, 1], remedies=["qk_norm", "none"])
     result = run_plan(plan(tiny, more), tmp_path / "s", Execution(command="second", on_outcome=seen.append))
     assert len(seen) == 3
-    assert [(r["remedy"], r["seed"]) for r in result.table] == [("none", 0), ("none", 1), ("qk_norm", 0), ("qk_norm", 1)]
+    assert [(r["remedy"], r["seed"]) for r in result.table] == [
+        ("none", 0),
+        ("none", 1),
+        ("qk_norm", 0),
+        ("qk_norm", 1),
+    ]
     assert read_json(tmp_path / "s" / "study.json")["command"] == "first\nsecond"
     run_plan(plan(tiny, small), tmp_path / "s", Execution(command="third"))
     assert read_json(tmp_path / "s" / "study.json")["command"] == "first\nsecond", "a repeat adds no command"
@@ -110,15 +117,15 @@ def test_a_failed_run_is_listed_and_does_not_stop_the_rest(
         return real(self, step)
 
     monkeypatch.setattr(Trainer, "step", step)
-    result = run_plan(plan(tiny), tmp_path / "s", Execution())
-    assert [f.error for f in result.failures] == ["MemoryError: no memory left"] * 4
-    assert [r["status"] for r in result.table] == ["done", "failed"] * 4
+    result = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
+    assert [f.error for f in result.failures] == ["MemoryError: no memory left"] * 2
+    assert [r["status"] for r in result.table] == ["done", "failed"] * 2
     failed = table(tmp_path / "s")[1]
     assert (failed["remedy"], failed["seed"], failed["val_loss"]) == ("none", "1", "")
     monkeypatch.undo()
-    result = run_plan(plan(tiny), tmp_path / "s", Execution())
+    result = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
     assert not result.failures
-    run_plan(plan(tiny), tmp_path / "fresh", Execution())
+    run_plan(plan(tiny, FOUR), tmp_path / "fresh", Execution())
     assert table(tmp_path / "s") == table(tmp_path / "fresh")
 
 
@@ -133,9 +140,9 @@ def test_two_studies_cannot_have_one_directory_at_once(tiny: Make, tmp_path: Pat
 
 def test_shards_share_a_directory_and_the_last_completes_the_table(tiny: Make, tmp_path: Path) -> None:
     for index in (3, 1, 2):
-        result = run_plan(plan(tiny), tmp_path / "s", Execution(shard=Shard(index=index, count=3)))
-    assert [row["status"] for row in result.table] == ["done"] * 8
-    run_plan(plan(tiny), tmp_path / "whole", Execution())
+        result = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution(shard=Shard(index=index, count=3)))
+    assert [row["status"] for row in result.table] == ["done"] * 4
+    run_plan(plan(tiny, FOUR), tmp_path / "whole", Execution())
     assert table(tmp_path / "s") == table(tmp_path / "whole")
 
 
@@ -152,7 +159,7 @@ def test_a_shard_is_two_numbers() -> None:
 
 def test_a_directory_of_something_else_is_left_alone(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(RunDirectoryError, match="holds no study.json"):
+    with pytest.raises(RunDirectoryError, match=r"holds no study.json"):
         run_plan(plan(tiny), tmp_path, Execution())
     assert not (tmp_path / "runs").exists()
 
@@ -218,10 +225,40 @@ def test_a_run_without_result_is_a_row_with_its_name(tmp_path: Path) -> None:
 def test_more_workers_need_joblib_and_say_so(tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "joblib", None)
     with pytest.raises(QkeelError, match="need joblib"):
-        run_plan(plan(tiny), tmp_path / "s", Execution(workers=2))
-    assert not run_plan(plan(tiny), tmp_path / "s", Execution()).failures
+        run_plan(plan(tiny, FOUR), tmp_path / "s", Execution(workers=2))
+    assert not run_plan(plan(tiny, FOUR), tmp_path / "s", Execution()).failures
     with pytest.raises(InvalidValueError, match="at least 1 worker"):
         run_plan(plan(tiny), tmp_path / "s", Execution(workers=0))
+
+
+def test_a_killed_worker_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[list[str]] = []
+
+    class Parallel:
+        """joblib as far as it matters here: job "b" kills its worker, and with it the pool."""
+
+        def __init__(self, **how: object) -> None: ...
+
+        def __call__(self, calls: Iterable[Callable[[], Outcome]]) -> Iterator[Outcome]:
+            rounds.append([])
+            for call in calls:
+                outcome = call()
+                rounds[-1].append(outcome.directory)
+                if outcome.directory == "b":
+                    raise RuntimeError("terminated")
+                yield outcome
+
+    def delayed(function: object) -> Callable[..., Callable[[], Outcome]]:
+        return lambda job, parent: lambda: Outcome(job.directory)
+
+    fake = types.ModuleType("joblib")
+    fake.Parallel, fake.delayed = Parallel, delayed  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "joblib", fake)
+    outcomes = list(execute([Job({}, name, "") for name in "abc"], 2))
+    assert [(o.directory, bool(o.error)) for o in outcomes] == [("a", False), ("b", True), ("c", True)]
+    assert "worker process died (RuntimeError)" in outcomes[1].error
+    outcomes = list(execute([Job({}, name, "") for name in "acb"], 2))
+    assert [(o.directory, bool(o.error)) for o in outcomes] == [("a", False), ("c", False), ("b", True)]
 
 
 def test_an_error_of_a_job_becomes_its_outcome(tiny: Make, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ def test_parsing_what_was_printed_gives_the_same_terms(made: list[Term]) -> None
     assert "+".join(map(str, again)) == text
 
 
-@pytest.mark.xfail(strict=True, reason="registry._show prints floats to six digits; repr would keep them all")
 @few
 @given(st.floats(0, 1))
 def test_no_digit_of_a_float_is_lost(x: float) -> None:

@@ -31,7 +31,12 @@ def _version() -> str:
     return __version__
 
 
-app = App(name="qkeel", help="Keeps attention logits on an even keel.", version=_version)
+app = App(
+    name="qkeel",
+    help="Keeps attention logits on an even keel.",
+    version=_version,
+    suppress_keyboard_interrupt=False,
+)
 study_app = App(name="study", help="Many runs, one table and one report.")
 app.command(study_app)
 

@@ -141,7 +141,7 @@ def ranking(table: Sequence[Mapping[str, Any]]) -> Table:
     """Per remedy: best held-out loss and its rate, and at every rate how large the logits grew."""
     rows = [row for row in table if row["status"] == "done"]
     lrs = sorted({row["lr"] for row in rows})
-    shown = Table(box=None, pad_edge=False, title="mean val_loss over seeds (largest max logit)", title_justify="left")
+    shown = Table(box=None, pad_edge=False)
     shown.add_column("remedy", overflow="fold")
     for lr in lrs:
         shown.add_column(f"lr {lr:g}", justify="right")

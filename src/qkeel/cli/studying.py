@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,7 +63,7 @@ class AxisFlags:
 
 def default_jobs() -> int:
     """As many runs at once as this process has cores, at most 4: each takes about 0.4 GB."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(cores, 4)
 
 
@@ -88,6 +89,7 @@ def run_study(name: str, base: RunConfig, grid: Grid | None, out: Path, how: How
     with view.following():
         result = run_plan(plan, out, execution)
     write(out, out / "report.html")
+    console.print("mean val_loss over seeds (largest max logit):", highlight=False)
     grid_ids = {run.config.run_id for run in plan.runs if run.role == "grid"}
     console.print(ranking([row for row in result.table if row["run_id"] in grid_ids]))
     for failure in result.failures:

@@ -1,26 +1,40 @@
 """COMPARE: small training runs on real text, resumable at any instant, and studies made of them."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+    from qkeel.lab.engine import Execution, StudyResult, make_plan, run_plan, study
+    from qkeel.lab.plan import Grid, Plan
+    from qkeel.lab.train import Watcher, run
+    from qkeel.lab.workers import Shard
+
+__all__ = [
+    "DataConfig",
+    "Execution",
+    "Grid",
+    "ModelConfig",
+    "OptimConfig",
+    "Plan",
+    "RunConfig",
+    "Shard",
+    "StudyResult",
+    "Watcher",
+    "make_plan",
+    "run",
+    "run_plan",
+    "study",
+]
 
 # Loaded when first asked for, so that `qkeel --help` does not wait for torch.
 _HOMES = {
-    "DataConfig": "config",
-    "ModelConfig": "config",
-    "OptimConfig": "config",
-    "RunConfig": "config",
-    "Execution": "engine",
-    "Grid": "plan",
-    "Plan": "plan",
+    **dict.fromkeys(("DataConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
+    **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "engine"),
+    **dict.fromkeys(("Grid", "Plan"), "plan"),
+    **dict.fromkeys(("Watcher", "run"), "train"),
     "Shard": "workers",
-    "StudyResult": "engine",
-    "Watcher": "train",
-    "make_plan": "engine",
-    "run": "train",
-    "run_plan": "engine",
-    "study": "engine",
 }
-__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

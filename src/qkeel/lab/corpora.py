@@ -149,7 +149,7 @@ def _no_column(where: str, column: str, has: str) -> DataError:
 
 def _hub(source: str) -> Documents:
     try:
-        import datasets
+        import datasets  # type: ignore[import-not-found]
     except ImportError as error:
         raise DataError(f"{source} needs the datasets library: pip install 'qkeel[data]'") from error
     rest, _, column = source.removeprefix("hf:").partition("#")

@@ -144,7 +144,7 @@ def _corpus(name: str, unit: Literal["byte", "token"], parts: list[np.ndarray], 
         )
     digest = hashlib.sha256(f"{unit} {len(parts[0])} {len(parts[1])}\n".encode())
     for part in parts:
-        digest.update(np.ascontiguousarray(part))
+        digest.update(memoryview(np.ascontiguousarray(part)))  # type: ignore[arg-type]
     train, held = parts
     return Corpus(
         name=name, vocab_size=vocab_size, loss_unit=unit, sha256=digest.hexdigest(), train=train, heldout=held

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, final, overload
+from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from qkeel.functional.updates import newton_schulz
@@ -38,13 +38,8 @@ class Muon(torch.optim.Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "muon": False})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
@@ -61,8 +56,8 @@ class Muon(torch.optim.Optimizer):
                 self._adamw(others, group)
         return loss
 
-    def _orthogonal(self, weights: list[nn.Parameter], group: dict[str, Any]) -> None:
-        shapes: defaultdict[tuple[torch.Size, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    def _orthogonal(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        shapes: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         for weight in weights:
             shapes[weight.shape, weight.dtype].append(weight)
         for alike in shapes.values():
@@ -76,7 +71,7 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(alike, list(update), alpha=-size)
 
-    def _adamw(self, weights: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def _adamw(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         grads: list[Tensor] = [p.grad for p in weights if p.grad is not None]
         adamw(
             weights,
@@ -95,13 +90,13 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _buffer(self, weight: nn.Parameter, name: str) -> Tensor:
+    def _buffer(self, weight: Tensor, name: str) -> Tensor:
         state = self.state[weight]
         if name not in state:
             state[name] = torch.zeros_like(weight)
         return state[name]
 
-    def _steps(self, weight: nn.Parameter) -> Tensor:
+    def _steps(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
         if "step" not in state:
             state["step"] = torch.zeros((), device=weight.device if fusable(weight) else "cpu")

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -64,35 +64,57 @@ class Shard:
         return cls(index=int(index), count=int(count))
 
 
-def execute(jobs: Sequence[Job], workers: int) -> Iterator[Outcome]:
+def execute(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]:
     """Do the jobs, yielding each as it ends. Closing the iterator stops the workers.
 
     With one worker everything happens in this process and joblib is not needed. With more, joblib's backend
-    decides where: processes of this machine unless `joblib.parallel_config` says otherwise.
+    decides where: processes of this machine unless `joblib.parallel_config` says otherwise. When a worker is
+    killed the jobs that are left get new ones, as long as some job gets through.
     """
     if workers < 1:
         raise InvalidValueError(f"expected at least 1 worker, got {workers}")
     if workers == 1 or len(jobs) <= 1:
         yield from map(work, jobs)
         return
+    left = {job.directory: job for job in jobs}
+    while left:
+        before = len(left)
+        try:
+            for outcome in _pool(list(left.values()), workers):
+                del left[outcome.directory]
+                yield outcome
+        except _WorkerDied as error:
+            if len(left) == before:
+                yield from (Outcome(directory, str(error)) for directory in left)
+                return
+
+
+class _WorkerDied(Exception):
+    """A worker process ended without a result."""
+
+
+def _pool(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]:
     try:
         from joblib import Parallel, delayed
     except ImportError as error:
         raise QkeelError(f"{workers} workers need joblib: pip install 'qkeel[lab]', or use one worker") from error
-    pool = Parallel(n_jobs=min(workers, len(jobs)), return_as="generator_unordered", batch_size=1, pre_dispatch="all")
-    results = pool(delayed(work_apart)(job, os.getpid()) for job in jobs)
-    try:
-        yield from results
-    except (QkeelError, KeyboardInterrupt, GeneratorExit):
-        raise
-    except Exception as error:  # joblib's own: a worker was killed
-        raise QkeelError(
-            f"a worker process died ({type(error).__name__}), perhaps for want of memory. Finished runs are kept: "
-            "run the same command again to go on, with fewer workers if memory is short."
-        ) from error
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that unfinished runs were dropped is what closing early is for
+    # One job at a time to each worker: what is not handed out need not be taken back when the study is stopped.
+    how: dict[str, Any] = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs"}
+    pool = Parallel(n_jobs=min(workers, len(jobs)), **how)
+    results: Any = pool(delayed(work_apart)(job, os.getpid()) for job in jobs)
+    with warnings.catch_warnings():
+        # That unfinished runs are dropped is what ending early is for.
+        warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
+        try:
+            yield from results
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except Exception as error:  # `work` raises none, so it is joblib's: a worker was killed
+            raise _WorkerDied(
+                f"its worker process died ({type(error).__name__}), perhaps for want of memory; run the same command "
+                "again to go on, with fewer workers if memory is short"
+            ) from error
+        finally:
             results.close()
 
 

@@ -99,6 +99,8 @@ class HeadWeights:
         entry: dict[int, int] = {}
         for s in (s for site in target.sites for term in site.terms for s in (*term.query, *term.key)):
             parameter = target.parameter(s.parameter)
+            if any(p is parameter and other.axis != s.axis for p, other in zip(parameters, slices)):
+                raise RefusedError(f"{s.parameter} makes heads of its rows and of its columns; no factor fits both")
             like = (i for i, p in enumerate(parameters) if p is parameter and slices[i].same(s))
             i = next(like, len(slices))
             if i == len(slices):

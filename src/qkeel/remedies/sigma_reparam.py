@@ -30,8 +30,8 @@ class SpectralScale(nn.Module):
         self.register_buffer("right", _top_right(weight.detach()))
         self.right: Tensor
         sigma = self._sigma(weight.detach())[0]
-        # γ = σ exactly as the forward computes it: γ/σ is 1 and the weight unchanged bit for bit.
-        self.gamma = nn.Parameter(sigma.to(weight.dtype) if init == "keep" else torch.ones_like(sigma).to(weight.dtype))
+        # γ = σ exactly as the forward computes it, float32 or wider: γ/σ is 1, the weight the same bit for bit.
+        self.gamma = nn.Parameter(sigma if init == "keep" else torch.ones_like(sigma))
 
     def forward(self, weight: Tensor) -> Tensor:
         """The weight as it is used."""
@@ -121,8 +121,9 @@ def _check(name: str, layer: nn.Linear) -> None:
 def _reparametrise(layer: nn.Linear, init: Literal["keep", "one"]) -> tuple[SpectralScale, Handle]:
     weight, names = layer.weight, list(layer._parameters)
     cls, attributes = layer.__class__, set(layer.__dict__)
-    scale = SpectralScale(weight, init).eval()  # registering runs a forward, which is not one of training
-    parametrize.register_parametrization(layer, "weight", scale)
+    scale = SpectralScale(weight, init)
+    # "unsafe" leaves out a trial forward, which would be taken for one of training.
+    parametrize.register_parametrization(layer, "weight", scale, unsafe=True)
     layer._modules["parametrizations"].train(layer.training)  # type: ignore[union-attr]
 
     def undo() -> None:

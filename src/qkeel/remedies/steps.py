@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.remedies.base import HeadWeights, Target
 from qkeel.remedies.linear import check_linear
@@ -32,9 +31,6 @@ def scale_steps(target: Target, remedy: str, weights: HeadWeights, measure: Meas
     optimizer = target.need_optimizer(remedy)
     check_linear(optimizer, remedy, weights)
     owners = weights.owners()
-    for _, entries in owners:
-        if len({weights.slices[i].axis for i in entries}) > 1:
-            raise RefusedError(f"{weights.slices[entries[0]].parameter} has heads in its rows and in its columns")
     saved: list[Tensor] = []
     scale: list[Tensor] = []
 
@@ -59,14 +55,14 @@ def scale_steps(target: Target, remedy: str, weights: HeadWeights, measure: Meas
         saved.clear()
         scale.clear()
 
-    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    order = hooks[1].hooks_dict_ref()
-    if order is not None:
-        order.move_to_end(hooks[1].id, last=False)
+    first, last = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    hooks = last.hooks_dict_ref()
+    assert hooks is not None
+    hooks.move_to_end(last.id, last=False)
 
     def undo() -> None:
-        for hook in hooks:
-            hook.remove()
+        first.remove()
+        last.remove()
         saved.clear()
 
     return Handle(undo)

@@ -217,7 +217,7 @@ class Handwritten:
     def _tagged(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Scores | _Weights] | tuple[None, None]:
-        given = list(args[0]) if name in ("cat", "concat", "stack") and args else [*args, *kwargs.values()]
+        given = list(args[0] if args else ()) if name in ("cat", "concat", "stack") and args else [*args, *kwargs.values()]
         for x in given:
             tag = self.tags.get(x)
             if tag is not None:
@@ -423,7 +423,7 @@ def _attached(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
     if dim % out.ndim != out.ndim - 1:
         return None
     before = 0
-    for part in args[0]:
+    for part in (args[0] if args else kwargs["tensors"]):
         if part is x:
             break
         before += part.shape[-1]

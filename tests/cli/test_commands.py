@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkeel.cli.app import main
+from qkeel.cli.console import number, ranking, spent
+from qkeel.lab import RunConfig
+from qkeel.records import RunDirectory, RunStatus, read_json
+from qkeel.records.rundir import locked
+
+TINY = shlex.split(
+    "--data topics --context 8 --batch 2 --d-model 16 --n-heads 2 --steps 4 --log-every 2 --eval-sequences 8 "
+    "--probe-sequences 2 --device cpu"
+)
+
+Capture = pytest.CaptureFixture[str]
+
+
+def refused(arguments: list[str], capsys: Capture) -> str:
+    """The one line of a command that ends with exit code 2."""
+    assert main(arguments) == 2
+    out = capsys.readouterr()
+    assert out.err.startswith("error: ")
+    assert out.err.count("\n") == 1
+    assert "Traceback" not in out.err
+    return out.err
+
+
+def test_a_run_prints_its_directory_first_and_last(tmp_path: Path, capsys: Capture) -> None:
+    place = tmp_path / "r"
+    assert main(["run", *TINY, "--out", str(place), "--remedy", "qk_norm", "--lr", "0.02"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == lines[-1] == f"run {place}"
+    assert lines[1].startswith("step 0  val_loss ")
+    assert "max_logit" in lines[2]
+    assert "ETA" in lines[2]
+    assert ": val_loss" in lines[-2]
+    config = RunDirectory(place).config()
+    assert (config["remedy"], config["optim"]["lr"], config["model"]["d_model"]) == ("qk_norm", 0.02, 16)
+
+
+def test_json_is_alone_on_stdout(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["run", *TINY, "--out", str(tmp_path / "r"), "--json"]) == 0
+    out = capsys.readouterr()
+    assert json.loads(out.out)["status"] == "done"
+    assert "step 0" in out.err
+
+
+def test_the_default_directory_is_named_by_the_run_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *TINY]) == 0
+    (place,) = (tmp_path / "runs").iterdir()
+    assert place.name == RunConfig.from_dict(RunDirectory(place).config()).run_id
+
+
+def test_collapse_is_exit_code_3_only_when_asked(tmp_path: Path, capsys: Capture) -> None:
+    bad = [*TINY, "--optimizer", "sgd", "--lr", "1e30", "--grad-clip", "0", "--out", str(tmp_path / "r")]
+    assert main(["run", *bad]) == 0
+    assert main(["run", *bad, "--fail-on-collapse"]) == 3
+    assert "collapsed: val_loss nan" in capsys.readouterr().out
+
+
+def test_a_study_writes_table_and_report(tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "s"
+    grid = ["--remedies", "none", "quack:tau=0.1", "--lrs", "0.01", "0.1", "--seeds", "0", "--jobs", "1"]
+    assert main(["study", "lr", *grid, *TINY, "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == lines[-1] == f"study {out}"
+    assert lines[1] == "4 runs, 4 to do, 1 at once"
+    assert lines[2].startswith("[1/4] none, lr 0.01, seed 0: val_loss")
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    assert len((out / "table.csv").read_text().splitlines()) == 5
+    assert main(["study", "lr", *grid, *TINY, "--out", str(out)]) == 0
+    assert "4 runs, 0 to do" in capsys.readouterr().out
+
+
+def test_a_dry_run_names_every_run_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
+    arguments = [
+        "study",
+        "lr",
+        "--full-grid",
+        "--seeds",
+        "0",
+        "--remedies",
+        "none",
+        *TINY,
+        "--out",
+        str(tmp_path / "s"),
+    ]
+    assert main([*arguments, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("to do\n") == 7
+    assert "lr 0.0003" in out
+    assert "about" in out
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_recipe_is_overridden_by_flags(tmp_path: Path, capsys: Capture) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('steps = 7\n[optim]\nlr = 0.5\nschedule = "wsd"\n[model]\ntied = true\n')
+    assert main(["config", "--recipe", str(recipe), "--lr", "0.25", "--no-tied"]) == 0
+    printed = capsys.readouterr().out
+    again = tmp_path / "again.toml"
+    again.write_text(printed)
+    assert main(["config", "--recipe", str(again)]) == 0
+    assert capsys.readouterr().out == printed
+    for line in ("steps = 7", "lr = 0.25", 'schedule = "wsd"', "tied = false"):
+        assert line in printed.splitlines()
+
+
+def test_a_recipe_may_hold_the_grid(tmp_path: Path, capsys: Capture) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[study]\nremedies = ["none"]\nlrs = [0.1]\nseeds = [4, 5]\n')
+    arguments = ["study", "lr", "--recipe", str(recipe), *TINY, "--out", str(tmp_path / "s"), "--dry-run"]
+    assert main(arguments) == 0
+    assert "seed 5" in capsys.readouterr().out
+    recipe.write_text("[study]\nseedz = [4, 5]\n")
+    assert "Did you mean 'seeds'" in refused(arguments, capsys)
+
+
+def test_explain_prints_formula_and_source(capsys: Capture) -> None:
+    assert main(["explain", "gemma2:cap=30"]) == 0
+    assert "30·tanh(z/30)" in capsys.readouterr().out
+    assert main(["explain", "softcap+qk_clip"]) == 0
+    out = capsys.readouterr().out
+    assert "2408.00118" in out
+    assert "2507.20534" in out
+    assert main(["explain", "quack"]) == 0
+    assert capsys.readouterr().out.startswith("lalr: ")
+
+
+@pytest.mark.parametrize("command", ["presets", "remedies"])
+def test_listings_name_everything_with_a_source(command: str, capsys: Capture) -> None:
+    assert main([command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 8
+    assert all("[" in line for line in lines)
+
+
+def test_report_takes_run_directories(tmp_path: Path, capsys: Capture) -> None:
+    main(["run", *TINY, "--out", str(tmp_path / "r")])
+    assert main(["report", str(tmp_path / "r"), "-o", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").exists()
+    assert "no study and no run" in refused(["report", str(tmp_path)], capsys)
+
+
+BAD = [
+    (["run", "--remedy", "qknorm"], "Did you mean 'qk_norm'"),
+    (["run", "--remedy", "lalr:tua=1"], "Did you mean 'tau'"),
+    (["run", "--remedy", "qk_norm+lalr"], "lalr at"),
+    (["run", "--attention", "gema2"], "Did you mean 'gemma2'"),
+    (["run", "--lrr", "0.1"], "Did you mean --lr?"),
+    (["run", "--lr", "fast"], "unable to convert"),
+    (["run", "--lr", "0"], "expected a learning rate above 0, got 0.0"),
+    (["run", "--steps", "0"], "expected steps to be at least 1, got 0"),
+    (["run", "--schedule", "cosin"], 'Did you mean "cosine"?'),
+    (["run", "--n-kv-heads", "3"], "multiple of n_kv_heads"),
+    (["run", "--d-model", "12", "--n-heads", "4"], "even"),
+    (["run", "--data", "nowhere.txt"], "no such file"),
+    (["run", "--device", "cuda:99"], "expected a device of this machine"),
+    (["run", "--recipe", "nowhere.toml"], "cannot read recipe nowhere.toml"),
+    (["study", "lr", "--remedies", "none", "softcapp"], "Did you mean 'softcap'"),
+    (["study", "lr", "--lrs", "-1"], "expected a learning rate above 0"),
+    (["study", "lr", "--shard", "3/2"], "expected a shard i/n"),
+    (["study", "lr", "--jobs", "0"], "at least 1 worker"),
+    (["explain", "gemma"], "Did you mean 'gemma"),
+    (["explain", "gemma2:capp=3"], "Did you mean 'cap'"),
+    (["stdy"], 'Did you mean "study"?'),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_usage_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(arguments, capsys)
+
+
+def test_bad_corpora_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("short")
+    np.full(100, 99, dtype="<u2").tofile(tmp_path / "words.bin")
+    for name, extra, message in (
+        ("empty.txt", [], "is empty"),
+        ("short.txt", [], "expected more than the context"),
+        ("words.bin", ["--vocab-size", "50"], "has token 99"),
+    ):
+        arguments = ["run", "--data", str(tmp_path / name), "--out", str(tmp_path / "r"), *extra]
+        assert message in refused(arguments, capsys)
+    assert not (tmp_path / "r").exists()
+
+
+def test_directories_that_cannot_be_used_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
+    place = tmp_path / "r"
+    main(["run", *TINY, "--out", str(place)])
+    assert "different: seed" in refused(["run", *TINY, "--seed", "1", "--out", str(place)], capsys)
+    (tmp_path / "file").write_text("in the way")
+    for command in (["run"], ["study", "lr", "--jobs", "1"]):
+        out = ["--out", str(tmp_path / "file" / "x")]
+        assert "Choose a writable directory" in refused([*command, *TINY, *out], capsys)
+    (place / "config.json").write_text("{")
+    assert "is not whole JSON" in refused(["run", *TINY, "--out", str(place)], capsys)
+    (tmp_path / "bad.toml").write_text("steps = ")
+    assert "is not TOML" in refused(["config", "--recipe", str(tmp_path / "bad.toml")], capsys)
+    with locked(tmp_path / "s" / "lock", "held"):
+        assert "in use by another study" in refused(["study", "lr", *TINY, "--out", str(tmp_path / "s")], capsys)
+
+
+def test_a_full_disk_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for command in (["run"], ["study", "lr", "--jobs", "1", "--lrs", "0.1", "--seeds", "0"]):
+        line = refused([*command, *TINY, "--out", str(tmp_path / command[0])], capsys)
+        assert "No space left on device" in line
+        assert "Free some space" in line
+
+
+def test_a_failed_run_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    from qkeel.lab.trainer import Trainer
+
+    def broken(self: Trainer, step: int) -> None:
+        raise RuntimeError("the machine is on fire")
+
+    monkeypatch.setattr(Trainer, "step", broken)
+    assert main(["run", *TINY, "--out", str(tmp_path / "r")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: the run failed: RuntimeError: the machine is on fire; see ")
+    assert err.count("\n") == 1
+    grid = ["--lrs", "0.1", "--seeds", "0", "--remedies", "none", "--jobs", "1"]
+    assert main(["study", "lr", *grid, *TINY, "--out", str(tmp_path / "s")]) == 1
+    assert "[1/1] none, lr 0.1, seed 0: failed: RuntimeError" in capsys.readouterr().out
+    assert (tmp_path / "s" / "report.html").exists()
+
+
+def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None:
+    place = tmp_path / "r"
+    long = ["100000" if word == "4" else word for word in TINY]
+    long = [*long, "--checkpoint-every", "0", "--out", str(place)]
+    command = [sys.executable, "-m", "qkeel", "run", *long]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step    100 "):
+            process.send_signal(signal.SIGINT)
+            break
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == f"interrupted. Go on with: qkeel run {' '.join(long)}\n"
+    assert RunDirectory(place).status is RunStatus.STARTED
+    assert RunDirectory(place).checkpoint.exists()
+
+
+def test_an_interrupted_study_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    from qkeel.lab import workers
+
+    real, calls = workers.run, []
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(workers, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["qkeel", "study", "lr", "--again"])
+    grid = ["--lrs", "0.1", "--seeds", "0", "--remedies", "none", "qk_norm", "--jobs", "1"]
+    assert main(["study", "lr", *grid, *TINY, "--out", str(tmp_path / "s")]) == 130
+    assert "Go on with: qkeel study lr --again" in capsys.readouterr().err
+    table = (tmp_path / "s" / "table.csv").read_text().splitlines()
+    assert table[1].endswith(",done")
+    assert table[2].endswith(",missing")
+
+
+def test_the_demo_is_a_study_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["demo", *TINY, "--out", str(tmp_path / "d"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "38 runs, 38 to do" in out
+    assert out.count("lr 0.03, seed 0, 21 steps") == 2
+
+
+def test_no_colour_is_written_into_a_pipe(tmp_path: Path, capsys: Capture) -> None:
+    main(["run", *TINY, "--out", str(tmp_path / "r")])
+    assert "\x1b[" not in capsys.readouterr().out
+
+
+def test_a_study_says_which_command_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    arguments = ["study", "lr", *TINY, "--lrs", "0.1", "--seeds", "0", "--remedies", "softcap:cap=30", "--jobs", "1"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["qkeel", *arguments])
+    assert main(arguments) == 0
+    assert read_json(tmp_path / "runs" / "lr" / "study.json")["command"] == " ".join(["qkeel", *arguments])
+
+
+def test_numbers_are_short() -> None:
+    assert [number(x) for x in (None, 0.123, 57.81, 123.4, 11407.2)] == ["–", "0.12", "57.8", "123", "11,407"]
+    assert [spent(x) for x in (7.6, 80, 3725)] == ["8 s", "1 min 20 s", "1 h 02 min"]
+
+
+def test_the_ranking_has_a_column_per_rate() -> None:
+    rows = [
+        {"status": "done", "remedy": "none", "lr": lr, "val_loss": 2.0, "max_logit": 5.0, "seed": 0}
+        for lr in (0.1, 0.01)
+    ]
+    assert [column.header for column in ranking(rows).columns] == ["remedy", "lr 0.01", "lr 0.1"]

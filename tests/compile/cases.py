@@ -1,0 +1,71 @@
+"""What is compiled, in a process of its own: the import hook of the unit tests would break the graph.
+
+`python cases.py CASE BACKEND` ends with the largest difference to eager, or with an error.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import qkeel
+from qkeel.nn import Attention
+from qkeel.sites import Tap
+
+
+def difference(module: Attention, compiled: Callable[[Tensor], Tensor], length: int = 12) -> float:
+    """Largest difference of outputs and gradients, relative to the largest number."""
+    x = torch.randn(2, length, module.d_model)
+    found = []
+    for forward in (module, compiled):
+        leaf = x.clone().requires_grad_()
+        out = forward(leaf)
+        grads = torch.autograd.grad(out.square().sum(), [leaf, *module.parameters()])
+        found.append([out.detach(), *grads])
+    return max(float((a - b).abs().max() / (1 + a.abs().max())) for a, b in zip(*found))
+
+
+def attention(preset: str, impl: str) -> Attention:
+    """A small grouped-query module whose gains are off their initial values."""
+    torch.manual_seed(0)
+    module = Attention(32, 4, 2, 8, spec=qkeel.preset(preset), impl=impl)
+    for p in module.spec_params().values():
+        p.data.add_(0.1 * torch.randn_like(p))
+    return module
+
+
+def fullgraph(preset: str, impl: str, backend: str) -> float:
+    """One graph, forward and backward, equal to eager; another length too."""
+    module = attention(preset, impl)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    # Another length compiles anew with a symbolic one: left to the slow cases.
+    lengths = (12,) if backend == "aot_eager" else (12, 7)
+    return max(difference(module, compiled, length) for length in lengths)
+
+
+def tapped(preset: str, impl: str, backend: str) -> float:
+    """A tap put on before compiling breaks the graph, not the numbers: it sees what eager sees."""
+    module = attention(preset, impl)
+    compiled = torch.compile(module, backend=backend)
+    with Tap(module) as tap:
+        gap = difference(module, compiled)
+        tap.read()
+        x = torch.randn(2, 12, 32)
+        module(x)
+        eager = tap.read()[""]
+        compiled(x)
+        seen = tap.read()[""]
+    assert torch.allclose(eager.max_logit, seen.max_logit), "the tap saw other logits under compile"
+    assert torch.equal(eager.n_pairs, seen.n_pairs), "the tap counted otherwise under compile"
+    return gap
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error", UserWarning)
+    torch.set_num_threads(1)
+    kind, preset, impl, backend = sys.argv[1:]
+    print(f"{ {'fullgraph': fullgraph, 'tapped': tapped}[kind](preset, impl, backend):.3e}")

@@ -1,0 +1,41 @@
+"""torch.compile: one graph, the numbers of eager. Each case in a process of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("cases.py")
+
+
+def gap(kind: str, preset: str, impl: str, backend: str) -> float:
+    command = [sys.executable, str(CASES), kind, preset, impl, backend]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return float(result.stdout)
+
+
+def test_attention_is_one_graph_forward_and_backward() -> None:
+    assert gap("fullgraph", "qwen3", "sdpa", "aot_eager") < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend of torch.compile needs g++ on CPU")
+@pytest.mark.parametrize(
+    ("preset", "impl"),
+    [("qwen3", "sdpa"), ("cosa_logn", "sdpa"), ("olmo2", "sdpa"), ("qwen3", "chunked"), ("gemma2", "chunked")],
+)
+def test_compiled_attention_equals_eager(preset: str, impl: str) -> None:
+    assert gap("fullgraph", preset, impl, "inductor") < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("impl", ["sdpa", "chunked"])
+def test_a_tap_breaks_the_graph_and_not_the_numbers(impl: str) -> None:
+    assert gap("tapped", "qwen3", impl, "aot_eager") < 1e-5

@@ -1,0 +1,111 @@
+"""The bracket from logsumexps holds the exact maximum, closes when asked to, and never changes the output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qkeel import attention, preset
+from qkeel.errors import UnknownNameError
+from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.statistics import logit_stats
+from qkeel.spec import AttentionCall, AttentionSpec, Rope, Sink, Softcap
+from qkeel.spec.call import make_call
+
+NAMES = ["baseline", "qwen3", "olmo2", "cosa_logn", "qknorm_2020", "swin_v2"]
+
+
+def call_of(name: str, size: float = 1.0, dtype: torch.dtype = torch.float64, causal: bool = True) -> AttentionCall:
+    spec = preset(name)
+    q, k, v = (torch.randn(2, heads, 17, 8, dtype=dtype) for heads in (4, 2, 2))
+    params = {n: p.to(dtype) for n, p in spec.init_params(4, 2, 8).items()}
+    return make_call(spec, size * q, k, v, params=params, causal=causal)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
+def test_the_bracket_holds_the_exact_maximum(name: str, causal: bool, size: float) -> None:
+    call = call_of(name, size, causal=causal)
+    pair = attend_with_logsumexp(call)
+    assert pair is not None
+    exact = logit_stats(call)
+    for entropy in (False, True):
+        found = bracket(call, pair[1], entropy=entropy)
+        assert (found.lower <= exact.max_logit + 1e-9).all()
+        assert (found.upper >= exact.max_logit - 1e-9).all()
+    assert found.entropy is not None
+    assert found.certified is not None
+    assert torch.allclose(found.entropy, exact.entropy, atol=1e-9)
+    assert torch.allclose(found.lower[found.certified], exact.max_logit[found.certified], rtol=1e-12)
+    assert torch.equal(found.lower[found.certified], found.upper[found.certified])
+
+
+def test_large_logits_are_certified_and_small_ones_only_bracketed() -> None:
+    certified = {}
+    for size in (0.01, 30.0):
+        call = call_of("baseline", size)
+        pair = attend_with_logsumexp(call)
+        assert pair is not None
+        certified[size] = bracket(call, pair[1], entropy=True).certified
+    assert certified[30.0] is not None
+    assert certified[30.0].all()
+    assert certified[0.01] is not None
+    assert not certified[0.01].any()
+
+
+def test_entropy_tightens_the_bracket() -> None:
+    call = call_of("baseline", 3.0)
+    pair = attend_with_logsumexp(call)
+    assert pair is not None
+    free, tight = bracket(call, pair[1], entropy=False), bracket(call, pair[1], entropy=True)
+    assert (tight.upper - tight.lower <= free.upper - free.lower).all()
+    assert (tight.upper - tight.lower < free.upper - free.lower).any()
+
+
+@pytest.mark.parametrize("stats", ["bracket", "entropy"])
+@pytest.mark.parametrize(
+    ("spec", "how"),
+    [
+        (AttentionSpec(position=Rope()), {}),
+        (AttentionSpec(position=Rope()), {"mask": torch.rand(17, 17) < 0.8}),
+        (AttentionSpec(cap=Softcap(5.0)), {}),
+        (AttentionSpec(normalizer=Sink(learned=False)), {}),
+        (AttentionSpec(), {"impl": "chunked"}),
+        (AttentionSpec(), {"pos_q": torch.arange(17), "pos_k": torch.arange(17)}),
+    ],
+    ids=["plain", "mask", "cap", "sink", "chunked", "positions"],
+)
+def test_output_is_unchanged_and_the_maximum_is_inside(stats: str, spec: AttentionSpec, how: dict) -> None:
+    q, k, v = torch.randn(2, 4, 17, 8), torch.randn(2, 2, 17, 8), torch.randn(2, 2, 17, 8)
+    out, found = attention(q, k, v, spec=spec, stats=stats, **how)  # type: ignore[call-overload]
+    assert torch.allclose(out, attention(q, k, v, spec=spec, **how), atol=1e-6)
+    exact = attention(q, k, v, spec=spec, stats=True, **how)[1].max_logit
+    assert (found.lower <= exact + 1e-5).all()
+    assert (found.upper >= exact - 1e-5).all()
+
+
+def test_gradients_are_those_without_statistics() -> None:
+    q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    spec = preset("baseline")
+    plain = torch.autograd.grad(attention(q, k, v, spec=spec).cos().sum(), (q, k, v))
+    for stats in ("bracket", "entropy"):
+        out, _ = attention(q, k, v, spec=spec, stats=stats)  # type: ignore[call-overload]
+        ours = torch.autograd.grad(out.cos().sum(), (q, k, v))
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, plain))
+
+
+def test_no_logsumexp_is_had_where_the_fused_call_would_not_do() -> None:
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    spec = preset("baseline")
+    assert attend_with_logsumexp(make_call(spec, q, k, k)) is None
+    assert attend_with_logsumexp(make_call(spec, k, k, k, mask=torch.ones(5, 5, dtype=torch.bool))) is None
+    assert attend_with_logsumexp(make_call(spec, k, k, k, dropout=0.1)) is None
+    assert attend_with_logsumexp(make_call(spec, k, k, k[..., :4])) is None
+    assert attend_with_logsumexp(make_call(spec, q, k, k, causal=False)) is not None
+
+
+def test_unknown_statistics_name_the_nearest() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(UnknownNameError, match="bracket"):
+        attention(q, q, q, spec=preset("baseline"), stats="brakcet")  # type: ignore[call-overload]

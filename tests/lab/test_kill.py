@@ -1,0 +1,131 @@
+"""A study killed at any instant goes on to the bit-identical table."""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
+
+GRID = Grid(remedies=["none", "lalr:tau=0.3", "qk_clip:threshold=1"], lrs=[0.1], seeds=[0])
+
+
+def study(config: RunConfig, out: str) -> None:
+    run_plan(make_plan("lr", config, GRID), out, Execution())
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    with open(out / "table.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in csv.DictReader(file)]
+
+
+def files(out: Path) -> dict[str, bytes]:
+    """What must not depend on the kills; times and what says how often a run was resumed do."""
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in out.rglob("*")
+        if path.name in ("heads.f32", "heads.json", "config.json", "env.json", "study.json", "DONE")
+    }
+
+
+def test_a_study_killed_at_random_instants_ends_with_the_bit_identical_table(
+    tiny: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = tiny(steps=40, checkpoint_every=3, log_every=2)
+    study(config, str(tmp_path / "whole"))
+    # A server that has imported everything once: its children start, and are killed, in milliseconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["qkeel.lab.engine"])
+    instants = random.Random(7)
+    kills, child = 0, None
+    for _ in range(60):
+        child = context.Process(target=study, args=(config, str(tmp_path / "cut")))
+        child.start()
+        child.join(instants.uniform(0.02, 0.4) if kills < 8 else None)
+        if child.exitcode is None:
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+            child.join()
+            kills += 1
+        elif child.exitcode == 0:
+            break
+    assert child is not None
+    assert child.exitcode == 0
+    assert kills >= 3, "the study was over before it could be killed"
+    assert table(tmp_path / "cut") == table(tmp_path / "whole")
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+FLAGS = shlex.split(
+    "study lr --remedies none lalr:tau=0.3 qk_clip:threshold=1 --lrs 0.1 0.01 --seeds 0 --data topics --context 16 "
+    "--d-model 32 --n-heads 2 --steps 150 --checkpoint-every 7 --log-every 5 --device cpu"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are prevented on Linux only")
+def test_the_command_killed_20_times_leaves_nobody_writing_and_the_same_table(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    command = [sys.executable, "-m", "qkeel", *FLAGS, "--jobs", "2"]
+    subprocess.run([*command, "--out", str(whole)], check=True, capture_output=True, timeout=600)
+    instants = random.Random(11)
+    kills = 0
+    while kills < 20:
+        process = subprocess.Popen([*command, "--out", str(cut)], stdout=subprocess.DEVNULL, start_new_session=True)
+        _wait_for_a_worker(process, cut)
+        time.sleep(instants.uniform(0.0, 1.5))
+        if process.poll() is not None:
+            _forget_one_run(cut)
+            continue
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        deadline = time.monotonic() + 5
+        while _session(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not _session(process.pid), "a worker outlived the study"
+    subprocess.run([*command, "--out", str(cut)], check=True, capture_output=True, timeout=600)
+    assert table(cut) == table(whole)
+
+
+def _wait_for_a_worker(process: subprocess.Popen[bytes], out: Path) -> None:
+    begun = _written(out)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and _written(out) == begun and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _written(out: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_size for path in out.glob("runs/*/metrics.jsonl")}
+
+
+def _forget_one_run(out: Path) -> None:
+    """When everything is done before it could be killed, let the last run end once more."""
+    for name in ("DONE", "summary.json"):
+        for path in sorted(out.glob(f"runs/*/{name}"))[:2]:
+            path.unlink()
+
+
+def _session(leader: int) -> list[int]:
+    """Living processes of a session, from /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found

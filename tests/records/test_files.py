@@ -1,0 +1,88 @@
+"""Files are whole or absent; torn tails are dropped; damage before the tail is an error that says where."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from qkeel.errors import RunDirectoryError
+from qkeel.records import append_line, files, read_json, read_lines, write_bytes, write_json, write_text
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    value = {"a": 1, "b": [1.5, None, True, "x"], "c": {"d": math.inf, "e": -math.inf}}
+    write_json(tmp_path / "deep" / "x.json", value)
+    assert read_json(tmp_path / "deep" / "x.json") == value
+    json.loads((tmp_path / "deep" / "x.json").read_text(), parse_constant=pytest.fail)  # any JSON reader can
+    write_json(tmp_path / "nan.json", {"x": math.nan})
+    assert math.isnan(read_json(tmp_path / "nan.json")["x"])
+
+
+def test_files_are_readable_by_others_and_leave_no_temporary_behind(tmp_path: Path) -> None:
+    write_text(tmp_path / "x.txt", "ü")
+    write_bytes(tmp_path / "y.bin", b"\0\1")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.txt", "y.bin"]
+    assert (tmp_path / "x.txt").read_bytes() == "ü".encode()
+    assert (tmp_path / "x.txt").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "x.txt", "old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(RunDirectoryError, match=r"x\.txt: No space left on device.*nothing that stood there"):
+        write_text(tmp_path / "x.txt", "new")
+    assert (tmp_path / "x.txt").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RunDirectoryError, match="cannot write"):
+        write_json(tmp_path / "file" / "x.json", {})
+    with pytest.raises(RunDirectoryError, match="cannot append"):
+        append_line(tmp_path / "file" / "x.jsonl", {})
+
+
+def test_lines_come_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    assert list(read_lines(path)) == []
+    for i in range(3):
+        append_line(path, {"step": i, "x": math.inf})
+    assert list(read_lines(path)) == [{"step": i, "x": math.inf} for i in range(3)]
+
+
+@pytest.mark.parametrize("cut", range(1, 24))
+def test_a_file_torn_at_any_byte_gives_its_whole_lines(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "m.jsonl"
+    for i in range(2):
+        append_line(path, {"step": i, "x": 0.5})
+    size = path.stat().st_size
+    os.truncate(path, size - cut)
+    whole = (size - cut) // (size // 2)
+    assert list(read_lines(path)) == [{"step": i, "x": 0.5} for i in range(whole)]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": \xff}\n{"a": 3}\n')
+    with pytest.raises(RunDirectoryError, match=r"m\.jsonl, line 2"):
+        list(read_lines(path))
+
+
+def test_a_missing_or_damaged_json_file_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="is missing"):
+        read_json(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text('{"a": 1,\n "b"')
+    with pytest.raises(RunDirectoryError, match=r"not whole JSON \(line 2"):
+        read_json(tmp_path / "x.json")
+    (tmp_path / "y.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunDirectoryError, match="cannot read"):
+        read_json(tmp_path / "y.json")

@@ -1,0 +1,113 @@
+"""A run directory: its status, its configuration, what is cut back on resume, and its lock."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkeel.errors import QkeelError, RunDirectoryError, UnknownNameError
+from qkeel.records import (
+    HEAD_FIELDS,
+    STEP_FIELDS,
+    TABLE_COLUMNS,
+    RunDirectory,
+    RunStatus,
+    append_line,
+    explain_field,
+    write_json,
+)
+
+
+def test_status_follows_the_files() -> None:
+    assert [s.value for s in RunStatus] == ["missing", "started", "failed", "done"]
+
+
+def test_done_wins_over_failed_and_failed_over_started(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "r")
+    assert run.status is RunStatus.MISSING
+    assert run.failure() == ""
+    run.open({"lr": 0.1})
+    assert run.status is RunStatus.STARTED
+    (run.path / "FAILED").write_text("why")
+    assert run.status is RunStatus.FAILED
+    assert run.failure() == "why"
+    (run.path / "DONE").touch()
+    assert run.status is RunStatus.DONE
+
+
+def test_the_same_configuration_opens_again_and_another_is_refused_by_key(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "r")
+    run.open({"lr": 0.1, "model": {"d": 8, "h": 2}})
+    run.open({"lr": 0.1, "model": {"d": 8, "h": 2}})
+    with pytest.raises(RunDirectoryError, match=r"different: lr, model\.d\)"):
+        run.open({"lr": 0.2, "model": {"d": 16, "h": 2}})
+    assert run.config() == {"lr": 0.1, "model": {"d": 8, "h": 2}}
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("words")
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        RunDirectory(tmp_path).open({})
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_cutting_back_drops_later_lines_of_metrics_and_events(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        for step in (0, 10, 20):
+            append_line(tmp_path / name, {"step": step})
+    run.cut_back(10)
+    assert [r["step"] for r in run.metrics()] == [r["step"] for r in run.events()] == [0, 10]
+
+
+def test_reading_a_run_that_wrote_nothing_says_what_is_missing(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.metrics() == run.events() == []
+    for read in (run.config, run.env, run.summary):
+        with pytest.raises(RunDirectoryError, match="is missing"):
+            read()
+
+
+def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from qkeel.records import RunDirectory\n"
+        "with RunDirectory(Path(sys.argv[1])).lock():\n    print('held', flush=True); time.sleep(60)"
+    )
+    run = RunDirectory(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(RunDirectoryError, match=rf"process {other.pid}"), run.lock():
+                pass
+        finally:
+            other.kill()
+            other.wait()
+    with run.lock():
+        pass
+
+
+def test_every_recorded_number_has_a_meaning_and_a_unit() -> None:
+    for table in (STEP_FIELDS, HEAD_FIELDS, TABLE_COLUMNS):
+        for name, field in table.items():
+            assert field.meaning, name
+            assert field.unit, name
+            assert explain_field(name).endswith("]")
+    with pytest.raises(UnknownNameError, match="max_logit"):
+        explain_field("max_logits")
+
+
+def test_the_table_has_the_columns_of_the_contract_in_order() -> None:
+    first = "remedy lr seed steps val_loss max_logit end_max_logit end_entropy alarm_step collapsed cpu_seconds"
+    assert list(TABLE_COLUMNS)[:12] == [*first.split(), "run_id"]
+    assert {"capped_max_logit", "max_abs_logit"} <= set(TABLE_COLUMNS)
+
+
+def test_errors_are_also_builtins(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"a": 1})
+    with pytest.raises(OSError, match="another configuration") as error:
+        RunDirectory(tmp_path).open({"a": 2})
+    assert isinstance(error.value, QkeelError)

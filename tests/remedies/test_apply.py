@@ -1,0 +1,319 @@
+"""apply: names, composition, order, handles, bad input. Whatever is refused leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import qkeel
+from qkeel.errors import (
+    AlreadyAppliedError,
+    InvalidTypeError,
+    InvalidValueError,
+    NonFiniteError,
+    QkeelError,
+    RefusedError,
+    UnknownNameError,
+)
+from qkeel.handle import Handle
+from qkeel.remedies import REMEDIES, Remedy, Target, canonical, note, parse
+from qkeel.remedies.lalr import LALR
+from qkeel.remedies.none import NoRemedy
+
+from .models import assert_same, attention, decoder, snapshot, tokens, train
+
+EVERY = pytest.mark.parametrize("name", REMEDIES)
+# Pairs that make no sense together, whichever comes first.
+CONFLICTS = {
+    frozenset(pair)
+    for pair in (
+        *itertools.product(("qk_norm", "qkv_norm"), ("lalr", "qk_clip")),
+        ("qk_norm", "qkv_norm"),
+        *itertools.product(("sigma_reparam",), ("lalr", "qk_clip")),
+    )
+}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@EVERY
+@pytest.mark.parametrize("kind", ["decoder", "mla", "bare module"])
+def test_a_handle_restores_outputs_state_and_optimizer_bit_for_bit(name: str, kind: str) -> None:
+    model: nn.Module = decoder() if kind != "bare module" else attention(torch.float32)
+    if kind == "mla":
+        model = decoder(attention="mla")
+    x = tokens() if kind != "bare module" else torch.randn(1, 5, 16)
+    optimizer = adamw(model)
+    before, out = snapshot(model, optimizer), model(x)
+    handle = qkeel.apply(name, model, optimizer)
+    assert handle.active
+    handle.remove()
+    handle.remove()
+    assert not handle.active
+    assert_same(before, snapshot(model, optimizer))
+    assert torch.equal(out, model(x))
+
+
+@EVERY
+def test_every_remedy_trains_under_every_block_layout(name: str) -> None:
+    for order in ("pre", "post", "swin", "peri"):
+        model = decoder(norm_order=order, n_kv_heads=2)
+        optimizer = adamw(model)
+        with qkeel.apply(name, model, optimizer):
+            train(model, optimizer, 2)
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+@EVERY
+def test_twice_is_refused_and_named(name: str) -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    with qkeel.apply(name, model, optimizer):
+        with pytest.raises(AlreadyAppliedError, match=rf"{name} is on blocks.0.attention already; remove\(\)"):
+            qkeel.apply(name, model, optimizer)
+        with pytest.raises(AlreadyAppliedError):
+            qkeel.apply(name, model.blocks[0], optimizer)
+    before = snapshot(model, optimizer)
+    with pytest.raises(AlreadyAppliedError):
+        qkeel.apply(f"{name}+{name}", model, optimizer)
+    assert_same(before, snapshot(model, optimizer))
+    qkeel.apply(name, model, optimizer).remove()
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(REMEDIES, 2)), ids="+".join)
+def test_conflicts_are_refused_in_both_orders_and_the_rest_composes(pair: tuple[str, str]) -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    before, out = snapshot(model, optimizer), model(tokens())
+    if frozenset(pair) in CONFLICTS:
+        for named in ("+".join(pair), list(pair)):
+            with pytest.raises(RefusedError, match=rf"{pair[1]} at blocks.0.attention"):
+                qkeel.apply(named, model, optimizer)
+            assert_same(before, snapshot(model, optimizer))
+        with qkeel.apply(pair[0], model, optimizer), pytest.raises(RefusedError):
+            qkeel.apply(pair[1], model, optimizer)
+    else:
+        # One after the other, taken off in the order they came, not the reverse.
+        first, second = (qkeel.apply(name, model, optimizer) for name in pair)
+        first.remove()
+        second.remove()
+        assert_same(before, snapshot(model, optimizer))
+        with qkeel.apply("+".join(pair), model, optimizer):
+            train(model, optimizer, 1)
+        assert snapshot(model, optimizer)["hooks"] == before["hooks"]
+        return
+    assert_same(before, snapshot(model, optimizer))
+    assert torch.equal(out, model(tokens()))
+
+
+def test_the_remaining_remedy_still_works_when_the_first_is_removed() -> None:
+    model, other = decoder(), decoder()
+    norm = qkeel.apply("qk_norm", model)
+    qkeel.apply("softcap:cap=0.5", model)
+    norm.remove()
+    qkeel.apply("softcap:cap=0.5", other)
+    assert torch.equal(model(tokens()), other(tokens()))
+    assert list(model.state_dict()) == list(other.state_dict())
+
+
+def test_a_conflict_says_which_site_and_which_remedy_is_in_force() -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    qkeel.apply("lalr", model, optimizer)
+    with pytest.raises(RefusedError, match=r"qk_norm at blocks.0.attention, where lalr is in force: a norm on q and k"):
+        qkeel.apply("qk_norm", model, optimizer)
+
+
+def test_a_part_of_a_model_can_be_treated_alone() -> None:
+    model = decoder()
+    with qkeel.apply("qk_norm", model.blocks[1]):
+        names = [n for n, _ in model.named_parameters() if n.endswith("q_norm")]
+        assert names == ["blocks.1.attention.q_norm"]
+        with pytest.raises(AlreadyAppliedError, match=r"qk_norm is on blocks\.1\.attention"):
+            qkeel.apply("qk_norm", model)
+    qkeel.apply("qk_norm", model)
+
+
+def test_a_failure_at_a_later_site_undoes_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkeel.remedies import change_spec
+
+    model = decoder()
+    optimizer = adamw(model)
+    before = snapshot(model, optimizer)
+    calls: list[int] = []
+    real = change_spec.join
+
+    def fail(*args: Any) -> Handle:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(change_spec, "join", fail)
+    with pytest.raises(KeyboardInterrupt):
+        qkeel.apply("softcap+qk_norm", model, optimizer)
+    assert_same(before, snapshot(model, optimizer))
+
+
+def test_an_exception_inside_with_still_removes() -> None:
+    model = decoder()
+    before = snapshot(model)
+    with pytest.raises(ZeroDivisionError), qkeel.apply("qk_norm+softcap", model):
+        _ = 1 / 0
+    assert_same(before, snapshot(model))
+
+
+def test_a_copy_of_a_treated_model_computes_the_same() -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    with qkeel.apply("qk_norm+softcap+sigma_reparam", model, optimizer):
+        twin = copy.deepcopy(model).eval()
+        model.eval()
+        assert torch.equal(model(tokens()), twin(tokens()))
+
+
+# --- names
+
+
+def test_names_lists_and_objects_say_the_same() -> None:
+    assert parse("lalr:tau=0.3+softcap") == parse(["lalr:tau=0.3", "softcap"]) == parse([LALR(tau=0.3), "softcap"])
+    assert parse("lalr", tau=0.3) == parse(LALR(tau=0.3)) == parse("quack:tau=0.3") == parse("lalr: tau=0.3")
+    assert parse([]) == ()
+
+
+def test_canonical_spelling_and_notes() -> None:
+    assert canonical("quack:norm=spectral,tau=1e-1") == "lalr:norm=spectral,tau=0.1"
+    assert note("quack+lalr").line == f"{LALR.line}; {LALR.line}"
+    assert note("quack+lalr").source == LALR.source
+    assert set(qkeel.remedies()) == set(REMEDIES)
+    for name, cls in REMEDIES.items():
+        assert cls.name == name
+        assert cls.line
+        assert cls.source
+        assert "\n" not in cls.line
+        assert qkeel.remedies()[name] == f"{cls.line} [{cls.source}]"
+        assert hash(cls()) == hash(cls())
+        assert cls.__doc__
+
+
+@pytest.mark.parametrize(
+    ("named", "options", "error", "message"),
+    [
+        ("qknorm", {}, UnknownNameError, "unknown remedy 'qknorm'. Did you mean 'qk_norm'"),
+        ("lalr", {"taw": 0.1}, UnknownNameError, "unknown option of remedy 'lalr' 'taw'. Did you mean 'tau'"),
+        ("qk_clip:treshold=3", {}, UnknownNameError, "Did you mean 'threshold'"),
+        ("none:tau=1", {}, UnknownNameError, "unknown option of remedy 'none' 'tau'"),
+        ("lalr:norm=spektral", {}, UnknownNameError, "Did you mean 'spectral'"),
+        ("qk_clip:groups=querys", {}, UnknownNameError, "Did you mean 'query'"),
+        ("", {}, InvalidValueError, "empty name"),
+        ("lalr+", {}, InvalidValueError, "empty name"),
+        ("lalr:tau", {}, InvalidValueError, "expected key=value"),
+        ("lalr:tau=x", {}, InvalidTypeError, "expected a number for tau of lalr, got 'x'"),
+        ("lalr:tau=true", {}, InvalidTypeError, "expected a number for tau of lalr, got True"),
+        ("qk_lr:factor=-1", {}, InvalidValueError, "at least 0 for factor of qk_lr, got -1"),
+        ("qk_lr:factor=inf", {}, InvalidValueError, "finite"),
+        ("lalr+softcap", {"tau": 0.1}, InvalidTypeError, "names 2 remedies; write the options into the string"),
+        (3, {}, InvalidTypeError, "expected a remedy's name, a Remedy or a list of them, got 3"),
+        (["lalr", 3], {}, InvalidTypeError, "got 3"),
+        (["lalr"], {"tau": 0.1}, InvalidTypeError, "need a remedy named by a string"),
+        (NoRemedy(), {"tau": 0.1}, InvalidTypeError, "need a remedy named by a string"),
+    ],
+)
+def test_a_wrong_name_or_option_is_one_clear_error(named: Any, options: Any, error: Any, message: str) -> None:
+    model = decoder()
+    before = snapshot(model)
+    with pytest.raises(error, match=message) as caught:
+        qkeel.apply(named, model, None, **options)
+    assert isinstance(caught.value, QkeelError)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("name", ["lalr", "qk_lr", "qk_clip"])
+def test_what_acts_on_steps_asks_for_the_optimizer(name: str) -> None:
+    model = decoder()
+    before = snapshot(model)
+    with pytest.raises(RefusedError, match=rf"{name} acts on optimizer steps: call qkeel.apply\('{name}', model, opt"):
+        qkeel.apply(f"softcap+{name}", model)
+    assert_same(before, snapshot(model))
+
+
+def test_the_wrong_kind_of_argument_is_one_clear_error() -> None:
+    model = decoder()
+    with pytest.raises(InvalidTypeError, match=r"expected a torch.nn.Module to apply remedies to, got dict"):
+        qkeel.apply("lalr", {})  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match=r"expected a torch.optim.Optimizer, got StepLR"):
+        qkeel.apply("lalr", model, torch.optim.lr_scheduler.StepLR(adamw(model), 1))  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match="found no attention in this Linear"):
+        qkeel.apply("lalr", nn.Linear(2, 2), None)
+
+
+@EVERY
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named(name: str, value: float) -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    with torch.no_grad():
+        model.blocks[1].attention.k_proj.weight[0, 0] = value
+    before = snapshot(model, optimizer)["modules"]
+    if name == "none":
+        qkeel.apply(name, model, optimizer).remove()
+    else:
+        with pytest.raises(NonFiniteError, match=f"1.attention.k_proj.weight holds NaN or infinity before {name}"):
+            qkeel.apply(name, model, optimizer)
+    assert snapshot(model, optimizer)["modules"] == before
+
+
+def test_weights_without_values_are_refused() -> None:
+    model = decoder().to("meta")
+    with pytest.raises(RefusedError, match="on the meta device; give it values before lalr is applied"):
+        qkeel.apply("lalr", model, adamw(model))
+
+
+@pytest.mark.parametrize("name", ["lalr", "qk_clip"])
+def test_weights_made_by_a_parametrisation_are_refused(name: str) -> None:
+    model = decoder()
+    parametrizations.spectral_norm(model.blocks[0].attention.q_proj)
+    with pytest.raises(RefusedError, match=f"{name} at blocks.0.attention: the weight that makes"):
+        qkeel.apply(name, model, adamw(model))
+
+
+@pytest.mark.parametrize("name", ["qk_lr", "softcap"])
+def test_a_weight_that_hooks_make_from_others_is_named(name: str) -> None:
+    model = decoder()
+    parametrizations.weight_norm(model.blocks[0].attention.q_proj)
+    with pytest.raises(RefusedError, match=r"no parameter 'blocks.0.attention.q_proj.parametrizations"):
+        qkeel.apply(name, model, adamw(model))
+
+
+def test_a_remedy_of_ones_own_needs_no_table() -> None:
+    class Louder(Remedy):
+        name, line, source = "louder", "doubles the query weights", "this test"
+
+        def apply(self, target: Target) -> Handle:
+            weights = [target.parameter(s.query[0].parameter) for s in target.sites]
+            with torch.no_grad():
+                for w in weights:
+                    w.mul_(2)
+
+            @torch.no_grad()
+            def undo() -> None:
+                for w in weights:
+                    w.mul_(0.5)
+
+            return Handle(undo, state=lambda: {"twice": 2}, load=lambda s: s["twice"])
+
+    model = decoder()
+    before, q = snapshot(model), model.blocks[0].attention.q_proj.weight
+    with qkeel.apply(["softcap", Louder()], model) as handle:
+        assert handle.state() == {"1.twice": 2}
+        handle.load({"1.twice": 2})
+        assert not torch.equal(before["state"]["blocks.0.attention.q_proj.weight"], q)
+    assert_same(before, snapshot(model))

@@ -1,0 +1,177 @@
+"""Which optimizers lalr and qk_lr take, and that finding out leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import qkeel
+from qkeel.errors import RefusedError
+
+from .models import attention, gradients, step_by
+
+LINEAR: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr_decay=0.1, weight_decay=0.1),
+    "Adagrad start": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, weight_decay=0.1),
+    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "Adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "Adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+    "Adam fused tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), fused=True),
+    "Adam maximize": lambda p: torch.optim.Adam(p, maximize=True),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "AdamW": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
+    "AdamW rate 0": lambda p: torch.optim.AdamW(p, lr=0.0),
+    "AdamW tiny rate": lambda p: torch.optim.AdamW(p, lr=1e-9),
+    "NAdam": lambda p: torch.optim.NAdam(p, decoupled_weight_decay=True, weight_decay=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "SGD": lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, fused=True),
+    "Muon": lambda p: torch.optim.Muon(p, weight_decay=0.1),
+    "Muon matched": lambda p: torch.optim.Muon(p, adjust_lr_fn="match_rms_adamw"),
+    "Adafactor below 1/√t": lambda p: torch.optim.Adafactor(p, lr=1e-4, weight_decay=0.1),
+}
+REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
+    "Adafactor": (lambda p: torch.optim.Adafactor(p, lr=0.5), "Adafactor at half the rate was not half as long"),
+    "Adafactor default": (lambda p: torch.optim.Adafactor(p), "was not half as long"),
+    "ASGD": (lambda p: torch.optim.ASGD(p), "ASGD at half the rate was not half as long"),
+    "Rprop": (lambda p: torch.optim.Rprop(p), "Rprop at half the rate was not half as long"),
+    "LBFGS": (lambda p: torch.optim.LBFGS(p), "LBFGS failed: .*closure"),
+    "SparseAdam": (lambda p: torch.optim.SparseAdam(p), "SparseAdam failed: .*dense gradients"),
+}
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_optimizers_linear_in_the_rate_are_taken(name: str) -> None:
+    model = attention(torch.float32)
+    qkeel.apply("lalr", model, LINEAR[name](matrices(model))).remove()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("remedy", ["lalr", "qk_lr"])
+def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -> None:
+    make, reason = REFUSED[name]
+    model = attention(torch.float32)
+    optimizer = make(matrices(model))
+    with pytest.raises(RefusedError, match=rf"{remedy} needs an optimizer whose step is proportional.*{reason}"):
+        qkeel.apply(remedy, model, optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    qkeel.apply("none", model, optimizer).remove()
+
+
+def test_every_optimizer_of_torch_is_in_one_of_the_two_lists() -> None:
+    known = {name.split()[0] for name in (*LINEAR, *REFUSED)}
+    shipped = {n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"}
+    assert {n for n in shipped if issubclass(getattr(torch.optim, n), torch.optim.Optimizer)} == known
+
+
+@pytest.mark.parametrize("peak", [0.5, 1e-4])
+def test_a_warm_up_does_not_hide_the_rate_that_a_scheduler_will_reach(peak: float) -> None:
+    model = attention(torch.float32)
+    optimizer = torch.optim.Adafactor(matrices(model), lr=peak)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: i / 1000)
+    assert optimizer.param_groups[0]["lr"] == 0
+    if peak == 0.5:
+        with pytest.raises(RefusedError):
+            qkeel.apply("lalr", model, optimizer)
+    else:
+        qkeel.apply("lalr", model, optimizer)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_probing_leaves_weights_state_generator_and_global_hooks_alone(name: str) -> None:
+    model = attention(torch.float32)
+    optimizer = LINEAR[name](matrices(model))
+    # A scheduler binds `optimizer.step` to the user's optimizer: a copy of its attributes would step that one.
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    for grads in gradients(model, 2):
+        step_by(model, optimizer, grads)
+        scheduler.step()
+    seen: list[object] = []
+    hook = register_optimizer_step_post_hook(lambda *a: seen.append(a))
+    weights = [p.detach().clone() for p in model.parameters()]
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for s in optimizer.state.values()]
+    random = torch.get_rng_state()
+    with hook, qkeel.apply("lalr", model, optimizer):
+        pass
+    assert not seen
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(a, p) for a, p in zip(weights, model.parameters()))
+    assert groups == [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for old, new in zip(state, optimizer.state.values(), strict=True):
+        assert old.keys() == new.keys()
+        assert all(torch.equal(torch.as_tensor(old[k]), torch.as_tensor(new[k])) for k in old)
+
+
+def test_a_subclass_with_a_constructor_of_its_own_is_probed_by_the_step_it_inherits() -> None:
+    class Mine(torch.optim.AdamW):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model.parameters(), lr=0.01)
+
+    class Odd(torch.optim.Rprop):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model.parameters(), lr=0.01)
+
+    model = attention(torch.float32)
+    qkeel.apply("lalr", model, Mine(model)).remove()
+    with pytest.raises(RefusedError, match="Odd at half the rate"):
+        qkeel.apply("lalr", model, Odd(model))
+
+
+def test_an_optimizer_that_draws_random_numbers_in_its_step_leaves_the_generator() -> None:
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.rand(3)
+            return super().step(closure)
+
+    model = attention(torch.float32)
+    before = torch.get_rng_state()
+    qkeel.apply("lalr", model, Noisy(model.parameters(), lr=0.1)).remove()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_optimizer_that_knows_float32_only_is_probed_in_float32() -> None:
+    class Single(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert all(p.dtype == torch.float32 for g in self.param_groups for p in g["params"])
+            return super().step(closure)
+
+    model = attention(torch.float32)
+    qkeel.apply("lalr", model, Single(model.parameters(), lr=0.1)).remove()
+
+
+def test_an_optimizer_that_never_moves_is_not_taken_for_linear() -> None:
+    class Still(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            return None
+
+    model = attention(torch.float32)
+    with pytest.raises(RefusedError):
+        qkeel.apply("lalr", model, Still(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_are_refused(dtype: torch.dtype) -> None:
+    model = attention(dtype)
+    with pytest.raises(RefusedError, match=f"which {dtype} weights round away .q_proj.weight.; keep float32"):
+        qkeel.apply("lalr", model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_clip"])
+def test_weights_that_the_optimizer_does_not_hold_are_refused(remedy: str) -> None:
+    model = attention(torch.float32)
+    optimizer = torch.optim.SGD([model.q_proj.weight, model.v_proj.weight], lr=0.1)
+    with pytest.raises(RefusedError, match=r"steps of k_proj.weight, which this SGD does not hold"):
+        qkeel.apply(remedy, model, optimizer)

@@ -1,0 +1,434 @@
+"""qk_clip: every rule of O18 and the defects that others have."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.functional.stats import LogitStats
+from qkeel.nn import MLA, Attention
+from qkeel.sites import Tap
+
+from .models import D_MODEL, attention, decoder, mla, tokens
+
+TOO_MUCH = 1 + 1e-5
+
+
+def inputs(batch: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch, 7, D_MODEL, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def maxima(model: nn.Module, *xs: Any, **options: Any) -> Tensor:
+    """Largest logit per head of every site, [sites heads]; in evaluation, which no clip counts."""
+    model.eval()
+    with Tap(model) as tap, torch.no_grad():
+        for x in xs:
+            model(x, **options)
+        found = torch.stack([stats.max_logit for stats in tap.read().values()])
+    model.train()
+    return found
+
+
+def clip_once(model: nn.Module, remedy: str, *xs: Tensor, **options: Any) -> None:
+    """Forwards, then a step at rate 0, so only the clip moves weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply(remedy, model, optimizer):
+        for x in xs:
+            model(x, **options)
+        optimizer.step()
+
+
+def loud(model: Attention | MLA, *scales: float) -> Attention | MLA:
+    """Make the heads' queries differ in size."""
+    with torch.no_grad():
+        for name in ("q_proj", "q_up", "q_rope"):
+            if name in model._modules:
+                layer: Any = model.get_submodule(name)
+                for part in (layer.weight, layer.bias):
+                    if part is not None:
+                        for head, scale in zip(part.chunk(len(scales)), scales):
+                            head.mul_(scale)
+    return model
+
+
+SCALES = (40.0, 1.0, 15.0, 2.0)
+
+
+def by_name(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def unchanged(before: Tensor, after: Tensor, heads: int) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(before.chunk(heads), after.chunk(heads))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_triggered_head_gives_exactly_the_threshold_and_the_rest_are_bit_identical(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    model, x = loud(attention(dtype, 4, bias=bias), *SCALES), inputs(dtype=dtype)
+    before, top = by_name(model), maxima(model, x)[0]
+    threshold = float(top.sort().values[1:3].mean())
+    over = top > threshold
+    assert over.sum() == 2
+    clip_once(model, f"qk_clip:threshold={threshold}", x)
+    after = maxima(model, x)[0]
+    assert torch.allclose(after[over], torch.tensor(threshold, dtype=dtype), rtol=1e-5)
+    assert (after <= threshold * TOO_MUCH).all()
+    assert torch.equal(after[~over], top[~over])
+    for name, p in model.named_parameters():
+        kept = unchanged(before[name], p, 4)
+        assert kept == ((~over).tolist() if name.startswith(("q_", "k_")) else [True] * 4), name
+
+
+def test_both_sides_get_the_square_root() -> None:
+    model, x = loud(attention(torch.float64, 4, bias=True), *SCALES), inputs(dtype=torch.float64)
+    before, top = by_name(model), maxima(model, x)[0]
+    clip_once(model, "qk_clip:threshold=0.5", x)
+    gamma = (0.5 / top).clamp(max=1)
+    for name in ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"):
+        for h, (old, new) in enumerate(zip(before[name].chunk(4), model.get_parameter(name).chunk(4))):
+            assert torch.allclose(new, old * gamma[h].sqrt()), name
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_grouped_keys_query_policy_is_exact_per_head_and_leaves_the_keys(kv_heads: int) -> None:
+    model, x = loud(attention(torch.float64, kv_heads, bias=True), *SCALES), inputs(dtype=torch.float64)
+    before, top = by_name(model), maxima(model, x)[0]
+    clip_once(model, "qk_clip:threshold=1", x)
+    after = maxima(model, x)[0]
+    assert torch.allclose(after, top.clamp(max=1))
+    for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "o_proj.weight"):
+        assert torch.equal(before[name], model.get_parameter(name))
+    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == (top <= 1).tolist()
+
+
+def test_grouped_keys_group_policy_clips_the_group_by_its_worst_head() -> None:
+    model, x = loud(attention(torch.float64, 2, bias=True), 40.0, 1.0, 0.01, 0.02), inputs(dtype=torch.float64)
+    before, top = by_name(model), maxima(model, x)[0]
+    assert top[0] > 3 > top[1] > 0
+    clip_once(model, "qk_clip:threshold=3,groups=group", x)
+    after = maxima(model, x)[0]
+    assert float(after[0]) == pytest.approx(3)
+    assert float(after[1]) == pytest.approx(float(top[1] * 3 / top[0]))  # below τ though it never passed it
+    assert torch.equal(after[2:], top[2:])
+    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == [False, False, True, True]
+    assert unchanged(before["k_proj.weight"], model.k_proj.weight, 2) == [False, True]
+    assert unchanged(before["k_proj.bias"], model.k_proj.bias, 2) == [False, True]
+
+
+@pytest.mark.parametrize("latent_norm", [False, True])
+@pytest.mark.parametrize("groups", ["query", "group"])
+def test_latent_attention_takes_root_root_and_whole_and_leaves_the_shared_key(groups: str, latent_norm: bool) -> None:
+    model, x = loud(mla(latent_norm=latent_norm).double(), *SCALES), inputs(dtype=torch.float64)
+    before, top = by_name(model), maxima(model, x)[0]
+    threshold = float(top.sort().values[1:3].mean())
+    clip_once(model, f"qk_clip:threshold={threshold},groups={groups}", x)
+    after = maxima(model, x)[0]
+    assert torch.allclose(after, top.clamp(max=threshold))
+    gamma = (threshold / top).clamp(max=1)
+    for name, power in {"q_up": 0.5, "k_up": 0.5, "q_rope": 1.0}.items():
+        for h, (old, new) in enumerate(
+            zip(before[f"{name}.weight"].chunk(4), model.get_submodule(name).weight.chunk(4))
+        ):
+            assert torch.allclose(new, old * gamma[h] ** power), name
+            assert torch.equal(new, old) is bool(top[h] <= threshold)
+    for name in ("k_rope", "q_down", "kv_down", "v_up", "o_proj"):
+        assert torch.equal(before[f"{name}.weight"], model.get_submodule(name).weight), name
+
+
+def fixed_maxima(monkeypatch: pytest.MonkeyPatch, model: nn.Module, values: list[float]) -> None:
+    """The tap says what we want it to."""
+
+    def read(self: Tap) -> dict[str, LogitStats]:
+        like = torch.zeros(())
+        stats = LogitStats.empty(4, 4, like)
+        object.__setattr__(stats, "max_logit", torch.tensor(values))
+        return dict.fromkeys((s.name for s in qkeel.find_sites(model)), stats)
+
+    monkeypatch.setattr(Tap, "read", read)
+
+
+@pytest.mark.parametrize("value", [-3.0, -1e-30, -0.0, 0.0, 1e-30, math.nan, -math.inf, math.inf, 10.0])
+def test_no_maximum_that_is_not_over_the_threshold_ever_changes_a_weight(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Four public implementations turn a negative maximum into NaN; an infinite one would zero the head for good.
+    model = attention(torch.float32, 4, bias=True)
+    before = by_name(model)
+    fixed_maxima(monkeypatch, model, [value, 40.0, value, value])
+    clip_once(model, "qk_clip:threshold=10")
+    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == [True, False, True, True]
+    assert torch.allclose(model.q_proj.weight[4:8], before["q_proj.weight"][4:8] / 2)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_heads_that_point_away_have_negative_maxima_and_stay() -> None:
+    model, x = attention(torch.float64, 4), inputs(dtype=torch.float64).abs() + 1
+    with torch.no_grad():
+        model.q_proj.weight.abs_()
+        model.k_proj.weight.abs_().neg_()
+        model.k_proj.weight[:4].neg_()  # only head 0 agrees with itself
+    model.spec = model.spec.replace(position=qkeel.spec.NoPosition())
+    before, top = by_name(model), maxima(model, x)[0]
+    assert top[0] > 0
+    assert (top[1:] < 0).all()
+    clip_once(model, f"qk_clip:threshold={float(top[0]) / 2}", x)
+    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == [False, True, True, True]
+    assert float(maxima(model, x)[0, 0]) == pytest.approx(float(top[0]) / 2)
+
+
+def test_logits_that_are_masked_do_not_count() -> None:
+    model, x = loud(attention(torch.float64, 4), *[20.0] * 4), inputs(1, dtype=torch.float64)
+    mask = torch.ones(1, 7, dtype=torch.bool)
+    mask[:, 5:] = False
+    seen = maxima(model, x, mask=mask)[0]
+    free = maxima(model, x, causal=False)[0]
+    head = int((free / seen.clamp(min=1e-3)).argmax())
+    assert free[head] > 2 * seen[head].clamp(min=0)
+    threshold = float((seen[head].clamp(min=0.1) + free[head]) / 2)
+    before = by_name(model)
+    clip_once(model, f"qk_clip:threshold={threshold}", x, mask=mask)
+    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4)[head]
+    clip_once(model, f"qk_clip:threshold={threshold}", x, causal=False)
+    assert not unchanged(before["q_proj.weight"], model.q_proj.weight, 4)[head]
+
+
+def test_the_threshold_is_on_the_scaled_logit() -> None:
+    model, x = loud(attention(torch.float64, 4), *[8.0] * 4), inputs(dtype=torch.float64)
+    q, k = (model._heads(layer(x), 4) for layer in (model.q_proj, model.k_proj))
+    pos = torch.arange(7)[None]
+    raw = model.spec.logits(q, k, pos, pos, {}).detach()
+    visible = torch.ones(7, 7, dtype=torch.bool).tril()
+    scaled = raw.masked_fill(~visible, -torch.inf).amax((0, 2, 3))
+    assert torch.allclose(maxima(model, x)[0], scaled)
+    before = by_name(model)
+    clip_once(model, f"qk_clip:threshold={float(scaled.max()) * 1.001}", x)  # unscaled, √4 times that
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+def test_a_capped_site_is_clipped_by_its_logit_before_the_cap() -> None:
+    model, x = loud(attention(torch.float64, 4), *[40.0] * 4), inputs(dtype=torch.float64)
+    top = maxima(model, x)[0]
+    assert top.max() > 6
+    clip_once(model, "softcap:cap=2+qk_clip:threshold=3", x)
+    assert torch.allclose(maxima(model, x)[0], top.clamp(max=3))
+
+
+def test_micro_batches_between_steps_count_together_and_the_next_step_starts_anew() -> None:
+    model = loud(attention(torch.float64, 4), *[10.0] * 4)
+    a, b = inputs(1, 1, torch.float64), 5 * inputs(1, 2, torch.float64)
+    both = maxima(model, a, b)[0]
+    assert not torch.equal(both, maxima(model, a)[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply("qk_clip:threshold=1", model, optimizer):
+        model(b)
+        model(a)
+        optimizer.step()
+        assert torch.allclose(maxima(model, a, b)[0], both.clamp(max=1))
+        before = by_name(model)
+        model(a)  # under the threshold by now
+        optimizer.step()
+        optimizer.step()  # nothing seen at all
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+def test_forwards_in_evaluation_do_not_count() -> None:
+    model, x = loud(attention(torch.float64, 4), *[10.0] * 4), inputs(dtype=torch.float64)
+    before = by_name(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply("qk_clip:threshold=0.01", model, optimizer):
+        model.eval()
+        model(x)
+        model.train()
+        optimizer.step()
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+def test_every_site_has_its_own_maxima() -> None:
+    model = decoder(d_model=16)
+    with torch.no_grad():
+        model.blocks[1].attention.q_proj.weight.mul_(30)
+    x = tokens()
+    top = maxima(model, x)
+    threshold = float(top[0].max()) * 1.5
+    assert (top[1] > threshold).any()
+    before = by_name(model)
+    clip_once(model, f"qk_clip:threshold={threshold}", x)
+    assert (maxima(model, x)[1] <= threshold * TOO_MUCH).all()
+    changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], p)}
+    assert changed == {"blocks.1.attention.q_proj.weight", "blocks.1.attention.k_proj.weight"}
+
+
+def test_a_site_that_saw_nothing_is_left_alone() -> None:
+    model = nn.ModuleDict({"used": attention(torch.float64, 4), "idle": attention(torch.float64, 4)})
+    before = by_name(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply("qk_clip:threshold=1e-3", model, optimizer):
+        model["used"](inputs(dtype=torch.float64))
+        optimizer.step()
+    changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], p)}
+    assert changed == {"used.q_proj.weight", "used.k_proj.weight"}
+
+
+def test_a_weight_shared_by_layers_is_scaled_once_by_the_smallest_factor() -> None:
+    a, b = attention(torch.float64, 4), attention(torch.float64, 4)
+    b.k_proj.weight.data.copy_(a.k_proj.weight * 3)
+    b.q_proj.weight = a.q_proj.weight
+    model = nn.ModuleDict({"a": a, "b": b})
+    x = inputs(dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    q = a.q_proj.weight.detach().clone()
+
+    def top(site: Attention) -> Tensor:
+        return maxima(site, x)[0]
+
+    tops = torch.stack([top(a), top(b)])
+    threshold = float(tops[0].min()) / 2
+    with qkeel.apply(f"qk_clip:threshold={threshold}", model, optimizer):
+        a(x)
+        b(x)
+        optimizer.step()
+    gamma = threshold / tops
+    ratio = (a.q_proj.weight / q).view(4, -1)[:, 0]
+    assert torch.allclose(ratio, gamma.amin(0).sqrt())
+    assert torch.allclose(top(b), torch.tensor(threshold, dtype=torch.float64))
+    assert (top(a) <= threshold * TOO_MUCH).all()
+
+
+def test_a_weight_that_makes_q_and_k_is_scaled_once() -> None:
+    model, x = attention(torch.float64, 4), inputs(dtype=torch.float64)
+    model.k_proj.weight = model.q_proj.weight
+    top = maxima(model, x)[0]
+    clip_once(model, "qk_clip:threshold=0.1", x)
+    assert torch.allclose(maxima(model, x)[0], top.clamp(max=0.1))
+
+
+@pytest.mark.parametrize("remedy", ["lalr:tau=0.5+qk_clip:threshold=0.5", "qk_clip:threshold=0.5+lalr:tau=0.5"])
+def test_with_lalr_the_clip_comes_after_the_scaled_step_in_either_order(remedy: str) -> None:
+    x = inputs(dtype=torch.float64)
+    model, reference = (loud(attention(torch.float64, 4), *SCALES) for _ in range(2))
+    results = []
+    for m, r in ((model, remedy), (reference, "lalr:tau=0.5")):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        with qkeel.apply(r, m, optimizer):
+            m(x).square().sum().backward()
+            optimizer.step()
+        results.append(by_name(m))
+    top = maxima(loud(attention(torch.float64, 4), *SCALES), x)[0]
+    gamma = (0.5 / top).clamp(max=1).sqrt().repeat_interleave(4)[:, None]
+    assert torch.allclose(results[0]["q_proj.weight"], results[1]["q_proj.weight"] * gamma, rtol=1e-12)
+
+
+def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> None:
+    # As with optimizers that are not fused, whose hooks a scaler does not run: the maxima wait.
+    model, x = loud(attention(torch.float64, 4), *SCALES), inputs(dtype=torch.float64)
+    before, top = by_name(model), maxima(model, x)[0]
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    handle = qkeel.apply("qk_clip:threshold=1", model, optimizer)
+    model(x)
+    optimizer.found_inf = torch.ones(1)
+    optimizer.step()
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    state = handle.state()
+    assert torch.equal(next(iter(state.values())), top)
+    optimizer.step()
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    handle.remove()
+    handle = qkeel.apply("qk_clip:threshold=1", model, optimizer)
+    handle.load(state)  # a run killed here goes on as it would have
+    optimizer.found_inf = torch.zeros(1)
+    optimizer.step()
+    assert torch.allclose(maxima(model, x)[0], top.clamp(max=1))
+    kept = by_name(model)
+    optimizer.step()
+    assert all(torch.equal(kept[n], p) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_a_real_scaler_a_skipped_step_does_not_clip_and_the_next_one_does(fused: bool) -> None:
+    model = decoder()
+    with torch.no_grad():
+        model.blocks[0].attention.q_proj.weight.mul_(30)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    x, before = tokens(), by_name(model)
+    top = maxima(model, x)
+    with qkeel.apply("qk_clip:threshold=2", model, optimizer):
+        for overflow in (True, False):
+            optimizer.zero_grad()
+            if overflow:
+                scaler.scale(model(x).mean()).backward()
+                model.head.weight.grad.fill_(torch.inf)  # type: ignore[union-attr]
+            else:
+                scaler.scale(model.head.weight.sum()).backward()  # no forward of attention since
+            scaler.step(optimizer)
+            scaler.update()
+            if overflow:
+                assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    assert top.max() > 4
+    assert torch.allclose(maxima(model, x)[0], top[0].clamp(max=2), rtol=1e-5)
+
+
+def test_a_step_with_nothing_over_the_threshold_touches_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = attention(torch.float32, 4), inputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply("qk_clip", model, optimizer):
+        model(x)
+        versions = [p._version for p in model.parameters()]
+        optimizer.step()
+    assert versions == [p._version for p in model.parameters()]
+
+
+def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from qkeel.remedies.qk_clip import _Clip
+
+    from .test_steps import HostReads
+
+    def everything(self: Any, maxima: dict[str, Tensor]) -> list[Any]:
+        return [s for s in self.target.sites if s.name in maxima]
+
+    monkeypatch.setattr(_Clip, "_over", everything)
+    model, x = loud(attention(torch.float32, 2, bias=True), *SCALES), inputs()
+    before, top = by_name(model), maxima(model, x)[0]
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    with qkeel.apply("qk_clip:threshold=3", model, optimizer):
+        model(x)
+        optimizer.found_inf = torch.zeros(1)
+        with (mode := HostReads()):
+            optimizer.step()
+    assert [r for r in mode.reads if "_to_copy" not in r] == []
+    assert unchanged(before["q_proj.weight"], model.q_proj.weight, 4) == (top <= 3).tolist()
+    assert torch.allclose(maxima(model, x)[0], top.clamp(max=3))
+
+
+@pytest.mark.parametrize("threshold", [0, -1.0, math.nan, math.inf])
+def test_the_threshold_must_be_a_positive_number(threshold: float) -> None:
+    with pytest.raises(InvalidValueError, match="above 0 for threshold of qk_clip"):
+        qkeel.apply("qk_clip", attention(), None, threshold=threshold)
+
+
+@pytest.mark.parametrize("preset", ["qwen3", "kna", "qna", "olmo2", "swin_v2"])
+def test_normed_sites_are_refused_with_the_reason(preset: str) -> None:
+    options = {"train_length": 32} if preset in ("kna", "qna") else {}
+    model = Attention(D_MODEL, 4, spec=qkeel.preset(preset, **options))
+    with pytest.raises(RefusedError, match="a norm on q or k undoes any scaling of its weights"):
+        qkeel.apply("qk_clip", model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_removal_takes_the_tap_away() -> None:
+    model = attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.apply("qk_clip", model, optimizer):
+        assert len(model.observers) == 1
+    assert not model.observers
+    assert not optimizer._optimizer_step_post_hooks

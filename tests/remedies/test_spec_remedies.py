@@ -1,0 +1,311 @@
+"""qk_norm in every layout, qkv_norm and softcap: what they compute, their parameters, and their removal."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel import reference
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, UnknownNameError
+from qkeel.nn import MLA, Attention
+from qkeel.nn.mla import LatentSizes
+from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, Learned, LogN, NoNorm, RMSNorm, Rope, Softcap, Sqrt
+
+from .models import D_MODEL, assert_same, attention, decoder, loss, mla, snapshot, tokens, train
+
+GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
+LAYOUTS = list(itertools.product(("rms", "layer", "l2"), ("head", "layer"), GAINS))
+KINDS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "none": ((), ()),
+    "dim": ((4,), (4,)),
+    "one_plus_dim": ((4,), (4,)),
+    "head_dim": ((4, 4), (2, 4)),
+    "scalar": ((), ()),
+    "head": ((4, 1), (2, 1)),
+}
+
+
+def x_of(model: nn.Module) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return torch.randn(2, 7, D_MODEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def oracle(model: Attention, spec: AttentionSpec, x: Tensor, params: dict[str, Tensor]) -> Tensor:
+    q, k, v = (
+        layer(x).unflatten(-1, (n, -1)).transpose(1, 2)
+        for layer, n in ((model.q_proj, 4), (model.k_proj, 2), (model.v_proj, 2))
+    )
+    return model.o_proj(reference.attend(spec, q, k, v, params=params).out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("kind", "over", "gain"), LAYOUTS)
+def test_qk_norm_computes_the_spec_it_names(kind: str, over: str, gain: str) -> None:
+    model, plain = attention(), attention()
+    x, old = x_of(model), model.spec
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before = snapshot(model, optimizer)
+    handle = qkeel.apply(f"qk_norm:kind={kind},over={over},gain={gain},length=32" if scaled(kind, gain) else
+                         f"qk_norm:kind={kind},over={over},gain={gain}", model, optimizer)  # fmt: skip
+    spec = old.replace(norm=KINDS[kind](over=over, gain=gain))
+    expected = {"q_norm": SHAPES[gain][0], "k_norm": SHAPES[gain][1]} if gain != "none" else {}
+    if kind == "l2":
+        spec = old.replace(norm=L2Norm(over=over, gain=gain), scale=Sqrt())
+    if scaled(kind, gain):
+        per = "layer" if gain == "scalar" else "head"
+        spec = old.replace(norm=L2Norm(over=over), scale=Learned(init=math.log2(32 * 32 - 32), per=per))
+        expected = {"logit_scale": () if gain == "scalar" else (4, 1, 1)}
+    assert model.spec == spec
+    added = {name: tuple(p.shape) for name, p in model.named_parameters() if "." not in name}
+    assert added == expected
+    assert set(expected) <= set(model.state_dict())
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    with torch.no_grad():
+        for name in expected:
+            p = model.get_parameter(name)
+            assert p.dtype == torch.float64
+            assert any(p is h for h in held)
+            p.add_(0.3 * torch.randn(p.shape, dtype=torch.float64))
+    params = {name: model.get_parameter(name) for name in expected}
+    assert (model(x) - oracle(plain, spec, x, params)).abs().max() < 1e-12
+    model(x).square().sum().backward()
+    for name in expected:
+        assert model.get_parameter(name).grad is not None
+    optimizer.zero_grad()
+    handle.remove()
+    assert_same(before, snapshot(model, optimizer))
+    assert torch.equal(model(x), plain(x))
+
+
+def scaled(kind: str, gain: str) -> bool:
+    return kind == "l2" and gain in ("scalar", "head")
+
+
+def test_gains_start_as_the_identity_gain() -> None:
+    model = attention()
+    with qkeel.apply("qk_norm:gain=one_plus_dim", model):
+        assert torch.equal(model.get_parameter("q_norm"), torch.zeros(4, dtype=torch.float64))
+    with qkeel.apply("qk_norm", model):
+        assert torch.equal(model.get_parameter("k_norm"), torch.ones(4, dtype=torch.float64))
+
+
+def test_the_published_scale_starts_at_the_logarithm_of_the_training_length() -> None:
+    model = attention()
+    with qkeel.apply("qk_norm:kind=l2,gain=scalar", model, train_length=72):
+        assert model.get_parameter("logit_scale").item() == pytest.approx(12.319672)
+    with qkeel.apply("qk_norm:kind=l2,gain=scalar,length=512", model, train_length=72):
+        assert model.get_parameter("logit_scale").item() == pytest.approx(17.997179)
+
+
+def test_a_learned_scale_without_a_length_is_refused_before_anything_changes() -> None:
+    model = decoder()
+    before = snapshot(model)
+    with pytest.raises(InvalidValueError, match=r"say L, as length=512 in the remedy or as qkeel.apply"):
+        qkeel.apply("qk_norm:kind=l2,gain=scalar", model)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("length", [1, 0, -3, math.nan])
+def test_a_length_without_a_logarithm_is_refused(length: float) -> None:
+    with pytest.raises(InvalidValueError):
+        qkeel.apply("qk_norm", attention(), kind="l2", gain="scalar", length=length)
+
+
+def test_a_length_where_nothing_is_learned_from_it_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="length=32 starts a learned scale"):
+        qkeel.apply("qk_norm:length=32", attention())
+
+
+def test_log_n_stays_when_unit_vectors_take_the_scale() -> None:
+    model = Attention(D_MODEL, 4, spec=qkeel.preset("baseline_logn", train_length=16))
+    inner = model.spec.scale
+    assert isinstance(inner, LogN)
+    with qkeel.apply("qk_norm:kind=l2,gain=dim", model):
+        assert model.spec.scale == LogN(inner=Sqrt(), train_length=inner.train_length, clip=inner.clip)
+    assert model.spec.scale == inner
+
+
+def test_a_scale_of_its_own_is_not_dropped_in_silence() -> None:
+    model = Attention(D_MODEL, 4, spec=AttentionSpec(scale=qkeel.spec.Fixed(0.3)))
+    with pytest.raises(RefusedError, match=r"unit vectors need a scale of their own .*0.3; use kind=rms"):
+        qkeel.apply("qk_norm:kind=l2", model)
+    with qkeel.apply("qk_norm", model):
+        assert model.spec.scale == qkeel.spec.Fixed(0.3)
+
+
+@pytest.mark.parametrize("remedy", ["qk_norm", "qk_norm:kind=layer,gain=none", "qk_norm:gain=head_dim", "qkv_norm"])
+def test_a_norm_after_the_rotation_may_not_tell_dimensions_apart(remedy: str) -> None:
+    model = Attention(D_MODEL, 4, spec=AttentionSpec(position=Rope(order="rotate_then_norm")))
+    with pytest.raises(RefusedError, match="depend on more than the distance"):
+        qkeel.apply(remedy, model)
+    qkeel.apply("qk_norm:gain=head", model).remove()
+
+
+def test_new_gains_join_the_group_of_gains_and_are_named_where_groups_are() -> None:
+    model = decoder()
+    gains = [(n, p) for n, p in model.named_parameters() if p.ndim < 2]
+    rest = [(n, p) for n, p in model.named_parameters() if p.ndim >= 2]
+    groups = [{"params": rest, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    n = len(gains)
+    with qkeel.apply("qk_norm", model, optimizer):
+        assert len(optimizer.param_groups[1]["params"]) == n + 4
+        assert optimizer.param_groups[1]["param_names"][n:] == [
+            f"blocks.{i}.attention.{part}" for i in (0, 1) for part in ("q_norm", "k_norm")
+        ]
+    assert len(optimizer.param_groups[1]["params"]) == len(optimizer.param_groups[1]["param_names"]) == n
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "SGD", "RMSprop", "ASGD", "Rprop", "Adafactor", "NAdam"])
+def test_every_optimizer_takes_a_gain_before_and_during_training(name: str, fresh: bool) -> None:
+    model = decoder()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+    if not fresh:
+        train(model, optimizer, 2)
+    with qkeel.apply("qk_norm", model, optimizer):
+        gain = model.get_parameter("blocks.0.attention.q_norm")
+        old = gain.detach().clone()
+        train(model, optimizer, 2)
+        scheduler.step()
+        assert not torch.equal(old, gain)
+    assert gain not in optimizer.state
+    train(model, optimizer, 1)
+
+
+def test_muon_takes_no_gains_and_says_who_does() -> None:
+    model = attention(torch.float32)
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+    before = snapshot(model, optimizer)
+    with pytest.raises(RefusedError, match="Muon takes matrices only, and q_norm, k_norm are gains"):
+        qkeel.apply("qk_norm", model, optimizer)
+    assert_same(before, snapshot(model, optimizer))
+    qkeel.apply("qk_norm:gain=none", model, optimizer)
+
+
+def test_training_then_removal_gives_back_the_spec_and_the_names_but_keeps_what_was_learned() -> None:
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before = snapshot(model, optimizer)
+    handle = qkeel.apply("qk_norm", model, optimizer)
+    train(model, optimizer, 2)
+    handle.remove()
+    after = snapshot(model, optimizer)
+    assert all(before[part] == after[part] for part in before if part != "state")
+
+
+def test_latent_attention_takes_the_norm_over_the_whole_head() -> None:
+    model = mla().double()
+    before = snapshot(model)
+    with qkeel.apply("qk_norm", model):
+        assert model.get_parameter("q_norm").shape == (10,)
+        model(x_of(model))
+    assert_same(before, snapshot(model))
+
+
+# --- qkv_norm
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("gain", GAINS)
+def test_qkv_norm_normalises_all_three_per_head(kind: str, gain: str) -> None:
+    model, plain = attention(), attention()
+    x = x_of(model)
+    spec = model.spec.replace(norm=KINDS[kind](on="qkv", gain=gain))
+    qkeel.apply(f"qkv_norm:kind={kind},gain={gain}", model)
+    assert model.spec == spec
+    params = {name: p for name, p in model.named_parameters() if "." not in name}
+    assert set(params) == (set() if gain == "none" else {"q_norm", "k_norm", "v_norm"})
+    assert (model(x) - oracle(plain, spec, x, params)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("order", ["pre", "post", "swin", "peri"])
+@pytest.mark.parametrize("drop", [True, False])
+def test_qkv_norm_drops_the_norm_before_attention_and_brings_it_back(order: str, drop: bool) -> None:
+    model = decoder(norm_order=order)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before, out = snapshot(model, optimizer), model(tokens())
+    had = order in ("pre", "peri")
+    with qkeel.apply("qkv_norm", model, optimizer, drop_pre_norm=drop):
+        names = set(model.state_dict())
+        assert ("blocks.0.attention_norm.weight" in names) is (had and not drop)
+        assert ("blocks.0.mlp_norm.weight" in names) is had
+        assert ("blocks.0.attention_post_norm.weight" in names) is (order != "pre")
+        loss(model, tokens()).backward()
+        optimizer.zero_grad()
+    assert_same(before, snapshot(model, optimizer))
+    assert torch.equal(out, model(tokens()))
+
+
+def test_a_dropped_norm_is_not_stepped_by_a_gradient_it_still_had() -> None:
+    model = decoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss(model, tokens()).backward()
+    norm = model.blocks[0].attention_norm.weight
+    kept = norm.detach().clone()
+    with qkeel.apply("qkv_norm", model, optimizer):
+        model.zero_grad()
+        optimizer.step()
+    assert torch.equal(kept, norm)
+
+
+def test_values_of_another_size_cannot_share_a_gain_per_dimension() -> None:
+    model = MLA(D_MODEL, 2, sizes=LatentSizes(value_dim=12))
+    with pytest.raises(RefusedError, match=r"queries|a gain per dimension of q and k \(16\) does not fit values of 12"):
+        qkeel.apply("qkv_norm", model)
+    with qkeel.apply("qkv_norm:gain=head", model):
+        model(torch.randn(1, 3, D_MODEL))
+
+
+# --- softcap
+
+
+def test_softcap_bends_the_logits() -> None:
+    model, plain = attention(), attention()
+    x = x_of(model)
+    with qkeel.apply("softcap", model, cap=0.5):
+        assert model.spec.cap == Softcap(0.5)
+        assert (model(x) - oracle(plain, model.spec, x, {})).abs().max() < 1e-12
+        assert not torch.allclose(model(x), plain(x))
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("cap", [0, -1, math.nan, math.inf])
+def test_a_cap_must_be_a_positive_number(cap: float) -> None:
+    with pytest.raises(InvalidValueError, match="above 0 for cap of softcap"):
+        qkeel.apply("softcap", attention(), cap=cap)
+
+
+def test_a_capped_model_is_not_capped_again() -> None:
+    model = Attention(D_MODEL, 4, spec=qkeel.preset("gemma2", query_scalar=4))
+    with pytest.raises(RefusedError, match="logits are capped already"):
+        qkeel.apply("softcap", model)
+
+
+# --- words
+
+
+@pytest.mark.parametrize(
+    ("remedy", "error", "message"),
+    [
+        ("qk_norm:kind=rmz", UnknownNameError, "unknown kind of qk_norm 'rmz'. Did you mean 'rms'"),
+        ("qk_norm:gain=dims", UnknownNameError, "unknown gain 'dims'. Did you mean 'dim'"),
+        ("qk_norm:over=heads", UnknownNameError, "Did you mean 'head'"),
+        ("qkv_norm:kind=l2", UnknownNameError, "unknown kind of qkv_norm 'l2'"),
+        ("qkv_norm:gain=dims", UnknownNameError, "unknown gain 'dims'. Did you mean 'dim'"),
+        ("qkv_norm:drop_pre_norm=maybe", InvalidTypeError, "expected true or false for drop_pre_norm"),
+        ("softcap:cap=big", InvalidTypeError, "expected a number for cap of softcap, got 'big'"),
+    ],
+)
+def test_a_wrong_word_names_the_right_ones(remedy: str, error: type[Exception], message: str) -> None:
+    model = attention()
+    with pytest.raises(error, match=message):
+        qkeel.apply(remedy, model)
+    assert model.spec.norm == NoNorm()

@@ -1,0 +1,409 @@
+"""The mechanism of per-head steps: identity, memory, host reads, exceptions, scalers, resume, other hooks."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qkeel
+from qkeel.errors import InvalidValueError
+from qkeel.remedies import Target
+from qkeel.remedies.base import HeadWeights
+from qkeel.remedies.steps import merge_lines, scale_steps
+from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
+from qkeel.spec import AttentionSpec
+
+from .models import attention, decoder, gradients, mla, snapshot, step_by, train
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factor_one_leaves_the_new_weights_bit_for_bit(size: float, dtype: torch.dtype) -> None:
+    plain, scaled = attention(dtype), attention(dtype)
+    a = torch.optim.SGD(plain.parameters(), lr=size)
+    b = torch.optim.SGD(scaled.parameters(), lr=size)
+    qkeel.apply("qk_lr:factor=1", scaled, b)
+    for grads in gradients(plain, 5):
+        step_by(plain, a, grads)
+        step_by(scaled, b, grads)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), scaled.parameters()))
+
+
+def test_lalr_with_tau_one_at_the_start_is_the_plain_step_bit_for_bit() -> None:
+    plain, scaled = attention(torch.float32), attention(torch.float32)
+    a, b = (torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (plain, scaled))
+    qkeel.apply("lalr:tau=1", scaled, b)
+    grads = next(gradients(plain, 1))
+    step_by(plain, a, grads)
+    step_by(scaled, b, grads)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), scaled.parameters()))
+
+
+@pytest.mark.parametrize("factor", [0, 0.25, 2])
+def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor: float) -> None:
+    model, reference = attention(bias=True), attention(bias=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    qk = [reference.q_proj.weight, reference.k_proj.weight]
+    rest = [p for p in reference.parameters() if all(p is not w for w in qk)]
+    groups = [{"params": qk, "lr": 0.01 * factor}, {"params": rest}]
+    other = torch.optim.AdamW(groups, lr=0.01)
+    with qkeel.apply("qk_lr", model, optimizer, factor=factor):
+        for grads in gradients(model, 20):
+            step_by(model, optimizer, grads)
+            step_by(reference, other, grads)
+    for name, p in reference.named_parameters():
+        assert (model.get_parameter(name) - p).abs().max() < 1e-13, name
+
+
+def test_parameters_keep_their_storage_and_the_copy_lives_only_inside_the_step() -> None:
+    model = attention(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    qkeel.apply("lalr", model, optimizer)
+    places = [p.data_ptr() for p in model.parameters()]
+    copies: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.clone.default and out.numel() >= 128:
+                copies.append(weakref.ref(out))
+            return out
+
+    with Watch():
+        step_by_no_clone(model, optimizer)
+    gc.collect()
+    assert len(copies) == 2  # one of W_q, one of W_k
+    assert all(ref() is None for ref in copies)
+    assert places == [p.data_ptr() for p in model.parameters()]
+
+
+def step_by_no_clone(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+class HostReads(TorchDispatchMode):
+    """Collects operators that make the host wait for a device, and how many operators ran."""
+
+    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "allclose", "unique", "item", "_to_copy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if re.sub(r"\..*", "", func.__name__) in self.FORBIDDEN:
+            self.reads.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(model: nn.Module, remedy: str) -> HostReads:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with qkeel.apply(remedy, model, optimizer):
+        optimizer.step()
+        with (mode := HostReads()):
+            optimizer.step()
+    return mode
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "lalr+qk_lr"])
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_a_step_reads_nothing_back_to_the_host(remedy: str, kind: str) -> None:
+    model = attention(torch.float32) if kind == "gqa" else mla()
+    assert reads_of_a_step(model, remedy).reads == []
+
+
+def test_the_number_of_operators_does_not_grow_with_the_heads() -> None:
+    counts = [reads_of_a_step(decoder(n_heads=h, d_model=32), "lalr").count for h in (2, 16)]
+    assert counts[0] == counts[1]
+
+
+def test_an_exception_inside_the_step_leaves_nothing_behind() -> None:
+    class Breaks(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.broken:
+                self.param_groups[0]["params"][0].data.add_(1)
+                raise RuntimeError("disk full")
+            return super().step(closure)
+
+    model, reference = attention(), attention()
+    optimizer = Breaks(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    qkeel.apply("lalr", model, optimizer)
+    qkeel.apply("lalr", reference, other)
+    grads = list(gradients(model, 2))
+    step_by(model, optimizer, grads[0])
+    step_by(reference, other, grads[0])
+    kept = [p.detach().clone() for p in model.parameters()]
+    optimizer.broken = True
+    with pytest.raises(RuntimeError, match="disk full"):
+        optimizer.step()
+    optimizer.broken = False
+    with torch.no_grad():
+        for p, old in zip(model.parameters(), kept):
+            p.copy_(old)
+    step_by(model, optimizer, grads[1])
+    step_by(reference, other, grads[1])
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))
+
+
+def test_a_fused_step_that_a_scaler_skipped_moves_nothing() -> None:
+    # torch's fused optimizers run their hooks on such a step (RISK e): GradScaler sets these two attributes.
+    model = attention(torch.float32)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    qkeel.apply("lalr+qk_lr", model, optimizer)
+    grads = list(gradients(model, 2))
+    step_by(model, optimizer, grads[0])
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(1.0)
+    step_by(model, optimizer, grads[1])
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+    optimizer.found_inf = torch.tensor(0.0)
+    step_by(model, optimizer, grads[1])
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+
+
+def test_a_real_grad_scaler_works() -> None:
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with qkeel.apply("lalr", model, optimizer):
+        for i in range(3):
+            optimizer.zero_grad()
+            out = model(torch.arange(8)[None] % 13).square().mean()
+            scaler.scale(out).backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            if i == 1:
+                next(model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+            moved = [not torch.equal(a, p) for a, p in zip(before, model.parameters())]
+            assert not any(moved) if i == 1 else all(moved)
+
+
+def test_a_subclass_whose_step_calls_its_parents_is_scaled_once() -> None:
+    # Both run the hooks of the optimizer.
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    a, b = attention(), attention()
+    torch.optim.SGD(a.parameters(), lr=0.1)
+    one, two = torch.optim.SGD(a.parameters(), lr=0.1), Outer(b.parameters(), lr=0.1)
+    qkeel.apply("lalr", a, one)
+    qkeel.apply("lalr", b, two)
+    for grads in gradients(a, 3):
+        step_by(a, one, grads)
+        step_by(b, two, grads)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+def test_frozen_weights_and_weights_without_gradient_stay() -> None:
+    model = attention(torch.float32)
+    model.q_proj.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.q_proj.weight.detach().clone()
+    with qkeel.apply("lalr", model, optimizer):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        optimizer.step()
+    assert torch.equal(before, model.q_proj.weight)
+
+
+def test_other_post_hooks_see_the_scaled_weights() -> None:
+    model = attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    seen: list[Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(model.q_proj.weight.detach().clone()))  # an average, say
+    qkeel.apply("qk_lr:factor=0.5", model, optimizer)
+    step_by(model, optimizer, next(gradients(model, 1)))
+    assert torch.equal(seen[0], model.q_proj.weight)
+
+
+def test_the_factors_of_two_remedies_multiply() -> None:
+    found = []
+    for remedy in ("lalr:tau=0.5+qk_lr:factor=0.5", "qk_lr:factor=0.5+lalr:tau=0.5", "lalr:tau=0.25"):
+        model = attention()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        qkeel.apply(remedy, model, optimizer)
+        for grads in gradients(model, 5):
+            step_by(model, optimizer, grads)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(found[0], found[2], rtol=0, atol=1e-14)
+    assert torch.allclose(found[1], found[2], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "lalr:norm=spectral", "lalr+softcap", "lalr+qk_clip:threshold=0.5"])
+def test_resuming_from_a_checkpoint_is_bit_identical(remedy: str) -> None:
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, qkeel_handle]:
+        model = decoder()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+        return model, optimizer, qkeel.apply(remedy, model, optimizer)
+
+    straight, optimizer, handle = fresh()
+    train(straight, optimizer, 4)
+    saved = (
+        {k: v.clone() for k, v in straight.state_dict().items()},
+        {"state": {i: {k: v.clone() for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()}},
+        {k: v.clone() for k, v in handle.state().items()},
+    )
+    train(straight, optimizer, 4)
+
+    resumed, other, again = fresh()
+    with torch.no_grad():
+        for p in resumed.parameters():
+            p.mul_(3)  # it was not made from the same weights
+    again.remove()
+    again = qkeel.apply(remedy, resumed, other)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict({**saved[1], "param_groups": other.state_dict()["param_groups"]})
+    again.load(saved[2])
+    train(resumed, other, 4)
+    assert all(torch.equal(p, q) for p, q in zip(straight.parameters(), resumed.parameters()))
+
+
+qkeel_handle = Any
+
+
+def test_the_state_is_named_by_weights_and_another_models_is_refused() -> None:
+    model = attention(torch.float32)
+    handle = qkeel.apply("softcap+lalr", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = handle.state()
+    assert {k: tuple(v.shape) for k, v in state.items()} == {"1.q_proj.weight": (4,), "1.k_proj.weight": (2,)}
+    with pytest.raises(InvalidValueError, match="load the state of the same model and remedy"):
+        handle.load({"1.q_proj.weight": state["1.q_proj.weight"]})
+    with pytest.raises(InvalidValueError, match=r"of another shape: ..k_proj.weight"):
+        handle.load({**state, "1.k_proj.weight": torch.ones(3)})
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "lalr+qk_lr"])
+def test_removal_leaves_an_optimizer_without_hooks(remedy: str) -> None:
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before = snapshot(model, optimizer)
+    with qkeel.apply(remedy, model, optimizer):
+        assert len(optimizer._optimizer_step_post_hooks) == remedy.count("+") + 1
+    after = snapshot(model, optimizer)
+    assert before["hooks"] == after["hooks"]
+    assert before["modules"] == after["modules"]
+
+
+# --- fused projections: q, k and v in one weight, in rows or columns, block after block or interleaved per head
+
+HEADS, SIZE, WIDTH = 4, 3, 10
+
+
+class Fused(nn.Module):
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(*((36, WIDTH) if axis == 0 else (WIDTH, 36)), dtype=torch.float64))
+
+
+def fused_target(axis: int, layout: str, optimizer_of: Any = None) -> tuple[Fused, Target, list[Tensor]]:
+    torch.manual_seed(1)
+    model = Fused(axis)
+    rows = torch.arange(36)
+    if layout == "blocks":
+        parts = list(rows.view(3, HEADS, SIZE))
+    elif layout == "interleaved":
+        parts = list(rows.view(HEADS, 3, SIZE).transpose(0, 1))
+    else:  # no pattern at all
+        parts = list(torch.randperm(36).view(3, HEADS, SIZE))
+    q, k = (HeadSlice(parameter="qkv", axis=axis, index=index) for index in parts[:2])
+    site = AttentionSite(
+        name="site",
+        module=model,
+        spec=AttentionSpec(),
+        n_heads=HEADS,
+        n_kv_heads=HEADS,
+        head_dim=SIZE,
+        terms=(LogitTerm(query=(q,), key=(k,)),),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    return model, Target(model=model, optimizer=optimizer, sites=[site]), parts
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("layout", ["blocks", "interleaved", "scattered"])
+def test_lalr_scales_q_and_k_inside_a_fused_projection_and_leaves_v(axis: int, layout: str) -> None:
+    from qkeel.remedies.lalr import LALR
+
+    model, target, parts = fused_target(axis, layout)
+    separate = attention_of(model, parts, axis)
+    optimizer = torch.optim.AdamW(separate.parameters(), lr=0.1, weight_decay=0.1)
+    LALR(tau=0.3).apply(target)
+    qkeel.apply("lalr:tau=0.3", separate, optimizer)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(10):
+        g = torch.randn(36, WIDTH, generator=generator, dtype=torch.float64)
+        model.qkv.grad = g.clone() if axis == 0 else g.mT.contiguous()
+        for index, layer in zip(parts, (separate.q_proj, separate.k_proj, separate.v_proj)):
+            layer.weight.grad = g[index.flatten()]
+        assert target.optimizer is not None
+        target.optimizer.step()
+        optimizer.step()
+    rows = model.qkv if axis == 0 else model.qkv.mT
+    for index, layer in zip(parts, (separate.q_proj, separate.k_proj, separate.v_proj)):
+        assert torch.allclose(rows[index.flatten()], layer.weight, rtol=0, atol=1e-14)
+
+
+def attention_of(model: Fused, parts: list[Tensor], axis: int) -> Any:
+    from qkeel.nn import Attention
+
+    out = Attention(WIDTH, HEADS, head_dim=SIZE, spec=AttentionSpec()).double()
+    rows = model.qkv.detach() if axis == 0 else model.qkv.detach().mT
+    for index, layer in zip(parts, (out.q_proj, out.k_proj, out.v_proj)):
+        layer.weight.data.copy_(rows[index.flatten()])
+    return out
+
+
+def test_the_norms_of_a_fused_projection_are_saved_under_numbered_names() -> None:
+    from qkeel.remedies.lalr import LALR
+
+    _, target, _ = fused_target(0, "blocks")
+    assert set(LALR().apply(target).state()) == {"qkv#0", "qkv#1"}
+
+
+def test_rows_that_several_slices_own_get_the_smallest_factor_and_rows_of_nobody_one() -> None:
+    weight = torch.zeros(6, 2)
+    a = HeadSlice(parameter="w", axis=0, index=torch.tensor([[0, 1], [2, 3]]))
+    b = HeadSlice(parameter="w", axis=0, index=torch.tensor([[3, 2, 4]]))
+    lines = merge_lines([(a, torch.tensor([0.5, 2.0])), (b, torch.tensor([3.0]))], weight)
+    assert lines.flatten().tolist() == [0.5, 0.5, 2.0, 2.0, 3.0, 1.0]
+
+
+def test_scale_steps_measures_before_the_step_and_scales_after_it() -> None:
+    model, target, _ = fused_target(0, "interleaved")
+    weights = HeadWeights.of(target)
+    seen: list[list[Tensor]] = []
+
+    def rates(sizes: list[Tensor]) -> list[Tensor]:
+        seen.append(sizes)
+        return [torch.zeros(HEADS) for _ in sizes]
+
+    before = model.qkv.detach().clone()
+    scale_steps(target, "test", weights, lambda w: w.sum((1, 2)), rates)
+    model.qkv.grad = torch.ones_like(model.qkv)
+    assert target.optimizer is not None
+    target.optimizer.step()
+    whole = before.view(HEADS, 3, SIZE, WIDTH)
+    assert torch.allclose(seen[0][0], whole[:, 0].sum((1, 2)))
+    assert torch.allclose(seen[0][1], whole[:, 1].sum((1, 2)))
+    now = model.qkv.detach().view(HEADS, 3, SIZE, WIDTH)
+    assert torch.equal(now[:, :2], whole[:, :2])
+    assert not torch.equal(now[:, 2], whole[:, 2])

@@ -1,0 +1,131 @@
+"""A site knows which rows of which weight make head h: zeroing them silences that head's logits and no other's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from qkeel import find_sites
+from qkeel.errors import RefusedError
+from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
+from qkeel.nn.mla import LatentSizes
+from qkeel.sites import HeadSlice, Tap
+
+SIZES = LatentSizes(q_latent=6, kv_latent=5, rope_dim=4, nope_dim=3, value_dim=2)
+KINDS = {
+    "mha": lambda: Attention(16, 4, bias=True),
+    "gqa": lambda: Attention(16, 4, 2),
+    "mqa": lambda: Attention(16, 4, 1),
+    "mla": lambda: MLA(16, 4, sizes=SIZES),
+    "mla normed": lambda: MLA(16, 4, sizes=SIZES, latent_norm=True),
+}
+
+
+def maxima(model: nn.Module) -> Tensor:
+    """Largest |logit| per head."""
+    with Tap(model) as tap:
+        model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))
+        (stats,) = tap.read().values()
+    return stats.max_abs_logit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_zeroing_a_heads_query_rows_silences_that_head_alone(kind: str) -> None:
+    model = KINDS[kind]()
+    before = maxima(model)
+    (site,) = find_sites(model)
+    for h in range(4):
+        saved = {n: p.clone() for n, p in model.named_parameters()}
+        for term in site.terms:
+            piece = term.query[-1]
+            assert piece.n == 4
+            piece.heads(model.get_parameter(piece.parameter))[h] = 0
+            if piece.bias is not None:
+                model.get_parameter(piece.bias).view(piece.n, -1)[h] = 0
+        after = maxima(model)
+        assert after[h] == 0
+        others = torch.arange(4) != h
+        assert torch.equal(after[others], before[others])
+        for n, p in model.named_parameters():
+            p.copy_(saved[n])
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mqa", "mha"])
+@torch.no_grad()
+def test_zeroing_a_key_heads_rows_silences_its_group(kind: str) -> None:
+    model = KINDS[kind]()
+    before = maxima(model)
+    (site,) = find_sites(model)
+    (piece,) = site.terms[0].key
+    assert piece.n == site.n_kv_heads
+    piece.heads(model.get_parameter(piece.parameter))[0] = 0
+    if piece.bias is not None:
+        model.get_parameter(piece.bias).view(piece.n, -1)[0] = 0
+    group = 4 // site.n_kv_heads
+    after = maxima(model)
+    assert (after[:group] == 0).all()
+    assert torch.equal(after[group:], before[group:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_scaling_every_matrix_of_a_term_by_its_own_factor_scales_the_logit_by_their_product(kind: str) -> None:
+    model = KINDS[kind]()
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.zero_()
+    (site,) = find_sites(model)
+    before = maxima(model)
+    for piece in site.query:
+        model.get_parameter(piece.parameter).mul_(2.0)
+    ways = {len(term.query) for term in site.terms}
+    assert len(ways) == 1
+    assert torch.allclose(maxima(model), before * 2.0 ** ways.pop(), rtol=1e-4)
+
+
+def test_the_down_projections_count_only_without_a_norm_on_the_latents() -> None:
+    names = {s.parameter for s in (*find_sites(KINDS["mla"]())[0].query, *find_sites(KINDS["mla"]())[0].key)}
+    assert names == {f"{n}.weight" for n in ("q_down", "q_up", "q_rope", "kv_down", "k_up", "k_rope")}
+    normed = find_sites(KINDS["mla normed"]())[0]
+    assert {s.parameter for s in (*normed.query, *normed.key)} == {
+        f"{n}.weight" for n in ("q_up", "q_rope", "k_up", "k_rope")
+    }
+
+
+def test_sites_come_in_module_order_with_qualified_names() -> None:
+    sites = find_sites(Decoder(DecoderConfig(vocab_size=5, d_model=16, n_layers=3, n_kv_heads=2)))
+    assert [s.name for s in sites] == [f"blocks.{i}.attention" for i in range(3)]
+    assert {(s.n_heads, s.n_kv_heads, s.head_dim) for s in sites} == {(4, 2, 4)}
+    assert sites[1].query[0].parameter == "blocks.1.attention.q_proj.weight"
+    assert find_sites(Attention(16, 4))[0].query[0].parameter == "q_proj.weight"
+
+
+def test_a_parametrized_weight_is_found_under_its_original() -> None:
+    class Double(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return 2 * w
+
+    model = nn.Sequential(Attention(16, 4))
+    parametrize.register_parametrization(model[0].q_proj, "weight", Double())
+    name = find_sites(model)[0].query[0].parameter
+    assert name == "0.q_proj.parametrizations.weight.original"
+    assert model.get_parameter(name).shape == (16, 16)
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(RefusedError, match="found no attention"):
+        find_sites(nn.Sequential(nn.Linear(2, 2)))
+
+
+@torch.no_grad()
+def test_expand_gives_each_row_its_heads_value_and_one_elsewhere() -> None:
+    weight = torch.zeros(6, 3)
+    rows = HeadSlice(parameter="w", axis=0, index=torch.tensor([[0, 1], [4, 5]]))
+    assert rows.expand(torch.tensor([2.0, 3.0]), weight)[:, 0].tolist() == [2, 2, 1, 1, 3, 3]
+    columns = HeadSlice(parameter="w", axis=1, index=torch.tensor([[2], [0]]))
+    assert columns.expand(torch.tensor([2.0, 3.0]), weight)[0].tolist() == [3, 1, 2]
+    assert columns.heads(torch.arange(18.0).view(6, 3)).shape == (2, 1, 6)
+    assert columns.heads(torch.arange(18.0).view(6, 3))[0, 0].tolist() == [2, 5, 8, 11, 14, 17]

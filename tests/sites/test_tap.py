@@ -1,0 +1,158 @@
+"""The tap sees what passes, changes nothing, and lets go."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qkeel import preset
+from qkeel.errors import RefusedError
+from qkeel.functional.stats import LogitStats, merge
+from qkeel.kernels.statistics import logit_stats
+from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache
+from qkeel.sites import Tap, find_sites
+from qkeel.spec import AttentionCall
+
+FIELDS = [f.name for f in dataclasses.fields(LogitStats)]
+
+
+def decoder(**choices: object) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_kv_heads=2, spec=preset("qwen3"), **choices))  # type: ignore[arg-type]
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def same(a: LogitStats, b: LogitStats) -> bool:
+    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in FIELDS)
+
+
+def test_a_tap_reads_the_statistics_of_every_site() -> None:
+    model, calls = decoder(), []
+    sites = find_sites(model)
+    for site in sites:
+        site.module.observers.append(calls.append)  # type: ignore[union-attr]
+    with Tap(model) as tap:
+        model(tokens())
+        stats = tap.read()
+    assert list(stats) == ["blocks.0.attention", "blocks.1.attention"] == [s.name for s in sites]
+    assert all(isinstance(c, AttentionCall) for c in calls)
+    for name, call in zip(stats, calls):
+        assert same(stats[name], logit_stats(call))
+
+
+def test_reading_starts_anew_and_calls_between_reads_merge() -> None:
+    model = decoder()
+    with Tap(model) as tap:
+        model(tokens(0))
+        first = tap.read()
+        assert tap.read() == {}
+        model(tokens(1))
+        second = tap.read()
+        model(tokens(0))
+        model(tokens(1))
+        both = tap.read()
+    for name in both:
+        assert same(both[name], merge(first[name], second[name]))
+
+
+def test_a_tap_changes_no_bit_of_training() -> None:
+    def trained(tapped: bool) -> dict[str, Tensor]:
+        model = decoder(dropout=0.2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.manual_seed(5)
+        tap = Tap(model) if tapped else None
+        for step in range(3):
+            loss = nn.functional.cross_entropy(model(tokens(step)).flatten(0, 1), tokens(step + 9).flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert tap is None or tap.read()
+        return model.state_dict()
+
+    for (name, a), b in zip(trained(False).items(), trained(True).values()):
+        assert torch.equal(a, b), name
+
+
+def test_after_remove_nothing_is_watched_and_a_second_tap_is_its_own() -> None:
+    model = decoder()
+    one, other = Tap(model), Tap(model)
+    model(tokens())
+    one.remove()
+    one.remove()
+    assert not one.active
+    before = other.read()
+    model(tokens())
+    assert len(one.read()) == 2  # what it saw before it was removed
+    assert one.read() == {}
+    assert all(same(before[n], s) for n, s in other.read().items())
+    other.remove()
+    assert all(site.module.observers == [] for site in find_sites(model))  # type: ignore[union-attr]
+
+
+def test_when_training_only_training_calls_count() -> None:
+    model = decoder()
+    with Tap(model, when_training=True) as tap:
+        model.eval()
+        model(tokens())
+        assert tap.read() == {}
+        model.train()
+        model(tokens())
+        assert len(tap.read()) == 2
+
+
+def test_statistics_carry_no_graph() -> None:
+    model = decoder()
+    with Tap(model) as tap:
+        model(tokens()).sum().backward()
+        for stats in tap.read().values():
+            assert not any(getattr(stats, f).requires_grad for f in FIELDS)
+
+
+@torch.no_grad()
+def test_a_tap_sees_cached_and_latent_attention() -> None:
+    model, caches = decoder(), [KVCache(), KVCache()]
+    with Tap(model) as tap:
+        model(tokens()[:, :4], caches=caches)
+        tap.read()
+        model(tokens()[:, 4:5], caches=caches)
+        for stats in tap.read().values():
+            assert stats.n_queries.tolist() == [2] * 4
+            assert stats.n_pairs.tolist() == [10] * 4
+    with Tap(MLA(16, 4)) as tap:
+        assert tap.read() == {}
+        site = tap._attached[0][0]
+        site(torch.randn(1, 3, 16))
+        assert tap.read()[""].n_pairs.tolist() == [6] * 4
+
+
+def test_a_copy_of_a_tapped_model_has_a_tap_of_its_own() -> None:
+    model = decoder()
+    with Tap(model) as tap:
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            twin(tokens())
+            assert tap.read() == {}
+            its = find_sites(twin)[0].module.observers[0].tap  # type: ignore[union-attr]
+            assert len(its.read()) == 2
+
+
+def test_a_model_without_attention_of_qkeel_is_refused_with_what_was_looked_for() -> None:
+    with pytest.raises(RefusedError, match=r"no attention in this Linear.*qkeel\.nn\.Attention.*1 modules"):
+        Tap(nn.Linear(2, 2))
+
+
+def test_a_module_used_twice_is_one_site_and_its_calls_merge() -> None:
+    attention = Attention(8, 2)
+    with Tap(nn.Sequential(attention, attention)) as tap:
+        tap._attached[0][0](torch.randn(1, 3, 8))
+        assert len(tap._attached) == 1
+        assert list(tap.read()) == ["0"]

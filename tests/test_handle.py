@@ -1,0 +1,72 @@
+"""A handle undoes once; many are undone last first."""
+
+from __future__ import annotations
+
+import pytest
+
+from qkeel.handle import Handle, compose
+
+
+def test_remove_undoes_once() -> None:
+    log: list[str] = []
+    handle = Handle(lambda: log.append("undone"))
+    assert handle.active
+    handle.remove()
+    handle.remove()
+    assert log == ["undone"]
+    assert not handle.active
+
+
+def test_leaving_the_block_undoes_even_after_an_error() -> None:
+    log: list[str] = []
+    with pytest.raises(RuntimeError, match="inside"), Handle(lambda: log.append("undone")):
+        raise RuntimeError("inside")
+    assert log == ["undone"]
+
+
+def test_the_last_change_goes_first() -> None:
+    log: list[int] = []
+    whole = compose(Handle(lambda i=i: log.append(i)) for i in range(3))
+    whole.remove()
+    assert log == [2, 1, 0]
+
+
+def test_a_part_removed_before_is_not_undone_again() -> None:
+    log: list[int] = []
+    parts = [Handle(lambda i=i: log.append(i)) for i in range(2)]
+    whole = compose(parts)
+    parts[1].remove()
+    whole.remove()
+    assert log == [1, 0]
+
+
+def test_state_and_load_reach_every_part_however_nested() -> None:
+    values = [{"x": 1}, {"x": 2}, {"x": 3}]
+
+    def handle(i: int) -> Handle:
+        return Handle(lambda: None, state=lambda: dict(values[i]), load=values[i].update)
+
+    whole = compose([handle(0), compose([handle(1), handle(2)])])
+    saved = whole.state()
+    assert saved == {"0.x": 1, "1.0.x": 2, "1.1.x": 3}
+    for v in values:
+        v["x"] = 0
+    whole.load(saved)
+    assert values == [{"x": 1}, {"x": 2}, {"x": 3}]
+
+
+def test_more_than_ten_parts_keep_their_own_state() -> None:
+    values = [{"x": i} for i in range(12)]
+    whole = compose(Handle(lambda: None, state=lambda v=v: dict(v), load=v.update) for v in values)
+    saved = whole.state()
+    for v in values:
+        v["x"] = -1
+    whole.load(saved)
+    assert [v["x"] for v in values] == list(range(12))
+
+
+def test_a_handle_without_state_saves_and_loads_nothing() -> None:
+    handle = Handle(lambda: None)
+    assert handle.state() == {}
+    handle.load({"anything": 1})
+    assert compose([]).state() == {}

@@ -1,0 +1,150 @@
+"""qkeel.attention: one entry, checked input, a named kernel or the first that can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qkeel import attention, preset, reference
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError, ShapeError, UnknownNameError
+from qkeel.ops import KERNELS, choose
+from qkeel.spec import AttentionSpec, L2Norm, Rope, Sigmoid, Softcap
+from qkeel.spec.call import make_call
+
+RNG = torch.Generator().manual_seed(0)
+Q, K, V = (torch.randn(2, heads, 5, 8, generator=RNG) for heads in (4, 2, 2))
+SPEC = preset("qwen3")
+PARAMS = SPEC.init_params(4, 2, 8)
+
+
+def test_output_keeps_shape_and_dtype_of_the_queries() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        q, k, v = Q.to(dtype), K.to(dtype), V[..., :6].to(dtype)
+        for impl in KERNELS:
+            out = attention(q, k, v, spec=SPEC, params=PARAMS, impl=impl)
+            assert out.shape == (2, 4, 5, 6)
+            assert out.dtype == dtype
+
+
+def test_causal_is_the_default() -> None:
+    one = attention(Q, K, V, spec=SPEC, params=PARAMS)
+    assert torch.equal(one, attention(Q, K, V, spec=SPEC, params=PARAMS, causal=True))
+    assert not torch.allclose(one, attention(Q, K, V, spec=SPEC, params=PARAMS, causal=False))
+
+
+def test_auto_is_the_first_kernel_that_can() -> None:
+    plain, capped = make_call(preset("baseline"), Q, K, V), make_call(AttentionSpec(cap=Softcap(5.0)), Q, K, V)
+    assert choose(plain, "auto") is KERNELS["sdpa"]
+    assert choose(capped, "auto") is KERNELS["chunked"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (AttentionSpec(cap=Softcap(5.0)), "cannot cap"),
+        (AttentionSpec(normalizer=Sigmoid(bias=-2.0)), "by softmax only"),
+    ],
+)
+def test_a_named_kernel_never_falls_back(spec: AttentionSpec, reason: str) -> None:
+    with pytest.raises(RefusedError, match=rf"kernel 'sdpa' cannot do this: .*{reason}.*impl='chunked'"):
+        attention(Q, K, V, spec=spec, impl="sdpa")
+    with pytest.raises(NotImplementedError):
+        attention(Q, K, V, spec=spec, impl="sdpa", stats=True)
+
+
+@pytest.mark.parametrize("impl", KERNELS)
+def test_dropout_drops_weights_and_keeps_the_mean(impl: str) -> None:
+    q, k, v = Q[:1, :2].double(), K[:1].double(), V[:1].double()
+    whole = attention(q, k, v, spec=preset("baseline"), impl=impl)
+    many = [t.expand(4000, *t.shape[1:]) for t in (q, k, v)]
+    dropped = attention(*many, spec=preset("baseline"), impl=impl, dropout=0.3)
+    spread = dropped.std(0) / 4000**0.5
+    assert ((dropped.mean(0) - whole[0]).abs() <= 6 * spread + 1e-9).all()
+    assert (spread > 0).any()
+
+
+def test_dropout_is_repeated_by_the_same_seed_in_forward_and_recomputed_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from qkeel.kernels import chunked
+
+    monkeypatch.setattr(chunked, "BLOCK", 40)  # several blocks, so that backward recomputes them
+    q = Q[:1].double().requires_grad_()
+
+    def gradient() -> torch.Tensor:
+        torch.manual_seed(3)
+        out = attention(q, K[:1].double(), V[:1].double(), spec=AttentionSpec(), dropout=0.5, impl="chunked")
+        return torch.autograd.grad(out.sum(), q)[0]
+
+    step = 1e-6 * torch.randn(q.shape, dtype=torch.float64)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return attention(x, K[:1].double(), V[:1].double(), spec=AttentionSpec(), dropout=0.5, impl="chunked").sum()
+
+    with torch.no_grad():
+        change = (loss(q + step) - loss(q - step)) / 2
+    assert change.item() == pytest.approx((gradient() * step).sum().item(), rel=1e-4)
+
+
+BAD = {
+    "a list": (lambda: attention([1.0], K, V, spec=SPEC), InvalidTypeError, "q to be a tensor, got list"),
+    "integers": (lambda: attention(Q.int(), K, V, spec=SPEC), InvalidTypeError, "floating-point q"),
+    "two dtypes": (lambda: attention(Q, K.double(), V, spec=SPEC), InvalidTypeError, "one dtype"),
+    "rank": (lambda: attention(Q[0], K, V, spec=SPEC), ShapeError, r"\[batch heads tokens dim\]"),
+    "heads last": (lambda: attention(Q, K.transpose(1, 2), V, spec=SPEC), ShapeError, r"transpose\(1, 2\)"),
+    "head sizes": (lambda: attention(Q, K[..., :6], V, spec=SPEC), ShapeError, "same b, g, s, d"),
+    "groups": (lambda: attention(Q[:, :3], K, V, spec=SPEC), ShapeError, "multiple"),
+    "odd RoPE": (lambda: attention(Q[..., :7], K[..., :7], V, spec=preset("baseline")), ShapeError, "even number"),
+    "no params": (
+        lambda: attention(Q, K, V, spec=SPEC),
+        InvalidValueError,
+        r"needs the parameter 'q_norm'",
+    ),
+    "wrong params": (
+        lambda: attention(Q, K, V, spec=SPEC, params={**PARAMS, "q_norm": torch.ones(7)}),
+        ShapeError,
+        r"'q_norm' of shape \(8,\), got \(7,\)",
+    ),
+    "unknown params": (
+        lambda: attention(Q, K, V, spec=SPEC, params={**PARAMS, "q_nrom": torch.ones(8)}),
+        UnknownNameError,
+        "Did you mean 'q_norm'",
+    ),
+    "spec by name": (lambda: attention(Q, K, V, spec="qwen3"), InvalidTypeError, r"qkeel\.preset"),
+    "dropout": (lambda: attention(Q, K, V, spec=SPEC, params=PARAMS, dropout=1.0), InvalidValueError, r"\[0, 1\)"),
+    "impl": (lambda: attention(Q, K, V, spec=SPEC, params=PARAMS, impl="chunkd"), UnknownNameError, "chunked"),
+    "mask dtype": (
+        lambda: attention(Q, K, V, spec=SPEC, params=PARAMS, mask=torch.ones(5, 5).int()),
+        InvalidTypeError,
+        "boolean mask",
+    ),
+    "mask shape": (
+        lambda: attention(Q, K, V, spec=SPEC, params=PARAMS, mask=torch.ones(4, 5).bool()),
+        ShapeError,
+        "padding mask",
+    ),
+    "positions": (lambda: attention(Q, K, V, spec=SPEC, params=PARAMS, pos_k=torch.arange(4)), ShapeError, "pos_k"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_error(case: str) -> None:
+    make, kind, said = BAD[case]
+    with pytest.raises(kind, match=said) as error:
+        make()
+    assert isinstance(error.value, QkeelError)
+
+
+def test_a_square_padding_mask_hides_keys() -> None:
+    mask = torch.tensor([[True, True, True, True, True], [True, True, False, True, True]])
+    out = attention(Q, K, V, spec=AttentionSpec(), causal=False, mask=mask)
+    theirs = reference.attend(AttentionSpec(), Q, K, V, causal=False, mask=mask[:, None, None])
+    assert torch.allclose(out, theirs.out, atol=1e-6)
+    assert (theirs.weights[1, :, :, 2] == 0).all()
+
+
+def test_batch_of_nothing_gives_nothing() -> None:
+    spec = AttentionSpec(norm=L2Norm(), position=Rope())
+    for impl in KERNELS:
+        assert attention(Q[:0], K[:0], V[:0], spec=spec, impl=impl).shape == (0, 4, 5, 8)

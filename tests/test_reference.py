@@ -1,0 +1,107 @@
+"""The oracle against attention written out in plain Python loops, number by number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from qkeel import preset, reference
+from qkeel.spec import AttentionSpec, Fixed, L2Norm, LogN, Rope, Sink, Softcap
+
+Rows = list[list[float]]
+
+
+def softmax(z: list[float], extra: float | None = None) -> list[float]:
+    top = max([*z, *([] if extra is None else [extra])])
+    mass = sum(math.exp(x - top) for x in z) + (0 if extra is None else math.exp(extra - top))
+    return [math.exp(x - top) / mass for x in z]
+
+
+def attend(q: Rows, k: Rows, v: Rows, scale: list[float], cap: float | None = None, sink: float | None = None) -> Rows:
+    """Causal attention of one head; row i has its own scale."""
+    out = []
+    for i, row in enumerate(q):
+        z = [scale[i] * sum(a * b for a, b in zip(row, k[j])) for j in range(i + 1)]
+        z = z if cap is None else [cap * math.tanh(x / cap) for x in z]
+        p = softmax(z, sink)
+        out.append([sum(p[j] * v[j][c] for j in range(i + 1)) for c in range(len(v[0]))])
+    return out
+
+
+def unit(x: list[float]) -> list[float]:
+    return [a / math.sqrt(sum(b * b for b in x)) for a in x]
+
+
+def turned(x: list[float], pos: int, base: float = 10_000.0) -> list[float]:
+    half, out = len(x) // 2, list(x)
+    for i in range(half):
+        angle = pos * base ** (-2 * i / len(x))
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+T, D = 5, 4
+Q, K, V = (torch.randn(1, 1, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+q, k, v = Q[0, 0].tolist(), K[0, 0].tolist(), V[0, 0].tolist()
+
+BY_HAND: dict[str, tuple[AttentionSpec, Rows]] = {
+    "scaled dot product": (AttentionSpec(), attend(q, k, v, [0.5] * T)),
+    "rope": (
+        AttentionSpec(position=Rope()),
+        attend([turned(x, i) for i, x in enumerate(q)], [turned(x, i) for i, x in enumerate(k)], v, [0.5] * T),
+    ),
+    "unit keys": (AttentionSpec(norm=L2Norm(on="k"), scale=Fixed(1.0)), attend(q, [unit(x) for x in k], v, [1.0] * T)),
+    "softcap": (AttentionSpec(cap=Softcap(0.3)), attend(q, k, v, [0.5] * T, cap=0.3)),
+    "off by one": (AttentionSpec(normalizer=Sink(learned=False)), attend(q, k, v, [0.5] * T, sink=0.0)),
+    "log n": (
+        AttentionSpec(scale=LogN(train_length=4)),
+        attend(q, k, v, [0.5 * math.log(n) / math.log(4) for n in range(1, T + 1)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_output_is_that_of_loops_over_numbers(case: str) -> None:
+    spec, expected = BY_HAND[case]
+    out = reference.attend(spec, Q, K, V).out
+    assert torch.allclose(out[0, 0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14)
+
+
+def test_it_returns_logits_weights_and_their_product() -> None:
+    found = reference.attend(preset("gemma2"), Q, K, V)
+    assert torch.equal(found.out, found.weights @ V)
+    assert torch.allclose(found.weights, (50 * torch.tanh(found.logits / 50)).softmax(-1))
+    assert torch.equal(found.logits == -torch.inf, torch.ones(T, T, dtype=torch.bool).triu(1)[None, None])
+    assert torch.allclose(found.weights.sum(-1), torch.ones(1, 1, T, dtype=torch.float64))
+
+
+def test_heads_of_a_group_share_their_key_head() -> None:
+    queries = torch.randn(2, 6, T, D, dtype=torch.float64)
+    keys, values = torch.randn(2, 2, T, D, dtype=torch.float64), torch.randn(2, 2, T, D, dtype=torch.float64)
+    out = reference.attend(AttentionSpec(), queries, keys, values).out
+    for h in range(6):
+        g = slice(h // 3, h // 3 + 1)
+        alone = reference.attend(AttentionSpec(), queries[:, h : h + 1], keys[:, g], values[:, g]).out
+        assert torch.allclose(out[:, h : h + 1], alone, atol=1e-14)
+
+
+def test_float64_stays_float64_and_lower_precision_is_computed_in_float32() -> None:
+    assert reference.attend(preset("baseline"), Q, K, V).logits.dtype == torch.float64
+    low = reference.attend(preset("baseline"), Q.bfloat16(), K.bfloat16(), V.bfloat16())
+    assert (low.out.dtype, low.logits.dtype, low.weights.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def test_fewer_queries_than_keys_stand_at_the_end() -> None:
+    whole = reference.attend(preset("baseline"), Q, K, V).out
+    assert torch.allclose(reference.attend(preset("baseline"), Q[:, :, -2:], K, V).out, whole[:, :, -2:], atol=1e-14)
+
+
+def test_more_queries_than_keys_leave_the_first_rows_without_keys() -> None:
+    found = reference.attend(preset("baseline"), Q, K[:, :, :3], V[:, :, :3])
+    assert (found.out[:, :, :2] == 0).all()
+    assert (found.weights[:, :, :2] == 0).all()
+    assert (found.logits[:, :, :2] == -torch.inf).all()
+    assert (found.out[:, :, 2:] != 0).all()

@@ -1,0 +1,88 @@
+"""Names, spec strings, and errors that name the nearest."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, UnknownNameError
+from qkeel.registry import Term, build, lookup, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        ("none", [Term("none", {})]),
+        ("lalr:tau=0.1", [Term("lalr", {"tau": 0.1})]),
+        (" lalr:tau=0.1 + qk_clip ", [Term("lalr", {"tau": 0.1}), Term("qk_clip", {})]),
+        ("a:x=1e+2+b", [Term("a", {"x": 100.0}), Term("b", {})]),
+        ("a:x=1e-2", [Term("a", {"x": 0.01})]),
+        ("a:x=true,y=false,z=word", [Term("a", {"x": True, "y": False, "z": "word"})]),
+        ("a:x=1,y=1.0", [Term("a", {"x": 1, "y": 1.0})]),
+        ("a:", [Term("a", {})]),
+        ("a:x=-3,", [Term("a", {"x": -3})]),
+    ],
+)
+def test_a_spec_string_is_read(text: str, terms: list[Term]) -> None:
+    found = parse(text)
+    assert list(found) == terms
+    for ours, theirs in zip(found, terms):
+        assert [type(v) for v in ours.options.values()] == [type(v) for v in theirs.options.values()]
+
+
+NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True)
+VALUES = st.one_of(st.booleans(), st.integers(-(10**9), 10**9), st.sampled_from(["rms", "head", "query"]))
+
+
+@given(st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), min_size=1, max_size=3))
+def test_what_is_written_is_read_back(parts: list[tuple[str, dict]]) -> None:
+    terms = [Term(name, options) for name, options in parts]
+    assert list(parse("+".join(map(str, terms)))) == terms
+
+
+def test_every_learning_rate_and_large_number_survives_writing_and_reading() -> None:
+    for value in (3e-4, 0.1, 1e30, 0.30000001, 1 / 3, 123456.789, 1e-9, 2.0):
+        (term,) = parse(str(Term("a", {"x": value})))
+        assert term.options["x"] == value
+
+
+def test_options_are_written_in_order_whatever_order_they_came_in() -> None:
+    assert str(parse("a:y=2,x=1")[0]) == str(parse("a:x=1,y=2")[0]) == "a:x=1,y=2"
+
+
+@pytest.mark.parametrize("text", ["", "+a", "a++b", "a+", ":x=1", "a:x", "a:x=", "a:=1", "a:x=1,x=2"])
+def test_what_cannot_be_read_is_refused_with_the_text(text: str) -> None:
+    with pytest.raises(InvalidValueError) as error:
+        parse(text)
+    assert repr(text) in str(error.value)
+
+
+def test_a_spec_string_is_a_string() -> None:
+    with pytest.raises(InvalidTypeError, match="got int"):
+        parse(3)  # type: ignore[arg-type]
+
+
+def test_lookup_finds_or_names_the_nearest() -> None:
+    table = {"softcap": 1, "qk_norm": 2}
+    assert lookup("remedy", table, "qk_norm") == 2
+    with pytest.raises(UnknownNameError, match=r"unknown remedy 'qknorm'\. Did you mean 'qk_norm'"):
+        lookup("remedy", table, "qknorm")
+    with pytest.raises(KeyError):
+        lookup("remedy", table, "zzz")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    tau: float = 0.1
+    derived: float = dataclasses.field(init=False, default=0.0)
+
+
+def test_build_makes_a_value_from_options_and_refuses_unknown_ones() -> None:
+    assert build("remedy 'x'", Options, {"tau": 0.3}) == Options(tau=0.3)
+    with pytest.raises(UnknownNameError, match=r"unknown option of remedy 'x' 'tua'\. Did you mean 'tau'"):
+        build("remedy 'x'", Options, {"tua": 0.3})
+    with pytest.raises(UnknownNameError, match="derived"):
+        build("remedy 'x'", Options, {"derived": 1.0})
