@@ -1,0 +1,1 @@
+"""SEE: who watches, and rules on what was recorded that say when to worry."""
