@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidValueError, unknown
 
 ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534) and, at tiny scale, a clean early sign
 COLLAPSE_ENTROPY = 0.1  # nats per query row, mean over the model
@@ -103,3 +103,45 @@ def paired_gain(rows: Sequence[Mapping[str, Any]], remedy: str, baseline: str, l
     loss = {(row["remedy"], row["seed"]): row["val_loss"] for row in rows if row["lr"] == lr}
     seeds = sorted({s for r, s in loss if r == remedy} & {s for r, s in loss if r == baseline})
     return [loss[baseline, s] - loss[remedy, s] for s in seeds]
+
+
+# Bits behind the binary point of a number in [1, 2).
+FRACTION_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
+# RMS relative error of rounding to p such bits is 2^-p · √(1/12) · √(3/(8 ln 2)): the absolute error is uniform over a
+# spacing of 2^-p for m in [1, 2), and mantissas are spread evenly on a logarithmic scale (Benford).
+_RELATIVE = math.sqrt(3 / (96 * math.log(2)))
+
+
+def fused_logit_error(
+    query_norm: float, key_norm: float, head_dim: int, dtype: str, scale: float | None = None
+) -> float:
+    """Standard deviation, in nats, of a logit whose q and k were rounded: scale · √2 · r · ‖q‖ ‖k‖ / √d.
+
+    What fused kernels suffer: they sum in float32, but read q and k in `dtype` (bf16, fp16, fp32) with relative RMS
+    error r each; the d products' errors are independent, and q, k spread over the dimensions. scale: 1/√d if not given.
+
+    >>> round(fused_logit_error(100.0, 100.0, 128, "bf16"), 4)
+    0.1833
+    """
+    r = _RELATIVE * 2.0 ** -_fraction_bits(dtype)
+    return (head_dim**-0.5 if scale is None else scale) * math.sqrt(2) * r * query_norm * key_norm / math.sqrt(head_dim)
+
+
+def stored_logit_error(logit: float, dtype: str) -> float:
+    """Standard deviation, in nats, of a logit that is stored in `dtype`: its spacing 2^(⌊log₂|z|⌋ - p) over √12.
+
+    What eager attention suffers, which writes scores to memory. Logits closer than the spacing cannot be told apart.
+
+    >>> round(stored_logit_error(100.0, "bf16"), 4), round(stored_logit_error(1000.0, "bf16"), 4)
+    (0.1443, 1.1547)
+    """
+    bits = _fraction_bits(dtype)
+    if logit == 0 or not math.isfinite(logit):
+        return 0.0 if logit == 0 else math.inf
+    return 2.0 ** (math.floor(math.log2(abs(logit))) - bits) / math.sqrt(12)
+
+
+def _fraction_bits(dtype: str) -> int:
+    if dtype not in FRACTION_BITS:
+        raise unknown("dtype", dtype, FRACTION_BITS)
+    return FRACTION_BITS[dtype]

@@ -1,0 +1,211 @@
+"""When to worry: pure rules on records. A recorded run can be replayed through new rules.
+
+A rule looks at all records up to now and says whether the last one is a reason to worry. How early and how often
+wrongly each does is measured in docs/alarms.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY
+from qkeel.monitor.forecast import Forecast, forecast
+from qkeel.monitor.history import History, Place
+from qkeel.monitor.rule import Alarm, Extreme, Rule, Severity, largest, trend
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling(Rule):
+    """A head's largest attention logit exceeds `threshold` (nats)."""
+
+    threshold: float
+
+    @property
+    def name(self) -> str:
+        """The threshold makes it another rule."""
+        return f"ceiling {self.threshold:g}"
+
+    def check(self, history: History) -> Alarm | None:
+        """See the class."""
+        top = largest(history, "max_logit")
+        if top is None or not top.value > self.threshold:
+            return None
+        meaning = f"max logit {top.value:,.4g} is over {self.threshold:,g}"
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.series))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Growth(Rule):
+    """A logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
+
+    By the power law of `forecast`, at this record and at the one before, so that one odd batch raises no alarm.
+    """
+
+    floor: float = ALARM_THRESHOLD
+    factor: float = 3.0
+    horizon: float = 4.0
+    source: str = "docs/alarms.md: chosen on seeds 0-3, measured on seeds 10-13"
+
+    @property
+    def name(self) -> str:
+        """One name: more rules of growth are more of the same."""
+        return "growth"
+
+    def check(self, history: History) -> Alarm | None:
+        """See the class."""
+        before = self._ahead(history.upto(len(history) - 1))
+        now = self._ahead(history)
+        if before is None or now is None:
+            return None
+        top, ahead = now
+        meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {ahead.step:,.0f}"
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.series))
+
+    def _ahead(self, history: History) -> tuple[Extreme, Forecast] | None:
+        top = largest(history, "max_logit")
+        return _soon(history, top, self.factor * top.value, self.floor, self.horizon) if top is not None else None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Approach(Rule):
+    """A logit over `floor` will pass `threshold` within `horizon` times the training so far."""
+
+    threshold: float
+    floor: float = 30.0
+    horizon: float = 4.0
+
+    @property
+    def name(self) -> str:
+        """The threshold makes it another rule."""
+        return f"forecast {self.threshold:g}"
+
+    def check(self, history: History) -> Alarm | None:
+        """See the class."""
+        top = largest(history, "max_logit")
+        found = None if top is None else _soon(history, top, self.threshold, self.floor, self.horizon)
+        if found is None:
+            return None
+        top, ahead = found
+        meaning = f"max logit {top.value:,.4g} {ahead} (90 % interval {ahead.low:,.0f} to {ahead.high:,.0f})"
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.series))
+
+
+def _soon(
+    history: History, top: Extreme, threshold: float, floor: float, horizon: float
+) -> tuple[Extreme, Forecast] | None:
+    if not top.value > floor:
+        return None
+    ahead = forecast(history.steps, top.series, threshold, rates=history.rates)
+    return None if ahead is None or ahead.step > horizon * float(history.steps[-1]) else (top, ahead)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyCollapse(Rule):
+    """The mean entropy of a layer's heads is under `threshold` (nats): attention picks one key and has no gradient.
+
+    Of a layer, not of a head: healthy models have heads that look at one key (docs/alarms.md).
+    """
+
+    threshold: float = COLLAPSE_ENTROPY
+    source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: metrics.COLLAPSE_ENTROPY"
+
+    @property
+    def name(self) -> str:
+        """One name."""
+        return "entropy collapse"
+
+    def check(self, history: History) -> Alarm | None:
+        """See the class."""
+        means = _layer_means(history)
+        if means is None or not len(means) or np.isnan(means[-1]).all():
+            return None
+        layer = int(np.nanargmin(means[-1]))
+        low = float(means[-1, layer])
+        if not low < self.threshold:
+            return None
+        text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: one key takes all"
+        was = f"it was {means[0, layer]:.3g} at step {int(history.steps[0]):,}"
+        return self.alarm(history, text, low, at=Place("entropy", layer, None), trend=was)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyDrop(Rule):
+    """The model's mean entropy fell under `share` of its first value. Kept to show that it is a bad alarm.
+
+    Attention that learns where to look loses entropy: in docs/alarms.md many healthy runs raise it.
+    """
+
+    share: float = 0.5
+    severity: Severity = Severity.NOTICE
+    source: str = "folklore"
+
+    @property
+    def name(self) -> str:
+        """One name."""
+        return "entropy drop"
+
+    def check(self, history: History) -> Alarm | None:
+        """See the class."""
+        means = _layer_means(history)
+        if means is None or len(means) < 2 or np.isnan(means[[0, -1]]).all(-1).any():
+            return None
+        first, now = float(np.nanmean(means[0])), float(np.nanmean(means[-1]))
+        text = f"mean attention entropy fell from {first:.3g} to {now:.3g} nats"
+        return self.alarm(history, text, now) if now < self.share * first else None
+
+
+def _layer_means(history: History) -> np.ndarray | None:
+    """Mean entropy over the heads that were measured, [n layers]; NaN where none was."""
+    series = history.series("entropy")
+    if series is None:
+        return None
+    counts = np.isfinite(series).sum(-1)
+    return np.where(counts, np.nansum(series, -1) / np.maximum(counts, 1), np.nan)
+
+
+K2 = "Kimi K2, arXiv 2507.20534, section 2.1: the threshold of QK-Clip"
+HARM = "Wortsman et al. 2023, arXiv 2309.14322: with transplanted logits of 1e3 the loss degrades"
+DIVERGED = "Wortsman et al. 2023, arXiv 2309.14322: every run with a max logit over 1e4 diverged"
+DEFAULT: tuple[Rule, ...] = (
+    Ceiling(threshold=ALARM_THRESHOLD, severity=Severity.NOTICE, source=K2),
+    Ceiling(threshold=1e3, source=HARM),
+    Ceiling(threshold=1e4, severity=Severity.CRITICAL, source=DIVERGED),
+    Growth(),
+    Approach(threshold=1e3, source=HARM),
+    Approach(threshold=1e4, severity=Severity.CRITICAL, source=DIVERGED),
+    EntropyCollapse(),
+)
+
+
+@final
+class AlarmLog:
+    """Which alarms have gone off: each rule warns once."""
+
+    def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
+        self.rules = tuple(rules)
+        self.alarms: list[Alarm] = []
+
+    def update(self, history: History) -> list[Alarm]:
+        """The alarms that the last record raises for the first time."""
+        said = {alarm.rule for alarm in self.alarms}
+        fresh = [rule for rule in self.rules if rule.name not in said] if len(history) else []
+        new = [alarm for rule in fresh if (alarm := rule.check(history)) is not None]
+        self.alarms += new
+        return new
+
+
+def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
+    """Every alarm of a run, in the order they would have been raised while it went on."""
+    log = AlarmLog(rules)
+    for n in range(1, len(history) + 1):
+        log.update(history.upto(n))
+    return log.alarms

@@ -1,0 +1,108 @@
+"""What an alarm is, and what a rule is: a condition on records, without state."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from enum import StrEnum
+from typing import final
+
+import numpy as np
+
+from qkeel.monitor.forecast import forecast
+from qkeel.monitor.history import History, Place
+
+HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
+
+
+class Severity(StrEnum):
+    """NOTICE: worth knowing, healthy runs have it too. ALARM: act, or lose loss. CRITICAL: runs do not come back."""
+
+    NOTICE = "notice"
+    ALARM = "alarm"
+    CRITICAL = "critical"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """Why to worry: where, how much, how it moves, and the line of code that helps."""
+
+    rule: str
+    severity: Severity
+    step: int
+    value: float
+    meaning: str
+    trend: str
+    remedy: str
+    source: str
+    layer: str | None = None
+    head: int | None = None
+
+    def __str__(self) -> str:
+        """One line a person can act on."""
+        place = "" if self.layer is None else f", {self.layer}" + ("" if self.head is None else f", head {self.head}")
+        trend = f"; {self.trend}" if self.trend else ""
+        return f"{self.severity} at step {self.step:,}{place}: {self.meaning}{trend}. To act: {self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(abc.ABC):
+    """A condition on the history of a run; `source` says where its numbers come from."""
+
+    severity: Severity = Severity.ALARM
+    source: str = ""
+    remedy: str = HOLD
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What the rule is called; each name is warned of once."""
+
+    @abc.abstractmethod
+    def check(self, history: History) -> Alarm | None:
+        """The alarm, if the last record is a reason for one."""
+
+    def alarm(self, history: History, meaning: str, value: float, *, at: Place | None = None, trend: str = "") -> Alarm:
+        """The alarm of the last record."""
+        layer, head = (None, None) if at is None else history.where(at)
+        return Alarm(
+            rule=self.name,
+            severity=self.severity,
+            step=int(history.steps[-1]),
+            value=value,
+            meaning=meaning,
+            trend=trend,
+            remedy=self.remedy,
+            source=self.source,
+            layer=layer,
+            head=head,
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extreme:
+    """The largest or smallest entry of the last record, and its series [n] so far."""
+
+    at: Place
+    value: float
+    series: np.ndarray
+
+
+def largest(history: History, name: str) -> Extreme | None:
+    """The head that is largest in the last record; NaN counts as not measured; None if nothing is."""
+    series = history.series(name)
+    if series is None or not len(series) or np.isnan(series[-1]).all():
+        return None
+    layer, head = np.unravel_index(int(np.nanargmax(series[-1])), series[-1].shape)
+    found = series[:, layer, head]
+    return Extreme(at=Place(name, int(layer), int(head)), value=float(found[-1]), series=found)
+
+
+def trend(history: History, values: np.ndarray) -> str:
+    """How a value moves, for people: from where, and as which power of the learning-rate clock."""
+    first = f"it was {values[0]:.3g} at step {int(history.steps[0]):,}"
+    ahead = forecast(history.steps, values, 10 * float(values[-1]), rates=history.rates) if values[-1] > 0 else None
+    of = "steps" if history.rates is None else "(sum of learning rates)"
+    return first if ahead is None else f"{first} and grows as {of}^{ahead.exponent:.2f}"
