@@ -100,27 +100,34 @@ def row(name: str, rules: Sequence[Rule], runs: Sequence[Case], thin: int = 1) -
     return f"| {name} | {len(caught)}/{len(bad)} | {early}/{with_gap} | {shown} | {false}/{len(healthy)} |"
 
 
-def forecasts(history: History, threshold: float, floor: float) -> Iterator[tuple[float, float, float, float | None]]:
-    """Every forecast that would have been shown: step forecast, low, high, and the step that head passed (or None)."""
+def forecasts(
+    history: History, threshold: float, floor: float, per_head: bool
+) -> Iterator[tuple[float, float, float, float | None]]:
+    """Every forecast that would have been shown: its step, low, high, and the step of passing (or None).
+
+    Of the largest logit of the run, or of the head that has it now.
+    """
     for n in range(2, len(history) + 1):
         past = history.upto(n)
         top = largest(past, "max_logit")
         if top is None or not floor < top.value < threshold:
             continue
-        ahead = forecast(past.steps, top.series, threshold, rates=past.rates)
+        known = top.series if per_head else top.envelope
+        ahead = forecast(past.steps, known, threshold, rates=past.rates)
         if ahead is None or ahead.step > HORIZON * past.steps[-1]:
             continue
-        full = history.series(top.at.name)[:, top.at.layer, top.at.head]
+        series = history.series("max_logit")
+        full = series[:, top.at.layer, top.at.head] if per_head else series.reshape(len(history), -1).max(1)
         passed = np.flatnonzero((full > threshold) & (history.steps > past.steps[-1]))
         yield ahead.step, ahead.low, ahead.high, float(history.steps[passed[0]]) if len(passed) else None
 
 
-def forecast_row(name: str, histories: Sequence[History], threshold: float, floor: float) -> str:
+def forecast_row(name: str, histories: Sequence[History], threshold: float, per_head: bool) -> str:
     """One line: how many forecasts, median error, share of outcomes inside the interval, all and first of each run."""
     errors, inside, first, open_ = [], [], [], 0
     for history in histories:
         end, mine = float(history.steps[-1]), []
-        for step, low, high, passed in forecasts(history, threshold, floor):
+        for step, low, high, passed in forecasts(history, threshold, THRESHOLDS[threshold], per_head):
             if passed is None and high >= end:
                 open_ += 1  # the run ended inside the interval: nobody knows
                 continue
@@ -131,7 +138,8 @@ def forecast_row(name: str, histories: Sequence[History], threshold: float, floo
         first += mine[:1]
     error = f"{statistics.median(errors):.0%}" if errors else "-"
     share = f"{sum(inside)}/{len(inside)} = {sum(inside) / len(inside):.0%}" if inside else "-"
-    return f"| {name}, {threshold:g} | {len(inside)} (+{open_} open) | {error} | {share} | {sum(first)}/{len(first)} |"
+    what = f"{name}, {'one head' if per_head else 'the run'}, {threshold:g}"
+    return f"| {what} | {len(inside)} (+{open_} open) | {error} | {share} | {sum(first)}/{len(first)} |"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -160,8 +168,9 @@ def main(arguments: Sequence[str]) -> None:
     for study in studies:
         ids = [e["run_id"] for e in read_json(study / "study.json")["runs"]]
         histories = [History.read(RunDirectory(study / "runs" / i)) for i in ids]
-        for threshold, floor in THRESHOLDS.items():
-            print(forecast_row(study.name, histories, threshold, floor))
+        for per_head in (False, True):
+            for threshold in THRESHOLDS:
+                print(forecast_row(study.name, histories, threshold, per_head))
 
 
 if __name__ == "__main__":

@@ -42,9 +42,11 @@ class Ceiling(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Growth(Rule):
-    """A logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
+    """A largest logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
 
     By the power law of `forecast`, at this record and at the one before, so that one odd batch raises no alarm.
+    Forecast is the largest logit of the run, whichever head has it: that one's course is smoother than a head's, and
+    its intervals hold (docs/alarms.md). Named is the head that has it now.
     """
 
     floor: float = ALARM_THRESHOLD
@@ -65,7 +67,7 @@ class Growth(Rule):
             return None
         top, ahead = now
         meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {ahead.step:,.0f}"
-        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.series))
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope))
 
     def _ahead(self, history: History) -> tuple[Extreme, Forecast] | None:
         top = largest(history, "max_logit")
@@ -75,7 +77,7 @@ class Growth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Approach(Rule):
-    """A logit over `floor` will pass `threshold` within `horizon` times the training so far."""
+    """The largest logit, over `floor`, will pass `threshold` within `horizon` times the training so far; see Growth."""
 
     threshold: float
     floor: float = 30.0
@@ -94,7 +96,7 @@ class Approach(Rule):
             return None
         top, ahead = found
         meaning = f"max logit {top.value:,.4g} {ahead} (90 % interval {ahead.low:,.0f} to {ahead.high:,.0f})"
-        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.series))
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope))
 
 
 def _soon(
@@ -102,7 +104,7 @@ def _soon(
 ) -> tuple[Extreme, Forecast] | None:
     if not top.value > floor:
         return None
-    ahead = forecast(history.steps, top.series, threshold, rates=history.rates)
+    ahead = forecast(history.steps, top.envelope, threshold, rates=history.rates)
     return None if ahead is None or ahead.step > horizon * float(history.steps[-1]) else (top, ahead)
 
 

@@ -83,11 +83,12 @@ class Rule(abc.ABC):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extreme:
-    """The largest or smallest entry of the last record, and its series [n] so far."""
+    """The largest entry of the last record: where, how much, its series [n], and [n] the largest of each record."""
 
     at: Place
     value: float
     series: np.ndarray
+    envelope: np.ndarray
 
 
 def largest(history: History, name: str) -> Extreme | None:
@@ -97,7 +98,9 @@ def largest(history: History, name: str) -> Extreme | None:
         return None
     layer, head = np.unravel_index(int(np.nanargmax(series[-1])), series[-1].shape)
     found = series[:, layer, head]
-    return Extreme(at=Place(name, int(layer), int(head)), value=float(found[-1]), series=found)
+    flat = series.reshape(len(series), -1)
+    envelope = np.fmax.reduce(flat, axis=1)  # NaN only where nothing was measured
+    return Extreme(at=Place(name, int(layer), int(head)), value=float(found[-1]), series=found, envelope=envelope)
 
 
 def trend(history: History, values: np.ndarray) -> str:
