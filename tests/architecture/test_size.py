@@ -23,6 +23,7 @@ OPTIONS = {
     "qkeel.spec.presets.preset": "options of the preset's own constants; an unknown one names the nearest",
     "qkeel.spec.attention.AttentionSpec.replace": "slots by name; an unknown one names the nearest",
     "qkeel.remedies.apply.parse": "options of one remedy",
+    "qkeel.sites.find.find_sites": "the example, as the model takes it",
     "qkeel.remedies.apply.apply": "options of one remedy",
 }
 

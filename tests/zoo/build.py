@@ -7,11 +7,10 @@ import re
 from typing import Any
 
 import torch
+from tests.zoo.overrides import OVERRIDES
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from tests.zoo.overrides import OVERRIDES
 
 HEADS, GROUPS, HEAD_DIM, WIDTH, LAYERS, VOCAB = 4, 2, 8, 32, 2, 96
 
@@ -22,7 +21,10 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"(num_key_value_heads|num_kv_heads|n_head_kv|num_.*_key_value_heads)", GROUPS),
     (r"(num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|num_.*_attention_heads)", HEADS),
     (r"(hidden_size|d_model|n_embd|dim|embed_dim|word_embed_proj_dim|embedding_size|emb_dim|n_embed)", WIDTH),
-    (r"(intermediate_size|.*_intermediate_size|n_inner|d_ff|(en|de)coder_ffn_dim|ffn_dim|dff|ffn_hidden_size|d_inner)", 48),
+    (
+        r"(intermediate_size|.*_intermediate_size|n_inner|d_ff|(en|de)coder_ffn_dim|ffn_dim|dff|ffn_hidden_size|d_inner)",
+        48,
+    ),
     (r"(head_dim|qk_nope_head_dim|v_head_dim|d_kv|attention_head_dim|d_head|.*_head_dim)", HEAD_DIM),
     (r"qk_rope_head_dim", 4),
     (r"(q_lora_rank|kv_lora_rank|.*_lora_rank)", 16),
@@ -73,7 +75,7 @@ def _value(name: str, value: Any, config: PretrainedConfig) -> Any:
     for alias in (name, attribute.get(name, name)):
         for pattern, number in RULES:
             if re.fullmatch(pattern, alias):
-                if number == GROUPS and value == _heads(config):
+                if "key_value" in pattern and value == _heads(config):
                     return HEADS
                 if name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"):
                     return layers(config)

@@ -7,13 +7,13 @@ import warnings
 from typing import Any
 
 import torch
+from tests.zoo.build import build, example
 from torch import Tensor, nn
 
 from qkeel.functional.normalizers import entropy
 from qkeel.sites.find import find_sites
 from qkeel.sites.intercept import Interceptor, Sighting, statistics
 from qkeel.sites.scores import cat_heads
-from tests.zoo.build import build, example
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkeel.sites.carriers import CARRIES, LOOKS, SHAPES
 from qkeel.sites.layout import fewest_keys, head_counts, layout
 from qkeel.sites.products import PRODUCTS, Product, product
 from qkeel.sites.scores import ScoresCall
@@ -26,99 +27,6 @@ from qkeel.sites.stack import Frame
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 
 HIDES = -9e3  # an additive mask at or under this hides; published ones start at -1e4
-
-_CARRIES = frozenset(
-    [
-        "to",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "type",
-        "type_as",
-        "clone",
-        "contiguous",
-        "detach",
-        "dropout",
-        "alpha_dropout",
-        "nan_to_num",
-        "clamp",
-        "clip",
-        "clamp_min",
-        "clamp_max",
-        "maximum",
-        "minimum",
-        "alias",
-        "cuda",
-        "cpu",
-        "neg",
-        "positive",
-        "requires_grad",
-        "mul",
-        "div",
-        "true_divide",
-        "multiply",
-        "divide",
-        "rmul",
-        "softcap",
-    ]
-)
-_SHAPES = frozenset(
-    [
-        "view",
-        "reshape",
-        "view_as",
-        "reshape_as",
-        "unflatten",
-        "flatten",
-        "transpose",
-        "permute",
-        "swapaxes",
-        "swapdims",
-        "movedim",
-        "moveaxis",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "getitem",
-        "narrow",
-        "select",
-        "roll",
-        "flip",
-        "gather",
-        "take_along_dim",
-        "pad",
-        "index_select",
-        "repeat",
-        "as_strided",
-    ]
-)
-_LOOKS = frozenset(
-    [
-        "get",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "sum",
-        "mean",
-        "isnan",
-        "isinf",
-        "any",
-        "all",
-        "gt",
-        "lt",
-        "eq",
-        "ne",
-        "ge",
-        "le",
-    ]
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -201,7 +109,7 @@ class Handwritten:
         if tag is None:
             return
         if isinstance(tag, _Weights):
-            if name in _CARRIES or name in _SHAPES or name in _MASKS:
+            if name in CARRIES or name in SHAPES or name in _MASKS:
                 self.tags.put(out, tag)
             return
         if name in ("softmax", "_safe_softmax"):
@@ -211,13 +119,15 @@ class Handwritten:
         new = _step(name, tag, place, (args, kwargs), out)
         if new is not None:
             self.tags.put(out, new)
-        elif name not in _LOOKS:
+        elif name not in LOOKS:
             self.stopped[name] += 1
 
     def _tagged(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Scores | _Weights] | tuple[None, None]:
-        given = list(args[0] if args else ()) if name in ("cat", "concat", "stack") and args else [*args, *kwargs.values()]
+        given = (
+            list(args[0] if args else ()) if name in ("cat", "concat", "stack") and args else [*args, *kwargs.values()]
+        )
         for x in given:
             tag = self.tags.get(x)
             if tag is not None:
@@ -316,7 +226,7 @@ def _step(
     """The tag of `name(…)` of tagged scores x, or None if what comes out are no scores any more."""
     assert x is not None
     args, kwargs = given
-    if name in _SHAPES:
+    if name in SHAPES:
         return _rearranged(name, tag, x, args, kwargs, out)
     if name == "tanh":
         return dataclasses.replace(tag, before_tanh=None if out is x else x)
@@ -324,7 +234,7 @@ def _step(
         return _MASKS[name](tag, x, args, kwargs, out)
     if name in ("max", "min"):
         return tag if len(args) > 1 and isinstance(args[1], torch.Tensor) else None
-    if name not in _CARRIES:
+    if name not in CARRIES:
         return None
     factor = _factor(name, x, args, kwargs)
     if factor is None:
@@ -423,7 +333,7 @@ def _attached(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
     if dim % out.ndim != out.ndim - 1:
         return None
     before = 0
-    for part in (args[0] if args else kwargs["tensors"]):
+    for part in args[0] if args else kwargs["tensors"]:
         if part is x:
             break
         before += part.shape[-1]

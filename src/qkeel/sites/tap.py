@@ -10,7 +10,7 @@ from torch import nn
 
 from qkeel.errors import RefusedError
 from qkeel.functional.stats import LogitStats, merge
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle
 from qkeel.kernels.statistics import logit_stats
 from qkeel.nn.core import SpecModule
 from qkeel.sites.intercept import Interceptor, Sighting, statistics
@@ -35,9 +35,14 @@ class Tap(Handle):
         self._stats: dict[str, LogitStats] = {}
         self._headless: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         self._when_training = when_training
-        own = [(n, m) for n, m in model.named_modules() if isinstance(m, SpecModule)]
-        handles = [_observe(self, name, module, when_training) for name, module in own]
-        super().__init__(compose(handles or [_Around(model, self).handle]).remove)
+        self._attached: list[tuple[SpecModule, _Observer]] = []
+        super().__init__(self._detach)
+        for name, module in model.named_modules():
+            if isinstance(module, SpecModule):
+                observer = _Observer(self, name, module, when_training)
+                module.observers.append(observer)
+                self._attached.append((module, observer))
+        self._around = None if self._attached else _Around(model, self)
 
     def read(self) -> dict[str, LogitStats]:
         """Per site name, the statistics since the last read; sites that saw no call are absent.
@@ -70,6 +75,13 @@ class Tap(Handle):
         old = self._stats.get(name)
         self._stats[name] = new if old is None else merge(old, new)
 
+    def _detach(self) -> None:
+        for module, observer in self._attached:
+            if observer in module.observers:
+                module.observers.remove(observer)
+        if self._around is not None:
+            self._around.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -90,10 +102,9 @@ class _Around:
         before = model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         after = model.register_forward_hook(self._leave, always_call=True)
         self.hooks = [before, after]
-        self.handle = Handle(self._close)
 
-    def _close(self) -> None:
-        # In the middle of a forward pass the mode can't be left: the hook that leaves it goes with it.
+    def close(self) -> None:
+        """Take the hooks away; in the middle of a forward pass, which the mode must see the end of, after it."""
         if self.running is None:
             for hook in self.hooks:
                 hook.remove()
@@ -115,8 +126,8 @@ class _Around:
         if self.depth == 0 and self.running is not None:
             running, self.running = self.running, None
             running.__exit__(None, None, None)
-            if not self.handle.active:
-                self._close()
+            if not self.tap.active:
+                self.close()
 
     def _take(self, sighting: Sighting) -> None:
         if self.tap.active:
@@ -130,17 +141,6 @@ class _Around:
                 "The model runs on unwatched",
                 stacklevel=2,
             )
-
-
-def _observe(tap: Tap, name: str, module: SpecModule, when_training: bool) -> Handle:
-    observer = _Observer(tap, name, module, when_training)
-    module.observers.append(observer)
-
-    def detach() -> None:
-        if observer in module.observers:
-            module.observers.remove(observer)
-
-    return Handle(detach)
 
 
 class _Observer:
