@@ -190,6 +190,7 @@ class MappedFile:
         with open(file, "rb") as stream:
             # Copy on write: torch refuses read-only memory, and nothing here writes.
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._map.madvise(mmap.MADV_SEQUENTIAL)
 
     def view(self, tensor: StoredTensor) -> Tensor:
         """The tensor as a view of the file; valid whatever was released before."""

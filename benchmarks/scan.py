@@ -1,0 +1,112 @@
+"""`scan` against reading the same bytes, from a warm page cache and from disk, side by side, and its memory.
+
+python -m benchmarks.scan [gigabytes]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from qkeel.audit import scan
+
+D, HEADS, GROUPS, WIDTH, MLP, VOCABULARY = 2048, 16, 8, 128, 5632, 32000
+ROUNDS = 5
+_BUFFER = 1 << 22
+
+
+def write_checkpoint(folder: Path, gigabytes: float) -> Path:
+    """A random bfloat16 decoder of the usual proportions (grouped keys, gated feed-forward), written in pieces."""
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, D)}
+    per_layer = D * (2 * HEADS + 2 * GROUPS) * WIDTH + 3 * D * MLP
+    layers = max(1, round((gigabytes * 1e9 / 2 - VOCABULARY * D) / per_layer))
+    for layer in range(layers):
+        at = f"model.layers.{layer}."
+        shapes |= {
+            f"{at}input_layernorm.weight": (D,),
+            f"{at}self_attn.q_proj.weight": (HEADS * WIDTH, D),
+            f"{at}self_attn.k_proj.weight": (GROUPS * WIDTH, D),
+            f"{at}self_attn.v_proj.weight": (GROUPS * WIDTH, D),
+            f"{at}self_attn.o_proj.weight": (D, HEADS * WIDTH),
+            f"{at}mlp.gate_proj.weight": (MLP, D),
+            f"{at}mlp.up_proj.weight": (MLP, D),
+            f"{at}mlp.down_proj.weight": (D, MLP),
+        }
+    header, place = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [place, place + size]}
+        place += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    block = (0.02 * torch.randn(1 << 22)).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for start in range(0, place, len(block)):
+            file.write(block[: place - start])
+    config = {"model_type": "llama", "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": WIDTH}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "model.safetensors"
+
+
+def read(file: Path) -> None:
+    """Read a file from front to back into one small buffer."""
+    buffer = bytearray(_BUFFER)
+    with open(file, "rb", buffering=0) as stream:
+        while stream.readinto(buffer):
+            pass
+
+
+def forget(file: Path) -> None:
+    """Ask the system to drop the file from its page cache."""
+    with open(file, "rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def compare(file: Path, cold: bool) -> None:
+    """Print rates and their ratio, read and scan in turn."""
+    size = file.stat().st_size / 1e9
+    tasks = {
+        "read": lambda: read(file),
+        "scan, tensors only": lambda: scan(file.parent, heads=False),
+        "scan": lambda: scan(file.parent),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in tasks}
+    for _ in range(ROUNDS):
+        for name, task in tasks.items():
+            if cold:
+                forget(file)
+            start = time.perf_counter()
+            task()
+            rates[name].append(size / (time.perf_counter() - start))
+    print(f"{'from disk' if cold else 'page cache warm'}, {size:.2f} GB, median (least to largest) of {ROUNDS}")
+    for name, values in rates.items():
+        ratios = [v / r for v, r in zip(values, rates["read"])]
+        spread = f"{statistics.median(values):.2f} GB/s ({min(values):.2f} to {max(values):.2f})"
+        print(f"  {name:<20} {spread}, {statistics.median(ratios):.2f} of read")
+
+
+def main(gigabytes: float = 1.0) -> None:
+    """Print rates, their ratio and the peak memory."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_checkpoint(Path(folder), gigabytes)
+        read(file)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        compare(file, cold=False)
+        compare(file, cold=True)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"peak memory of the process: {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before the first scan)")
+
+
+if __name__ == "__main__":
+    main(*map(float, sys.argv[1:2]))

@@ -1,0 +1,157 @@
+"""Each rule fires on what it is for, names the place, is silent otherwise, and warns once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkeel.errors import ShapeError
+from qkeel.monitor import (
+    DEFAULT,
+    AlarmLog,
+    Approach,
+    Ceiling,
+    EntropyCollapse,
+    EntropyDrop,
+    Growth,
+    History,
+    Rule,
+    Severity,
+    replay,
+)
+from qkeel.records import HeadRecorder, Heads, RunDirectory, append_line
+
+STEPS = np.arange(0, 101, 5)
+
+
+def history(
+    max_logit: np.ndarray | None = None, entropy: np.ndarray | None = None, *, layers: tuple[str, ...] = ()
+) -> History:
+    """Two layers of three heads, logits 5 and entropies 2 unless said for (layer 1, head 2)."""
+    n = len(STEPS)
+    values = {"max_logit": np.full((n, 2, 3), 5.0), "entropy": np.full((n, 2, 3), 2.0)}
+    if max_logit is not None:
+        values["max_logit"][:, 1, 2] = max_logit
+    if entropy is not None:
+        values["entropy"][:, 1, :] = entropy[:, None]
+    metrics = [{"step": int(s), "lr": 0.01} for s in STEPS]
+    return History.of(metrics, Heads(steps=STEPS, values=values), layers)
+
+
+def power(exponent: float, end: float) -> np.ndarray:
+    return end * (np.maximum(STEPS, 1) / STEPS[-1]) ** exponent
+
+
+@pytest.mark.parametrize(("threshold", "severity"), [(100, "notice"), (1e3, "alarm"), (1e4, "critical")])
+def test_a_ceiling_names_the_head_and_step_that_passed_it(threshold: float, severity: str) -> None:
+    logits = np.full(len(STEPS), 0.9 * threshold)
+    logits[13:] = 1.1 * threshold
+    rule = next(r for r in DEFAULT if isinstance(r, Ceiling) and r.threshold == threshold)
+    (alarm,) = replay(history(logits), [rule])
+    assert (alarm.step, alarm.layer, alarm.head, alarm.severity) == (65, "layer 1", 2, severity)
+    assert alarm.value == pytest.approx(1.1 * threshold)
+    assert "2" in alarm.source
+    assert replay(history(np.full(len(STEPS), 0.9 * threshold)), [rule]) == []
+
+
+def test_default_rules_are_silent_on_bounded_logits_and_settling_entropy() -> None:
+    bounded = 30 * (1 - np.exp(-STEPS / 20.0)) + 1
+    assert replay(history(bounded, np.linspace(2.0, 0.3, len(STEPS)))) == []
+
+
+def test_growth_fires_on_a_power_law_and_not_on_a_logit_that_has_settled() -> None:
+    (alarm,) = replay(history(power(1.5, 800.0)), [Growth()])
+    assert alarm.head == 2
+    assert 100 < alarm.value < 400
+    settled = np.minimum(power(0.5, 150.0) * 2, 120.0)
+    assert replay(history(settled), [Growth()]) == []
+
+
+def test_one_odd_batch_raises_no_growth_alarm() -> None:
+    logits = power(0.3, 90.0)
+    logits[12] = 900.0
+    assert replay(history(logits), [Growth()]) == []
+
+
+def test_a_forecast_alarm_says_threshold_step_and_interval() -> None:
+    (alarm,) = replay(history(power(1.0, 700.0)), [Approach(threshold=1e3)])
+    assert "passes 1e3 at step 14" in str(alarm)
+    assert "90 % interval" in str(alarm)
+    assert alarm.step < 100
+    assert replay(history(power(0.2, 60.0)), [Approach(threshold=1e3)]) == []
+
+
+def test_entropy_collapse_is_of_a_layer_and_entropy_drop_of_the_model() -> None:
+    falling = np.linspace(2.0, 0.02, len(STEPS))
+    (alarm,) = replay(history(entropy=falling), [EntropyCollapse()])
+    assert (alarm.layer, alarm.head) == ("layer 1", None)
+    assert alarm.value < 0.1
+    one_head = history()
+    one_head.heads["entropy"][:, 0, 0] = 0.0  # a head that looks at one key is healthy
+    assert replay(one_head, [EntropyCollapse()]) == []
+    dropped = np.full(len(STEPS), 0.5)
+    dropped[:3] = 4.0
+    both = history(entropy=dropped)
+    both.heads["entropy"][3:, 0, :] = 0.5
+    assert [a.rule for a in replay(both, [EntropyDrop(), EntropyCollapse()])] == ["entropy drop"]
+
+
+def test_each_rule_warns_once_whatever_comes_later() -> None:
+    rules = [Ceiling(threshold=100.0), Ceiling(threshold=200.0)]
+    logits = power(2.0, 5000.0)
+    assert [a.rule for a in replay(history(logits), rules)] == ["ceiling 100", "ceiling 200"]
+    log = AlarmLog(rules)
+    assert [len(log.update(history(logits))) for _ in range(3)] == [2, 0, 0]
+
+
+def test_replay_knows_only_the_past() -> None:
+    full = history(power(1.5, 3000.0), np.linspace(2.0, 0.01, len(STEPS)))
+    alarms = replay(full)
+    assert {a.severity for a in alarms} == set(Severity)
+    for n in range(1, len(full) + 1):
+        known = [a for a in alarms if a.step <= full.steps[n - 1]]
+        assert replay(full.upto(n)) == known
+
+
+def test_an_alarm_reads_as_one_line_with_a_remedy_that_exists() -> None:
+    from qkeel.remedies import canonical
+
+    (alarm,) = replay(history(power(1.5, 800.0), layers=("a", "blocks.1.attention")), [Growth()])
+    line = str(alarm)
+    assert "\n" not in line
+    for part in ("blocks.1.attention", "head 2", f"step {alarm.step}", "grows as", 'qkeel.apply("'):
+        assert part in line
+    assert canonical(line.split('qkeel.apply("')[1].split('"')[0])
+
+
+def test_infinity_passes_every_ceiling_and_nan_counts_as_not_measured() -> None:
+    logits = np.full(len(STEPS), 5.0)
+    logits[4] = np.nan
+    assert replay(history(logits)) == []
+    logits[8] = math.inf
+    assert {a.rule for a in replay(history(logits))} == {"ceiling 100", "ceiling 1000", "ceiling 10000"}
+    assert replay(history(np.full(len(STEPS), np.nan))) == []
+
+
+def test_a_recorded_run_is_replayed_from_its_directory(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    heads = HeadRecorder(tmp_path, ("max_logit", "entropy"), 2, 3)
+    for i, step in enumerate(STEPS):
+        append_line(tmp_path / "metrics.jsonl", {"step": int(step), "lr": 0.01, "max_logit": 10.0 * i, "loss": None})
+        heads.append(int(step), np.full((2, 2, 3), 10.0 * i))
+    (alarm,) = replay(History.read(run), [Ceiling(threshold=100.0)])
+    assert (alarm.step, alarm.layer) == (55, "layer 0")
+    (tmp_path / "heads.json").unlink()
+    (alarm,) = replay(History.read(run), [Ceiling(threshold=100.0)])
+    assert (alarm.step, alarm.layer) == (55, None)
+
+
+def test_records_out_of_order_are_refused_and_an_empty_run_is_quiet() -> None:
+    with pytest.raises(ShapeError, match="order"):
+        History.of([{"step": 2, "max_logit": 1.0}, {"step": 1, "max_logit": 1.0}])
+    assert replay(History.of([])) == []
+    rules: list[Rule] = [*DEFAULT, EntropyDrop()]
+    assert replay(History.of([{"step": 0}, {"step": 1}]), rules) == []
