@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 import torch
-from tests.zoo.overrides import OVERRIDES
+from tests.zoo.overrides import OVERRIDES, PARTS
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 HEADS, GROUPS, HEAD_DIM, WIDTH, LAYERS, VOCAB = 4, 2, 8, 32, 2, 96
 
@@ -20,7 +21,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers)", LAYERS),
     (r"(num_key_value_heads|num_kv_heads|n_head_kv|num_.*_key_value_heads)", GROUPS),
     (r"(num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|num_.*_attention_heads)", HEADS),
-    (r"(hidden_size|d_model|n_embd|dim|embed_dim|word_embed_proj_dim|embedding_size|emb_dim|n_embed)", WIDTH),
+    (r"(hidden_size.*|d_model|n_embd|dim|embed_dim|word_embed_proj_dim|embedding_size|emb_dim|n_embed)", WIDTH),
     (
         r"(intermediate_size|.*_intermediate_size|n_inner|d_ff|(en|de)coder_ffn_dim|ffn_dim|dff|ffn_hidden_size|d_inner)",
         48,
@@ -37,6 +38,10 @@ RULES: tuple[tuple[str, int], ...] = (
 
 def small(config_class: type[PretrainedConfig], model_type: str) -> PretrainedConfig:
     """A configuration of that class with small sizes."""
+    if model_type in PARTS:
+        part = CONFIG_MAPPING[f"{model_type}_decoder"] if f"{model_type}_decoder" in CONFIG_MAPPING else None
+        if part is not None:
+            return part(**shrink(part(), model_type))
     default = config_class()
     values = shrink(default, model_type)
     return config_class(**values)
@@ -84,7 +89,7 @@ def _value(name: str, value: Any, config: PretrainedConfig) -> Any:
 
 
 def _heads(config: PretrainedConfig) -> int:
-    return getattr(config, "num_attention_heads", 0)
+    return config.to_dict().get("num_attention_heads", 0)
 
 
 def layers(config: PretrainedConfig) -> int:
@@ -96,9 +101,13 @@ def layers(config: PretrainedConfig) -> int:
 def build(model_type: str, implementation: str) -> nn.Module:
     """A tiny causal language model of that type in eval mode, with large enough weights for uneven attention."""
     config = small(CONFIG_MAPPING[model_type], model_type)
+    config = getattr(config, PARTS[model_type], config) if model_type in PARTS else config
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    model = cls._from_config(config, attn_implementation=implementation, dtype=torch.float32)
     model.eval()
+    if model_type == "xmod":
+        model.set_default_language("en_XX")
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim >= 2 and p.is_floating_point():
@@ -109,6 +118,9 @@ def build(model_type: str, implementation: str) -> nn.Module:
 def example(model: nn.Module) -> dict[str, torch.Tensor]:
     """Token numbers and, where the model takes one, a mask that hides the end of the second sequence."""
     ids = torch.arange(14).view(2, 7) * 5 % 83 + 7
+    if type(model).__name__.startswith("Musicgen"):
+        batch_of_books = ids.repeat_interleave(model.config.num_codebooks, dim=0)  # type: ignore[union-attr]
+        return {"input_ids": batch_of_books, "use_cache": False}  # type: ignore[dict-item]
     known = inspect.signature(model.forward).parameters
     batch = {"input_ids": ids}
     if "attention_mask" in known:

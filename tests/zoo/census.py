@@ -6,6 +6,7 @@ python -m tests.zoo.census [--jobs 2] [--only llama,gpt2] [--out docs/zoo.md]
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from tests.zoo.compare import compare
+from tests.zoo.overrides import NEEDS, REASONS, WITHOUT_ATTENTION
 from transformers import __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -39,7 +41,7 @@ def judge(model_type: str, implementation: str) -> dict[str, Any]:
             last = traceback.extract_tb(cause.__traceback__)[-1]
             where += f" < {Path(last.filename).name}:{last.lineno}"
         return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"}
-    return {"layers": r.layers, "sites": r.sites, "error": r.error, "told": r.told}
+    return dataclasses.asdict(r)
 
 
 def in_child(task: tuple[str, str], folder: Path) -> int:
@@ -84,8 +86,69 @@ def run(names: list[str], jobs: int, folder: Path) -> dict[str, dict[str, dict[s
 
 
 def passed(result: dict[str, Any]) -> bool:
-    """Whether all layers were found, with the entropies of the weights returned."""
-    return "layers" in result and 0 < result["layers"] == result["sites"] and result["error"] < 1e-4
+    """Whether all layers were found, with the entropies of the weights returned.
+
+    A layer may make two calls (differential attention) and a module may run several times (shared, recurrent).
+    """
+    if "layers" not in result or not result["error"] < 1e-4:
+        return False
+    return 0 < result["layers"] in (result["sites"], result["modules"], result["calls"])
+
+
+def verdict(model_type: str, result: dict[str, Any]) -> str:
+    """ok, FAIL, or why it does not count."""
+    if model_type in WITHOUT_ATTENTION:
+        return "no attention" if "saw no attention" in result.get("reason", "") or _no_sdpa(result) else "FAIL"
+    if model_type in NEEDS and "ImportError" in result.get("reason", ""):
+        return f"needs {NEEDS[model_type]}"
+    if _no_sdpa(result):
+        return "no sdpa"
+    return "ok" if passed(result) else "FAIL"
+
+
+def _no_sdpa(result: dict[str, Any]) -> bool:
+    return "does not support an attention implementation through" in result.get("reason", "")
+
+
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The page docs/zoo.md."""
+    verdicts = {i: [verdict(n, r[i]) for n, r in results.items()] for i in IMPLEMENTATIONS}
+    lines = ["# The zoo", "", *_INTRODUCTION.splitlines(), ""]
+    for i in IMPLEMENTATIONS:
+        good, bad = verdicts[i].count("ok"), verdicts[i].count("FAIL")
+        share = f"{100 * good / max(1, good + bad):.1f} %"
+        others = len(verdicts[i]) - good - bad
+        lines.append(f"- {i}: {good} of {good + bad} pass ({share}); {others} of {len(verdicts[i])} do not count")
+    lines += [
+        "",
+        "| model type | layers | sites | weights told | error, eager | error, sdpa | remark |",
+        "|---|" + "---|" * 6,
+    ]
+    for name, result in results.items():
+        lines.append(_row(name, result))
+    return "\n".join(lines) + "\n"
+
+
+_INTRODUCTION = f"""Every causal language model class of transformers {__version__}, built tiny from its configuration class by
+`make zoo`. *layers*: attention weights that the model returns with `output_attentions=True`. *sites*: what
+`find_sites` found. *weights told*: sites whose heads' rows are known. *error*: largest distance, over layers and
+heads, of the entropy to that of the weights returned. A pass needs all layers and an error under 1e-4."""
+
+
+def _row(name: str, result: dict[str, dict[str, Any]]) -> str:
+    got = next((r for r in result.values() if "layers" in r), {})
+    cells = [str(got.get(key, "")) for key in ("layers", "sites", "told")]
+    remarks: list[str] = []
+    for i in IMPLEMENTATIONS:
+        found = verdict(name, result[i])
+        error = result[i].get("error")
+        cells.append(f"{error:.1e}" if error is not None and found == "ok" else found)
+        if found == "FAIL":
+            remarks.append(f"{i}: {result[i].get('reason', f'error {error}')}"[:160])
+    if remarks and name in REASONS:
+        remarks = [f"-: {REASONS[name]}"]
+    remarks = remarks[:1] if len(set(r.split(": ", 1)[1] for r in remarks)) == 1 else remarks
+    return f"| {name} | " + " | ".join(cells) + " | " + "; ".join(remarks).replace("|", "/") + " |"
 
 
 def main() -> None:
@@ -100,8 +163,11 @@ def main() -> None:
     results = run(names, given.jobs, given.folder)
     for name, result in results.items():
         for implementation in IMPLEMENTATIONS:
-            print("ok  " if passed(result[implementation]) else "FAIL", name, implementation, result[implementation])
-    print(__version__, {i: sum(passed(r[i]) for r in results.values()) for i in IMPLEMENTATIONS}, len(results))
+            print(verdict(name, result[implementation]), name, implementation, result[implementation])
+    page = table(results)
+    print("\n".join(line for line in page.splitlines() if line.startswith("- ")))
+    if given.out is not None:
+        given.out.write_text(page)
 
 
 if __name__ == "__main__":

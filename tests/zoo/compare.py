@@ -22,6 +22,8 @@ class Result:
 
     layers: int
     sites: int
+    modules: int
+    calls: int
     error: float
     told: int
 
@@ -38,6 +40,8 @@ def compare(model_type: str, implementation: str) -> Result:
     return Result(
         layers=len(weights),
         sites=len(sites),
+        modules=len({s.name.split("#")[0] for s in sites}),
+        calls=len(seen),
         error=closest(weights, seen),
         told=sum(bool(s.terms) for s in sites),
     )
@@ -62,8 +66,15 @@ def returned(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
     for name in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"):
         for weights in _flat(getattr(out, name, None)):
-            found.append(entropy(weights.float()).mean((0, 2)))
+            if bool((weights >= 0).all()):  # the state of a linear attention is no distribution
+                found.append(_mean(weights.float()))
     return found
+
+
+def _mean(weights: Tensor) -> Tensor:
+    """Mean entropy per head over the rows that see a key."""
+    rows = weights.sum(-1) > 0
+    return entropy(weights).sum((0, 2)) / rows.sum((0, 2)).clamp_min(1)
 
 
 def _flat(value: Any) -> list[Tensor]:

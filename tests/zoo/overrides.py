@@ -4,4 +4,97 @@ from __future__ import annotations
 
 from typing import Any
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
+_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+
+# None takes a field away, so that the configuration's default stays.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "hidden_size": 32},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 4, "first_k_dense_replace": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+    },
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "attention_layers": ["global", "local"],
+        "num_layers": 2,
+    },
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "moe_intermediate_size": 16},
+    "longcat_flash": {
+        "head_dim": 4,
+        "qk_head_dim": 12,
+        "qk_rope_head_dim": 4,
+        "num_key_value_heads": 4,
+        "expert_ffn_hidden_size": 16,
+        "zero_expert_num": 2,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 16},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 8,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_headdim": 8,
+    },
+}
+
+# Configurations that hold that of the language model under another name.
+PARTS: dict[str, str] = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+
+# Architectures without softmax attention.
+WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
+
+# Packages that are not installed here.
+NEEDS: dict[str, str] = {"gemma3n": "timm"}
+
+# Why a failure is one; they count as failures all the same.
+REASONS: dict[str, str] = {
+    "blt": "returns the weights of its global transformer only; the attentions of patcher, encoder and decoder are "
+    "found too",
+    "cpmant": "returns weights without the rows and columns of its 32 prompt tokens",
+    "inkling2_text": "its residual streams attend to each other, without projections; found, but not returned",
+    "reformer": "its softmax is written as exp(x - logsumexp(x)); a description by hand is needed",
+}

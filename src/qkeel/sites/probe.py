@@ -143,7 +143,7 @@ def _keep(module: nn.Module) -> Any:
     plain = {n: v for n, v in vars(module).items() if n not in ("_parameters", "_modules", "_buffers")}
     buffers = dict(module._buffers)
     held = [v for v in (*plain.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
-    kept = [(x, x.detach().clone(), x._version) for x in held if not x.is_inference()]
+    kept = [(x, x.detach().clone()) for x in held if not x.is_inference()]
 
     def restore() -> None:
         state = vars(module)
@@ -153,8 +153,9 @@ def _keep(module: nn.Module) -> Any:
         module._buffers.clear()
         module._buffers.update(buffers)
         with torch.no_grad():
-            for x, value, version in kept:
-                if x._version != version:
+            for x, value in kept:
+                # Compared, not by version: batch norm's kernels write their averages without raising it.
+                if not torch.equal(x, value):
                     x.copy_(value)
 
     return restore

@@ -1,0 +1,293 @@
+"""Attention written by hand in the ways people write it is found, with its exact statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qkeel import find_sites
+from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.functional.stats import LogitStats
+from qkeel.sites import Tap
+
+B, H, T, D = 2, 4, 6, 8
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal() -> Tensor:
+    return torch.ones(T, T, dtype=torch.bool).tril()
+
+
+class Block(nn.Module):
+    """q, k, v projections around some way to attend, [b t h·d]."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.n_head = H
+        self.attend = attend
+        self.c_attn = nn.Linear(H * D, 3 * H * D)
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).split(H * D, dim=2)
+        q, k, v = (y.view(*y.shape[:2], H, D).transpose(1, 2) for y in (q, k, v))
+        self.last = (q.detach(), k.detach())
+        return self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+
+def nanogpt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    att = att.masked_fill(~causal()[None, None], float("-inf"))
+    return F.dropout(F.softmax(att, dim=-1), 0.5) @ v
+
+
+def scale_in_q(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q / math.sqrt(D), k.mT)
+    return torch.where(causal(), scores, torch.finfo(scores.dtype).min).softmax(-1) @ v
+
+
+def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(D)
+    scores = scores + torch.zeros(T, T).masked_fill(~causal(), -1e4)
+    return torch.einsum("bhqk,bhkd->bhqd", nn.Softmax(dim=-1)(scores), v)
+
+
+def merged_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    scores = torch.baddbmm(torch.zeros(1), q, k.mT, beta=0.0, alpha=1 / math.sqrt(D))
+    weights = scores.masked_fill_(~causal(), -torch.inf).softmax(-1)
+    return torch.bmm(weights, v).view(B, H, T, D)
+
+
+def head_by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def one(h: int) -> Tensor:
+        scores = q[:, h] @ k[:, h].mT / math.sqrt(D)
+        return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v[:, h]
+
+    return torch.stack([one(h) for h in range(H)], dim=1)
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    scores = torch.cat([scores, torch.full((B, H, T, 1), 3.0)], dim=-1)
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+def written_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores *= 1 / math.sqrt(D)
+    scores[:, :, ~causal()] = -torch.inf
+    return scores.softmax(-1) @ v
+
+
+def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return checkpoint(nanogpt, q, k, v, use_reentrant=True)  # type: ignore[return-value]
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def fused_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, torch.zeros(T, T).masked_fill(~causal(), -1e4))
+
+
+WAYS: dict[str, Attend] = {
+    f.__name__: f
+    for f in (
+        nanogpt,
+        scale_in_q,
+        einsum,
+        merged_heads,
+        head_by_head,
+        with_sink,
+        written_in_place,
+        checkpointed,
+        fused,
+        fused_with_mask,
+    )
+}
+
+
+def oracle(module: Block) -> tuple[Tensor, Tensor]:
+    """Largest logit and mean entropy per head, in float64 on the whole matrix."""
+    assert module.last is not None
+    q, k = (x.double() for x in module.last)
+    z = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    p = z.softmax(-1)
+    return z.amax((0, 2, 3)), -torch.special.xlogy(p, p).sum(-1).mean((0, 2))
+
+
+def read_one(model: nn.Module, *inputs: Tensor) -> LogitStats:
+    with Tap(model) as tap:
+        model(*inputs)
+        (stats,) = tap.read().values()
+    return stats
+
+
+def test_every_way_to_write_causal_attention_gives_the_oracles_numbers() -> None:
+    x = torch.randn(B, T, H * D)
+    for name, way in WAYS.items():
+        module = Block(way)
+        stats = read_one(module, x)
+        top, entropy = oracle(module)
+        torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5, msg=name)
+        assert stats.n_pairs.tolist() == [B * T * (T + 1) // 2] * H, name
+        assert stats.n_queries.tolist() == [B * T] * H, name
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_rows_of_each_head_are_found_whatever_the_way(name: str) -> None:
+    module = nn.Sequential(Block(WAYS[name]))
+    (site,) = find_sites(module, torch.randn(B, T, H * D))
+    assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, H, D)
+    (query,), (key,) = site.query, site.key
+    assert query.parameter == key.parameter == "0.c_attn.weight"
+    assert torch.equal(query.index, torch.arange(H * D).view(H, D))
+    assert torch.equal(key.index, H * D + torch.arange(H * D).view(H, D))
+    assert query.bias == "0.c_attn.bias"
+
+
+def test_a_cap_is_seen_and_the_logits_are_those_before_it() -> None:
+    def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = 20 * q @ k.mT / math.sqrt(D)
+        scores = torch.tanh(scores / 5.0) * 5.0
+        return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
+
+    module = Block(capped)
+    stats = read_one(module, torch.randn(B, T, H * D))
+    top = 20 * oracle(module)[0]
+    assert float(top.max()) > 5
+    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.capped_max_logit.double(), 5 * (top / 5).tanh(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_call_of_a_module_has_a_number_and_a_module_run_twice_is_one_site() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.q(x)[:, None]
+            once = F.scaled_dot_product_attention(y, y, y)
+            return F.scaled_dot_product_attention(once, y, y)[:, 0]
+
+    two = Two()
+    sites = find_sites(nn.Sequential(two, two), torch.randn(1, 3, 8))
+    assert [s.name for s in sites] == ["0", "0#2"]
+
+
+def test_cross_attention_reads_keys_from_elsewhere() -> None:
+    module = nn.MultiheadAttention(16, 4, batch_first=True)
+    x, context = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+    hidden = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with Tap(module) as tap:
+        _, weights = module(x, context, context, key_padding_mask=hidden, average_attn_weights=False)
+        stats = tap.read()[""]
+    expected = -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))
+    torch.testing.assert_close(stats.entropy, expected)
+    assert stats.n_pairs.tolist() == [3 * 5 + 3 * 3] * 4
+    (site,) = find_sites(module, x, context, context)
+    assert site.query[0].parameter == site.key[0].parameter == "in_proj_weight"
+    assert site.key[0].index.flatten().tolist() == list(range(16, 32))
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__(nanogpt)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            return super().forward(x)
+
+    module = nn.Sequential(Counting(), nn.BatchNorm1d(T))
+    module[0].c_attn.weight.requires_grad_(False)
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    random = torch.get_rng_state()
+    find_sites(module, torch.randn(B, T, H * D, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(random, torch.get_rng_state())
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert module[0].last is None
+    assert [p.requires_grad for p in module[0].parameters()] == [False, True]
+    assert all(p.grad is None for p in module.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
+    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        e = torch.exp(q @ k.mT)
+        return e / e.sum(-1, keepdim=True) @ v
+
+    with pytest.raises(
+        RefusedError, match=r"saw no attention in a forward pass of this Block.*exp \(1x\).*AttentionSite"
+    ):
+        find_sites(Block(by_hand), torch.randn(B, T, H * D))
+
+
+def test_an_example_that_fails_is_reported_as_such() -> None:
+    with pytest.raises(InvalidValueError, match="the forward pass of Block on the example failed: RuntimeError"):
+        find_sites(Block(fused), torch.randn(B, T, 3))
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(RefusedError, match="there was no product of two activations"):
+        find_sites(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+def test_an_adapter_of_low_rank_is_a_term_of_its_own() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(16, 16, bias=False).requires_grad_(False)
+            self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+            nn.init.zeros_(self.up.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = Adapted(), nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (p(x).unflatten(2, (4, 4)).transpose(1, 2) for p in (self.q, self.k))
+            return F.scaled_dot_product_attention(q, k, k)
+
+    (site,) = find_sites(Attention(), torch.randn(1, 3, 16))
+    ways = sorted([s.parameter for s in term.query] for term in site.terms)
+    assert ways == [["q.base.weight"], ["q.down.weight", "q.up.weight"]]
+
+
+def test_a_fault_in_the_tap_warns_once_and_the_model_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Block(fused), torch.randn(B, T, H * D)
+    expected = module(x)
+    tap = Tap(module)
+    monkeypatch.setattr(tap, "take", lambda sighting: 1 / 0)
+    with pytest.warns(UserWarning, match="switched itself off: ZeroDivisionError"):
+        assert torch.equal(module(x), expected)
+    assert not tap.active
+    assert torch.equal(module(x), expected)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def test_an_exception_in_the_model_leaves_no_mode_behind() -> None:
+    module = Block(fused)
+    with Tap(module) as tap:
+        with pytest.raises(RuntimeError):
+            module(torch.randn(B, T, 3))
+        torch.softmax(torch.randn(2, 2, 3) @ torch.randn(2, 3, 2), -1)
+        assert tap.read() == {}
+        module(torch.randn(B, T, H * D))
+        assert len(tap.read()) == 1
