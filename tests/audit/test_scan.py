@@ -218,3 +218,24 @@ def test_progress_ends_at_all_bytes_and_json_has_no_nan(tmp_path: Path) -> None:
     back = json.loads(json.dumps(as_json(found), allow_nan=False))
     assert back["sites"][0]["logit_bound"] == [None] * 4
     assert back["sites"][0]["gain_bound"] == pytest.approx(found.sites[0].gain_bound)
+
+
+def test_encoder_and_decoder_may_have_different_head_counts(tmp_path: Path) -> None:
+    config = {"model_type": "bart", "encoder_attention_heads": 4, "decoder_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = [f"model.{half}.layers.0.self_attn.{x}_proj.weight" for half in ("encoder", "decoder") for x in "qk"]
+    save_file({name: torch.randn(16, 16) for name in names}, tmp_path / "model.safetensors")
+    assert {s.name.split(".")[1]: (s.n_heads, s.head_dim) for s in scan(tmp_path).sites} == {
+        "encoder": (4, 4),
+        "decoder": (2, 8),
+    }
+
+
+def test_cross_attention_has_no_bound_from_the_norm_of_its_queries(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "whisper", "decoder_attention_heads": 2}))
+    at = "model.decoder.layers.0"
+    names = [f"{at}.{kind}.{x}_proj.weight" for kind in ("self_attn", "encoder_attn") for x in "qk"]
+    stored = {name: torch.randn(16, 16) for name in names} | {f"{at}.self_attn_layer_norm.weight": torch.ones(16)}
+    save_file(stored, tmp_path / "model.safetensors")
+    known = {s.name.split(".")[-1]: s.logit_bound[0] == s.logit_bound[0] for s in scan(tmp_path).sites}
+    assert known == {"self_attn": True, "encoder_attn": False}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 # Keys of config.json by meaning, the first that is there counts.
-N_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+N_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
 N_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_kv")
 # Parts of a composite config, and the tensor names they speak for; the first that fits counts.
@@ -81,8 +81,10 @@ class Geometry:
 def read_geometry(config: Mapping[str, Any], tensor: str, flags: Geometry) -> Geometry:
     """The sizes that speak for the tensor of that name; flags go over config.json."""
     part = _section(config, tensor)
+    # An encoder-decoder may give its halves different numbers of heads.
+    keys = ("decoder_attention_heads", *N_HEADS) if "decoder." in tensor else N_HEADS
     values: dict[str, Any] = {
-        "n_heads": _first(part, N_HEADS),
+        "n_heads": _first(part, keys),
         "n_kv_heads": _kv_heads(part),
         "head_dim": _first(part, HEAD_DIM),
         "nope_dim": _first(part, ("qk_nope_head_dim",)),
@@ -116,8 +118,9 @@ def _kv_heads(config: Mapping[str, Any]) -> int | None:
     if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
         return 1  # Falcon, GPT-BigCode
     found = _first(config, N_KV_HEADS)
-    # Known to be the same where the config never had the key.
-    return found if found is not None or not config else _first(config, N_HEADS)
+    if found is not None or "decoder_attention_heads" in config:
+        return found
+    return _first(config, N_HEADS)  # a config without the key is of a model without groups
 
 
 def _scale(config: Mapping[str, Any]) -> float | None:

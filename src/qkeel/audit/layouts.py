@@ -70,6 +70,7 @@ NOT_BEFORE = frozenset(
     ["swinv2", "opt", "bart", "mbart", "marian"]
 )  # types whose norm of such a name comes after attention
 _ATTENTION = re.compile(r"^(.*?\b\w*(?:attn|attention)\w*)\.", re.IGNORECASE)
+_CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 _SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
 
 Tensors = Mapping[str, StoredTensor]
@@ -350,7 +351,9 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
 
 
 def _norm_before(tensors: Tensors, module: str) -> str | None:
-    """The gain of the norm that feeds a module: beside it, or beside the module that holds it."""
+    """The gain of the norm that feeds a module: beside it, or beside the module that holds it; none for a cross one."""
+    if _CROSS.search(module):  # its keys come from elsewhere
+        return None
     parents = [module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]]
     names = [f"{p}.{n}" if p else n for p in parents for n in INPUT_NORMS]
     return next((got for name in names if (got := _present(tensors, name))), None)
