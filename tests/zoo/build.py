@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tests.zoo.overrides import OVERRIDES, PARTS
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -39,9 +39,8 @@ RULES: tuple[tuple[str, int], ...] = (
 def small(config_class: type[PretrainedConfig], model_type: str) -> PretrainedConfig:
     """A configuration of that class with small sizes."""
     if model_type in PARTS:
-        part = CONFIG_MAPPING[f"{model_type}_decoder"] if f"{model_type}_decoder" in CONFIG_MAPPING else None
-        if part is not None:
-            return part(**shrink(part(), model_type))
+        part = type(getattr(config_class(), PARTS[model_type]))
+        return part(**shrink(part(), model_type))
     default = config_class()
     values = shrink(default, model_type)
     return config_class(**values)
@@ -101,10 +100,9 @@ def layers(config: PretrainedConfig) -> int:
 def build(model_type: str, implementation: str) -> nn.Module:
     """A tiny causal language model of that type in eval mode, with large enough weights for uneven attention."""
     config = small(CONFIG_MAPPING[model_type], model_type)
-    config = getattr(config, PARTS[model_type], config) if model_type in PARTS else config
     torch.manual_seed(0)
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
-    model = cls._from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    home = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]._from_config if model_type in PARTS else None
+    model = (home or AutoModelForCausalLM.from_config)(config, attn_implementation=implementation, dtype=torch.float32)
     model.eval()
     if model_type == "xmod":
         model.set_default_language("en_XX")

@@ -129,10 +129,11 @@ def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_INTRODUCTION = f"""Every causal language model class of transformers {__version__}, built tiny from its configuration class by
-`make zoo`. *layers*: attention weights that the model returns with `output_attentions=True`. *sites*: what
+_INTRODUCTION = f"""Every causal language model class of transformers {__version__}, built tiny from its configuration
+class by `make zoo`. *layers*: attention weights that the model returns with `output_attentions=True`. *sites*: what
 `find_sites` found. *weights told*: sites whose heads' rows are known. *error*: largest distance, over layers and
-heads, of the entropy to that of the weights returned. A pass needs all layers and an error under 1e-4."""
+heads, of the entropy to that of the weights returned. A pass needs all layers and an error under 1e-4. *no sdpa*:
+transformers has no sdpa for the class."""
 
 
 def _row(name: str, result: dict[str, dict[str, Any]]) -> str:
@@ -147,7 +148,7 @@ def _row(name: str, result: dict[str, dict[str, Any]]) -> str:
             remarks.append(f"{i}: {result[i].get('reason', f'error {error}')}"[:160])
     if remarks and name in REASONS:
         remarks = [f"-: {REASONS[name]}"]
-    remarks = remarks[:1] if len(set(r.split(": ", 1)[1] for r in remarks)) == 1 else remarks
+    remarks = remarks[:1] if len({r.split(": ", 1)[1] for r in remarks}) == 1 else remarks
     return f"| {name} | " + " | ".join(cells) + " | " + "; ".join(remarks).replace("|", "/") + " |"
 
 
