@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
@@ -293,23 +291,6 @@ def test_an_exception_in_the_model_leaves_no_mode_behind() -> None:
         assert tap.read() == {}
         module(torch.randn(B, T, H * D))
         assert len(tap.read()) == 1
-
-
-def test_flex_attention_is_seen_with_its_score_and_mask_functions() -> None:
-    def flexible(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        block = create_block_mask(lambda b, h, i, j: i >= j, B, H, T, T, device="cpu", BLOCK_SIZE=128)
-        with torch.no_grad():
-            return flex_attention(  # type: ignore[return-value]
-                q.detach(), k.detach(), v.detach(), lambda z, b, h, i, j: z + h * 0.5, block, scale=1 / math.sqrt(D)
-            )
-
-    module = Block(flexible)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that uncompiled flex_attention is slow
-        stats = read_one(module, torch.randn(B, T, H * D))
-    top, entropy = oracle(module)
-    torch.testing.assert_close(stats.max_logit.double(), top + 0.5 * torch.arange(H), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

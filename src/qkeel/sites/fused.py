@@ -1,4 +1,8 @@
-"""Fused attention functions as AttentionCalls: q, k and mask are their arguments."""
+"""Fused attention functions as AttentionCalls: q, k and mask are their arguments.
+
+flex_attention and flash-attn's functions are not here: a torch function mode does not see them (flex_attention
+compiles itself even when called eagerly).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from qkeel.sites.handwritten import HIDES
 from qkeel.sites.layout import fewest_keys, head_counts, layout
@@ -22,7 +25,6 @@ from qkeel.spec.call import make_call
 Seen = AttentionCall | ScoresCall
 
 _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
-_FLEX = inspect.signature(inspect.unwrap(flex_attention))
 
 
 def sdpa(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
@@ -64,42 +66,6 @@ def _hiding(mask: Tensor | None) -> Tensor | None:
 
 def _hints(frame: Frame) -> frozenset[int]:
     return next((hints for f in frame.line() if (hints := head_counts(f.module))), frozenset())
-
-
-def flex(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
-    """flex_attention: score_mod and mask_mod evaluated on the whole matrix, as torch's eager form does."""
-    given = _FLEX.bind(*args, **kwargs).arguments
-    q, k = given["query"], given["key"]
-    b, h, t, d = q.shape
-    s = k.shape[2]
-    scale = given.get("scale")
-    scale = 1 / math.sqrt(d) if scale is None else float(scale)
-    with torch.no_grad():
-        wide_k = k.repeat_interleave(h // k.shape[1], dim=1).expand(b, -1, -1, -1)
-        z = (q * scale) @ wide_k.mT
-        modify = given.get("score_mod")
-        if modify is not None:
-            z = _modified(modify, z)
-        block = given.get("block_mask")
-        hidden = None if block is None else ~create_mask(block.mask_mod, b, h, t, s, device=q.device)
-        hidden = z <= HIDES if hidden is None else hidden | (z <= HIDES)
-    return ScoresCall(
-        spec=AttentionSpec(scale=Fixed(scale)), logits=z, capped=z, hidden=hidden, q=q, k=k.expand(b, -1, -1, -1)
-    )
-
-
-def _modified(modify: Callable[..., Tensor], z: Tensor) -> Tensor:
-    """score_mod(score, b, h, i, j) at every place of z [b h t s]."""
-    places = [torch.arange(n, device=z.device) for n in z.shape]
-    run = modify
-    for inner in (
-        (0, None, None, None, 0),
-        (0, None, None, 0, None),
-        (0, None, 0, None, None),
-        (0, 0, None, None, None),
-    ):
-        run = torch.vmap(run, in_dims=inner)
-    return run(z, *places)
 
 
 def mha(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
@@ -159,6 +125,5 @@ def _mha_mask(given: dict[str, Any], shape: tuple[int, int, int, int]) -> Tensor
 
 FUSED: dict[str, Callable[[Frame, tuple[Any, ...], dict[str, Any]], Seen]] = {
     "scaled_dot_product_attention": sdpa,
-    "flex_attention": flex,
     "multi_head_attention_forward": mha,
 }

@@ -101,10 +101,11 @@ def _nothing(model: nn.Module, watcher: Interceptor) -> str:
     stopped = ", ".join(f"{name} ({n}x)" for name, n in watcher.handwritten.stopped.most_common(5))
     return (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
-        "F.scaled_dot_product_attention, flex_attention, F.multi_head_attention_forward, and a product of two "
+        "F.scaled_dot_product_attention, F.multi_head_attention_forward, and a product of two "
         "activations that reaches a softmax through scaling, masks, caps, casts and views. "
         f"Products that lost their way did so at: {stopped or 'none, there was no product of two activations'}. "
-        "Inside torch.jit.script, torch.compile and custom C++ or CUDA operators nothing can be seen. "
+        "Inside flex_attention, flash-attn, torch.jit.script, torch.compile and custom C++ or CUDA operators nothing "
+        "can be seen. "
         "If there is attention, describe it by hand: qkeel.sites.AttentionSite(name=..., module=..., spec=..., "
         "n_heads=..., n_kv_heads=..., head_dim=..., terms=...)"
     )
