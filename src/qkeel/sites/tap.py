@@ -59,7 +59,7 @@ class _Observer:
     def __init__(self, tap: Tap, name: str, module: SpecModule, when_training: bool) -> None:
         self.tap, self.name, self.module, self.when_training = tap, name, module, when_training
         # Made here, not by a decorator: torch loads its compiler for it, which would double the time of an import.
-        self.outside_graph = torch.compiler.disable(_take)
+        self.outside_graph: Any = torch.compiler.disable(_take)
 
     def __call__(self, call: AttentionCall) -> None:
         self.outside_graph(self, call)
