@@ -27,14 +27,14 @@ def test_the_docs_show_commands() -> None:
 
 @pytest.mark.parametrize(("page", "line"), _commands())
 def test_each_command_line_parses(page: str, line: str) -> None:
-    from qkeel.cli import app
+    from qkeel.cli.app import app
 
     app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
 
 
 def test_make_targets_named_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()):
+    for target in re.findall(r"^make ([a-z]+)", (ROOT / "README.md").read_text(), flags=re.M):
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 

@@ -157,6 +157,25 @@ def test_a_directory_that_is_no_run_is_left_alone(tiny: Make, tmp_path: Path) ->
     assert (tmp_path / "thesis.tex").read_text() == "words"
 
 
+def test_what_a_killed_process_left_half_written_is_cleared_away(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    def killed(*args: object) -> None:
+        raise Crash
+
+    # Killed in the rename, and no clean-up: as SIGKILL leaves it.
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        patch.setattr(Path, "unlink", lambda *args, **kwargs: None)
+        with pytest.raises(Crash):
+            run(tiny(), tmp_path / "r")
+    assert list((tmp_path / "r").glob(".config.json.*"))
+    run(tiny(), tmp_path / "r")
+    assert not list((tmp_path / "r").rglob(".*"))
+
+
 def test_two_processes_cannot_have_one_directory(tiny: Make, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "r")
     with directory.lock(), pytest.raises(RunDirectoryError, match="in use by another process"):

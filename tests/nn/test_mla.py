@@ -12,7 +12,7 @@ from qkeel import preset
 from qkeel.errors import InvalidValueError, RefusedError, ShapeError
 from qkeel.nn import MLA, KVCache
 from qkeel.nn.mla import LatentSizes
-from qkeel.spec import AttentionSpec, Softcap
+from qkeel.spec import AttentionSpec, Rope, Softcap
 
 SIZES = LatentSizes(q_latent=10, kv_latent=7, rope_dim=4, nope_dim=6, value_dim=5)
 
@@ -124,7 +124,8 @@ def test_same_weights_give_the_output_of_deepseek_v3_in_transformers() -> None:
 def test_the_spec_brings_norm_scale_and_cap_and_the_module_the_rotated_part() -> None:
     module = MLA(12, 3, sizes=SIZES, spec=preset("qwen3"))
     assert module.spec.norm == preset("qwen3").norm
-    assert module.spec.position.formula() == "RoPE(base 10000, first 0.4 of each head)"
+    assert isinstance(module.spec.position, Rope)
+    assert module.spec.position.rotary == 4 / 10
     assert set(module.spec_params()) == {"q_norm", "k_norm"}
 
 

@@ -46,7 +46,7 @@ def bracket(call: AttentionCall, lse: Tensor, *, entropy: bool) -> LogitBracket:
         q, k, k, is_causal=call.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     rows = (lse - scale * torch.linalg.vecdot(q.to(lse.dtype), mean_key.to(lse.dtype))).clamp_min(0)
-    found, bar = _guided(q * scale, k, lse, call)
+    found, bar = _guided(q.to(lse.dtype) * scale, k, lse, call)
     certified = found >= bar
     lower = torch.maximum(torch.maximum(lower, (lse - rows).amax((0, 2))), found)
     upper = torch.where(certified, found, upper)
@@ -63,8 +63,8 @@ def _guided(q: Tensor, k: Tensor, lse: Tensor, call: AttentionCall) -> tuple[Ten
     top = flat.topk(min(m + 1, b * t), dim=1)
     batch, row = top.indices[:, :m] // t, top.indices[:, :m] % t
     head = torch.arange(h, device=q.device)[:, None]
-    keys = k[batch, head // (h // k.shape[1])]
-    logits = (keys @ q[batch, head, row][..., None])[..., 0].to(lse.dtype)
+    keys = k[batch, head // (h // k.shape[1])].to(lse.dtype)
+    logits = (keys @ q[batch, head, row].to(lse.dtype)[..., None])[..., 0]
     if call.causal:
         hidden = torch.arange(k.shape[2], device=q.device) > row[..., None]
         logits = logits.masked_fill(hidden, -torch.inf)

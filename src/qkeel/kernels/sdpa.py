@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from qkeel.kernels.contract import Kernel, Refusal, folded, row_blocks, whole_and_plain
@@ -66,16 +67,23 @@ def _sdpa(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    return sdpa(
-        q,
-        k,
-        v,
+    # The fused kernels take one size only; with two, torch goes to its T×T path. Zeros change no score and no value.
+    size, width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    out = sdpa(
+        _padded(q, size),
+        _padded(k, size),
+        _padded(v, size),
         attn_mask=attn_mask,
         dropout_p=call.dropout,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+    return out[..., :width]
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
 
 
 def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from qkeel.lab.studies import demo, lr
 from qkeel.lab.table import rows, write_table
 from qkeel.lab.workers import Job, Outcome, Shard, execute
 from qkeel.records import RunDirectory, RunStatus, read_json, write_json
+from qkeel.records.files import remove_leftovers
 from qkeel.records.rundir import differences, locked
 from qkeel.registry import lookup
 
@@ -114,9 +115,12 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
     return StudyResult(path=out, table=table, failures=failures)
 
 
-def _alone(out: Path) -> Any:
-    # Shards of one study share study.json and table.csv; each holds them for a moment.
-    return locked(out / "lock.files", f"{out / 'study.json'} is in use by another study", wait=60.0)
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Shards of one study share study.json and table.csv; each holds them for a moment."""
+    with locked(out / "lock.files", f"{out / 'study.json'} is in use by another study", wait=60.0):
+        remove_leftovers(out)
+        yield
 
 
 def run_directory(out: Path, run: PlannedRun) -> Path:

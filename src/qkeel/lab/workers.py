@@ -69,7 +69,7 @@ def execute(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]
 
     With one worker everything happens in this process and joblib is not needed. With more, joblib's backend
     decides where: processes of this machine unless `joblib.parallel_config` says otherwise. When a worker is
-    killed the jobs that are left get new ones, as long as some job gets through.
+    killed, for want of memory say, the jobs that are left are done one by one.
     """
     if workers < 1:
         raise InvalidValueError(f"expected at least 1 worker, got {workers}")
@@ -77,16 +77,17 @@ def execute(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]
         yield from map(work, jobs)
         return
     left = {job.directory: job for job in jobs}
-    while left:
-        before = len(left)
-        try:
-            for outcome in _pool(list(left.values()), workers):
-                del left[outcome.directory]
-                yield outcome
-        except _WorkerDied as error:
-            if len(left) == before:
-                yield from (Outcome(directory, str(error)) for directory in left)
-                return
+    try:
+        for outcome in _pool(jobs, workers):
+            del left[outcome.directory]
+            yield outcome
+    except _WorkerDied:
+        # Whoever it was, each job that is left gets a worker of its own.
+        for job in left.values():
+            try:
+                yield from _pool([job], 2)
+            except _WorkerDied as error:
+                yield Outcome(job.directory, str(error))
 
 
 class _WorkerDied(Exception):
@@ -100,7 +101,7 @@ def _pool(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]:
         raise QkeelError(f"{workers} workers need joblib: pip install 'qkeel[lab]', or use one worker") from error
     # One job at a time to each worker: what is not handed out need not be taken back when the study is stopped.
     how: dict[str, Any] = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs"}
-    pool = Parallel(n_jobs=min(workers, len(jobs)), **how)
+    pool = Parallel(n_jobs=max(2, min(workers, len(jobs))), **how)
     results: Any = pool(delayed(work_apart)(job, os.getpid()) for job in jobs)
     with warnings.catch_warnings():
         # That unfinished runs are dropped is what ending early is for.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qkeel.errors import InvalidValueError, RefusedError, ShapeError
 from qkeel.nn.cache import KVCache
 from qkeel.nn.core import SpecModule
-from qkeel.spec import AttentionSpec, Rope
+from qkeel.spec import AttentionSpec, NoPosition, Rope
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class MLA(SpecModule):
     """q_h = [R W_qr^h c_q ; W_uq^h c_q], k_h = [R W_kr x ; W_uk^h c_kv], v_h = W_uv^h c_kv, c = W_d x.
 
     The rotated key is one for all heads. `latent_norm` puts an RMS norm on both latents (DeepSeek-V2/V3);
-    then the down-projections no longer scale the logits. The order inside a head is [rotated, plain], so the
-    spec's partial RoPE rotates just the first part.
+    then the down-projections no longer scale the logits. The order inside a head is [rotated, plain], so the spec's
+    RoPE (base 10,000 if it has no position) rotates just the first part; only its share is set here.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -51,8 +51,12 @@ class MLA(SpecModule):
         if min(dataclasses.astuple(sizes)) < 1 or n_heads < 1:
             raise InvalidValueError(f"expected sizes of at least 1, got {sizes}, n_heads={n_heads}")
         head_dim = sizes.rope_dim + sizes.nope_dim
-        position = Rope(rotary=sizes.rope_dim / head_dim)
-        spec = AttentionSpec(position=position) if spec is None else spec.replace(position=position)
+        spec = spec or AttentionSpec()
+        rope = Rope() if isinstance(spec.position, NoPosition) else spec.position
+        if not isinstance(rope, Rope):
+            raise RefusedError(f"MLA rotates a part of each head by RoPE, which {rope.formula()} cannot do; use Rope")
+        position = dataclasses.replace(rope, rotary=sizes.rope_dim / head_dim)
+        spec = spec.replace(position=position)
         position.check(head_dim)
         super().__init__(spec, (n_heads, n_heads, head_dim), dropout, impl)
         self.d_model, self.sizes = d_model, sizes

@@ -12,6 +12,14 @@ from typing import Any
 
 from qkeel.errors import RunDirectoryError
 
+_PART = ".part"
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the unfinished files of a process that was killed while it wrote; only for who holds the directory."""
+    for path in directory.glob(f".*{_PART}"):
+        path.unlink(missing_ok=True)
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically, see `write_bytes`."""
@@ -22,7 +30,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)

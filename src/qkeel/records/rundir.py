@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from qkeel.errors import RunDirectoryError
-from qkeel.records.files import json_line, read_json, read_lines, write_json, write_text
+from qkeel.records.files import json_line, read_json, read_lines, remove_leftovers, write_json, write_text
 from qkeel.records.heads import Heads, cut_heads, read_heads
 
 
@@ -105,6 +105,8 @@ class RunDirectory:
     def lock(self, wait: float = 0.0) -> Iterator[None]:
         """Hold the directory alone; the operating system frees it when the process dies, however it dies."""
         with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
+            for directory in (self.path, self.checkpoint.parent):
+                remove_leftovers(directory)
             yield
 
 
