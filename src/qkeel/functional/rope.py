@@ -32,9 +32,30 @@ def rope_table(
     pos: Tensor, frequencies: Float[Tensor, " half"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*pos half"], Float[Tensor, "*pos half"]]:
     """cos(pos·θ_i) and sin(pos·θ_i), in float32 or wider."""
-    kind = wide(dtype)
+    if torch.compiler.is_compiling():
+        return _table_whole(pos, frequencies, wide(dtype))
+    return _table(pos, frequencies, wide(dtype))
+
+
+def _table(pos: Tensor, frequencies: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     angle = pos.to(kind)[..., None] * frequencies.to(device=pos.device, dtype=kind)
     return angle.cos(), angle.sin()
+
+
+# The same to a compiler that may not look inside: it would fuse the table into the rotation and compute every cosine
+# anew for every batch and head (twice the time of the whole module, measured on a CPU).
+_table_whole = torch.library.custom_op(
+    "qkeel::rope_table",
+    _table,
+    mutates_args=(),
+    schema="(Tensor pos, Tensor frequencies, ScalarType kind) -> (Tensor, Tensor)",
+)
+
+
+@_table_whole.register_fake
+def _(pos: Tensor, frequencies: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = (*pos.shape, *frequencies.shape)
+    return pos.new_empty(shape, dtype=kind), pos.new_empty(shape, dtype=kind)
 
 
 def rotate(
