@@ -96,8 +96,12 @@ def _header(study: StudyData, title: str) -> Markup:
         tag("p", {"class": "brand"}, "qkeel"),
         tag("h1", {}, title),
         tag("p", {"class": "meta"}, _meta(study)),
-        *(tag("p", {"class": "lead"}, _named(finding.text, study.remedies)) for finding in lead),
-        tag("ul", {"class": "findings"}, *(_item(finding, study.remedies) for finding in rest)) if rest else "",
+        tag(
+            "div",
+            {"class": "summary"},
+            tag("div", {}, *(tag("p", {"class": "lead"}, _named(f.text, study.remedies)) for f in lead)),
+            tag("ul", {"class": "findings"}, *(_item(finding, study.remedies) for finding in rest)) if rest else "",
+        ),
     )
 
 
