@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkeel import errors, lab, nn, reference, remedies, report
+    from qkeel import audit, errors, lab, monitor, nn, reference, remedies, report
     from qkeel.ops import attention
     from qkeel.remedies import apply
     from qkeel.sites import find_sites
@@ -30,15 +30,17 @@ _HOMES = {
     "preset": "qkeel.spec",
     "presets": "qkeel.spec",
 }
-_ROOMS = ("errors", "lab", "nn", "reference", "remedies", "report")
+_ROOMS = ("audit", "errors", "lab", "monitor", "nn", "reference", "remedies", "report")
 
 __all__ = [
     "AttentionSpec",
     "apply",
     "attention",
+    "audit",
     "errors",
     "find_sites",
     "lab",
+    "monitor",
     "nn",
     "preset",
     "presets",
