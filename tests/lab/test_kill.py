@@ -68,8 +68,8 @@ def test_a_study_killed_at_random_instants_ends_with_the_bit_identical_table(
 
 
 FLAGS = shlex.split(
-    "study lr --remedies none lalr:tau=0.3 qk_clip:threshold=1 --lrs 0.1 0.01 --seeds 0 --data topics --context 16 "
-    "--d-model 32 --n-heads 2 --steps 150 --checkpoint-every 7 --log-every 5 --device cpu"
+    "study lr --remedies none lalr:tau=0.3 qk_clip:threshold=1 --lrs 0.1 0.01 --seeds 0 1 --data topics --context 16 "
+    "--d-model 32 --n-heads 2 --steps 600 --checkpoint-every 7 --log-every 5 --device cpu"
 )
 
 
