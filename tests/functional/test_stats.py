@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError
-from qkeel.functional.stats import LogitStats, merge, merge_all
+from qkeel.functional.stats import LogitStats, merge
 
 from .properties import few, randn, seeds
 
@@ -72,7 +72,6 @@ def test_merge_is_commutative(seed: int, a: int, b: int) -> None:
 def test_merge_is_associative(seed: int, a: int, b: int, c: int) -> None:
     x, y, z = (stats_of(*samples(seed + 10 * i, n)) for i, n in enumerate((a, b, c)))
     same(merge(merge(x, y), z), merge(x, merge(y, z)), rtol=1e-12)
-    same(merge_all([x, y, z]), merge(x, merge(y, z)), rtol=1e-12)
 
 
 @few

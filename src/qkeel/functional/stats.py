@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float, Int
@@ -99,11 +97,6 @@ def merge(a: LogitStats, b: LogitStats) -> LogitStats:
         share = getattr(b, count).to(mean.dtype) / fields[count].clamp_min(1)
         fields[name] = torch.lerp(mean, getattr(b, name), share)
     return LogitStats(**fields)
-
-
-def merge_all(parts: Iterable[LogitStats]) -> LogitStats:
-    """`merge` over one or more statistics."""
-    return functools.reduce(merge, parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
