@@ -29,6 +29,19 @@ def _say_off(error: Exception) -> None:
     )
 
 
+class Visitor:
+    """Who else wants to see the passes that a tap looks at. Does nothing; override what is of interest."""
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A pass with these arguments is about to begin."""
+
+    def looking(self) -> Handle | None:
+        """The pass that is looked at begins, in compiled models the one made aside; the handle is removed after it."""
+
+    def after(self, output: object) -> None:
+        """The model's own pass is over."""
+
+
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` gives the statistics since the last read.
 
@@ -38,8 +51,8 @@ class Tap(Handle):
     buffers put back: it costs one more forward pass.
 
     What gradient checkpointing computes again in the backward pass is not counted twice. `due(training)` says whether
-    a pass is worth looking at; `measure` is what is computed of a call. A fault in the tap warns once and switches it
-    off.
+    a pass is worth looking at; `measure` is what is computed of a call; `visitor` sees those passes too. A fault in
+    the tap warns once and switches it off.
     """
 
     def __init__(
@@ -49,15 +62,18 @@ class Tap(Handle):
         when_training: bool = False,
         due: Callable[[bool], bool] | None = None,
         measure: Measure = statistics,
+        visitor: Visitor | None = None,
         on_fault: Callable[[Exception], None] = _say_off,
     ) -> None:
         self.measure = measure
+        self.visitor = visitor or Visitor()
         self.passes = {"train": 0, "eval": 0}
         self.foreign = True  # until a pass has shown that all attention is of own modules
         self._due = due or (lambda training: training or not when_training)
         self._on_fault = on_fault
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
         self._running: _Pass | None = None
+        self._visited = False
         self._forwards = Forwards(model, self._before, self._after)
         self.model = self._forwards.inner
         super().__init__(self._forwards.remove)
@@ -84,6 +100,8 @@ class Tap(Handle):
         try:
             if not self._due(self.model.training):
                 return
+            self._visited = True
+            self.visitor.before(args, kwargs)
             look = _Pass(self, phase)
             if compiled:
                 self._aside(look, args, kwargs)
@@ -105,8 +123,14 @@ class Tap(Handle):
 
     def _after(self, output: object) -> None:
         running, self._running = self._running, None
-        if running is not None:
-            running.end()
+        try:
+            if running is not None:
+                running.end()
+            if self._visited and self.active:
+                self._visited = False
+                self.visitor.after(output)
+        except Exception as error:
+            self.fault(error)
 
     def take(self, phase: Phase, name: str, call: Seen, part_of: str | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""
@@ -131,9 +155,11 @@ class _Pass:
         self.interceptor: Interceptor | None = None
         self.observed: list[tuple[SpecModule, Observer]] = []
         self.own_calls = self.foreign_calls = 0
+        self.visit: Handle | None = None
 
     def begin(self, call: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
         """Start looking; `call` are the arguments of the model's own call, if that has begun already."""
+        self.visit = self.tap.visitor.looking()
         for name, module in self.tap.model.named_modules():
             if isinstance(module, SpecModule):
                 observer: Observer = functools.partial(self._own, name)
@@ -147,6 +173,8 @@ class _Pass:
 
     def end(self) -> None:
         """Stop looking. Where all attention was of own modules, no interceptor is needed from now on."""
+        if self.visit is not None:
+            self.visit.remove()
         for module, observer in self.observed:
             module.observers.remove(observer)
         if self.interceptor is not None:
