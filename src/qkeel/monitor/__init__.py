@@ -3,6 +3,7 @@
 from qkeel.monitor.alarms import DEFAULT, AlarmLog, Approach, Ceiling, EntropyCollapse, EntropyDrop, Growth, replay
 from qkeel.monitor.forecast import Forecast, forecast
 from qkeel.monitor.history import History
+from qkeel.monitor.recording import Recording
 from qkeel.monitor.rule import Alarm, Rule, Severity
 from qkeel.monitor.sample import Sample, fold_heads, pad_layers, repeat_groups
 from qkeel.monitor.setup_rules import GainGrowth, IdleNorm, Resolution
@@ -23,6 +24,7 @@ __all__ = [
     "History",
     "IdleNorm",
     "LoggingSink",
+    "Recording",
     "Resolution",
     "Rule",
     "RunDirectorySink",
