@@ -3,6 +3,7 @@
 from qkeel.monitor.alarms import DEFAULT, AlarmLog, Approach, Ceiling, EntropyCollapse, EntropyDrop, Growth, replay
 from qkeel.monitor.forecast import Forecast, forecast
 from qkeel.monitor.history import History
+from qkeel.monitor.recording import Recording
 from qkeel.monitor.rule import Alarm, Rule, Severity
 from qkeel.monitor.setup_rules import GainGrowth, IdleNorm, Resolution
 
@@ -19,6 +20,7 @@ __all__ = [
     "Growth",
     "History",
     "IdleNorm",
+    "Recording",
     "Resolution",
     "Rule",
     "Severity",
