@@ -49,12 +49,14 @@ class Transfer:
     Statistics of processes are merged, other numbers averaged, so that each process ends with the same.
     """
 
-    def __init__(self, measured: Measured) -> None:
+    def __init__(self, measured: Measured, *, alone: bool) -> None:
+        """`alone`: this process's numbers only."""
         self.layout = measured.layout()
         self.sites = tuple(measured.stats)
-        several = dist.world() > 1
+        several = not alone and dist.world() > 1
         device = dist.collective_device() if several else _device(measured)
-        gathered = dist.gather(measured.pack(device))
+        packed = measured.pack(device)
+        gathered = dist.gather(packed) if several else packed[None]
         self._event: torch.cuda.Event | None = None
         if gathered.device.type == "cuda":
             self._host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)

@@ -20,7 +20,7 @@ from qkeel.sites.scores import cat_heads
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
-Measure = Callable[[Seen], LogitStats]
+Measure = Callable[[Seen], LogitStats | None]
 
 
 def _say_off(error: Exception) -> None:
@@ -50,9 +50,9 @@ class Tap(Handle):
     around it, so there the pass is run once more beforehand, eagerly, without gradients, its random streams and
     buffers put back: it costs one more forward pass.
 
-    What gradient checkpointing computes again in the backward pass is not counted twice. `due(training)` says whether
-    a pass is worth looking at; `measure` is what is computed of a call; `visitor` sees those passes too. A fault in
-    the tap warns once and switches it off.
+    What gradient checkpointing computes again in the backward pass is not counted twice. `due(training, compiled)`
+    says whether a pass is worth looking at; `measure` is what is computed of a call; `visitor` sees those passes
+    too. A fault in the tap warns once and switches it off.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Tap(Handle):
         model: nn.Module,
         *,
         when_training: bool = False,
-        due: Callable[[bool], bool] | None = None,
+        due: Callable[[bool, bool], bool] | None = None,
         measure: Measure = statistics,
         visitor: Visitor | None = None,
         on_fault: Callable[[Exception], None] = _say_off,
@@ -69,12 +69,12 @@ class Tap(Handle):
         self.visitor = visitor or Visitor()
         self.passes = {"train": 0, "eval": 0}
         self.foreign = True  # until a pass has shown that all attention is of own modules
-        self._due = due or (lambda training: training or not when_training)
+        self._due = due or (lambda training, compiled: training or not when_training)
         self._on_fault = on_fault
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
         self._running: _Pass | None = None
         self._visited = False
-        self._forwards = Forwards(model, self._before, self._after)
+        self._forwards = Forwards(model, self._before, self._after, owner=self)
         self.model = self._forwards.inner
         super().__init__(self._forwards.remove)
 
@@ -83,6 +83,10 @@ class Tap(Handle):
         """That of a pass that ran now."""
         return "train" if self.model.training else "eval"
 
+    def has(self, phase: Phase) -> bool:
+        """Whether there is anything to read."""
+        return bool(self._stats[phase].stats)
+
     def read(self, phase: Phase | None = None) -> dict[str, LogitStats]:
         """Per site name, the statistics since the last read; sites that saw no call are absent.
 
@@ -90,7 +94,7 @@ class Tap(Handle):
         were none, the eval passes'. Where a module computes its heads one by one, they are those of one site.
         """
         if phase is None:
-            phase = "train" if self._stats["train"].stats else "eval"
+            phase = "train" if self.has("train") else "eval"
         sites, self._stats[phase] = self._stats[phase], _Sites()
         return sites.joined()
 
@@ -98,7 +102,7 @@ class Tap(Handle):
         phase = self.phase
         self.passes[phase] += 1
         try:
-            if not self._due(self.model.training):
+            if not self._due(self.model.training, compiled):
                 return
             self._visited = True
             self.visitor.before(args, kwargs)
@@ -135,7 +139,9 @@ class Tap(Handle):
     def take(self, phase: Phase, name: str, call: Seen, part_of: str | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""
         if self.active:
-            self._stats[phase].add(name, self.measure(call), part_of)
+            stats = self.measure(call)
+            if stats is not None:
+                self._stats[phase].add(name, stats, part_of)
 
     def fault(self, error: Exception) -> None:
         """Switch off and say so, once."""
@@ -151,7 +157,8 @@ class _Pass:
     """One forward pass under observation: own modules report themselves, an interceptor sees the others."""
 
     def __init__(self, tap: Tap, phase: Phase) -> None:
-        self.tap, self.phase = tap, phase
+        self.tap = tap
+        self.phase: Phase = phase
         self.interceptor: Interceptor | None = None
         self.observed: list[tuple[SpecModule, Observer]] = []
         self.own_calls = self.foreign_calls = 0
@@ -169,7 +176,7 @@ class _Pass:
             self.interceptor = Interceptor(self.tap.model, self._foreign, on_fault=self.tap.fault)
             self.interceptor.__enter__()
             if call is not None:
-                self.interceptor.stack.push(self.tap.model, *call)
+                self.interceptor.stack.push(self.tap.model, call[0], dict(call[1]))
 
     def end(self) -> None:
         """Stop looking. Where all attention was of own modules, no interceptor is needed from now on."""
