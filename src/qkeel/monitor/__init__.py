@@ -1,6 +1,7 @@
 """SEE: who watches, and rules on what was recorded that say when to worry."""
 
 from qkeel.monitor.alarms import DEFAULT, AlarmLog, Approach, Ceiling, EntropyCollapse, EntropyDrop, Growth, replay
+from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
 from qkeel.monitor.forecast import Forecast, forecast
 from qkeel.monitor.history import History
 from qkeel.monitor.recording import Recording
@@ -11,6 +12,10 @@ from qkeel.monitor.sinks import LoggingSink, RunDirectorySink, Sink
 from qkeel.monitor.table import sample_html, sample_line, sample_table
 
 __all__ = [
+    "LogSpaced",
+    "Every",
+    "Cadence",
+    "Adaptive",
     "DEFAULT",
     "Alarm",
     "AlarmLog",
