@@ -56,7 +56,7 @@ def about(seen: Seen, names: tuple[str, ...]) -> dict[str, Any]:
     site = {"n_heads": seen.heads, "n_kv_heads": seen.heads, "head_dim": 64, "how": "scaled_dot_product_attention"}
     return {
         "model": seen.model,
-        "n_parameters": 124_439_808,
+        "parameters": 124_439_808,
         "sites": [{"name": name, **site} for name in names],
         "optimizer": "AdamW",
         "cadence": f"every {seen.every} steps",

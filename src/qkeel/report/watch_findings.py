@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qkeel.metrics import ALARM_THRESHOLD, growth_exponent
+from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.records import RunStatus, fold_heads
 from qkeel.report.formats import MINUS, count, listing, loss, number
 from qkeel.report.summary import Finding
@@ -138,7 +138,7 @@ def _cautions(run: Watched) -> list[str]:
     peak = np.nanmax(run.overall("max_logit")) if np.isfinite(run.overall("max_logit")).any() else math.nan
     if not run.alarms and peak > ALARM_THRESHOLD:
         found.append(f"The largest logit reached {number(peak)}, over {number(ALARM_THRESHOLD)}; no alarm is recorded.")
-    if len(run.records) and not np.isfinite(growth_exponent(run.steps, run.overall("max_logit").tolist())):
+    if len(run.records) and not math.isfinite(run.exponent()):
         found.append(f"{count(len(run.records), 'sample')}: too few to say how the logits grow.")
     notes = list(dict.fromkeys(str(note.get("event")) for note in run.notes))
     return found + ([f"Noted while watching: {listing(notes)}."] if notes else [])

@@ -72,7 +72,7 @@ def _meta(runs: Sequence[Watched]) -> str:
         return " · ".join(f"{run.name}: {count(len(run.records), 'sample')}" for run in runs)
     run = runs[0]
     about = run.about
-    size = about.get("n_parameters")
+    size = about.get("parameters")
     parts = [
         count(size, "parameter") if isinstance(size, int) else "",
         count(len(run.layers or about.get("sites") or ()), "attention layer"),

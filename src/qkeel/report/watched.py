@@ -15,6 +15,7 @@ from qkeel.metrics import growth_exponent
 from qkeel.records import Heads, RunDirectory, RunStatus, fold_heads
 
 KIND = "watch"
+LEAST_SAMPLES = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +70,9 @@ class Watched:
         return Leader(layer=layer, head=head, name=self.layers[layer] if self.layers else f"layer {layer}")
 
     def exponent(self) -> float:
-        """The p of max_logit ~ steps^p; NaN with few samples."""
-        return growth_exponent(self.steps, self.overall("max_logit").tolist())
+        """The p of max_logit ~ steps^p over the later half of the samples: how it moves now. NaN with few samples."""
+        since = -max(LEAST_SAMPLES, len(self.records) // 2)
+        return growth_exponent(self.steps[since:], self.overall("max_logit")[since:].tolist(), LEAST_SAMPLES)
 
 
 def overall(records: Sequence[Mapping[str, Any]], heads: Heads, name: str) -> np.ndarray:
@@ -141,7 +143,7 @@ def _heads(directory: RunDirectory, name: str) -> Heads:
 def _aligned(records: list[dict[str, Any]], heads: Heads, file: Path) -> tuple[list[dict[str, Any]], Heads]:
     """Records and heads of the steps that both have: a run that was killed may lack the heads of its last step."""
     for record in records:
-        if not isinstance(record.get("step"), int):
+        if not isinstance(record.get("step"), (int, float)):
             raise RunDirectoryError(f"{file} has a line without a step; it was damaged. Leave this directory out.")
     if not heads.values:
         return records, heads
