@@ -6,7 +6,7 @@ from qkeel.monitor.forecast import Forecast, forecast
 from qkeel.monitor.history import History
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rule import Alarm, Rule, Severity
-from qkeel.monitor.sample import Sample, fold_heads, pad_layers, repeat_groups
+from qkeel.monitor.sample import Sample, pad_layers, repeat_groups
 from qkeel.monitor.setup_rules import GainGrowth, IdleNorm, Resolution
 from qkeel.monitor.sinks import LoggingSink, RunDirectorySink, Sink
 from qkeel.monitor.table import sample_html, sample_line, sample_table
@@ -36,7 +36,6 @@ __all__ = [
     "Sample",
     "Severity",
     "Sink",
-    "fold_heads",
     "forecast",
     "pad_layers",
     "repeat_groups",
