@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Look = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
@@ -51,5 +52,4 @@ def bare(func: Any) -> str:
 
 def in_vmap() -> bool:
     """Whether torch.func.vmap runs here: tensors then lack the dimension that is mapped over."""
-    kind = torch._C._functorch.TransformType.Vmap
-    return any(level.key() == kind for level in torch._C._functorch.get_interpreter_stack() or ())
+    return any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())

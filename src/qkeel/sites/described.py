@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -133,10 +132,15 @@ def arranged(x: Tensor, reading: Reading, heads: int) -> Tensor:
     return x.permute([names.index(letter) for letter in "bhtd"])
 
 
+Heard = Callable[[AttentionSite, Callable[[], AttentionCall]], None]
+
+
 class Listening:
     """Hooks on a described site's modules, between `__enter__` and `__exit__`."""
 
-    def __init__(self, site: AttentionSite, heard: Callable[[AttentionSite, Callable[[], AttentionCall]], None]) -> None:
+    def __init__(
+        self, site: AttentionSite, heard: Callable[[AttentionSite, Callable[[], AttentionCall]], None]
+    ) -> None:
         assert site.description is not None
         self.site, self.description, self._heard = site, site.description, heard
         self._outputs: dict[str, Tensor] = {}
@@ -178,7 +182,9 @@ class Listening:
             if not isinstance(part, Reading):
                 return part(module, *args, **kwargs)
             if part.module not in outputs:
-                raise InvalidValueError(f"{part.module} did not run in this call of {site.name!r}; describe it otherwise")
+                raise InvalidValueError(
+                    f"{part.module} did not run in this call of {site.name!r}; describe it otherwise"
+                )
             x = arranged(outputs[part.module], part, heads)
             return x if part.then is None else part.then(x)
 

@@ -48,6 +48,10 @@ class Watcher(TorchFunctionMode, abc.ABC):
         """The function `name` was called with these arguments (all of them, by name) and has returned."""
 
     @abc.abstractmethod
+    def missed(self, name: str, error: Exception) -> None:
+        """The function `name` can't be watched."""
+
+    @abc.abstractmethod
     def aside(self) -> AbstractContextManager[None]:
         """While it lasts the watcher's torch modes are off."""
 
@@ -59,11 +63,14 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """While it lasts `watcher` is told of the calls of this thread. Functions of modules not yet imported are missed."""
+    """While it lasts `watcher` is told of this thread's calls. Functions of modules not yet imported are missed."""
     functions = list(_functions())
     with ExitStack() as undo:
         for function in functions:
-            undo.callback(_leave, _open(function))
+            try:
+                undo.callback(_leave, _open(function))
+            except (SyntaxError, TypeError, ValueError) as error:  # code of an unforeseen form
+                watcher.missed(function.__name__, error)
         _WATCHERS.set((*_WATCHERS.get(), watcher))
         undo.callback(lambda: _WATCHERS.set(tuple(w for w in _WATCHERS.get() if w is not watcher)))
         yield
@@ -102,7 +109,7 @@ class _Door:
             self.code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         self.inner.__kwdefaults__ = function.__kwdefaults__
-        self.tell: Callable[..., None] = _tell
+        self.outside: Callable[..., Any] = _outside
         self.guests = 0
         name = _NAME + function.__name__
         hook, enter = _hook(function, name), self._entrance()
@@ -110,7 +117,7 @@ class _Door:
             # Called by a compiled wrapper, the compiler is to take up the function itself, not the door before it.
             for code in (hook, enter.__code__, _Door.through.__code__, recomputing.__code__):
                 torch._dynamo.eval_frame.skip_code(code)
-            self.tell = torch.compiler.disable(_tell)
+            self.outside = torch.compiler.disable(_outside)
         function.__globals__[name] = enter
         vars(function)[_NAME] = self
         function.__code__ = hook
@@ -118,7 +125,7 @@ class _Door:
     def _entrance(self) -> types.FunctionType:
         inner, through = self.inner, self.through
 
-        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def enter(args: list[Any], kwargs: dict[str, Any]) -> Any:
             if torch.compiler.is_compiling():
                 return inner(*args, **kwargs)
             return through(args, kwargs)
@@ -130,19 +137,18 @@ class _Door:
         self.function.__code__ = self.code
         del self.function.__globals__[_NAME + self.function.__name__], vars(self.function)[_NAME]
 
-    def through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def through(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """One call."""
         watchers = _WATCHERS.get()
         if not watchers or recomputing():
             return self.inner(*args, **kwargs)
-        if any(w.probing for w in watchers):
-            # No walk goes through attention, and flex_attention on a CPU refuses inputs that need a gradient.
-            with _running(watchers):
-                out = self.inner(*map(_detached, args), **{k: _detached(v) for k, v in kwargs.items()})
-        else:
-            with _running(watchers):
-                out = self.inner(*args, **kwargs)
-        self.tell(self, watchers, args, kwargs)
+        undo = self.outside(_aside, watchers)
+        try:
+            given, named = self.outside(_as_taken, watchers, args, kwargs)
+            out = self.inner(*given, **named)
+        finally:
+            self.outside(undo.close)
+        self.outside(_tell, self.function, watchers, args, kwargs)
         return out
 
 
@@ -157,7 +163,7 @@ def _hook(function: types.FunctionType, name: str) -> types.CodeType:
     parameters = [*first, *([f"*{more}"] if more or named else []), *named, *([f"**{others}"] if others else [])]
     args = "".join(f"{x}, " for x in first) + (f"*{more}" if more else "")
     kwargs = ", ".join([*(f"{x!r}: {x}" for x in named), *([f"**{others}"] if others else [])])
-    hook: Any = eval(f"lambda {', '.join(parameters)}: {name}(({args}), {{{kwargs}}})")
+    hook: Any = eval(f"lambda {', '.join(parameters)}: {name}([{args}], {{{kwargs}}})")
     return hook.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
 
 
@@ -175,23 +181,39 @@ def _leave(door: _Door) -> None:
             door.close()
 
 
-@contextmanager
-def _running(watchers: tuple[Watcher, ...]) -> Iterator[None]:
-    """Nobody watches what a watched function does inside."""
+def _outside(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _aside(watchers: tuple[Watcher, ...]) -> ExitStack:
+    """Until it is closed, nobody watches what a watched function does inside."""
     with ExitStack() as undo:
         _WATCHERS.set(())
         undo.callback(_WATCHERS.set, watchers)
         for watcher in reversed(watchers):
             undo.enter_context(watcher.aside())
-        yield
+        return undo.pop_all()
 
 
-def _tell(door: _Door, watchers: tuple[Watcher, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    bound = inspect.signature(door.function).bind(*args, **kwargs)
+def _as_taken(
+    watchers: tuple[Watcher, ...], args: list[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments; without a graph in a probe: no walk goes through attention, and flex_attention on a CPU refuses
+    inputs that need a gradient."""
+    if not any(w.probing for w in watchers):
+        return args, kwargs
+    return [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
+
+
+def _tell(
+    function: types.FunctionType, watchers: tuple[Watcher, ...], args: list[Any], kwargs: dict[str, Any]
+) -> None:
+    bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    with _running(watchers):
+    undo = _aside(watchers)
+    with undo:
         for watcher in watchers:
-            watcher.passed(door.function.__name__, bound.arguments)
+            watcher.passed(function.__name__, bound.arguments)
 
 
 def _detached(value: Any) -> Any:

@@ -33,11 +33,11 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSit
     if args or kwargs:
         return [*own, *probe(model, args, kwargs, expected=not own)]
     if not own:
+        takes = inspect.signature(model.forward)
         raise RefusedError(
             f"found no attention in this {type(model).__name__}: looked for qkeel.nn.Attention and qkeel.nn.MLA "
             f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by watching one "
-            f"forward pass: give an example batch, find_sites(model, ...), as forward{inspect.signature(model.forward)} "
-            "takes it."
+            f"forward pass: give an example batch, find_sites(model, ...), as forward{takes} takes it."
         )
     return own
 

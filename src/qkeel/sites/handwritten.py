@@ -27,6 +27,7 @@ from qkeel.sites.scores import ScoresCall
 from qkeel.sites.stack import Frame
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
     """What is known of a tensor of scores: its origin, who is hidden, the logits before a cap, which columns count.

@@ -156,6 +156,9 @@ class Interceptor(Watcher):
     def passed(self, name: str, arguments: dict[str, Any]) -> None:
         self._guarded(self._read, name, arguments)
 
+    def missed(self, name: str, error: Exception) -> None:
+        self.unread[f"{name}, which can't be watched ({error})"] += 1
+
     def _guarded(self, look: Callable[..., None], *args: Any) -> None:
         try:
             # With gradients only where someone will walk from q and k back to the weights.

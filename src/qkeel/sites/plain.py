@@ -67,9 +67,9 @@ def flash(given: Arguments) -> AttentionCall | PackedCall:
     starts_k = starts_q if ends[1] is None else ends[1].tolist()
     bounds = zip(starts_q, starts_q[1:], starts_k, starts_k[1:])
     parts = [(i, q[a:b].transpose(0, 1)[None], k[c:d].transpose(0, 1)[None]) for i, (a, b, c, d) in enumerate(bounds)]
-    each = slopes is not None and slopes.ndim == 2
+    each = [slopes] * len(parts) if slopes is None or slopes.ndim == 1 else list(slopes)
     calls = [
-        band_call(spec, one, other, causal=causal, window=window, slopes=slopes[i] if each else slopes)
+        band_call(spec, one, other, causal=causal, window=window, slopes=each[i])
         for i, one, other in parts
         if one.shape[2] and other.shape[2]
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -78,8 +78,9 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
 
 
 def _forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
-    eager = torch.compiler.set_stance("force_eager")
-    with eager, torch.inference_mode(False), torch.enable_grad(), _no_checkpointing(), watcher:
+    # A script that was optimised runs as one node of the graph, which no walk can enter.
+    eager, plain = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
+    with eager, plain, torch.inference_mode(False), torch.enable_grad(), _no_checkpointing(), watcher:
         model(*args, **kwargs)
 
 
@@ -103,6 +104,8 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
     terms, normed, why = (), False, ""
     if q is None or k is None:
         why = "the operands of the product could not be brought into the shape of the scores"
+    elif first.ordinal and isinstance(first.frame.module, torch.jit.ScriptModule):
+        why = "it is one of several in a scripted module, whose parts can't be told apart"
     else:
         try:
             terms, normed = logit_terms(q, k, first.frame, names)
@@ -178,12 +181,14 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _keep(module: nn.Module) -> Any:
+def _keep(module: nn.Module) -> Callable[[], None]:
     """A function that puts a module's own tensors and attributes back."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return _keep_values(list(module.buffers(recurse=False)))
     plain = {n: v for n, v in vars(module).items() if n not in ("_parameters", "_modules", "_buffers")}
     buffers = dict(module._buffers)
     held = [v for v in (*plain.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
-    kept = [(x, x.detach().clone()) for x in held if not x.is_inference()]
+    values = _keep_values(held)
 
     def restore() -> None:
         state = vars(module)
@@ -192,11 +197,20 @@ def _keep(module: nn.Module) -> Any:
         state.update(plain)
         module._buffers.clear()
         module._buffers.update(buffers)
-        with torch.no_grad():
-            for x, value in kept:
-                # Compared, not by version: batch norm's kernels write their averages without raising it.
-                if not torch.equal(x, value):
-                    x.copy_(value)
+        values()
+
+    return restore
+
+
+def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
+    kept = [(x, x.detach().clone()) for x in tensors if not x.is_inference()]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for x, value in kept:
+            # Compared, not by version: batch norm's kernels write their averages without raising it.
+            if not torch.equal(x, value):
+                x.copy_(value)
 
     return restore
 
