@@ -93,6 +93,8 @@ def _slice(name: str, module: nn.Module, part: Reading | Callable[..., Tensor], 
     layer = _submodule(module, part.module)
     if not isinstance(layer, nn.Linear) or "weight" not in layer._parameters:
         return f"{part.module} is a {type(layer).__name__}, not a plain nn.Linear"
+    # Features that hold no h are those of every head.
+    n = n if "h" in part.groups[-1] else 1
     numbers = torch.arange(layer.out_features)
     index = arranged(numbers.expand([1] * (part.dims - 1) + [-1]), part, n)[0, :, 0]
     home = ".".join(filter(None, (name, part.module)))

@@ -205,9 +205,7 @@ def _as_taken(
     return [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
 
 
-def _tell(
-    function: types.FunctionType, watchers: tuple[Watcher, ...], args: list[Any], kwargs: dict[str, Any]
-) -> None:
+def _tell(function: types.FunctionType, watchers: tuple[Watcher, ...], args: list[Any], kwargs: dict[str, Any]) -> None:
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     undo = _aside(watchers)

@@ -27,11 +27,10 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     check_devices(model, args, kwargs)
-    with _undisturbed(model):
+    with torch.inference_mode(False), torch.enable_grad(), _undisturbed(model):
         seen, watcher = _watched(model, args, kwargs)
         names = names_of(model)
-        with torch.inference_mode(False), torch.enable_grad():
-            sites = [_site(calls, names) for calls in grouped(seen)]
+        sites = [_site(calls, names) for calls in grouped(seen)]
     if not sites and expected:
         raise RefusedError(unseen(model, watcher))
     return sites
@@ -78,9 +77,9 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
 
 
 def _forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
-    # A script that was optimised runs as one node of the graph, which no walk can enter.
+    # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, plain = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
-    with eager, plain, torch.inference_mode(False), torch.enable_grad(), _no_checkpointing(), watcher:
+    with eager, plain, _no_checkpointing(), watcher:
         model(*args, **kwargs)
 
 
@@ -155,7 +154,9 @@ def unseen(model: nn.Module, watcher: Interceptor) -> str:
 
 def copied(value: Any) -> Any:
     """Arguments that a forward pass may change (caches) copied, tensors as they are."""
-    if isinstance(value, torch.Tensor) or value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.is_inference() else value  # a graph can't be built on such a one
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(copied(v) for v in value)

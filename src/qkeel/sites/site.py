@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,6 +13,7 @@ from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
+_LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them together in brackets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,9 +144,8 @@ class Reading:
 
     def __post_init__(self) -> None:
         letters = "".join(self.groups)
-        if sorted(letters.replace("n", "").replace("b", "").replace("h", "")) != ["d", "t"] or len(set(letters)) != len(
-            letters
-        ):
+        known = set("dt") <= set(letters) <= set("bhtdn") and len(set(letters)) == len(letters)
+        if not known or not re.fullmatch(_LAYOUT, self.layout):
             raise InvalidValueError(f"expected a layout of b h t d (and n) such as 'b t (h d)', got {self.layout!r}")
         if not 0 <= self.part < self.parts:
             raise InvalidValueError(f"expected part 0 to {self.parts - 1} of {self.parts}, got {self.part}")
@@ -152,18 +153,7 @@ class Reading:
     @property
     def groups(self) -> list[str]:
         """The letters of each dimension."""
-        words = self.layout.replace("(", " ( ").replace(")", " ) ").split()
-        found: list[str] = []
-        inside = False
-        for word in words:
-            if word in "()":
-                inside = word == "("
-                found += [""] if inside else []
-            elif inside:
-                found[-1] += word
-            else:
-                found.append(word)
-        return found
+        return [group.replace(" ", "") for group in re.findall(r"(?<=\()[^)]*|\w(?![^(]*\))", self.layout)]
 
     @property
     def dims(self) -> int:
