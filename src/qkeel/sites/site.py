@@ -119,6 +119,11 @@ class LogitTerm:
 
     Plain attention has one term, (W_q) and (W_k). MLA has two: (W_dq, W_uq)·(W_dkv, W_uk) and the rotated
     (W_dq, W_qr)·(W_kr). A norm cuts the way: what lies before it does not scale the logit and is left out.
+
+    Low-rank adapters add ways: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
+    shared by all heads, also while B is still zero. With both projections adapted there are four terms. A merged
+    adapter is part of W_base and no way of its own. DoRA divides by a norm of the weights that it keeps out of the
+    graph, so `normed` does not tell of it.
     """
 
     query: tuple[HeadSlice, ...]
