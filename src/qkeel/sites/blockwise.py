@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -51,7 +51,7 @@ def _modified(score_mod: ScoreMod, z: Tensor, rows: slice, keys: slice) -> Tenso
     def at(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score_mod(z[b, h, i, j], b, h, i + rows.start, j + keys.start)
 
-    return create_mask(at, *z.shape, device=z.device).to(z.dtype)  # type: ignore[arg-type]
+    return create_mask(at, *z.shape, device=z.device).to(z.dtype).contiguous()  # type: ignore[arg-type]
 
 
 def _block_visible(mask: BlockMask, rows: slice, keys: slice) -> Tensor:
@@ -101,19 +101,35 @@ class BandCall(AttentionCall):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedCall:
-    """Sequences of unequal lengths in one call, each attending to itself: q [1 h total d], k [1 g total d]."""
+    """Sequences of unequal lengths in one call, each attending to itself: q [1 h total d], k [1 g total d].
+
+    `calls` are theirs, beginning at the rows `starts` of q; sequences without a query or a key are left out.
+    `query_mask` [1 total] is that of AttentionCall.
+    """
 
     spec: AttentionSpec
     q: Tensor
     k: Tensor
     calls: tuple[AttentionCall, ...]
+    starts: tuple[int, ...]
+    query_mask: Tensor | None = None
+
+    def parts(self) -> Iterator[AttentionCall]:
+        """The call of each sequence."""
+        for start, call in zip(self.starts, self.calls):
+            if self.query_mask is None:
+                yield call
+            else:
+                mask = self.query_mask[:, start : start + call.q.shape[2]]
+                yield dataclasses.replace(call, query_mask=mask)
 
 
 def flex_call(
     spec: AttentionSpec, q: Tensor, k: Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None
 ) -> FlexCall:
     """The call of flex_attention on q [b h t d] and k [b g s d]."""
-    return FlexCall(**_checked(spec, q, k, causal=False), score_mod=score_mod, block_mask=block_mask)
+    fields = _checked(spec, q, k, causal=False, added=score_mod is not None)
+    return FlexCall(**fields, score_mod=score_mod, block_mask=block_mask)
 
 
 def band_call(
@@ -122,16 +138,20 @@ def band_call(
     """The call with a window; a plain one where it bounds nothing and no slopes are given."""
     if window[0] < 0 and window[1] < 0 and slopes is None:
         return make_call(spec, q, k, k, causal=causal)
-    return BandCall(**_checked(spec, q, k, causal=causal), left=window[0], right=window[1], slopes=slopes)
+    fields = _checked(spec, q, k, causal=causal, added=slopes is not None)
+    return BandCall(**fields, left=window[0], right=window[1], slopes=slopes)
 
 
-def _checked(spec: AttentionSpec, q: Tensor, k: Tensor, *, causal: bool) -> dict[str, Any]:
-    """Fields of a checked call. Its mask hides nothing but says that there is one: who sees whom has to be asked."""
-    call = make_call(spec, q, k, k, causal=causal, mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device))
+def _checked(spec: AttentionSpec, q: Tensor, k: Tensor, *, causal: bool, added: bool) -> dict[str, Any]:
+    """Fields of a checked call. Its mask neither hides nor adds anything, but says that there is one: who sees whom
+    has to be asked, and, where something is added, the logit is not the product alone."""
+    mask = q.new_zeros(1, 1, 1, 1) if added else torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
+    call = make_call(spec, q, k, k, causal=causal, mask=mask)
     return {f.name: getattr(call, f.name) for f in dataclasses.fields(AttentionCall)}
 
 
-def packed_call(calls: Iterable[AttentionCall], q: Tensor, k: Tensor) -> PackedCall:
-    """Calls of one sequence each as one; q [total h d] and k [total g d] are all of them."""
-    parts = tuple(calls)
-    return PackedCall(spec=parts[0].spec, q=q.transpose(0, 1)[None], k=k.transpose(0, 1)[None], calls=parts)
+def packed_call(calls: Iterable[tuple[int, AttentionCall]], q: Tensor, k: Tensor) -> PackedCall:
+    """Calls of one sequence each, with the first of their rows in q [total h d]; k [total g d]."""
+    starts, parts = zip(*calls)
+    whole = (x.transpose(0, 1)[None] for x in (q, k))
+    return PackedCall(spec=parts[0].spec, q=next(whole), k=next(whole), calls=parts, starts=starts)

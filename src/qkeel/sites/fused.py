@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +38,9 @@ def _sdpa(frame: Frame, given: dict[str, Any]) -> Seen:
     if q.is_nested:
         pairs = [(a[None], b[None]) for a, b in zip(q.unbind(), k.unbind())]
         calls = [make_call(AttentionSpec(scale=Fixed(scale)), a, b, b, causal=causal) for a, b in pairs]
-        whole = (torch.cat([x[i][0].transpose(0, 1) for x in pairs]) for i in (0, 1))
-        return packed_call(calls, *whole)
+        whole = [torch.cat([x[i][0].transpose(0, 1) for x in pairs]) for i in (0, 1)]
+        starts = itertools.accumulate((a.shape[2] for a, _ in pairs[:-1]), initial=0)
+        return packed_call(zip(starts, calls), *whole)
     return _call(frame, q, k, scale, given.get("attn_mask"), causal=causal)
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from qkeel.functional.stats import LogitStats, merge
 from qkeel.kernels.statistics import logit_stats
+from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.nn.core import SpecModule
 from qkeel.sites.below import Below, bare, in_vmap
 from qkeel.sites.blockwise import PackedCall
@@ -60,13 +61,14 @@ class Sighting:
         return isinstance(self.call, ScoresCall) and self.call.headless
 
 
-def statistics(call: Seen) -> LogitStats:
+def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """Exact statistics of a seen call, in its own precision even under autocast."""
     device = call.logits.device if isinstance(call, ScoresCall) else call.q.device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if isinstance(call, ScoresCall):
-            return scores_stats(call)
-        return reduce(merge, map(logit_stats, call.calls if isinstance(call, PackedCall) else (call,)))
+            return scores_stats(call, threshold)
+        parts = call.parts() if isinstance(call, PackedCall) else [call]
+        return reduce(merge, (logit_stats(part, threshold) for part in parts))
 
 
 class Interceptor(Watcher):

@@ -65,14 +65,12 @@ def flash(given: Arguments) -> AttentionCall | PackedCall:
         return band_call(spec, q, k, causal=causal, window=window, slopes=slopes)
     starts_q = ends[0].tolist()
     starts_k = starts_q if ends[1] is None else ends[1].tolist()
-    bounds = zip(starts_q, starts_q[1:], starts_k, starts_k[1:])
-    parts = [(i, q[a:b].transpose(0, 1)[None], k[c:d].transpose(0, 1)[None]) for i, (a, b, c, d) in enumerate(bounds)]
-    each = [slopes] * len(parts) if slopes is None or slopes.ndim == 1 else list(slopes)
-    calls = [
-        band_call(spec, one, other, causal=causal, window=window, slopes=each[i])
-        for i, one, other in parts
-        if one.shape[2] and other.shape[2]
-    ]
+    each = [slopes] * len(starts_q) if slopes is None or slopes.ndim == 1 else list(slopes)
+    calls = []
+    for slope, start, end, first, last in zip(each, starts_q, starts_q[1:], starts_k, starts_k[1:]):
+        if end > start and last > first:
+            one, other = (x.transpose(0, 1)[None] for x in (q[start:end], k[first:last]))
+            calls.append((start, band_call(spec, one, other, causal=causal, window=window, slopes=slope)))
     if not calls:
         raise UnreadError("no sequence with a token in it")
     return packed_call(calls, q, k)

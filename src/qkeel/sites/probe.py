@@ -27,7 +27,7 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     check_devices(model, args, kwargs)
-    with torch.inference_mode(False), torch.enable_grad(), _undisturbed(model):
+    with torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
         seen, watcher = _watched(model, args, kwargs)
         names = names_of(model)
         sites = [_site(calls, names) for calls in grouped(seen)]
@@ -168,7 +168,7 @@ def copied(value: Any) -> Any:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with ExitStack() as undo, torch.random.fork_rng(devices=devices):
