@@ -67,7 +67,7 @@ def test_a_farther_threshold_has_a_wider_interval() -> None:
 
 def test_it_reads_like_a_sentence() -> None:
     text = str(Forecast(threshold=1e4, value=500.0, exponent=1.0, step=2143.2, low=1950.0, high=2340.0))
-    assert text == "passes 1e4 at step 2,140 ± 197"
+    assert text == "passes 1e4 at step 2,140 ± 197 if the learning rate stays"
 
 
 def test_rates_and_steps_must_pair() -> None:
