@@ -30,7 +30,7 @@ from qkeel.monitor import (
     EntropyDrop,
     Forecast,
     History,
-    Plan,
+    PlannedRates,
     Recording,
     Rule,
     Severity,
@@ -82,12 +82,12 @@ def recorded(run: RunDirectory) -> History:
     """A run with its schedule."""
     config = run.config()
     optim, steps = OptimConfig(**config["optim"]), config["steps"]
-    return History.read(run, plan=Plan.of([learning_rate(optim, step, steps) for step in range(steps)]))
+    return History.read(run, planned=PlannedRates.of([learning_rate(optim, step, steps) for step in range(steps)]))
 
 
 def unplanned(history: History) -> History:
     """The same for someone who does not know the schedule."""
-    return dataclasses.replace(history, plan=None)
+    return dataclasses.replace(history, planned=None)
 
 
 def cases(study: Path, gap: float = GAP) -> list[Case]:
@@ -143,7 +143,7 @@ def outcomes(history: History, threshold: float) -> Iterator[tuple[Forecast, His
         past = history.upto(n)
         if not THRESHOLDS[threshold] < top[n - 1] < threshold:
             continue
-        ahead = forecast(past.steps, top[:n], threshold, rates=past.rates, plan=past.plan)
+        ahead = forecast(past.steps, top[:n], threshold, rates=past.rates, planned=past.planned)
         if ahead is not None:
             passed = np.flatnonzero((top > threshold) & (history.steps > past.steps[-1]))
             yield ahead, past, float(history.steps[passed[0]]) if len(passed) else math.inf
@@ -153,7 +153,7 @@ def unplanned_row(name: str, histories: Sequence[History], threshold: float) -> 
     """One line on forecasts that take the rate to stay: as if said of steps, and as meant, of the clock."""
     errors, steps, clock, open_ = [], [], [], 0
     for history in histories:
-        assert history.plan is not None
+        assert history.planned is not None
         end = float(history.steps[-1])
         for ahead, past, passed in outcomes(unplanned(history), threshold):
             now = float(past.steps[-1])
@@ -165,7 +165,7 @@ def unplanned_row(name: str, histories: Sequence[History], threshold: float) -> 
             else:
                 open_ += 1  # the run ended inside the interval: nobody knows
             assert past.rates is not None
-            now_tick, last_tick = history.plan.ticks(np.array([now, min(passed, end)]))
+            now_tick, last_tick = history.planned.ticks(np.array([now, min(passed, end)]))
             there = now + (last_tick - now_tick) / past.rates[-1]  # the step it would be, had the rate stayed
             if passed < math.inf or ahead.high < there:
                 clock.append(passed < math.inf and ahead.low <= there <= ahead.high)
@@ -195,7 +195,10 @@ def share(inside: Sequence[bool]) -> str:
 
 def cost(layers: int = 80, heads: int = 64, last: int = 50) -> None:
     """Print the time of one record, with all rules, in a long run of a large model."""
-    recording, log = Recording([f"layers.{i}" for i in range(layers)], plan=Plan.of(np.full(100_001, 1e-3))), AlarmLog()
+    recording, log = (
+        Recording([f"layers.{i}" for i in range(layers)], planned=PlannedRates.of(np.full(100_001, 1e-3))),
+        AlarmLog(),
+    )
     noise = np.random.default_rng(0).random((last, layers, heads))
     times: list[float] = []
     print(f"| records so far | time per record, {layers} layers of {heads} heads | relative |\n|---|---|---|")

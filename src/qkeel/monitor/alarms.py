@@ -132,15 +132,15 @@ class Outlook(Rule):
 
     def check(self, history: History) -> Alarm | None:
         """See the class."""
-        plan, top = history.plan, largest(history, "max_logit")
-        if plan is None or top is None or not plan.followed(history.steps, history.rates):
+        planned, top = history.planned, largest(history, "max_logit")
+        if planned is None or top is None or not planned.followed(history.steps, history.rates):
             return None
         start = first(top.envelope)
         was, now = float(top.envelope[start]), top.value
-        then, tick = plan.ticks(history.steps[[start, -1]])
+        then, tick = planned.ticks(history.steps[[start, -1]])
         if not now > max(self.floor, self.factor * was) or tick <= then or not np.isfinite(now):
             return None
-        end = now + (now - was) * float((plan.clock[-1] - tick) / (tick - then))
+        end = now + (now - was) * float((planned.clock[-1] - tick) / (tick - then))
         if not end > self.threshold:
             return None
         text = f"max logit {now:,.4g}: as it grows with the planned learning rates it ends over {self.threshold:,g}"
@@ -249,7 +249,7 @@ class AlarmLog:
 
 def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
     """Every alarm of a run, in the order they would have been raised while it went on."""
-    log, recording = AlarmLog(rules), Recording(history.layers, plan=history.plan)
+    log, recording = AlarmLog(rules), Recording(history.layers, planned=history.planned)
     for n in range(len(history)):
         values = {name: v[n] for name, v in history.values.items()} | {"step": history.steps[n]}
         recording.append(values, {name: v[n] for name, v in history.heads.items()})

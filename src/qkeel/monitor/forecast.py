@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import ShapeError
-from qkeel.monitor.plan import Plan
+from qkeel.monitor.planned import PlannedRates
 
 LEAST_POINTS = 6
 LEAST_EXPONENT = 0.05  # below it a logit that doubles needs a million times the training: no drift to speak of
@@ -90,7 +90,7 @@ def forecast(
     threshold: float,
     *,
     rates: np.ndarray | None = None,
-    plan: Plan | None = None,
+    planned: PlannedRates | None = None,
 ) -> Forecast | None:
     """Where the power law through `values` [n] passes `threshold`; None if it does not grow or has passed already.
 
@@ -102,7 +102,7 @@ def forecast(
     Source: EXPERIMENTS of this project (logits of small runs drift as a power of steps); the clock and the interval
     are this project's, measured in docs/alarms.md.
     """
-    followed = plan if plan is not None and plan.followed(steps, rates) else None
+    followed = planned if planned is not None and planned.followed(steps, rates) else None
     ticks = clock(steps, rates) if followed is None else followed.ticks(steps)
     values = np.asarray(values, dtype=np.float64)
     fine = np.flatnonzero((ticks > 0) & (values > 0) & np.isfinite(values))

@@ -10,7 +10,7 @@ from typing import Any, Self, final
 import numpy as np
 
 from qkeel.errors import ShapeError
-from qkeel.monitor.plan import Plan
+from qkeel.monitor.planned import PlannedRates
 from qkeel.records import Heads, RunDirectory
 
 
@@ -31,7 +31,7 @@ class History:
 
     steps [n]; rates [n], learning rates, or None; values: name -> [n] by records.STEP_FIELDS, NaN where not measured;
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
-    tops: name -> [n], the largest of all heads, where somebody kept it; plan: the learning rates to come, if known.
+    tops: name -> [n], the largest of all heads, where somebody kept it; planned: the learning rates to come, if known.
     """
 
     steps: np.ndarray
@@ -40,7 +40,7 @@ class History:
     heads: Mapping[str, np.ndarray]
     layers: tuple[str, ...] = ()
     tops: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    plan: Plan | None = None
+    planned: PlannedRates | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -52,7 +52,7 @@ class History:
         heads: Heads | None = None,
         layers: Sequence[str] = (),
         *,
-        plan: Plan | None = None,
+        planned: PlannedRates | None = None,
     ) -> Self:
         """From what RunDirectory.metrics() and .heads() give; steps that only one of both has are left out."""
         if heads is not None:
@@ -70,12 +70,13 @@ class History:
         rates = values.get("lr")
         if rates is not None and not np.isfinite(rates).all():
             rates = None
-        return cls(steps=steps, rates=rates, values=values, heads=per_head, layers=tuple(layers), plan=plan)
+        return cls(steps=steps, rates=rates, values=values, heads=per_head, layers=tuple(layers), planned=planned)
 
     @classmethod
-    def read(cls, run: RunDirectory, *, plan: Plan | None = None) -> Self:
+    def read(cls, run: RunDirectory, *, planned: PlannedRates | None = None) -> Self:
         """A recorded run."""
-        return cls.of(run.metrics(), run.heads() if (run.path / "heads.json").exists() else None, plan=plan)
+        heads = run.heads() if (run.path / "heads.json").exists() else None
+        return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned)
 
     def upto(self, n: int) -> History:
         """The first n records: what was known then."""

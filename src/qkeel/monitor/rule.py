@@ -110,7 +110,7 @@ def peak(name: str, record: np.ndarray) -> Place:
 
 def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | None:
     """When `values` [n], a series of this history, pass `threshold`; see forecast."""
-    return forecast(history.steps, values, threshold, rates=history.rates, plan=history.plan)
+    return forecast(history.steps, values, threshold, rates=history.rates, planned=history.planned)
 
 
 def first(values: np.ndarray) -> int:
@@ -123,5 +123,5 @@ def trend(history: History, values: np.ndarray) -> str:
     start = first(values)
     was = f"it was {values[start]:.3g} at step {int(history.steps[start]):,}"
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
-    of = "steps" if history.rates is None and history.plan is None else "(sum of learning rates)"
+    of = "steps" if history.rates is None and history.planned is None else "(sum of learning rates)"
     return was if found is None else f"{was} and grows as {of}^{found.exponent:.2f}"

@@ -1,4 +1,4 @@
-"""Rules that need to know the setting: number format, head width, which norm was configured, the optimizer's eps."""
+"""Rules that need to know the setting: number format, head width, which norm was configured."""
 
 from __future__ import annotations
 
@@ -154,14 +154,13 @@ class IdleNorm(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VanishingGradient(Rule):
-    """The gradient RMS of a head's q/k weights (`grad_rms`) is under Adam's `eps`, at two records running.
+    """The gradient RMS of a head's query or key weight is under Adam's eps (`grad_over_eps` < 1), twice running.
 
     Adam moves a weight by lr · m / (√v + eps): with √v = eps by half of what is meant, below it by less and less, so
     the head stands still while the rest trains. Once may be chance, or a first step through a projection that
     starts at zero.
     """
 
-    eps: float
     severity: Severity = Severity.NOTICE
     source: str = (
         "Wortsman et al. 2023, arXiv 2309.14322: gradient RMS falls with scale and rate toward eps; 4.8B parameters at "
@@ -176,15 +175,15 @@ class VanishingGradient(Rule):
 
     def check(self, history: History) -> Alarm | None:
         """See the class."""
-        series = history.series("grad_rms")
+        series = history.series("grad_over_eps")
         if series is None or len(series) < 2:
             return None
         larger = series[-2:].max(0)  # of the two records; NaN where one was not measured
-        if np.isnan(larger).all() or not np.nanmin(larger) < self.eps:
+        if np.isnan(larger).all() or not np.nanmin(larger) < 1:
             return None
-        at = peak("grad_rms", -larger)
+        at = peak("grad_over_eps", -larger)
         now = float(series[-1, at.layer, at.head])
-        text = f"the gradient RMS of the q/k weights, {now:.2g}, is under the optimizer's eps of {self.eps:g}"
+        text = f"the gradient RMS of the query or key weight is {now:.2g} times the optimizer's eps"
         return self.alarm(history, text, now, at=at, trend=trend(history, series[:, at.layer, at.head]))
 
 
@@ -194,8 +193,7 @@ class Setting:
     """What is known of a run beside its records; None is not known.
 
     dtype: what q, k and scores are held in; kernel: "fused" if they are not written to memory; head_dim and scale as
-    in Resolution; norm: the q/k norm that was configured, on `sides`; fresh: whether training starts from new weights;
-    eps: of Adam.
+    in Resolution; norm: the q/k norm that was configured, on `sides`; fresh: whether training starts from new weights.
     """
 
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
@@ -205,25 +203,20 @@ class Setting:
     norm: Literal["rms", "layer", "l2"] | None = None
     sides: tuple[Literal["query", "key"], ...] = ("query", "key")
     fresh: bool = False
-    eps: float | None = None
 
 
 def rules_for(setting: Setting) -> tuple[Rule, ...]:
     """The default rules, and those that `setting` says enough for.
 
-    >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64, eps=1e-8))][-3:]
-    ['gain growth', 'resolution bf16 eager', 'vanishing gradient']
+    >>> [rule.name for rule in rules_for(Setting(dtype="bf16", kernel="eager", head_dim=64))][-3:]
+    ['gain growth', 'vanishing gradient', 'resolution bf16 eager']
     """
-    rules: list[Rule] = [*DEFAULT, GainGrowth()]
-    if setting.head_dim is not None:
-        if setting.dtype in ("bf16", "fp16") and setting.kernel is not None:
-            rules.append(
-                Resolution(dtype=setting.dtype, kernel=setting.kernel, head_dim=setting.head_dim, scale=setting.scale)
-            )
-        if setting.norm is not None:
-            rules.append(
-                IdleNorm(kind=setting.norm, head_dim=setting.head_dim, sides=setting.sides, fresh=setting.fresh)
-            )
-    if setting.eps:
-        rules.append(VanishingGradient(eps=setting.eps))
+    rules: list[Rule] = [*DEFAULT, GainGrowth(), VanishingGradient()]  # these are silent where nothing is recorded
+    dtype, kernel, head_dim = setting.dtype, setting.kernel, setting.head_dim
+    if head_dim is None:
+        return tuple(rules)
+    if kernel is not None and (dtype == "bf16" or dtype == "fp16"):
+        rules.append(Resolution(dtype=dtype, kernel=kernel, head_dim=head_dim, scale=setting.scale))
+    if setting.norm is not None:
+        rules.append(IdleNorm(kind=setting.norm, head_dim=head_dim, sides=setting.sides, fresh=setting.fresh))
     return tuple(rules)

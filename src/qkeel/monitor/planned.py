@@ -16,7 +16,7 @@ _SLACK = 0.01  # a rate this close to the planned one is the planned one
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plan:
+class PlannedRates:
     """Planned learning rates, summed: `clock[s]` is the sum over steps 1 to s; [steps + 1], from 0."""
 
     clock: np.ndarray
@@ -29,7 +29,7 @@ class Plan:
 
         Raises: InvalidValueError if a rate is negative or no number, or a function comes without `steps`.
 
-        >>> Plan.of([0.1, 0.2, 0.2]).clock.round(3).tolist()
+        >>> PlannedRates.of([0.1, 0.2, 0.2]).clock.round(3).tolist()
         [0.0, 0.1, 0.3, 0.5]
         """
         if callable(rates):
