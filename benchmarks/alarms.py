@@ -201,6 +201,7 @@ def cost(layers: int = 80, heads: int = 64, last: int = 50) -> None:
     )
     noise = np.random.default_rng(0).random((last, layers, heads))
     times: list[float] = []
+    first = 0.0
     print(f"| records so far | time per record, {layers} layers of {heads} heads | relative |\n|---|---|---|")
     for n in range(1, 100_001):
         logits = noise[n % last] * (40 + 50 * n / 100_000)  # high enough that every rule has to look
@@ -213,7 +214,7 @@ def cost(layers: int = 80, heads: int = 64, last: int = 50) -> None:
             times.append(time.perf_counter() - before)
         if n in (10, 1000, 10_000, 100_000):
             now = statistics.median(times[-last:])
-            first = now if n == 10 else first
+            first = first or now
             print(f"| {n:,} | {1e3 * now:.2f} ms | {now / first:.1f} |")
     assert not log.alarms
 
