@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from typing import Any, Literal, Self
 
 import torch
-from torch import nn
-from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from qkeel.errors import caution
 from qkeel.functional.stats import LogitStats, merge
 from qkeel.handle import Handle
 from qkeel.nn.core import Observer, SpecModule
+from qkeel.sites.brackets import BracketMode
 from qkeel.sites.forwards import Forwards
 from qkeel.sites.intercept import Interceptor, Seen, Sighting, statistics
 from qkeel.sites.probe import copied, undisturbed
@@ -22,6 +23,7 @@ from qkeel.sites.scores import cat_heads
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
+Look = Literal["statistics", "bracket", "nothing"]
 Measure = Callable[[Seen], LogitStats | None]
 
 
@@ -46,6 +48,9 @@ class Visitor:
     def failed(self) -> None:
         """The model's own pass ended in an exception: nothing of it counts."""
 
+    def bracket(self, bound: Tensor) -> None:
+        """A pass of which only this bound on its largest logit was asked for is over."""
+
 
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` gives the statistics since the last read.
@@ -59,7 +64,8 @@ class Tap(Handle):
     differ in the last bits.
 
     What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
-    exception nothing is. `due(training, compiled)` says whether a pass is worth looking at; `measure` is what is
+    exception nothing is. `due(training, compiled)` says what to look at in a pass: "bracket" is a bound on the largest
+    logit, see BracketMode. `measure` is what is
     computed of a call; `visitor` sees those passes too. A fault in the tap warns once and switches it off.
     """
 
@@ -68,7 +74,7 @@ class Tap(Handle):
         model: nn.Module,
         *,
         when_training: bool = False,
-        due: Callable[[bool, bool], bool] | None = None,
+        due: Callable[[bool, bool], Look] | None = None,
         measure: Measure = statistics,
         visitor: Visitor | None = None,
         on_fault: Callable[[Exception], None] = _say_off,
@@ -77,10 +83,10 @@ class Tap(Handle):
         self.visitor = visitor or Visitor()
         self.passes = {"train": 0, "eval": 0}
         self.foreign = True  # until a pass has shown that all attention is of own modules
-        self._due = due or (lambda training, compiled: training or not when_training)
+        self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self._on_fault = on_fault
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
-        self._running: _Pass | None = None
+        self._running: _Pass | _Bracket | None = None
         self._forwards = Forwards(model, self._before, self._after, on_fault=self.fault, owner=self)
         self.model = self._forwards.inner
         super().__init__(self._forwards.remove)
@@ -108,14 +114,18 @@ class Tap(Handle):
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
         phase = self.phase
         self.passes[phase] += 1
-        if not self._due(self.model.training, compiled):
-            return
-        self._running = look = _Pass(self, phase)
-        self.visitor.before(args, kwargs)
-        if compiled or _takes_fast_path(self.model):
-            self._aside(look, args, kwargs)
-        else:
-            look.begin((args, kwargs) if self._forwards.model is self.model else None)
+        look = self._due(self.model.training, compiled)
+        aside = compiled or _takes_fast_path(self.model)
+        if look == "bracket" and not aside:
+            self._running = _Bracket(self)
+            self._running.begin()
+        if look == "statistics":
+            self._running = running = _Pass(self, phase)
+            self.visitor.before(args, kwargs)
+            if aside:
+                self._aside(running, args, kwargs)
+            else:
+                running.begin((args, kwargs) if self._forwards.model is self.model else None)
 
     def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The pass that the model is about to make, made eagerly."""
@@ -136,10 +146,14 @@ class Tap(Handle):
         look.end()
         if failed:
             self.visitor.failed()
+        elif not self.active:
             return
-        if look.error is not None:
+        elif isinstance(look, _Bracket):
+            if look.mode.bound is not None:
+                self.visitor.bracket(look.mode.bound)
+        elif look.error is not None:
             raise look.error
-        if self.active:
+        else:
             self._stats[look.phase].update(look.sites)
             self.visitor.after(output)
 
@@ -205,17 +219,17 @@ class _Pass:
                 self.sites.add(name, stats, part_of)
 
 
-def _leave(interceptor: Interceptor) -> None:
+def _leave(mode: TorchFunctionMode) -> None:
     """End a mode that need not be the innermost: after an interrupt others may have been entered."""
     above = []
-    while _get_current_function_mode() not in (interceptor, None):
+    while _get_current_function_mode() not in (mode, None):
         above.append(_pop_mode())
     try:
-        if _get_current_function_mode() is interceptor:
-            interceptor.__exit__(None, None, None)
+        if _get_current_function_mode() is mode:
+            mode.__exit__(None, None, None)
     finally:
-        for mode in reversed(above):
-            _push_mode(mode)
+        for other in reversed(above):
+            _push_mode(other)
 
 
 def _takes_fast_path(model: nn.Module) -> bool:
@@ -223,6 +237,21 @@ def _takes_fast_path(model: nn.Module) -> bool:
     return torch.backends.mha.get_fastpath_enabled() and any(
         isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not m.training for m in model.modules()
     )
+
+
+class _Bracket:
+    """One forward pass of which only a bound on the largest logit is asked for."""
+
+    def __init__(self, tap: Tap) -> None:
+        self.mode = BracketMode(tap.fault)
+
+    def begin(self) -> None:
+        """Start looking."""
+        self.mode.__enter__()
+
+    def end(self) -> None:
+        """Stop looking."""
+        _leave(self.mode)
 
 
 class _Sites:
