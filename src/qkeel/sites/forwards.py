@@ -56,28 +56,33 @@ class Forwards(Handle):
         if module is not self.model or not self._here():
             return
         self._end_abandoned()
+        if not self.active and not self._depth:
+            self._unhook()
+            return
         self._depth += 1
-        if self._depth == 1 and self.active:
+        if self._depth == 1:
             self._pass = _Running()
             self._guarded(lambda: self._before(args, kwargs, compiled or _holds_compiled(self.model)))
 
     def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
         if module is not self.model or not self._here() or not self._depth:
             return
-        self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 1:
             self._end(output, failed=self._pass is not None and self._pass.failing)
+        else:
+            self._depth -= 1
 
     def _end(self, output: object, *, failed: bool) -> None:
         self._pass = None
         self._guarded(lambda: self._after(output, failed))
-        if not self.active:
+        self._depth = 0
+        # After a failure torch goes through the hooks themselves, not through a copy: they stay, idle, for now.
+        if not self.active and not failed:
             self._unhook()
 
     def _end_abandoned(self) -> None:
         """An interrupt leaves a pass without calling its hooks."""
         if self._depth and self._pass is not None and self._pass.abandoned:
-            self._depth = 0
             self._end(None, failed=True)
 
     def _guarded(self, act: Callable[[], None]) -> None:

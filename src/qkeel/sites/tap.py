@@ -190,10 +190,10 @@ class _Pass:
                 self._undo.callback(module.observers.remove, observer)
         if self.tap.foreign:
             interceptor = Interceptor(self.tap.model, self._foreign, on_fault=self.tap.fault)
+            if call is not None:
+                interceptor.stack.begun(call[0], dict(call[1]))
             interceptor.__enter__()
             self._undo.callback(_leave, interceptor)
-            if call is not None:
-                interceptor.stack.push(self.tap.model, call[0], dict(call[1]))
 
     def end(self) -> None:
         """Stop looking, once. Where all attention was of own modules, no interceptor is needed from now on."""
