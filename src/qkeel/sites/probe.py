@@ -26,7 +26,7 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     seen: dict[str, list[Sighting]] = {}
     watcher = Interceptor(model, lambda sighting: _note(seen, sighting), probing=True)
     with undisturbed(model):
-        _forward(model, watcher, copied(args), copied(kwargs))
+        forward(model, watcher, copied(args), copied(kwargs))
         names = names_of(model)
         sites = [_site(calls, names) for calls in grouped(seen)]
     if not sites and expected:
@@ -38,7 +38,8 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
     seen.setdefault(sighting.name, []).append(sighting)
 
 
-def _forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
+def forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
+    """One eager forward pass under the watcher; what goes wrong in it is an InvalidValueError."""
     try:
         eager = torch.compiler.set_stance("force_eager")
         with eager, torch.inference_mode(False), torch.enable_grad(), _no_checkpointing(), watcher:
