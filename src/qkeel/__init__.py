@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkeel import audit, errors, lab, monitor, nn, reference, remedies, report
     from qkeel.audit import explain_model
+    from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
     from qkeel.sites import find_sites
@@ -31,6 +32,7 @@ _HOMES = {
     "find_sites": "qkeel.sites",
     "preset": "qkeel.spec",
     "presets": "qkeel.spec",
+    "watch": "qkeel.monitor.watch",
 }
 _ROOMS = ("audit", "errors", "lab", "monitor", "nn", "reference", "remedies", "report")
 
@@ -50,6 +52,7 @@ __all__ = [
     "reference",
     "remedies",
     "report",
+    "watch",
 ]
 
 

@@ -67,12 +67,16 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
 
 
 class QkeelWarning(UserWarning):
-    """What qkeel warns of: a fault of its own, after which it steps aside, or attention that is about to go wrong."""
+    """What qkeel warns of, such as a fault of its own after which it steps aside."""
 
 
-def caution(message: str) -> None:
+class AlarmWarning(QkeelWarning):
+    """Attention that is about to go wrong; the message says where, how fast, and what to do."""
+
+
+def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:
     """Warn without ever stopping the caller: where warnings are errors, the message goes to the log `qkeel`."""
     try:
-        warnings.warn(message, QkeelWarning, stacklevel=3)
+        warnings.warn(message, kind, stacklevel=3)
     except QkeelWarning:
         logging.getLogger("qkeel").warning(message)

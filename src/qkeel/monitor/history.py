@@ -65,7 +65,8 @@ class History:
     @classmethod
     def read(cls, run: RunDirectory) -> Self:
         """A recorded run."""
-        return cls.of(run.metrics(), run.heads() if (run.path / "heads.json").exists() else None)
+        heads = run.heads() if (run.path / "heads.json").exists() else None
+        return cls.of(run.metrics(), heads, () if heads is None else heads.layers)
 
     def upto(self, n: int) -> History:
         """The first n records: what was known then."""

@@ -29,6 +29,8 @@ class Forwards(Handle):
         model: nn.Module,
         before: Callable[[tuple[Any, ...], Mapping[str, Any], bool], None],
         after: Callable[[Any], None],
+        *,
+        owner: object = None,
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
         self._before, self._after = before, after
@@ -36,7 +38,7 @@ class Forwards(Handle):
         self._depth = 0
         # Dynamo runs these frames as they are instead of compiling them away, and nothing under them is compiled.
         torch._dynamo.eval_frame.skip_code(_Hook.__call__.__code__)
-        enter, leave = (_Hook(torch.compiler.disable(f)) for f in (self._enter, self._leave))
+        enter, leave = (_Hook(torch.compiler.disable(f), owner) for f in (self._enter, self._leave))
         self._hooks = [
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
@@ -72,14 +74,14 @@ class Forwards(Handle):
 class _Hook:
     """A hook that steps aside inside compiled code, and that copies and pickles of a model leave behind."""
 
-    def __init__(self, act: Callable[..., None]) -> None:
-        self.act = act
+    def __init__(self, act: Any, owner: object) -> None:
+        self.act, self.owner = act, owner
 
     def __call__(self, module: nn.Module, args: object, last: object) -> None:
         if torch.compiler.is_compiling():
             return
         # Read here and not in a function, whose frame dynamo would compile: whether it stands ready to.
-        ready = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+        ready = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # pyright: ignore[reportAttributeAccessIssue]
         self.act(module, args, last, ready is not None and ready is not False)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
@@ -95,6 +97,12 @@ def idle(*_: object) -> None:
 
 def _get_idle() -> Callable[..., None]:
     return idle
+
+
+def owners(model: nn.Module) -> list[object]:
+    """Who looks at the passes of this model, through a wrapper or not."""
+    hooks = [h for m in {model, unwrapped(model)} for h in m._forward_pre_hooks.values()]
+    return [h.owner for h in hooks if isinstance(h, _Hook)]
 
 
 def _holds_compiled(model: nn.Module) -> bool:

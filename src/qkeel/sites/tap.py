@@ -20,13 +20,26 @@ from qkeel.sites.scores import cat_heads
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
-Measure = Callable[[Seen], LogitStats]
+Measure = Callable[[Seen], LogitStats | None]
 
 
 def _say_off(error: Exception) -> None:
     caution(
         f"qkeel's tap met a fault and switched itself off: {type(error).__name__}: {error}. The model runs on unwatched"
     )
+
+
+class Visitor:
+    """Who else wants to see the passes that a tap looks at. Does nothing; override what is of interest."""
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A pass with these arguments is about to begin."""
+
+    def looking(self) -> Handle | None:
+        """The pass that is looked at begins, in compiled models the one made aside; the handle is removed after it."""
+
+    def after(self, output: object) -> None:
+        """The model's own pass is over."""
 
 
 class Tap(Handle):
@@ -37,9 +50,9 @@ class Tap(Handle):
     around it, so there the pass is run once more beforehand, eagerly, without gradients, its random streams and
     buffers put back: it costs one more forward pass.
 
-    What gradient checkpointing computes again in the backward pass is not counted twice. `due(training)` says whether
-    a pass is worth looking at; `measure` is what is computed of a call. A fault in the tap warns once and switches it
-    off.
+    What gradient checkpointing computes again in the backward pass is not counted twice. `due(training, compiled)`
+    says whether a pass is worth looking at; `measure` is what is computed of a call; `visitor` sees those passes
+    too. A fault in the tap warns once and switches it off.
     """
 
     def __init__(
@@ -47,18 +60,21 @@ class Tap(Handle):
         model: nn.Module,
         *,
         when_training: bool = False,
-        due: Callable[[bool], bool] | None = None,
+        due: Callable[[bool, bool], bool] | None = None,
         measure: Measure = statistics,
+        visitor: Visitor | None = None,
         on_fault: Callable[[Exception], None] = _say_off,
     ) -> None:
         self.measure = measure
+        self.visitor = visitor or Visitor()
         self.passes = {"train": 0, "eval": 0}
         self.foreign = True  # until a pass has shown that all attention is of own modules
-        self._due = due or (lambda training: training or not when_training)
+        self._due = due or (lambda training, compiled: training or not when_training)
         self._on_fault = on_fault
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
         self._running: _Pass | None = None
-        self._forwards = Forwards(model, self._before, self._after)
+        self._visited = False
+        self._forwards = Forwards(model, self._before, self._after, owner=self)
         self.model = self._forwards.inner
         super().__init__(self._forwards.remove)
 
@@ -67,6 +83,10 @@ class Tap(Handle):
         """That of a pass that ran now."""
         return "train" if self.model.training else "eval"
 
+    def has(self, phase: Phase) -> bool:
+        """Whether there is anything to read."""
+        return bool(self._stats[phase].stats)
+
     def read(self, phase: Phase | None = None) -> dict[str, LogitStats]:
         """Per site name, the statistics since the last read; sites that saw no call are absent.
 
@@ -74,7 +94,7 @@ class Tap(Handle):
         were none, the eval passes'. Where a module computes its heads one by one, they are those of one site.
         """
         if phase is None:
-            phase = "train" if self._stats["train"].stats else "eval"
+            phase = "train" if self.has("train") else "eval"
         sites, self._stats[phase] = self._stats[phase], _Sites()
         return sites.joined()
 
@@ -82,8 +102,10 @@ class Tap(Handle):
         phase = self.phase
         self.passes[phase] += 1
         try:
-            if not self._due(self.model.training):
+            if not self._due(self.model.training, compiled):
                 return
+            self._visited = True
+            self.visitor.before(args, kwargs)
             look = _Pass(self, phase)
             if compiled:
                 self._aside(look, args, kwargs)
@@ -105,13 +127,21 @@ class Tap(Handle):
 
     def _after(self, output: object) -> None:
         running, self._running = self._running, None
-        if running is not None:
-            running.end()
+        try:
+            if running is not None:
+                running.end()
+            if self._visited and self.active:
+                self._visited = False
+                self.visitor.after(output)
+        except Exception as error:
+            self.fault(error)
 
     def take(self, phase: Phase, name: str, call: Seen, part_of: str | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""
         if self.active:
-            self._stats[phase].add(name, self.measure(call), part_of)
+            stats = self.measure(call)
+            if stats is not None:
+                self._stats[phase].add(name, stats, part_of)
 
     def fault(self, error: Exception) -> None:
         """Switch off and say so, once."""
@@ -127,13 +157,16 @@ class _Pass:
     """One forward pass under observation: own modules report themselves, an interceptor sees the others."""
 
     def __init__(self, tap: Tap, phase: Phase) -> None:
-        self.tap, self.phase = tap, phase
+        self.tap = tap
+        self.phase: Phase = phase
         self.interceptor: Interceptor | None = None
         self.observed: list[tuple[SpecModule, Observer]] = []
         self.own_calls = self.foreign_calls = 0
+        self.visit: Handle | None = None
 
     def begin(self, call: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
         """Start looking; `call` are the arguments of the model's own call, if that has begun already."""
+        self.visit = self.tap.visitor.looking()
         for name, module in self.tap.model.named_modules():
             if isinstance(module, SpecModule):
                 observer: Observer = functools.partial(self._own, name)
@@ -143,10 +176,12 @@ class _Pass:
             self.interceptor = Interceptor(self.tap.model, self._foreign, on_fault=self.tap.fault)
             self.interceptor.__enter__()
             if call is not None:
-                self.interceptor.stack.push(self.tap.model, *call)
+                self.interceptor.stack.push(self.tap.model, call[0], dict(call[1]))
 
     def end(self) -> None:
         """Stop looking. Where all attention was of own modules, no interceptor is needed from now on."""
+        if self.visit is not None:
+            self.visit.remove()
         for module, observer in self.observed:
             module.observers.remove(observer)
         if self.interceptor is not None:
