@@ -13,6 +13,7 @@ from qkeel.audit.bench import Reading
 from qkeel.audit.experiment import Experiment
 from qkeel.audit.logits import products, scale_of, seen, sinks_of
 from qkeel.audit.recipe import Explanation, NormRecipe, SiteRecipe
+from qkeel.audit.responses import Rotation
 from qkeel.audit.sides import Side
 from qkeel.errors import RefusedError
 from qkeel.nn.core import SpecModule
@@ -83,17 +84,13 @@ def _recipe(experiment: Experiment, site: AttentionSite) -> SiteRecipe:
     query, key = sides["q"].norm(), sides["k"].norm()
     scale = scale_of(*(r[name] for r in experiment.tokens))
     effects = experiment.effects.get(name, [])
-    turns = sides["q"].rotation()
-    alone = (turns is None) != (sides["k"].rotation() is None)
-    doubts = ["only one of q and k changes with the position"] if alone else []
-    if scale is None:
-        doubts.append("the scale: logits did not follow q·k times a constant, or no row sees two keys")
+    turns = [sides[side].rotation() for side in ("q", "k")]
     return SiteRecipe(
         name=name,
         **geometry,
         query=query,
         key=key,
-        rotation=turns or sides["k"].rotation(),
+        rotation=turns[0] or turns[1],
         latent=_latent(site, experiment.latents.get(name, {})),
         scale=scale or (),
         scale_parameter=", ".join(e.name for e in effects if "scale" in e.moved and not e.moved & {"q", "k"}),
@@ -103,8 +100,17 @@ def _recipe(experiment: Experiment, site: AttentionSite) -> SiteRecipe:
         window=window,
         bias=_biased(experiment.tokens[0][name], scale),
         idle=experiment.idle.get(name, ()),
-        not_told=tuple(doubts),
+        not_told=_doubts(turns, scale),
     )
+
+
+def _doubts(turns: list[Rotation | None], scale: tuple[float, ...] | None) -> tuple[str, ...]:
+    found = []
+    if (turns[0] is None) != (turns[1] is None):
+        found.append("only one of q and k changes with the position")
+    if scale is None:
+        found.append("the scale: logits did not follow q·k times a constant, or no row sees two keys")
+    return tuple(found)
 
 
 def _biased(reading: Reading, scale: tuple[float, ...] | None) -> bool:
