@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import types
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from qkeel import find_sites
 from qkeel.functional.stats import LogitStats
+from qkeel.sites.blockwise import PackedCall
 from qkeel.sites.intercept import Interceptor, statistics
 
 from . import flash_stand_in as stand_in
@@ -137,6 +139,19 @@ def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> No
     q, k, ends = lengths()
     stats, _ = seen(lambda: stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, **OPTIONS[name]))
     check(stats, pieces(q, k), positional(OPTIONS[name]))
+
+
+def test_a_query_mask_reaches_the_sequences_of_a_packed_call() -> None:
+    q, k, ends = lengths()
+    calls: list[PackedCall] = []
+    with Interceptor(nn.Identity(), lambda s: calls.append(s.call)):  # type: ignore[arg-type]
+        stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5)
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[0, :3] = False  # the whole first sequence
+    mask[0, 4] = False
+    stats = statistics(dataclasses.replace(calls[0], query_mask=mask))
+    assert stats.n_queries.tolist() == [5] * H
+    assert stats.n_pairs.tolist() == [4 * 5 + 1] * H
 
 
 def test_packed_sequences_with_packed_arguments() -> None:
