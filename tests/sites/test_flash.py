@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
 from qkeel.functional.stats import LogitStats
@@ -186,6 +187,50 @@ def test_the_rows_of_each_head_are_found() -> None:
         (term,) = site.terms
         assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
         assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_checkpointing_computes_again_is_not_seen_again(reentrant: bool) -> None:
+    model, x = Block(stand_in.flash_attn_func), torch.randn(B, 5, H * D, requires_grad=True)
+    found: list[str] = []
+    with Interceptor(model, lambda s: found.append(s.name)):
+        y: Any = checkpoint(model, x, use_reentrant=reentrant)
+        y.sum().backward()
+    assert found == [""]
+    (site,) = find_sites(nn.Sequential(_Checkpointed(model, reentrant)), x)
+    assert site.name == "0.inner"
+    assert len(site.terms) == 1
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def test_several_calls_of_one_module_and_shared_modules_keep_their_names() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x)[:, :, None]
+            once = stand_in.flash_attn_func(q, q, q)
+            return stand_in.flash_attn_func(once, q, q)[:, :, 0]
+
+    twice = Twice()
+    model, x = nn.Sequential(twice, twice), torch.randn(B, 5, D)
+    found: list[str] = []
+    with Interceptor(model, lambda s: found.append(s.name)):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(B, 5, D + 1))
+        model(x)
+    assert found == ["0", "0#2", "0", "0#2"]
+    assert [s.name for s in find_sites(model, x)] == ["0", "0#2"]
 
 
 def test_a_wrapper_that_falls_back_to_torch_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
