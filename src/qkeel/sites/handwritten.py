@@ -24,7 +24,7 @@ from qkeel.sites.blockwise import HIDES
 from qkeel.sites.carriers import CARRIES, LOOKS, SHAPES
 from qkeel.sites.layout import fewest_keys, head_counts, layout
 from qkeel.sites.products import PRODUCTS, Product, product
-from qkeel.sites.ratios import outer, over_last, raised, row_top
+from qkeel.sites.ratios import OUTER, outer, over_last, raised, row_top
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.stack import Frame
 from qkeel.sites.tags import Powers, RowTop, Scores, Tag, Tags, Weights
@@ -40,6 +40,10 @@ class Handwritten:
         self.tags = Tags()
         self.stopped: collections.Counter[str] = collections.Counter()
         self._report = report
+
+    def minds(self, name: str) -> bool:
+        """Whether a call of this function can matter now: most can't."""
+        return bool(self.tags) or name in PRODUCTS or name in OUTER
 
     def follow(self, name: str, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Take one call of a torch function into account. `name` is bare: no underscores around it."""

@@ -146,7 +146,8 @@ class Interceptor(Watcher):
             out = func(*args, **kwargs)
         finally:
             self._inside -= 1
-        self._guarded(self._look, name, args, kwargs, out)
+        if name in FUSED or self.handwritten.minds(name):
+            self._guarded(self._look, name, args, kwargs, out)
         return out
 
     @contextmanager

@@ -12,6 +12,8 @@ from qkeel.sites.carriers import CARRIES
 from qkeel.sites.products import Product
 from qkeel.sites.tags import Powers, RowTop
 
+OUTER = frozenset({"mul", "multiply"})
+
 
 def row_top(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowTop | None:
     """The tag of what `name(x, …)` makes of scores, if that is one number per row, or for all."""
@@ -47,8 +49,10 @@ def raised(name: str, tag: Powers, x: Tensor, args: tuple[Any, ...], kwargs: dic
 
 def outer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
     """q [... t d] and k [... s d] of q[..., :, None, :] * k[..., None, :, :], whose sums over d are scores."""
+    if name not in OUTER:
+        return None
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-    if name not in ("mul", "multiply") or len(given) != 2:
+    if len(given) != 2:
         return None
     a, b = given
     if a.ndim != b.ndim or a.ndim < 4 or a.shape[-1] != b.shape[-1]:
