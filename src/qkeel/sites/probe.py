@@ -61,7 +61,7 @@ def _watched(
         seen: dict[str, list[Sighting]] = {}
         watcher = Interceptor(model, functools.partial(_note, seen), probing=True, dispatch=dispatch)
         try:
-            _forward(model, watcher, copied(args), copied(kwargs))
+            forward(model, watcher, copied(args), copied(kwargs))
         except Exception as error:
             failed = error
         else:
@@ -76,10 +76,12 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
     seen.setdefault(sighting.name, []).append(sighting)
 
 
-def _forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
+def forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
+    """One eager forward pass under the watcher, with gradients."""
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, plain = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
-    with eager, plain, _no_checkpointing(), watcher:
+    grads = torch.inference_mode(False), torch.enable_grad()
+    with eager, plain, grads[0], grads[1], _no_checkpointing(), watcher:
         model(*args, **kwargs)
 
 
