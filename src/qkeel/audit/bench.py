@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qkeel.sites import AttentionSite
+from qkeel.sites.blockwise import PackedCall
 from qkeel.sites.intercept import Interceptor, Sighting
 from qkeel.sites.probe import copied, forward, grouped
 from qkeel.sites.scores import ScoresCall
@@ -195,6 +196,8 @@ def _beyond(sighting: Sighting, softmax_input: Tensor | None) -> Tensor | None:
 
 def _reading(calls: list[Sighting], beyond: Tensor | None, groups: int) -> Reading | None:
     first = calls[0].call
+    if isinstance(first, PackedCall):
+        return None  # several sequences in a row
     if any(c.call.q is None or c.call.k is None for c in calls):
         return None
     q, k = (torch.cat([getattr(c.call, side).detach()[0] for c in calls]).double().cpu() for side in ("q", "k"))

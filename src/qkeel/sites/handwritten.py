@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkeel.sites.blockwise import HIDES
 from qkeel.sites.carriers import CARRIES, LOOKS, SHAPES
 from qkeel.sites.layout import fewest_keys, head_counts, layout
 from qkeel.sites.products import PRODUCTS, Product, product
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.stack import Frame
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
-
-HIDES = -9e3  # an additive mask at or under this hides; published ones start at -1e4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,7 +111,7 @@ class Handwritten:
             if name in CARRIES or name in SHAPES or name in _MASKS:
                 self.tags.put(out, tag)
             return
-        if name in ("softmax", "_safe_softmax"):
+        if name in ("softmax", "safe_softmax"):
             self._softmax(frame, tag, args, kwargs)
             self.tags.put(out, _Weights())
             return
@@ -260,7 +259,8 @@ def _rearranged(
     name: str, tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
 ) -> Scores | None:
     """The tag after a view or an index: masks and logits before the cap move along."""
-    op = getattr(torch.nn.functional if name == "pad" else torch.Tensor, "__getitem__" if name == "getitem" else name)
+    method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
+    op = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
 
     def moved(part: Tensor | None) -> Tensor | None:
         if part is None:
