@@ -16,11 +16,13 @@ from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.about import about
 from qkeel.monitor.alarms import DEFAULT
 from qkeel.monitor.cadence import Cadence, Every
+from qkeel.monitor.changes import Arguments, Changes
 from qkeel.monitor.hidden import Hidden
 from qkeel.monitor.history import History
 from qkeel.monitor.journal import Journal
 from qkeel.monitor.means import Means
 from qkeel.monitor.moved import Moved
+from qkeel.monitor.planned import PlannedRates
 from qkeel.monitor.queries import QueryMask, with_query_mask
 from qkeel.monitor.rule import Alarm, Rule
 from qkeel.monitor.sample import Sample
@@ -47,6 +49,8 @@ class Plan:
     sinks: tuple[Sink, ...] = ()
     rules: tuple[Rule, ...] = DEFAULT
     query_mask: QueryMask | None = None
+    probe: Arguments | None = None
+    planned: PlannedRates | None = None
     threshold: float = ALARM_THRESHOLD
 
 
@@ -79,9 +83,12 @@ class Monitor(Handle):
         self._together = Together()
         self._untold: QkeelError | None = None  # why the sites are not known
         self._broken = self._warned = self._complete = False
-        self._journal = Journal(plan.sinks, plan.rules, lambda: about(self.model, self.sites, optimizer, plan.cadence))
+        self._journal = Journal(
+            plan.sinks, plan.rules, plan.planned, lambda: about(self.model, self.sites, optimizer, plan.cadence)
+        )
         self._tap = Tap(model, due=self._due, measure=self._measure, visitor=_Eyes(self), on_fault=self._off)
         self.model = self._tap.model
+        self._changes = None if plan.probe is None else Changes(self._tap, plan.probe)
         self._steps: Steps | None = None
         if optimizer is not None:
             self._steps = Steps(optimizer, self._guard(self._before_step), self._guard(self._after_step))
@@ -204,7 +211,11 @@ class Monitor(Handle):
 
     def _before_step(self) -> None:
         # One that has switched itself off reads too: sharded weights are gathered, and the others would wait for it.
-        if self._weights is not None and self._step_due():
+        if not self._step_due():
+            return
+        if self._changes is not None and self._tap.active:
+            self._changes.before()
+        if self._weights is not None:
             self._numbers = self._weights.read()
             scale = None if self._steps is None else self._steps.gradient_scale
             if scale is not None:
@@ -228,6 +239,8 @@ class Monitor(Handle):
         if not self._tap.passes["train"] and not self._warned:
             self._warned = True
             caution(_NOT_SEEN)
+        if self._changes is not None and self._tap.has("train"):
+            self._numbers |= self._changes.after()
         self._close_step("train", self.steps)
 
     def _step_due(self) -> bool:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -42,6 +43,7 @@ class Forwards(Handle):
         self._before, self._after, self._on_fault = before, after, on_fault
         self._pid = os.getpid()
         self._depth = 0
+        self._looking_away = False
         self._pass: _Running | None = None
         # Dynamo runs these frames as they are instead of compiling them away, and nothing under them is compiled.
         torch._dynamo.eval_frame.skip_code(_Hook.__call__.__code__)
@@ -52,8 +54,17 @@ class Forwards(Handle):
         ]
         super().__init__(self._unhook)
 
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """While it lasts passes are not seen: those are the watcher's own."""
+        self._looking_away = True
+        try:
+            yield
+        finally:
+            self._looking_away = False
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any, compiled: bool) -> None:
-        if module is not self.model or not self._here():
+        if module is not self.model or not self._here() or self._looking_away:
             return
         self._end_abandoned()
         self._depth += 1
@@ -62,7 +73,7 @@ class Forwards(Handle):
             self._guarded(lambda: self._before(args, kwargs, compiled or _holds_compiled(self.model)))
 
     def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
-        if module is not self.model or not self._here() or not self._depth:
+        if module is not self.model or not self._here() or not self._depth or self._looking_away:
             return
         self._depth -= 1
         if self._depth == 0:

@@ -65,8 +65,8 @@ class Tap(Handle):
 
     What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
     exception nothing is. `due(training, compiled)` says what to look at in a pass: "bracket" is a bound on the largest
-    logit, see BracketMode. `measure` is what is
-    computed of a call; `visitor` sees those passes too. A fault in the tap warns once and switches it off.
+    logit, see BracketMode. `measure` is what is computed of a call; `visitor` sees those passes too. A fault in the tap
+    warns once and switches it off.
     """
 
     def __init__(
@@ -111,6 +111,19 @@ class Tap(Handle):
         sites, self._stats[phase] = self._stats[phase], _Sites()
         return sites.joined()
 
+    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Seen]:
+        """The first call of each site in a pass with these arguments, made for it eagerly and without gradients.
+
+        It counts nowhere, changes nothing, and draws the same random numbers each time.
+        """
+        kept: dict[str, Seen] = {}
+        look = _Pass(self, self.phase, kept)
+        with self._forwards.looking_away():
+            self._aside(look, args, kwargs, seed=0)
+        if look.error is not None:
+            raise look.error
+        return kept
+
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
         phase = self.phase
         self.passes[phase] += 1
@@ -127,10 +140,12 @@ class Tap(Handle):
             else:
                 running.begin((args, kwargs) if self._forwards.model is self.model else None)
 
-    def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The pass that the model is about to make, made eagerly."""
+    def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None = None) -> None:
+        """The pass that the model is about to make, made eagerly; with a seed, from that."""
         eager = torch.compiler.set_stance("force_eager")
         with torch.no_grad(), eager, undisturbed(self.model):
+            if seed is not None:
+                torch.manual_seed(seed)
             try:
                 look.begin(None)
                 self.model(*copied(args), **copied(dict(kwargs)))
@@ -168,10 +183,13 @@ class Tap(Handle):
 
 
 class _Pass:
-    """One forward pass under observation: own modules report themselves, an interceptor sees the others."""
+    """One forward pass under observation: own modules report themselves, an interceptor sees the others.
 
-    def __init__(self, tap: Tap, phase: Phase) -> None:
-        self.tap = tap
+    With `kept` the first call of each site is put there, and nothing is measured.
+    """
+
+    def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None) -> None:
+        self.tap, self.kept = tap, kept
         self.phase: Phase = phase
         self.sites = _Sites()
         self.error: Exception | None = None
@@ -180,7 +198,7 @@ class _Pass:
 
     def begin(self, call: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
         """Start looking; `call` are the arguments of the model's own call, if that has begun already."""
-        visit = self.tap.visitor.looking()
+        visit = self.tap.visitor.looking() if self.kept is None else None
         if visit is not None:
             self._undo.callback(visit.remove)
         for name, module in self.tap.model.named_modules():
@@ -213,7 +231,9 @@ class _Pass:
 
     def _take(self, name: str, call: Seen, part_of: str | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""
-        if self.tap.active:
+        if self.kept is not None:
+            self.kept.setdefault(name, call)
+        elif self.tap.active:
             stats = self.tap.measure(call)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
