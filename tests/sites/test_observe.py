@@ -15,6 +15,7 @@ from qkeel import find_sites
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.functional.stats import LogitStats
 from qkeel.sites import Tap
+from qkeel.sites.intercept import Interceptor
 
 B, H, T, D = 2, 4, 6, 8
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -340,10 +341,20 @@ def test_an_exception_in_the_model_leaves_no_mode_behind() -> None:
 
 
 @torch.no_grad()
-def test_a_transformer_encoder_in_eval_is_seen_and_keeps_its_fast_path() -> None:
+def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_under_an_interceptor() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, batch_first=True), 2).eval()
     x = torch.randn(2, 5, 16)
-    expected = model(x)
+    fast = model(x)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        slow = model(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    names = ["layers.0.self_attn", "layers.1.self_attn"]
     with Tap(model) as tap:
-        assert torch.equal(model(x), expected)
-        assert list(tap.read()) == ["layers.0.self_attn", "layers.1.self_attn"]
+        assert torch.equal(model(x), fast)
+        assert list(tap.read()) == names
+    found: list[str] = []
+    with Interceptor(model, lambda s: found.append(s.name)):
+        assert torch.equal(model(x), slow)
+    assert found == names
