@@ -51,7 +51,7 @@ def explain_model(model: nn.Module, batch: Any) -> Explanation:
                 f"all attention of this {type(model).__name__} is qkeel's own, which does what its spec says: "
                 "print(module.spec.explain())"
             )
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             experiment = Experiment(model, args, kwargs, sites)
             recipes = [_recipe(experiment, site) for site in sites]
     return Explanation(model=type(model).__name__, sites=tuple(recipes), differences=differences(model, recipes))

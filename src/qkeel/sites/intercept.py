@@ -9,6 +9,7 @@ evaluation, visibility was chosen: inside the fast path one opaque operator woul
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,9 @@ from qkeel.sites.plain import PLAIN, UnreadError
 from qkeel.sites.scores import ScoresCall, scores_stats
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import Frame, ModuleStack
+
+# Per thread: whether an interceptor computes something itself, which is nobody's attention.
+_LOOKING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_looking", default=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,7 +98,7 @@ class Interceptor(Watcher):
         on_fault: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()
-        self.stack = ModuleStack(model, keep_inputs=probing)
+        self.stack = ModuleStack(model, keep_inputs=probing, on_fault=on_fault)
         self.probing = probing
         self.unread: collections.Counter[str] = collections.Counter()
         self._on_fault = on_fault
@@ -128,7 +132,7 @@ class Interceptor(Watcher):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _LOOKING.get():
             return func(*args, **kwargs)
         name = bare(func)
         if name == "get":
@@ -142,7 +146,8 @@ class Interceptor(Watcher):
             out = func(*args, **kwargs)
         finally:
             self._inside -= 1
-        self._guarded(self._look, name, args, kwargs, out)
+        if name in FUSED or self.handwritten.minds(name):
+            self._guarded(self._look, name, args, kwargs, out)
         return out
 
     @contextmanager
@@ -162,6 +167,7 @@ class Interceptor(Watcher):
         self.unread[f"{name}, which can't be watched ({error})"] += 1
 
     def _guarded(self, look: Callable[..., None], *args: Any) -> None:
+        token = _LOOKING.set(True)
         try:
             # With gradients only where someone will walk from q and k back to the weights.
             with torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
@@ -170,6 +176,8 @@ class Interceptor(Watcher):
             if self._on_fault is None:
                 raise
             self._on_fault(error)
+        finally:
+            _LOOKING.reset(token)
 
     def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         top = self.stack.top
@@ -180,7 +188,7 @@ class Interceptor(Watcher):
             self._saw(top, name, fused(top, args, kwargs))
 
     def _look_below(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if self._inside:
+        if self._inside or _LOOKING.get():
             return
         self._is_below = True
         try:
