@@ -18,6 +18,7 @@ from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.about import about
 from qkeel.monitor.alarms import DEFAULT
 from qkeel.monitor.cadence import Cadence, Every
+from qkeel.monitor.gains import Gains
 from qkeel.monitor.hidden import Hidden
 from qkeel.monitor.history import History
 from qkeel.monitor.journal import Journal
@@ -73,6 +74,7 @@ class Monitor(Handle):
         self._moved = Moved()
         self._means = Means()
         self._weights: Weights | None = None
+        self._gains: Gains | None = None
         self._numbers: dict[tuple[str, str], Tensor] = {}
         self._hidden: Hidden | None = None
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
@@ -174,6 +176,7 @@ class Monitor(Handle):
             caution(f"the weights behind the heads can't be told, so they are not watched: {error}")
         if self.optimizer is not None:
             self._weights = Weights(self.model, self.sites, self.optimizer)
+            self._gains = Gains(self.model, self.sites)
         self._hidden = Hidden(self.model, [site.name for site in self.sites], self._means)
 
     def _measure(self, call: Seen) -> LogitStats | None:
@@ -192,8 +195,8 @@ class Monitor(Handle):
     # --- called by the optimizer -----------------------------------------------------------------------------------
 
     def _before_step(self) -> None:
-        if not self._broken and self._weights is not None and self._step_due():
-            self._numbers = self._weights.read()
+        if not self._broken and self._weights is not None and self._gains is not None and self._step_due():
+            self._numbers = {**self._weights.read(), **self._gains.read()}
 
     def _after_step(self) -> None:
         if self._step_due():
