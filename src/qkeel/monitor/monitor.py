@@ -17,6 +17,7 @@ from qkeel.monitor.about import about
 from qkeel.monitor.alarms import DEFAULT
 from qkeel.monitor.cadence import Cadence, Every
 from qkeel.monitor.changes import Arguments, Changes
+from qkeel.monitor.gains import Gains
 from qkeel.monitor.hidden import Hidden
 from qkeel.monitor.history import History
 from qkeel.monitor.journal import Journal
@@ -75,6 +76,7 @@ class Monitor(Handle):
         self._moved = Moved()
         self._means = Means()
         self._weights: Weights | None = None
+        self._gains: Gains | None = None
         self._numbers: dict[tuple[str, str], Tensor] = {}
         self._hidden: Hidden | None = None
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
@@ -178,6 +180,7 @@ class Monitor(Handle):
             self._untold = error  # told after the pass, if that goes through
         if self.optimizer is not None:
             self._weights = Weights(self.model, self.sites, self.optimizer)
+            self._gains = Gains(self.model, self.sites)
         self._hidden = Hidden(self.model, [site.name for site in self.sites], self._means, self._tap.fault)
 
     def _measure(self, call: Seen) -> LogitStats | None:
@@ -215,8 +218,8 @@ class Monitor(Handle):
             return
         if self._changes is not None and self._tap.active:
             self._changes.before()
-        if self._weights is not None:
-            self._numbers = self._weights.read()
+        if self._weights is not None and self._gains is not None:
+            self._numbers = {**self._weights.read(), **self._gains.read()}
             scale = None if self._steps is None else self._steps.gradient_scale
             if scale is not None:
                 self._numbers = {k: x / scale if "grad" in k[1] else x for k, x in self._numbers.items()}
