@@ -105,6 +105,11 @@ class Monitor(Handle):
         return merged([closed, recent])
 
     @property
+    def passes(self) -> int:
+        """How many forward passes of the model were seen, measured or not."""
+        return sum(self._tap.passes.values())
+
+    @property
     def sample(self) -> Sample | None:
         """The numbers of the step measured last; None before the first."""
         self._settle(wait=True)
@@ -250,6 +255,8 @@ class Monitor(Handle):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def _safely(self, act: Callable[[], None]) -> None:
+        if torch.compiler.is_compiling():
+            return  # inside a compiled step: nothing of this is to be traced
         try:
             act()
         except Exception as error:
