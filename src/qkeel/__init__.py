@@ -13,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkeel import audit, errors, lab, monitor, nn, reference, remedies, report
+    from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report
+    from qkeel.audit import explain_model
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
@@ -27,12 +28,13 @@ _HOMES = {
     "AttentionSpec": "qkeel.spec",
     "apply": "qkeel.remedies",
     "attention": "qkeel.ops",
+    "explain_model": "qkeel.audit",
     "find_sites": "qkeel.sites",
     "preset": "qkeel.spec",
     "presets": "qkeel.spec",
     "watch": "qkeel.monitor.watch",
 }
-_ROOMS = ("audit", "errors", "lab", "monitor", "nn", "reference", "remedies", "report")
+_ROOMS = ("audit", "errors", "integrations", "lab", "monitor", "nn", "reference", "remedies", "report")
 
 __all__ = [
     "AttentionSpec",
@@ -40,7 +42,9 @@ __all__ = [
     "attention",
     "audit",
     "errors",
+    "explain_model",
     "find_sites",
+    "integrations",
     "lab",
     "monitor",
     "nn",

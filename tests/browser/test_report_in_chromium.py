@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 from synthetic_study import drift, grid, make_run, make_study
+from synthetic_watch import Seen, make_watch
 
 import qkeel.report
+from qkeel.records import append_line
+from qkeel.report.live import serve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -39,10 +42,11 @@ pytestmark = [
 ]
 
 
-def browse(page: Path, *flags: str) -> tuple[str, list[str]]:
+def browse(page: Path | str, *flags: str) -> tuple[str, list[str]]:
     """What the browser printed, and what the page's console said."""
+    address = page if isinstance(page, str) else page.as_uri()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *flags, page.as_uri()]
+        command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *flags, address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -74,6 +78,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qkeel.report.write(make_study(folder / "study", [*drift(), *grid()]), folder / "report.html")
 
 
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watched")
+    return qkeel.report.write(make_watch(folder / "watch"), folder / "report.html")
+
+
 def test_every_chart_is_drawn_without_a_word_on_the_console(demo: Path):
     html = dom(demo)
     marks = {"drift": 2, "loss": 6, "logits": 36, "entropy": 36, "train": 36}
@@ -103,7 +113,9 @@ def test_light_dark_and_phone_are_rendered(demo: Path, tmp_path: Path):
     assert sizes["light"] != sizes["dark"]
 
 
-def test_a_phone_sees_no_horizontal_scroll(demo: Path, tmp_path: Path):
+@pytest.mark.parametrize("page", ["demo", "watched"])
+def test_a_phone_sees_no_horizontal_scroll(page: str, request: pytest.FixtureRequest):
+    demo = request.getfixturevalue(page)
     report = "addEventListener('load', () => setTimeout(() => parent.postMessage("
     report += "`${innerWidth} ${document.documentElement.scrollWidth}`, '*'), 500))"
     inner = with_script(demo, report)
@@ -176,3 +188,91 @@ def test_empty_failed_and_single_pages_are_quiet(tmp_path: Path):
     assert "<svg" not in re.sub(r"<script.*?</script>", "", shown["empty"], flags=re.S)
     assert "L" in chart(shown["failed"], "logits")
     assert chart(shown["single"], "heads").count("<rect") == 8 * 16
+
+
+def test_every_chart_of_a_watched_model_is_drawn(watched: Path):
+    html = dom(watched)
+    least = {"growth": 13, "entropy": 13, "norms": 24, "angle": 1, "more": 12, "loss": 1}
+    for name, n in least.items():
+        svg = chart(html, name)
+        assert len(re.findall(r'<path [^>]*d="M[^"]+L[^"]+"', svg)) >= n, name
+        assert "NaN" not in svg, name
+    cells = chart(html, "map")
+    assert cells.count("<rect") == 12 * 12 - 6  # one layer has half the heads
+    assert "layer 4 · head 5" in chart(html, "growth")
+    assert chart(html, "angle").count("<circle") >= 12 * 12 - 6
+
+
+def test_watched_pages_of_every_size_are_quiet(tmp_path: Path):
+    tiny = Seen(samples=1, alarms=0, loss=False, layers=1, heads=1, complete=False)
+    paths = {
+        "one sample": [make_watch(tmp_path / "one", tiny)],
+        "eighty layers": [make_watch(tmp_path / "big", Seen(layers=80, heads=64, samples=20, complete=False))],
+        "two": [make_watch(tmp_path / "a", Seen(samples=5, alarms=0)), make_watch(tmp_path / "b", Seen(angle=False))],
+    }
+    shown = {name: dom(qkeel.report.write(runs, tmp_path / "page.html")) for name, runs in paths.items()}
+    assert chart(shown["one sample"], "map").count("<rect") == 1
+    assert chart(shown["one sample"], "growth").count("<circle") >= 1
+    assert chart(shown["eighty layers"], "map").count("<rect") == 80 * 64 - 32
+    assert "L" in chart(shown["two"], "runs")
+
+
+def test_the_charts_follow_the_chosen_run_and_number(tmp_path: Path):
+    runs = [make_watch(tmp_path / "a", Seen(layers=3, heads=4)), make_watch(tmp_path / "b", Seen(layers=5, heads=2))]
+    script = """
+      const pick = (where, value) => {
+        const select = document.querySelector(`[data-controls="${where}"] select`);
+        select.value = value;
+        select.dispatchEvent(new Event("change"));
+      };
+      pick("run", "b");
+      pick("map", "entropy");
+      document.body.dataset.cells = document.querySelectorAll("#chart-map rect").length;
+      document.body.dataset.scale = document.querySelector('[data-legend="map"]').textContent;
+    """
+    html = dom(with_script(qkeel.report.write(runs, tmp_path / "page.html"), script))
+    assert 'data-cells="9"' in html
+    assert re.search(r'data-scale="[^"]*mean attention entropy', html)
+
+
+def test_a_live_page_takes_up_what_is_new_without_loading_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = make_watch(tmp_path / "run", Seen(samples=8, complete=False))
+    heads = (run / "heads.f32").read_bytes()
+    size = len(heads) // 8
+    (run / "heads.f32").write_bytes(heads[: 7 * size])
+    looks: list[str] = []
+    pages: list[bytes] = []
+    with serve(run) as server:
+        make = server._page.html
+
+        def over() -> bool:  # asked for at every look: the eighth sample arrives at the first
+            if not looks:
+                (run / "heads.f32").write_bytes(heads)
+                append_line(run / "events.jsonl", {"step": 70, "event": "a thing happened"})
+            looks.append("")
+            return False
+
+        def html_page() -> bytes:
+            pages.append(make())
+            return pages[-1]
+
+        monkeypatch.setattr(server._page, "over", over)
+        monkeypatch.setattr(server._page, "html", html_page)
+        html, console = browse(server.url, "--window-size=1280,1000", "--virtual-time-budget=9000", "--dump-dom")
+    assert len(pages) == 2  # the first, and the one whose parts were taken over
+    assert len(looks) >= 3
+    assert console == []
+    assert "8 samples" in html
+    assert "a thing happened" in html
+    assert "Live: looked at" in html
+    assert "70" in chart(html, "growth")
+
+
+def test_a_page_whose_server_is_gone_says_so_and_stays(tmp_path: Path):
+    run = make_watch(tmp_path / "run", Seen(samples=8, complete=False))
+    with serve(run) as server:
+        page = tmp_path / "page.html"
+        page.write_bytes(server._page.html())
+    html, _ = browse(page, "--virtual-time-budget=5000", "--dump-dom")  # from a file there is no server at all
+    assert "The server of this page is gone; the run may go on" in html
+    assert "8 samples" in html

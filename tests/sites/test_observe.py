@@ -98,6 +98,36 @@ def fused_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, torch.zeros(T, T).masked_fill(~causal(), -1e4))
 
 
+def exp_over_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    e = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return (e / e.sum(dim=-1, keepdim=True)) @ v
+
+
+def values_before_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores -= scores.max(dim=-1, keepdim=True).values.detach()
+    e = (scores / math.sqrt(D)).exp_() * causal()
+    return e @ v / e.sum(-1)[..., None]
+
+
+def less_its_logsumexp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)) @ v
+
+
+def softmax_of_the_rest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT / math.sqrt(D)
+    scores = scores - scores.max()
+    scores = (scores - scores.amax(-1, keepdim=True)).transpose(1, 2).transpose(1, 2)
+    return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
+
+
+def products_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q[:, :, :, None] * k[:, :, None]).sum(-1) / math.sqrt(D)
+    return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
+
+
 WAYS: dict[str, Attend] = {
     f.__name__: f
     for f in (
@@ -109,6 +139,11 @@ WAYS: dict[str, Attend] = {
         with_sink,
         written_in_place,
         checkpointed,
+        exp_over_sum,
+        values_before_the_sum,
+        less_its_logsumexp,
+        softmax_of_the_rest,
+        products_by_hand,
         fused,
         fused_with_mask,
     )
@@ -225,14 +260,25 @@ def test_the_probe_leaves_no_trace() -> None:
 
 
 def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
-    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        e = torch.exp(q @ k.mT)
-        return e / e.sum(-1, keepdim=True) @ v
+    def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.sigmoid(q @ k.mT) @ v
 
-    with pytest.raises(
-        RefusedError, match=r"saw no attention in a forward pass of this Block.*exp \(1x\).*AttentionSite"
-    ):
-        find_sites(Block(by_hand), torch.randn(B, T, H * D))
+    def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Key block by key block under a running maximum: no block is an attention of its own.
+        top, out, mass = torch.full((B, H, T, 1), -torch.inf), torch.zeros_like(v), torch.zeros(B, H, T, 1)
+        for keys in (slice(0, 3), slice(3, T)):
+            z = q @ k[:, :, keys].mT
+            new = torch.maximum(top, z.amax(-1, keepdim=True))
+            e = torch.exp(z - new)
+            out, mass = out * (top - new).exp() + e @ v[:, :, keys], mass * (top - new).exp() + e.sum(-1, keepdim=True)
+            top = new
+        return out / mass
+
+    for way, stop in ((sigmoid, r"sigmoid \(1x\)"), (in_blocks, r"sub of a number per row \(2x\)")):
+        with pytest.raises(
+            RefusedError, match=rf"(?s)saw no attention in a forward pass of this Block.*{stop}.*describe\(model"
+        ):
+            find_sites(Block(way), torch.randn(B, T, H * D))
 
 
 def test_an_example_that_fails_is_reported_as_such() -> None:

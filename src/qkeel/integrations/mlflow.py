@@ -1,0 +1,51 @@
+"""MLflow: summaries as metrics, alarms as tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from qkeel.errors import missing
+from qkeel.monitor import Alarm, Sample, Sink
+
+
+@final
+class MLflowSink(Sink):
+    """Logs to the run that is active, or starts one of its own and ends it; where to is MLflow's own setting."""
+
+    def __init__(self, experiment: str | None = None, name: str | None = None) -> None:
+        self.experiment, self.name = experiment, name
+        self._mlflow: Any = None
+        self._client: Any = None
+        self._run_id = ""
+        self._own = False
+
+    def open(self, about: Mapping[str, Any]) -> None:
+        """Join the active run, or start one."""
+        try:
+            import mlflow
+        except ImportError as error:
+            raise missing("the MLflow sink", "mlflow") from error
+        self._mlflow = mlflow
+        self._own = self._mlflow.active_run() is None
+        if self._own and self.experiment:
+            self._mlflow.set_experiment(self.experiment)
+        run = self._mlflow.start_run(run_name=self.name) if self._own else self._mlflow.active_run()
+        self._client, self._run_id = self._mlflow.MlflowClient(), run.info.run_id
+        self._client.set_tag(self._run_id, "qkeel.model", str(about.get("model")))
+
+    def write(self, sample: Sample) -> None:
+        """All summaries of a sample in one call for each 1,000, which is MLflow's limit."""
+        found = list(sample.summaries().items())
+        for begin in range(0, len(found), 1000):
+            some = dict(found[begin : begin + 1000])
+            self._mlflow.log_metrics(some, step=sample.step, run_id=self._run_id)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One tag, named by its rule."""
+        self._client.set_tag(self._run_id, f"qkeel.alarm.{alarm.rule.replace(' ', '_')}", str(alarm))
+
+    def close(self, complete: bool) -> None:
+        """End the run if it is the sink's own."""
+        if self._own and self._client is not None:
+            self._mlflow.end_run("FINISHED" if complete else "KILLED")
