@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from qkeel.errors import caution
 from qkeel.handle import Handle
-from qkeel.monitor.monitor import Monitor
+from qkeel.monitor.monitor import Monitor, watched
 from qkeel.sites.forwards import unwrapped
 
 LEAST_SHARE = 0.1  # of an optimizer's parameters that a model must hold to be worth watching beside a larger one
@@ -44,22 +44,17 @@ class Spotter(Handle):
         self._watches: list[_Watch] = []
         self._plain = plain = Optimizer.__init__
 
-        def noting(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-            plain(optimizer, params, defaults)
-            self._safely(self._made, optimizer)
+        def made(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+            plain(self, params, defaults)
+            spotter._safely(spotter._made, self)
 
         # Torch has no hook for this; nobody compiles the making of an optimizer.
-        Optimizer.__init__ = noting
+        spotter, Optimizer.__init__ = self, made
         self._hooks = [
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._safely(self._before_step, optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._safely(self._after_step, optimizer)),
         ]
         super().__init__(self._stop)
-
-    @property
-    def monitors(self) -> list[Monitor]:
-        """Those whose model still lives."""
-        return [monitor for watch in self._watches if (monitor := watch.monitor()) is not None]
 
     def _made(self, optimizer: Optimizer) -> None:
         self.optimizers += 1
@@ -71,7 +66,8 @@ class Spotter(Handle):
         for chain in chains(optimizer):
             old = next((w for w in self._watches if any(w.model() is module for module in chain)), None)
             if old is None:
-                self._begin(chain, optimizer)
+                if not any(map(watched, chain)):  # by the script itself
+                    self._begin(chain, optimizer)
             elif not self._steps[optimizer] and self._over(old):
                 old.end()
                 self._watches.remove(old)
