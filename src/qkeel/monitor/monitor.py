@@ -112,6 +112,11 @@ class Monitor(Handle):
         return merged([closed, recent])
 
     @property
+    def passes(self) -> int:
+        """How many forward passes of the model were seen, measured or not."""
+        return sum(self._tap.passes.values())
+
+    @property
     def sample(self) -> Sample | None:
         """The numbers of the step measured last; None before the first."""
         self._settled()
@@ -279,7 +284,7 @@ class Monitor(Handle):
         return Measured(stats=stats, numbers=numbers) if stats else None
 
     def _settled(self) -> None:
-        self._guard(self._settle)(wait=True)
+        self._guard(lambda: self._settle(wait=True))()
 
     def _settle(self, *, wait: bool) -> None:
         """Put on record what has arrived."""
@@ -295,11 +300,11 @@ class Monitor(Handle):
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
-    def _guard(self, act: Callable[..., None]) -> Callable[..., None]:
-        def safely(*_: object, **options: Any) -> None:
+    def _guard(self, act: Callable[[], None]) -> Callable[[], None]:
+        def safely() -> None:
             try:
                 if self.active:
-                    act(**options)
+                    act()
             except Exception as error:
                 self._off(error)
 
