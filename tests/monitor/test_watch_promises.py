@@ -1,4 +1,4 @@
-"""Watching changes nothing: losses, gradients, weights, buffers and random streams are the unwatched ones, bit for bit."""
+"""Watching changes nothing: losses, gradients, weights, buffers and random streams are the same, bit for bit."""
 
 from __future__ import annotations
 
