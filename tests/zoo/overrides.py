@@ -96,5 +96,5 @@ REASONS: dict[str, str] = {
     "found too",
     "cpmant": "returns weights without the rows and columns of its 32 prompt tokens",
     "inkling2_text": "its residual streams attend to each other, without projections; found, but not returned",
-    "reformer": "its softmax is written as exp(x - logsumexp(x)); a description by hand is needed",
+    "reformer": "found, within buckets; a token is hidden from itself by -1e5, and the weights returned are reordered",
 }

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -42,6 +43,7 @@ class Forwards(Handle):
         self._before, self._after, self._on_fault = before, after, on_fault
         self._pid = os.getpid()
         self._depth = 0
+        self._looking_away = False
         self._pass: _Running | None = None
         # Dynamo runs these frames as they are instead of compiling them away, and nothing under them is compiled.
         torch._dynamo.eval_frame.skip_code(_Hook.__call__.__code__)
@@ -52,8 +54,22 @@ class Forwards(Handle):
         ]
         super().__init__(self._unhook)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a pass of the model is under way, the watcher's own included."""
+        return self._depth > 0 or self._looking_away
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """While it lasts passes are not seen: those are the watcher's own."""
+        self._looking_away = True
+        try:
+            yield
+        finally:
+            self._looking_away = False
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any, compiled: bool) -> None:
-        if module is not self.model or not self._here():
+        if module is not self.model or not self._here() or self._looking_away:
             return
         self._end_abandoned()
         if not self.active and not self._depth:
@@ -65,7 +81,7 @@ class Forwards(Handle):
             self._guarded(lambda: self._before(args, kwargs, compiled or _holds_compiled(self.model)))
 
     def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
-        if module is not self.model or not self._here() or not self._depth:
+        if module is not self.model or not self._here() or not self._depth or self._looking_away:
             return
         if self._depth == 1:
             self._end(output, failed=self._pass is not None and self._pass.failing)
@@ -92,7 +108,7 @@ class Forwards(Handle):
             self._on_fault(error)
 
     def _here(self) -> bool:
-        return _graph_task() == -1 and os.getpid() == self._pid
+        return not recomputing() and os.getpid() == self._pid
 
     def _unhook(self) -> None:
         # In the middle of a forward pass its end must still be seen; the hooks go then.
@@ -149,15 +165,21 @@ class _Hook:
         return idle
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _get_idle, ()
+        return get_idle, ()
 
 
 def idle(*_: object) -> None:
     """What stands in a copy or a pickle of a watched model for the hook: it does nothing."""
 
 
-def _get_idle() -> Callable[..., None]:
+def get_idle() -> Callable[..., None]:
+    """By name, so that it pickles."""
     return idle
+
+
+def recomputing() -> bool:
+    """Whether this is a backward pass, where gradient checkpointing computes forward passes again."""
+    return _graph_task() != -1
 
 
 def owners(model: nn.Module) -> list[object]:

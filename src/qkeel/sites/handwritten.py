@@ -4,6 +4,8 @@ The product of two activations gets a tag; operations that scale, mask, cap, cas
 any other one ends it (and is noted, for the error that asks for a description by hand). The softmax that receives
 a tagged tensor is an attention; its output is tagged as weights, so that the product with the values is no score.
 
+So does a softmax that is written out as exponentials over their sum.
+
 Statistics come from what the softmax received and from the masks met on the way, never from q·k·scale anew: a
 scale or a bias may hide anywhere.
 """
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,66 +24,13 @@ from qkeel.sites.blockwise import HIDES
 from qkeel.sites.carriers import CARRIES, LOOKS, SHAPES
 from qkeel.sites.layout import fewest_keys, head_counts, layout
 from qkeel.sites.products import PRODUCTS, Product, product
+from qkeel.sites.ratios import OUTER, outer, over_last, raised, row_top
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.stack import Frame
+from qkeel.sites.tags import Powers, RowTop, Scores, Tag, Tags, Weights
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scores:
-    """What is known of a tensor of scores: its origin, who is hidden, the logits before a cap, which columns count.
-
-    `before_tanh` is the input of a tanh whose factor has not come yet. `keys` are the columns that are keys, where
-    others (sinks) were attached.
-    """
-
-    product: Product
-    frame: Frame
-    hidden: Tensor | None = None
-    uncapped: Tensor | None = None
-    cap: float | None = None
-    before_tanh: Tensor | None = None
-    scale: float = 1.0
-    keys: tuple[int, int] | None = None
-
-    def also_hidden(self, more: Tensor, like: Tensor) -> Scores:
-        """The same with more pairs hidden."""
-        more = more.to(torch.bool).broadcast_to(like.shape)
-        return dataclasses.replace(self, hidden=more if self.hidden is None else self.hidden | more)
-
-
-class _Weights:
-    """Tag of a softmax output that is on its way to the values."""
-
-
-class Tags:
-    """Tags by the identity of a tensor, gone with it. Never by its address, which batched tensors don't have."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Tensor], Scores | _Weights]] = {}
-
-    def get(self, x: object) -> Scores | _Weights | None:
-        """The tag of a tensor."""
-        entry = self._of.get(id(x))
-        return entry[1] if entry is not None and entry[0]() is x else None
-
-    def put(self, x: Tensor, tag: Scores | _Weights) -> None:
-        """Tag a tensor."""
-        key, table = id(x), self._of
-
-        def forget(dead: weakref.ref[Tensor]) -> None:
-            entry = table.get(key)
-            if entry is not None and entry[0] is dead:
-                del table[key]
-
-        self._of[key] = (weakref.ref(x, forget), tag)
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._of.clear()
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Handwritten:
@@ -93,37 +41,97 @@ class Handwritten:
         self.stopped: collections.Counter[str] = collections.Counter()
         self._report = report
 
+    def minds(self, name: str) -> bool:
+        """Whether a call of this function can matter now: most can't."""
+        return bool(self.tags) or name in PRODUCTS or name in OUTER
+
     def follow(self, name: str, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Take one call of a torch function into account. `name` is bare: no underscores around it."""
-        if name in PRODUCTS:
-            self._multiplied(name, frame, args, kwargs, out)
+        found = product(name, args, kwargs, out) if name in PRODUCTS else outer(name, args, kwargs)
+        if found is not None and not any(self.tags.get(x) is not None for x in found.operands):
+            assert isinstance(out, torch.Tensor)
+            self._multiplied(found, frame, out, summed=name in PRODUCTS)
             return
-        if not self.tags or name == "get":
+        if not self.tags or name == "get" or name in PRODUCTS:
             return
         if name == "setitem":
             self._write(args)
-        if not isinstance(out, torch.Tensor):
-            return
         place, tag = self._tagged(name, args, kwargs)
-        if tag is None:
-            return
-        if isinstance(tag, _Weights):
-            if name in CARRIES or name in SHAPES or name in _MASKS:
-                self.tags.put(out, tag)
+        if isinstance(tag, Scores) and place is not None:
+            self._scores(name, frame, tag, place, (args, kwargs), out)
+        elif place is not None and isinstance(out, torch.Tensor):
+            self._others(name, frame, tag, place, (args, kwargs), out)
+
+    def _scores(self, name: str, frame: Frame, tag: Scores, x: Tensor, given: Given, out: object) -> None:
+        """`name(…)` of tagged scores x made `out`."""
+        args, kwargs = given
+        top = row_top(name, x, args, kwargs)
+        if top is not None:
+            self.tags.put(out if isinstance(out, torch.Tensor) else out[0], top)  # type: ignore[index]
+        if top is not None or not isinstance(out, torch.Tensor):
             return
         if name in ("softmax", "safe_softmax"):
             self._softmax(frame, tag, args, kwargs)
-            self.tags.put(out, _Weights())
+            self.tags.put(out, Weights())
             return
-        new = _step(name, tag, place, (args, kwargs), out)
-        if new is not None:
+        if name == "exp":
+            self._raised(frame, tag, x, out)
+            return
+        new = self._less(tag, x, args, kwargs, out) if name in ("sub", "subtract", "isub", "rsub") else None
+        new = _step(name, tag, x, given, out) if new is None else new
+        if isinstance(new, Scores):
             self.tags.put(out, new)
         elif name not in LOOKS:
-            self.stopped[name] += 1
+            self.stopped[new or name] += 1
+
+    def _others(self, name: str, frame: Frame, tag: object, x: Tensor, given: Given, out: Tensor) -> None:
+        """`name(…)` of x, tagged as something that is not scores, made `out`."""
+        args, kwargs = given
+        moved = name in CARRIES or name in SHAPES
+        if isinstance(tag, Product):
+            if name == "sum" and over_last(x, args, kwargs):
+                self.tags.put(out, Scores(product=tag, frame=frame))
+        elif isinstance(tag, Weights):
+            if moved or name in _MASKS:
+                self.tags.put(out, tag)
+        elif isinstance(tag, RowTop):
+            # Together with another block's it is no longer the top of these scores.
+            if moved and name != "maximum":
+                self.tags.put(out, tag)
+        elif isinstance(tag, Powers):
+            if name == "sum" and over_last(x, args, kwargs):
+                self._report_softmax(frame, tag.scores, tag.x)
+                self.tags.put(x, Weights())
+            elif (new := raised(name, tag, x, args, kwargs)) is not None:
+                self.tags.put(out, new)
+
+    def _raised(self, frame: Frame, tag: Scores, x: Tensor, out: Tensor) -> None:
+        """Exponentials of scores: weights if these were less their logsumexp, else with their sum."""
+        x = out.log() if out is x else x
+        if tag.normalised:
+            self._report_softmax(frame, tag, x)
+            self.tags.put(out, Weights())
+        else:
+            self.tags.put(out, Powers(tag, x))
+
+    def _less(
+        self, tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+    ) -> Scores | str | None:
+        """Scores less one number per row, which is no logit's business; None where something else is subtracted."""
+        other = args[1] if len(args) > 1 else kwargs.get("other")
+        if not args or args[0] is not x or not isinstance(other, torch.Tensor):
+            return None
+        top = self.tags.get(other)
+        if isinstance(top, RowTop):
+            before = x if out is not x else out + other
+            before = before if tag.unshifted is None else tag.unshifted
+            return dataclasses.replace(tag, unshifted=before, normalised=tag.normalised or top.normalises)
+        per_row = other.ndim == x.ndim and other.shape[-1] == 1 < x.shape[-1]
+        return "sub of a number per row" if per_row else None
 
     def _tagged(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Scores | _Weights] | tuple[None, None]:
+    ) -> tuple[Tensor, Tag] | tuple[None, None]:
         given = (
             list(args[0] if args else ()) if name in ("cat", "concat", "stack") and args else [*args, *kwargs.values()]
         )
@@ -133,15 +141,13 @@ class Handwritten:
                 return x, tag
         return None, None
 
-    def _multiplied(self, name: str, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        found = product(name, args, kwargs, out)
-        if found is None or any(self.tags.get(x) is not None for x in found.operands):
+    def _multiplied(self, found: Product, frame: Frame, out: Tensor, *, summed: bool) -> None:
+        """Two activations were multiplied, and summed over the dimensions of a head or not yet."""
+        if not summed:
+            self.tags.put(out, found)
             return
-        assert isinstance(out, torch.Tensor)
         tag = Scores(product=found, frame=frame)
-        if found.added is not None:
-            tag = _lower(tag, found.added, out)
-        self.tags.put(out, tag)
+        self.tags.put(out, tag if found.added is None else _lower(tag, found.added, out))
 
     def _write(self, args: tuple[Any, ...]) -> None:
         """x[index] = value, in place."""
@@ -162,8 +168,11 @@ class Handwritten:
         if dim < x.ndim - 2:
             self.stopped[f"softmax over dimension {dim} of {x.ndim}"] += 1
             return
+        self._report_softmax(frame, tag, x, turned=dim == x.ndim - 2)
+
+    def _report_softmax(self, frame: Frame, tag: Scores, x: Tensor, *, turned: bool = False) -> None:
         where = tag.frame.shared_with(frame)
-        self._report(where, _call(tag, x, where, turned=dim == x.ndim - 2))
+        self._report(where, _call(tag, x if tag.unshifted is None else tag.unshifted, where, turned=turned))
 
 
 def _call(tag: Scores, x: Tensor, frame: Frame, *, turned: bool) -> ScoresCall:
@@ -240,6 +249,8 @@ def _step(
         return tag
     if tag.before_tanh is not None:
         return dataclasses.replace(tag, uncapped=tag.before_tanh * factor, cap=factor, before_tanh=None)
+    if tag.unshifted is not None:
+        tag = dataclasses.replace(tag, unshifted=tag.unshifted * factor)
     return tag if tag.uncapped is not None else dataclasses.replace(tag, scale=tag.scale * factor)
 
 
@@ -277,7 +288,12 @@ def _rearranged(
     if keys is not None and out.shape[-1] != x.shape[-1]:
         keys = keys if out.shape[-1] >= keys[1] else None
     return dataclasses.replace(
-        tag, hidden=moved(tag.hidden), uncapped=moved(tag.uncapped), before_tanh=moved(tag.before_tanh), keys=keys
+        tag,
+        hidden=moved(tag.hidden),
+        uncapped=moved(tag.uncapped),
+        before_tanh=moved(tag.before_tanh),
+        unshifted=moved(tag.unshifted),
+        keys=keys,
     )
 
 
@@ -346,7 +362,11 @@ def _attached(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
 
     first, last = tag.keys or (0, x.shape[-1])
     return dataclasses.replace(
-        tag, hidden=padded(tag.hidden), uncapped=padded(tag.uncapped), keys=(before + first, before + last)
+        tag,
+        hidden=padded(tag.hidden),
+        uncapped=padded(tag.uncapped),
+        unshifted=padded(tag.unshifted),
+        keys=(before + first, before + last),
     )
 
 
