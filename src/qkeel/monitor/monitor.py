@@ -230,6 +230,8 @@ class Monitor(Handle):
     def _after_step(self) -> None:
         if self._steps is not None and self._steps.skipped:
             return  # what was measured counts for the next
+        if not self._broken and (self._tap.has("eval") or self._taken["eval"]):
+            self._close_step("eval", self.steps)
         if self._step_due():
             self._end_step()
         self.steps += 1
@@ -240,8 +242,6 @@ class Monitor(Handle):
         if self._broken:
             self._take_part()
             return
-        if self._tap.has("eval") or self._taken["eval"]:
-            self._close_step("eval", self.steps)
         if not self._tap.passes["train"] and not self._warned:
             self._warned = True
             caution(_NOT_SEEN)
