@@ -73,7 +73,10 @@ class Together:
             self.stay_alone("not every process of this run watches the model")
         else:
             self.over = True
-            raise InvalidValueError("the processes of this run do not see the same attention, so nothing can be merged")
+            raise InvalidValueError(
+                "the processes of this run do not see the same attention, or the monitor of another process has "
+                "switched itself off, so nothing can be merged"
+            )
 
     def _round(self, step: int) -> str:
         self._name = self._name or f"monitor {dist.ordinal('monitor')}"

@@ -1,0 +1,309 @@
+"""What two processes do that train together: python -m tests.monitor.processes RANK STORE CASE…"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.monitor.small import Small, batch, hooks, small
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from qkeel import watch
+from qkeel.errors import QkeelWarning
+from qkeel.functional.stats import LogitStats
+from qkeel.monitor import together
+from qkeel.monitor.monitor import Monitor
+from qkeel.monitor.weights import Weights
+
+STEPS = 5
+
+
+def boom(*args: object, **kwargs: object) -> Any:
+    raise ValueError("boom")
+
+
+def part(seed: int) -> Tensor:
+    return batch(seed, b=4).chunk(2)[dist.get_rank()]
+
+
+def train(
+    watcher: Callable[[nn.Module, torch.optim.Optimizer], Monitor | None],
+    *,
+    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+    model: nn.Module | None = None,
+    during: Callable[[int, Any], None] = lambda step, monitor: None,
+    skip: Callable[[int], bool] = lambda step: False,
+) -> tuple[nn.Module, Any, list[str]]:
+    """Five steps of two micro-batches; the model, the monitor and qkeel's warnings."""
+    runner = wrap(small() if model is None else model)
+    optimizer = torch.optim.AdamW(runner.parameters(), lr=1e-2)
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        monitor = watcher(runner, optimizer)
+        for step in range(STEPS):
+            during(step, monitor)
+            for micro in (0, 1):
+                if not skip(step):
+                    (runner(part(2 * step + micro)).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return runner, monitor, [str(w.message) for w in record if isinstance(w.message, QkeelWarning)]
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def unwatched(**options: Any) -> list[Tensor]:
+    return state(train(lambda m, o: None, **options)[0])
+
+
+def close(a: LogitStats, b: LogitStats) -> None:
+    for field in LogitStats.__slots__:
+        torch.testing.assert_close(getattr(a, field).double(), getattr(b, field).double(), rtol=2e-5, atol=1e-5)
+
+
+def numbers_are_those_of_one_process() -> None:
+    reads, norms = [], []
+
+    def during(step: int, monitor: Monitor) -> None:
+        if step:
+            reads.append(monitor.read())
+            assert monitor.sample is not None
+            norms.append(torch.tensor(monitor.sample.heads["query_grad_rms"]))
+
+    model, monitor, warned = train(lambda m, o: watch(m, o), during=during)
+    assert warned == [], warned
+    assert monitor.history.steps.tolist() == [*range(STEPS)]
+    assert same(state(model), unwatched())
+    alone, alone_reads = small(), []
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    with watch(alone) as single:
+        for step in range(STEPS - 1):
+            for micro in (0, 1):
+                (alone(batch(2 * step + micro, b=4)).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            alone_reads.append(single.read())
+    for ours, theirs in zip(reads, alone_reads, strict=True):
+        assert list(ours) == list(theirs)
+        for name in ours:
+            close(ours[name], theirs[name])
+
+
+def unlike_sites_switch_all_off() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    model: Callable[[], nn.Module] = small if dist.get_rank() == 0 else Named
+    off(train(lambda m, o: watch(m, o), model=model()), "do not see the same attention")
+
+
+def off(result: tuple[nn.Module, Any, list[str]], words: str, steps: int = 0) -> None:
+    """The monitor has gone with one warning, and training has not noticed."""
+    model, monitor, warned = result
+    assert not monitor.active
+    assert len(warned) == 1, warned
+    assert words in warned[0] or "another process" in warned[0], warned
+    assert same(state(model), unwatched())
+    assert len(monitor.history) == steps
+    assert hooks(model) == []
+
+
+def a_fault_on_one_process(at: int, home: Any, name: str) -> None:
+    def during(step: int, monitor: Any) -> None:
+        if step == at and dist.get_rank() == 1:
+            setattr(home if home is not None else monitor._tap, name, boom)
+
+    original = None if home is None else getattr(home, name)
+    try:
+        off(train(lambda m, o: watch(m, o), during=during), "boom", at)
+    finally:
+        if home is not None:
+            setattr(home, name, original)
+
+
+def faults_on_one_process_switch_all_off() -> None:
+    a_fault_on_one_process(2, None, "measure")
+    a_fault_on_one_process(0, None, "measure")
+    a_fault_on_one_process(2, Weights, "read")
+
+
+def a_fault_after_the_gather_switches_all_off_at_the_next() -> None:
+    def during(step: int, monitor: Monitor) -> None:
+        if step == 2 and dist.get_rank() == 1:
+            monitor._journal.add = boom  # type: ignore[method-assign]
+
+    model, monitor, warned = train(lambda m, o: watch(m, o), during=during)
+    assert not monitor.active
+    assert len(warned) == 1, warned
+    assert same(state(model), unwatched())
+    assert len(monitor.history) == (2 if dist.get_rank() == 1 else 3)
+
+
+def faults_on_both_at_once() -> None:
+    def during(step: int, monitor: Any) -> None:
+        if step == 2:
+            monitor._tap.measure = boom
+
+    off(train(lambda m, o: watch(m, o, every=2), during=during), "boom", 1)
+
+
+def a_process_that_is_not_watched_makes_nobody_wait() -> None:
+    patience, together.PATIENCE = together.PATIENCE, 1.0
+    try:
+        model, monitor, warned = train(lambda m, o: watch(m, o) if dist.get_rank() == 0 else None)
+    finally:
+        together.PATIENCE = patience
+    assert same(state(model), unwatched())
+    if dist.get_rank() == 0:
+        assert monitor.active
+        assert len(warned) == 1
+        assert "not every process" in warned[0]
+        assert [s.n_queries.tolist() for s in monitor.read().values()] == [[STEPS * 2 * 10] * 2] * 2
+        monitor.remove()
+
+
+def a_process_with_nothing_to_add_takes_part() -> None:
+    class Plain(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x)
+
+    _, monitor, warned = train(
+        lambda m, o: watch(m, o), wrap=Plain, skip=lambda step: step in (1, 2) and dist.get_rank() == 1
+    )
+    assert warned == [], warned
+    assert monitor.history.steps.tolist() == [*range(STEPS)]
+    full, half = 2 * 2 * 10, 2 * 10
+    assert [s.n_queries.tolist() for s in monitor.read().values()] == [[3 * full + 2 * half] * 2] * 2
+    monitor.remove()
+
+
+def what_changes_its_form_switches_all_off() -> None:
+    class Growing(Small):
+        """On one process, from step 2 on, one layer only."""
+
+        passes = 0
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            self.passes += 1
+            short = self.passes > 6 and dist.get_rank() == 1
+            for block in [self.blocks[0]] if short else self.blocks:
+                x = block(x)
+            return self.norm(x)
+
+    torch.manual_seed(0)
+    _, monitor, warned = train(lambda m, o: watch(m, o), wrap=lambda m: m, model=Growing())
+    assert not monitor.active
+    assert len(warned) == 1, warned
+    assert "measured at first" in warned[0] or "another process" in warned[0]
+
+
+def a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody() -> None:
+    def during(step: int, monitor: Monitor) -> None:
+        if step == 2 and dist.get_rank() == 0:
+            monitor.read()
+
+    _, monitor, warned = train(lambda m, o: watch(m, o), during=during)
+    assert warned == []
+    assert len(monitor.history) == STEPS
+    monitor.remove()
+
+
+def sharded_weights_are_read_whole() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: nn.Module) -> nn.Module:
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block)
+        return fully_shard(model)
+
+    model, monitor, warned = train(lambda m, o: watch(m, o), wrap=shard)
+    assert warned == [], warned
+    whole = train(lambda m, o: None)[0]
+    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b.detach(), rtol=1e-5, atol=1e-6)
+    plain = train(lambda m, o: None, wrap=shard)[0]
+    assert same([p.to_local() for p in model.parameters()], [p.to_local() for p in plain.parameters()])
+    _, reference, _ = train(lambda m, o: watch(m, o))
+    for name in ("max_logit", "entropy", "query_weight_norm", "qk_spectral_norm", "query_grad_rms", "grad_over_eps"):
+        ours, theirs = (torch.tensor(m.sample.heads[name]) for m in (monitor, reference))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def a_fault_with_sharded_weights_switches_all_off() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def during(step: int, monitor: Any) -> None:
+        if step == 2 and dist.get_rank() == 1:
+            monitor._tap.measure = boom
+
+    _, monitor, warned = train(lambda m, o: watch(m, o, every=2), wrap=fully_shard, during=during)
+    assert not monitor.active
+    assert len(warned) == 1
+
+
+def split_heads_are_not_merged() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def split(model: nn.Module) -> nn.Module:
+        columns = {f"blocks.{i}.{n}": ColwiseParallel() for i in (0, 1) for n in "qkv"}
+        rows = {f"blocks.{i}.o": RowwiseParallel() for i in (0, 1)}
+        return parallelize_module(model, mesh, {**columns, **rows})
+
+    _, monitor, warned = train(lambda m, o: watch(m, o), wrap=split)
+    print("tensor parallel:", warned, monitor.active, monitor.sample and monitor.sample.heads["max_logit"].shape)
+
+
+FAST: tuple[Callable[[], None], ...] = (
+    numbers_are_those_of_one_process,
+    unlike_sites_switch_all_off,
+    faults_on_one_process_switch_all_off,
+    a_fault_after_the_gather_switches_all_off_at_the_next,
+    faults_on_both_at_once,
+    a_process_with_nothing_to_add_takes_part,
+    what_changes_its_form_switches_all_off,
+    a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody,
+    a_process_that_is_not_watched_makes_nobody_wait,  # last: from here on their monitors are numbered differently
+)
+SLOW: tuple[Callable[[], None], ...] = (
+    sharded_weights_are_read_whole,
+    a_fault_with_sharded_weights_switches_all_off,
+    split_heads_are_not_merged,
+)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rank, where, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
+    for each in names:
+        try:
+            next(case for case in (*FAST, *SLOW) if case.__name__ == each)()
+            print("passed", each, flush=True)
+        except Exception:
+            print(f"FAILED {each} on process {rank}\n{traceback.format_exc()}", flush=True)
+            sys.exit(1)
+        dist.barrier()
+    dist.destroy_process_group()
