@@ -7,8 +7,10 @@ from datetime import timedelta
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as torch_distributed
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 Verdict = Literal["together", "apart", "alone"]
 
@@ -69,6 +71,20 @@ def collective_device() -> torch.device:
     if _on() and torch_distributed.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def splits_heads(model: nn.Module) -> bool:
+    """Whether weights are split over processes for good, as tensor parallelism does.
+
+    Sharded data parallelism (fully_shard) splits them too, once, and puts them together for each pass.
+    """
+    if not _on():
+        return False
+    sharded = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    return any(
+        isinstance(p, DTensor) and sum(not x.is_replicate() for x in p.placements) > (id(p) in sharded)
+        for p in model.parameters()
+    )
 
 
 def _on() -> bool:

@@ -17,7 +17,7 @@ class Block(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.o(out.transpose(1, 2).flatten(2))
 

@@ -9,6 +9,7 @@ from typing import Any, Self, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qkeel import dist
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.stats import LogitStats
 from qkeel.handle import Handle
@@ -174,6 +175,10 @@ class Monitor(Handle):
 
     def _discover(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Once: which sites there are, from one more forward pass."""
+        self._hidden = Hidden(self.model, (), self._means, self._tap.fault)
+        if dist.splits_heads(self.model):
+            self._together.stay_alone("the heads of this model are split over processes, as by tensor parallelism")
+            return
         try:
             self.sites = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:

@@ -243,7 +243,8 @@ def _keep(module: nn.Module) -> Callable[[], None]:
 
 def _keep_contents(module: nn.Module) -> Callable[[], None]:
     """A function that puts back what a module's lists, dicts, sets and generators held."""
-    held = [v for v in vars(module).values() if isinstance(v, (list, dict, set))]
+    torchs_own = vars(nn.Module())  # its hooks, its parameters: sharded models exchange those in a pass
+    held = [v for name, v in vars(module).items() if isinstance(v, (list, dict, set)) and name not in torchs_own]
     kept = [(x, x.copy()) for x in held if type(x) in _CONTAINERS]
     streams = [(g, g.get_state()) for g in vars(module).values() if isinstance(g, torch.Generator)]
 
