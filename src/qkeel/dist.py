@@ -87,5 +87,10 @@ def splits_heads(model: nn.Module) -> bool:
     )
 
 
+def sharded(model: nn.Module) -> bool:
+    """Whether fully_shard was applied to it or a part of it."""
+    return any(isinstance(m, FSDPModule) for m in model.modules())
+
+
 def _on() -> bool:
     return torch_distributed.is_available() and torch_distributed.is_initialized()

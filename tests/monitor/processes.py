@@ -230,7 +230,7 @@ def a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody() -> N
     monitor.remove()
 
 
-def sharded_weights_are_read_whole() -> None:
+def a_sharded_model_is_watched_but_for_its_weights() -> None:
     from torch.distributed.fsdp import fully_shard
 
     def shard(model: nn.Module) -> nn.Module:
@@ -239,16 +239,14 @@ def sharded_weights_are_read_whole() -> None:
         return fully_shard(model)
 
     model, monitor, warned = train(lambda m, o: watch(m, o), wrap=shard)
-    assert warned == [], warned
-    whole = train(lambda m, o: None)[0]
-    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(a.full_tensor(), b.detach(), rtol=1e-3, atol=1e-4)
+    assert len(warned) == 1, warned
+    assert "fully_shard" in warned[0]
     plain = train(lambda m, o: None, wrap=shard)[0]
     assert same([p.to_local() for p in model.parameters()], [p.to_local() for p in plain.parameters()])
     _, reference, _ = train(lambda m, o: watch(m, o))
-    for name in ("max_logit", "entropy", "query_weight_norm", "qk_spectral_norm", "query_grad_rms", "grad_over_eps"):
+    for name in ("max_logit", "entropy", "query_norm", "key_norm"):
         ours, theirs = (torch.tensor(m.sample.heads[name]) for m in (monitor, reference))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def a_fault_with_sharded_weights_switches_all_off() -> None:
@@ -260,7 +258,7 @@ def a_fault_with_sharded_weights_switches_all_off() -> None:
 
     _, monitor, warned = train(lambda m, o: watch(m, o, every=2), wrap=fully_shard, during=during)
     assert not monitor.active
-    assert len(warned) == 1
+    assert len([w for w in warned if "switched itself off" in w]) == 1
 
 
 def split_heads_are_not_merged() -> None:
@@ -305,7 +303,7 @@ FAST: tuple[Callable[[], None], ...] = (
     a_process_that_is_not_watched_makes_nobody_wait,  # last: from here on their monitors are numbered differently
 )
 SLOW: tuple[Callable[[], None], ...] = (
-    sharded_weights_are_read_whole,
+    a_sharded_model_is_watched_but_for_its_weights,
     a_fault_with_sharded_weights_switches_all_off,
     split_heads_are_not_merged,
 )

@@ -183,6 +183,11 @@ class Monitor(Handle):
             self.sites = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._untold = error  # told after the pass, if that goes through
+        if dist.sharded(self.model) and self.sites and not any(site.terms for site in self.sites):
+            caution(
+                "the weights behind the heads can't be told in a model that fully_shard has split, so they are not "
+                "watched; the logits are"
+            )
         named = {site.name for site in self._tap.described}
         self.sites = [*self._tap.described, *(site for site in self.sites if site.name not in named)]
         self._tap.dispatch = any(site.below for site in self.sites)
