@@ -19,20 +19,20 @@ from typing import Any
 
 import torch
 from tests.zoo.compare import compare
+from tests.zoo.tables import TABLES, Entry, entries
 from tests.zoo.overrides import NEEDS, REASONS, WITHOUT_ATTENTION
 from transformers import __version__
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LIMIT = 60.0  # seconds for one architecture on one implementation
 IMPLEMENTATIONS = ("eager", "sdpa")
 
 
-def judge(model_type: str, implementation: str) -> dict[str, Any]:
+def judge(entry: Entry, implementation: str) -> dict[str, Any]:
     """The result as a dict, or the reason why there is none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            r = compare(model_type, implementation)
+            r = compare(entry, implementation)
     except BaseException as error:
         tail = traceback.extract_tb(error.__traceback__)[-1]
         cause = error.__cause__

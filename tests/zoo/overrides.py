@@ -81,8 +81,34 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Configurations that hold that of the language model under another name.
-PARTS: dict[str, str] = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+# Models that return less of their weights than they compute; what their modules hand on stands in for it.
+CUT: dict[str, str] = {"cpmant": "cuts the rows and columns of its 32 prompt tokens out of the weights it returns"}
+
+_CHUNKS = (4, "vision tower: two layers, for each of two images; weights dropped")
+
+# Attentions, counted from the configuration, whose weights nobody gives away.
+UNRETURNED: dict[str, tuple[int, str]] = {
+    "inkling2_text": (4, "residual streams that attend to each other: twice per layer, once in the first, once at the end"),
+    "cohere_compass": _CHUNKS,
+    "cosmos3_edge": _CHUNKS,
+    "cosmos3_omni": _CHUNKS,
+    "exaone4_5": _CHUNKS,
+    "hyperclovax_vision_v2": _CHUNKS,
+    "qwen3_5": _CHUNKS,
+    "qwen3_5_moe": _CHUNKS,
+    "qwen3_vl": _CHUNKS,
+    "qwen3_vl_moe": _CHUNKS,
+    "qwen4_exp": _CHUNKS,
+    "cvt": (6, "1 + 2 + 3 layers"),
+    "florence2": (8, "vision tower: a spatial and a channel attention in each of four stages"),
+    "hiera": (4, "four stages of one layer"),
+    "levit": (5, "three stages of one layer and two attentions that shrink between them"),
+    "mobilevit": (9, "2 + 4 + 3 layers, fixed in the code"),
+    "prophetnet": (4, "encoder and cross-attention, two layers each: returned before the softmax"),
+    "pegasus_x": (4, "encoder: a local and a global attention in each of two layers"),
+    "squeezebert": (2, "two layers: returned before the softmax"),
+    "timesformer": (2, "attention over time in each of two layers; that over space is returned"),
+}
 
 # Architectures without softmax attention.
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")

@@ -1,0 +1,46 @@
+"""Overrides for the second table, by model type or class name; as in overrides.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _mrope(*sections: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}}
+
+
+_SWIN = {"image_size": 64, "patch_size": 4, "window_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2]}
+_SAM = {
+    "vision_config": {"output_channels": 32, "num_pos_feats": 16, "window_size": 2, "global_attn_indexes": [1]},
+    "prompt_encoder_config": {"hidden_size": 32},
+    "mask_decoder_config": {"hidden_size": 32, "num_hidden_layers": 2},
+}
+_DPT = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 8}
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "cvt": {"depth": [1, 2, 3]},
+    "donut-swin": _SWIN,
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], **_DPT},
+    "esm": {"vocab_size": 96, "mask_token_id": 5, "position_embedding_type": "rotary"},
+    "esmc": {"vocab_size": 96},
+    "glm46v": {"text_config": _mrope(2, 1, 1)},
+    "glm4v": {"text_config": _mrope(2, 1, 1)},
+    "glm4v_moe": {"text_config": _mrope(1, 1, 0)},
+    "glm_ocr": {"text_config": _mrope(2, 1, 1)},
+    "glmga": {"text_config": _mrope(2, 1, 1)},
+    "granite_speech5_ctc": {"encoder_config": {"context_size": 16}},
+    "instructblip": {"qformer_config": {"encoder_hidden_size": 32}},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "levit": {"image_size": 64},
+    "lilt": {"hidden_size": 48},
+    "neomme": {"head_dim": 16},
+    "qwen2_5_vl": {"text_config": _mrope(2, 1, 1)},
+    "qwen2_vl": {"text_config": _mrope(2, 1, 1)},
+    "sam": _SAM,
+    "sam_hq": _SAM,
+    "segformer": {"sr_ratios": [1, 1, 1, 1], "image_size": 64},
+    "swin": _SWIN,
+    "wav2vec2-bert": {"vocab_size": 96},
+    "wav2vec2-conformer": {"vocab_size": 96},
+    "ReformerForMaskedLM": {"is_decoder": False},
+}

@@ -1,0 +1,60 @@
+"""The two tables of the zoo: lists of (auto mapping, maker of an example batch). Each class stands in one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.zoo import examples
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+Maker = Callable[[nn.Module], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One architecture: the class `class_name` of transformers and what makes an example batch for it."""
+
+    name: str
+    class_name: str
+    maker: Maker
+
+
+CAUSAL: tuple[tuple[str, Maker], ...] = (("CAUSAL_LM", examples.tokens),)
+OTHERS: tuple[tuple[str, Maker], ...] = (
+    ("MASKED_LM", examples.by_signature),
+    ("SEQ_TO_SEQ_CAUSAL_LM", examples.by_signature),
+    ("SPEECH_SEQ_2_SEQ", examples.by_signature),
+    ("CTC", examples.by_signature),
+    ("AUDIO_CLASSIFICATION", examples.by_signature),
+    ("IMAGE_CLASSIFICATION", examples.by_signature),
+    ("VIDEO_CLASSIFICATION", examples.by_signature),
+    ("OBJECT_DETECTION", examples.by_signature),
+    ("ZERO_SHOT_OBJECT_DETECTION", examples.by_signature),
+    ("SEMANTIC_SEGMENTATION", examples.by_signature),
+    ("UNIVERSAL_SEGMENTATION", examples.by_signature),
+    ("MASK_GENERATION", examples.by_signature),
+    ("DEPTH_ESTIMATION", examples.by_signature),
+    ("ZERO_SHOT_IMAGE_CLASSIFICATION", examples.by_signature),
+    ("VISUAL_QUESTION_ANSWERING", examples.by_signature),
+    ("QUESTION_ANSWERING", examples.by_signature),
+    ("IMAGE_TEXT_TO_TEXT", examples.by_signature),
+)
+TABLES = {"causal": CAUSAL, "others": OTHERS}
+
+
+def entries(table: str) -> Iterator[Entry]:
+    """The architectures of a table: of each model type its first class that no mapping before has listed."""
+    taken = {e.class_name for e in entries("causal")} if table != "causal" else set()
+    types = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    done: set[str] = set()
+    for mapping, maker in TABLES[table]:
+        for name, value in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+            class_name = value if isinstance(value, str) else value[0]
+            # More heads on the same body (question answering with a causal language model) are no new architecture.
+            old = class_name in taken or name in done or (mapping == "QUESTION_ANSWERING" and name in types)
+            if not old:
+                done.add(name)
+                yield Entry(name=name, class_name=class_name, maker=maker)
