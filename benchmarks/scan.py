@@ -1,5 +1,8 @@
 """`scan` against reading the same bytes, from a warm page cache and from disk, side by side, and its memory.
 
+Wall time and, since that says little on a shared machine, processor time. Torch computes with one thread; `scan` has
+threads for eigenvalues beside it.
+
 python -m benchmarks.scan [gigabytes]
 """
 
@@ -20,14 +23,15 @@ from qkeel.audit import scan
 
 D, HEADS, GROUPS, WIDTH, MLP, VOCABULARY = 2048, 16, 8, 128, 5632, 32000
 ROUNDS = 5
+NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _BUFFER = 1 << 22
 
 
-def write_checkpoint(folder: Path, gigabytes: float) -> Path:
-    """A random bfloat16 decoder of the usual proportions (grouped keys, gated feed-forward), written in pieces."""
+def write_checkpoint(folder: Path, gigabytes: float, dtype: torch.dtype) -> Path:
+    """A random decoder of the usual proportions (grouped keys, gated feed-forward), written in pieces."""
     shapes = {"model.embed_tokens.weight": (VOCABULARY, D)}
     per_layer = D * (2 * HEADS + 2 * GROUPS) * WIDTH + 3 * D * MLP
-    layers = max(1, round((gigabytes * 1e9 / 2 - VOCABULARY * D) / per_layer))
+    layers = max(1, round((gigabytes * 1e9 / dtype.itemsize - VOCABULARY * D) / per_layer))
     for layer in range(layers):
         at = f"model.layers.{layer}."
         shapes |= {
@@ -42,12 +46,12 @@ def write_checkpoint(folder: Path, gigabytes: float) -> Path:
         }
     header, place = {}, 0
     for name, shape in shapes.items():
-        size = 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [place, place + size]}
+        size = dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, place + size]}
         place += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    block = (0.02 * torch.randn(1 << 22)).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    block = (0.02 * torch.randn(1 << 22)).to(dtype).view(torch.uint8).numpy().tobytes()
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for start in range(0, place, len(block)):
@@ -72,7 +76,7 @@ def forget(file: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def compare(file: Path, cold: bool) -> None:
+def compare(file: Path, what: str, cold: bool) -> None:
     """Print rates and their ratio, read and scan in turn."""
     size = file.stat().st_size / 1e9
     tasks = {
@@ -81,31 +85,36 @@ def compare(file: Path, cold: bool) -> None:
         "scan": lambda: scan(file.parent),
     }
     rates: dict[str, list[float]] = {name: [] for name in tasks}
+    busy: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(ROUNDS):
         for name, task in tasks.items():
             if cold:
                 forget(file)
-            start = time.perf_counter()
+            start, began = time.perf_counter(), time.process_time()
             task()
             rates[name].append(size / (time.perf_counter() - start))
-    print(f"{'from disk' if cold else 'page cache warm'}, {size:.2f} GB, median (least to largest) of {ROUNDS}")
+            busy[name].append(1e3 * (time.process_time() - began) / size)
+    print(f"{what}, {'from disk' if cold else 'page cache warm'}, {size:.2f} GB, median (least to largest) of {ROUNDS}")
     for name, values in rates.items():
-        ratios = [v / r for v, r in zip(values, rates["read"])]
+        ratio = statistics.median(v / r for v, r in zip(values, rates["read"]))
+        work = statistics.median(r / v for v, r in zip(busy[name], busy["read"]))
         spread = f"{statistics.median(values):.2f} GB/s ({min(values):.2f} to {max(values):.2f})"
-        print(f"  {name:<20} {spread}, {statistics.median(ratios):.2f} of read")
+        print(f"  {name:<20} {spread}, {ratio:.2f} of read", end="; ")
+        print(f"{statistics.median(busy[name]):.0f} CPU ms/GB, {work:.2f} of read")
 
 
 def main(gigabytes: float = 1.0) -> None:
     """Print rates, their ratio and the peak memory."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        file = write_checkpoint(Path(folder), gigabytes)
-        read(file)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        compare(file, cold=False)
-        compare(file, cold=True)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(f"peak memory of the process: {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before the first scan)")
+    for dtype, name in NAMES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            file = write_checkpoint(Path(folder), gigabytes, dtype)
+            read(file)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            for cold in (False, True):
+                compare(file, name, cold)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"peak memory of the process: {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before the scans)")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkeel import audit, errors, lab, monitor, nn, reference, remedies, report
+    from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
     from qkeel.sites import find_sites
@@ -29,6 +30,7 @@ _HOMES = {
     "find_sites": "qkeel.sites",
     "preset": "qkeel.spec",
     "presets": "qkeel.spec",
+    "watch": "qkeel.monitor.watch",
 }
 _ROOMS = ("audit", "errors", "lab", "monitor", "nn", "reference", "remedies", "report")
 
@@ -47,6 +49,7 @@ __all__ = [
     "reference",
     "remedies",
     "report",
+    "watch",
 ]
 
 

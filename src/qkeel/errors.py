@@ -6,6 +6,8 @@ Every message says what was expected, what came, and what to do.
 from __future__ import annotations
 
 import difflib
+import logging
+import warnings
 from collections.abc import Iterable
 
 
@@ -62,3 +64,19 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return UnknownNameError(f"unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names) or '(none)'}")
+
+
+class QkeelWarning(UserWarning):
+    """What qkeel warns of, such as a fault of its own after which it steps aside."""
+
+
+class AlarmWarning(QkeelWarning):
+    """Attention that is about to go wrong; the message says where, how fast, and what to do."""
+
+
+def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:
+    """Warn without ever stopping the caller: where warnings are errors, the message goes to the log `qkeel`."""
+    try:
+        warnings.warn(message, kind, stacklevel=3)
+    except QkeelWarning:
+        logging.getLogger("qkeel").warning(message)

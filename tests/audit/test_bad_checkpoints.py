@@ -84,3 +84,32 @@ def test_a_config_that_is_no_json_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(QkeelError, match=r"config\.json"):
         scan(tmp_path)
+
+
+def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
+    save("llama", tmp_path, max_shard_size="8KB")
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    for text, expected in (
+        ("{", "as JSON"),
+        ("[]", "no JSON object"),
+        ("{}", "weight_map"),
+        (json.dumps({"weight_map": {"a": 1}}), "weight_map"),
+        (json.dumps({"weight_map": {**index["weight_map"], "lamp": "model-9.safetensors"}}), r"lacks model-9"),
+        (json.dumps({"weight_map": {**index["weight_map"], "lamp": next(iter(index["weight_map"].values()))}}), "lamp"),
+    ):
+        file.write_text(text)
+        with pytest.raises(DataError, match=expected):
+            scan(tmp_path)
+
+
+def test_a_shard_cut_short_or_a_pickle_is_named(tmp_path: Path) -> None:
+    save("llama", tmp_path, max_shard_size="8KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[2]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=f"{shard.name} is truncated"):
+        scan(tmp_path)
+    shard.write_bytes(b"\x80\x04" + whole)
+    with pytest.raises(RefusedError, match=shard.name):
+        scan(tmp_path)

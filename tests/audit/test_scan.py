@@ -239,3 +239,21 @@ def test_cross_attention_has_no_bound_from_the_norm_of_its_queries(tmp_path: Pat
     save_file(stored, tmp_path / "model.safetensors")
     known = {s.name.split(".")[-1]: s.logit_bound[0] == s.logit_bound[0] for s in scan(tmp_path).sites}
     assert known == {"self_attn": True, "encoder_attn": False}
+
+
+def test_many_layers_of_odd_heads_are_each_measured_as_themselves(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stored = {
+        f"layers.{i}.attn.{x}_proj.weight": torch.randn(21, 9, generator=generator) * (i + 1)
+        for i in range(24)
+        for x in "qk"
+    }
+    save_file(stored, tmp_path / "x.safetensors")
+    found = scan(tmp_path / "x.safetensors", flags=Geometry(n_heads=3))
+    assert len(found.sites) == 24
+    for site in found.sites:
+        q, k = (stored[f"{site.name}.{x}_proj.weight"].double().view(3, 7, 9) for x in "qk")
+        expected = torch.linalg.svdvals(q.mT @ k)[:, 0]
+        torch.testing.assert_close(_matrix(site.interaction_spectral), expected, rtol=1e-9, atol=0)
+    for tensor in found.tensors:
+        assert tensor.frobenius == pytest.approx(float(stored[tensor.name].double().norm()), rel=1e-6)

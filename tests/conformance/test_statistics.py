@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from qkeel import attention, preset
-from qkeel.functional.stats import LogitStats, merge
+from qkeel.functional.stats import POSITION_BINS, LogitStats, merge
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_stats
+from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.ops import KERNELS
 from qkeel.reference import Attended, attend_call
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Softcap
@@ -23,14 +25,18 @@ SOME = pairs([GEOMETRIES[i] for i in (0, 5, 10, 7)], MASKS)
 FIELDS = [field.name for field in dataclasses.fields(LogitStats)]
 
 
-def recomputed(call: AttentionCall) -> dict[str, Tensor]:
+def recomputed(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> dict[str, Tensor]:
     """Every field from the oracle's T×T matrices, head by head."""
     truth, (q, k) = attend_call(call), call.encoded()
+    if call.query_mask is not None:
+        hidden = ~call.query_mask[:, None, :, None]
+        truth = dataclasses.replace(truth, logits=truth.logits.masked_fill(hidden, -torch.inf))
     groups = k.shape[1]
     per_group = q.shape[1] // groups
     found: dict[str, list[Tensor]] = {name: [] for name in FIELDS}
     for h in range(q.shape[1]):
-        for name, value in _head(call, truth, q, h).items():
+        fields = {**_head(call, truth, q, h), **_relative(truth, h, threshold), **_angles(truth, q, k, h)}
+        for name, value in fields.items():
             found[name].append(value)
     seen = (truth.logits > -torch.inf).any(2)  # [b h s]
     for g in range(groups):
@@ -39,6 +45,8 @@ def recomputed(call: AttentionCall) -> dict[str, Tensor]:
         found["key_norm"].append(_mean(norms))
         found["key_norm_max"].append(norms.max() if norms.numel() else norms.new_zeros(()))
         found["n_keys"].append(visible.sum())
+        for name, value in _by_position(k[:, g].norm(dim=-1), visible).items():
+            found[name].append(value)
     return {name: torch.stack(values) for name, values in found.items()}
 
 
@@ -61,6 +69,52 @@ def _head(call: AttentionCall, truth: Attended, q: Tensor, h: int) -> dict[str, 
         "query_norm_max": norms.max() if norms.numel() else norms.new_zeros(()),
         "n_queries": rows.sum(),
         "n_pairs": pairs.sum(),
+    }
+
+
+def _relative(truth: Attended, h: int, threshold: float) -> dict[str, Tensor]:
+    """Normalised entropy, sink share and share above, row by row."""
+    relative, sinks = [], []
+    for logits, weights in zip(truth.logits[:, h].flatten(0, 1), truth.weights[:, h].flatten(0, 1)):
+        seen = (logits > -torch.inf).nonzero().flatten()
+        if len(seen) < 2:
+            continue
+        p = weights[seen] / weights[seen].sum().clamp_min(torch.finfo(weights.dtype).tiny)
+        relative.append(torch.special.entr(p).sum() / math.log(len(seen)))
+        sinks.append(p[0])
+    z = truth.logits[:, h]
+    rows = torch.stack(relative) if relative else z.new_zeros(0), torch.stack(sinks) if sinks else z.new_zeros(0)
+    return {
+        "normalized_entropy": _mean(rows[0]),
+        "sink_share": _mean(rows[1]),
+        "share_above": _mean((z[z > -torch.inf] > threshold).to(z.dtype)),
+        "n_free": torch.tensor(len(relative)),
+    }
+
+
+def _angles(truth: Attended, q: Tensor, k: Tensor, h: int) -> dict[str, Tensor]:
+    pairs = truth.logits[:, h] > -torch.inf
+    q, k = q[:, h], k[:, h // (q.shape[1] // k.shape[1])]
+    products = (q @ k.mT)[pairs]
+    cosines = torch.cosine_similarity(q[:, :, None], k[:, None], dim=-1)[pairs]
+    return {
+        "qk_frobenius": products.square().sum().sqrt(),
+        "cos_max": cosines.max() if cosines.numel() else cosines.new_tensor(-torch.inf),
+        "cos_mean": _mean(cosines),
+        "n_products": pairs.sum(),
+    }
+
+
+def _by_position(norms: Tensor, visible: Tensor) -> dict[str, Tensor]:
+    bins: list[list[Tensor]] = [[] for _ in range(POSITION_BINS)]
+    for sequence, seen in zip(norms, visible):
+        places = seen.nonzero().flatten().tolist()
+        for j in places:
+            bins[(j - places[0]).bit_length()].append(sequence[j])
+    means = [_mean(torch.stack(values)) if values else norms.new_zeros(()) for values in bins]
+    return {
+        "key_norm_by_position": torch.stack(means),
+        "n_keys_by_position": torch.tensor([len(values) for values in bins]),
     }
 
 

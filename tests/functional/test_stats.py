@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError
-from qkeel.functional.stats import LogitStats, merge
+from qkeel.functional.stats import POSITION_BINS, LogitStats, merge
 
 from .properties import few, randn, seeds
 
@@ -23,18 +23,26 @@ def stats_of(logits: Tensor, entropy: Tensor, q: Tensor, k: Tensor) -> LogitStat
     """Statistics from samples: logits [h pairs], entropy and query norms [h queries], key norms [g keys]."""
     empty = LogitStats.empty(HEADS, GROUPS, logits)
     found: dict[str, Tensor] = {}
+    free = entropy.repeat(1, 2)
     for x, names in (
-        (logits, {"max": "max_logit", "min": "min_logit", "mean": "mean_logit"}),
+        (logits, {"max": "max_logit", "min": "min_logit", "mean": "mean_logit", "root": "qk_frobenius"}),
+        ((logits > 10).to(logits.dtype), {"mean": "share_above"}),
         (30 * torch.tanh(logits / 30), {"max": "capped_max_logit"}),
+        (torch.tanh(logits / 30), {"max": "cos_max", "mean": "cos_mean"}),
         (entropy, {"mean": "entropy", "min": "entropy_min"}),
+        (free, {"mean": "normalized_entropy"}),
+        (free.square(), {"mean": "sink_share"}),
         (q, {"mean": "query_norm", "max": "query_norm_max"}),
         (k, {"mean": "key_norm", "max": "key_norm_max"}),
     ):
         if x.shape[1]:
-            reduced = {"max": x.amax(1), "min": x.amin(1), "mean": x.mean(1)}
+            reduced = {"max": x.amax(1), "min": x.amin(1), "mean": x.mean(1), "root": x.norm(dim=1)}
             found.update({name: reduced[how] for how, name in names.items()})
-    sizes = {"n_pairs": logits, "n_queries": entropy, "n_keys": k}
+    sizes = {"n_pairs": logits, "n_products": logits, "n_queries": entropy, "n_free": free, "n_keys": k}
     found.update({name: torch.full((len(x),), x.shape[1]) for name, x in sizes.items()})
+    there = (8 * k).long().remainder(POSITION_BINS)[..., None] == torch.arange(POSITION_BINS)
+    found["n_keys_by_position"] = there.sum(1)
+    found["key_norm_by_position"] = (k[..., None] * there).sum(1) / there.sum(1).clamp_min(1)
     return dataclasses.replace(empty, **found)
 
 

@@ -12,8 +12,9 @@ import torch
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
+from qkeel.lab.evaluate import PROBE_FIELDS
 from qkeel.lab.model import attention_spec, build_decoder
-from qkeel.records import HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, read_json, write_json
+from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, read_json, write_json
 
 Make = Callable[..., RunConfig]
 TIMES = ("cpu_seconds",)
@@ -57,7 +58,7 @@ def test_a_run_directory_holds_what_the_records_say(tiny: Make, tmp_path: Path) 
     assert metrics[-1]["tokens"] == 12 * 2 * 8
     heads = directory.heads()
     assert heads.steps.tolist() == [0, 2, 4, 6, 8, 10, 12]
-    assert set(heads.values) == set(HEAD_FIELDS)
+    assert set(heads.values) == set(PROBE_FIELDS)
     assert heads.values["max_logit"].shape == (7, 2, 2)
     assert heads.values["max_logit"].max() == pytest.approx(max(m["max_logit"] for m in metrics))
     summary = directory.summary()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qkeel.metrics import alarm_step, collapsed, spike_score
-from qkeel.records import HEAD_FIELDS, HeadRecorder, append_line, write_json, write_text
+from qkeel.records import HeadRecorder, append_line, write_json, write_text
 
 REMEDIES = ("none", "qk_norm", "lalr:tau=0.1", "qk_lr:factor=0.1", "softcap:cap=50", "qk_clip:threshold=30")
 LRS = (0.01, 0.03, 0.1)
@@ -69,7 +69,7 @@ def make_run(path: Path, made: Made) -> Path:
     write_json(path / "config.json", _config(made))
     write_json(path / "env.json", _env(made))
     records = _records(made)
-    recorder = HeadRecorder(path, tuple(HEAD_FIELDS), made.layers, made.heads)
+    recorder = HeadRecorder(path, HEADS, made.layers, made.heads)
     rng = np.random.default_rng(made.seed)
     share = rng.uniform(0.15, 1.0, (made.layers, made.heads))
     share[-1, 1] = 1.0
@@ -191,6 +191,9 @@ def _records(made: Made) -> list[dict[str, Any]]:
             }
         )
     return records
+
+
+HEADS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
 
 
 def _heads(record: dict[str, Any], share: np.ndarray) -> np.ndarray:

@@ -274,7 +274,7 @@ def test_a_fault_in_the_tap_warns_once_and_the_model_runs_on(monkeypatch: pytest
     module, x = Block(fused), torch.randn(B, T, H * D)
     expected = module(x)
     tap = Tap(module)
-    monkeypatch.setattr(tap, "take", lambda sighting: 1 / 0)
+    monkeypatch.setattr(tap, "measure", lambda call: 1 / 0)
     with pytest.warns(UserWarning, match="switched itself off: ZeroDivisionError"):
         assert torch.equal(module(x), expected)
     assert not tap.active

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import final
 
@@ -18,7 +21,9 @@ from qkeel.audit.outliers import outliers
 from qkeel.audit.tensors import Checkpoint, MappedFile, StoredTensor, open_checkpoint
 from qkeel.errors import InvalidValueError, UnknownNameError
 
-_CHUNK = 1 << 22  # bytes looked at at once: small enough for a core's cache
+_CHUNK = 1 << 19  # numbers looked at at once: small enough for a core's cache
+_SOLVERS = max(1, min(4, (os.cpu_count() or 1) // 2))  # threads that find eigenvalues
+_PENDING = 2 * _SOLVERS  # attentions whose eigenvalues may wait to be found; bounds memory
 _KEEP = 1 << 26  # bytes after which pages of a large tensor are given back
 
 Progress = Callable[[int, int], None]
@@ -63,7 +68,7 @@ def scan(
         on_progress: called with bytes done and bytes in all.
         heads: False for the table of tensors alone; then a checkpoint without known attention is no error.
 
-    Memory is that of one head and of the Gram matrices of one layer; pages of the file are given back as it goes.
+    Memory is that of one head and of the Gram matrices of a few layers; pages of the file are given back as it goes.
 
     Raises: RefusedError for pickles; DataError for missing, truncated or damaged files; UnknownNameError if nothing
         in it is known as attention; InvalidValueError for head counts that cannot be.
@@ -78,9 +83,8 @@ def scan(
     if heads and not found:
         raise _nothing_known(checkpoint)
     plans = [f for f in found if isinstance(f, SitePlan)]
-    pass_ = _Pass(checkpoint, plans, given, on_progress)
-    tensors = pass_.run()
-    sites = [pass_.sites[plan.name] for plan in plans]
+    tensors, measured = _Pass(checkpoint, plans, given, on_progress).run()
+    sites = [measured[plan.name] for plan in plans]
     marked = [dataclasses.replace(site, outlier=marks) for site, marks in zip(sites, outliers(sites))]
     return Scan(
         path=str(path),
@@ -102,63 +106,88 @@ def _nothing_known(checkpoint: Checkpoint) -> UnknownNameError:
 
 @final
 class _Pass:
-    """One walk over the tensors in the order they lie on disk."""
+    """One walk over the tensors in the order they lie on disk.
+
+    Reading and Gram matrices in this thread, their eigenvalues in others: LAPACK solves one small matrix after the
+    other on one core, while this thread has the next layer to read.
+    """
 
     def __init__(self, checkpoint: Checkpoint, plans: Iterable[SitePlan], flags: Geometry, progress: Progress) -> None:
         self.checkpoint, self.flags, self.progress = checkpoint, flags, progress
-        self.sites: dict[str, SiteReport] = {}
+        self.sites: dict[str, Future[SiteReport]] = {}
         self.waiting: dict[str, list[SitePlan]] = {}
         self.grams: dict[Slice, Tensor] = {}
         self.small: dict[Path, MappedFile] = {}
+        self.lock = threading.Lock()
         for plan in plans:
             for tensor in {s.tensor for s in plan.slices()}:
                 self.waiting.setdefault(tensor, []).append(plan)
 
-    def run(self) -> list[TensorReport]:
-        """Look at every tensor once; `sites` fills as the last weight of each is seen."""
+    def run(self) -> tuple[list[TensorReport], dict[str, SiteReport]]:
+        """Look at every tensor once; a site is measured when the last weight of it was seen."""
         done, total = 0, self.checkpoint.size
         reports = []
         file: MappedFile | None = None
-        for tensor in self.checkpoint.tensors.values():
-            if file is None or file.file != tensor.file:
-                file = MappedFile(tensor.file)
-            reports.append(self._look(file, tensor))
-            file.release(tensor.begin, tensor.end)
-            done += tensor.end - tensor.begin
-            self.progress(done, total)
-        return reports
+        with ThreadPoolExecutor(_SOLVERS, "qkeel-scan") as beside:
+            for tensor in self.checkpoint.tensors.values():
+                if file is None or file.file != tensor.file:
+                    file = MappedFile(tensor.file)
+                reports.append(self._look(file, tensor, beside))
+                file.release(tensor.begin, tensor.end)
+                done += tensor.end - tensor.begin
+                self.progress(done, total)
+            return reports, {name: site.result() for name, site in self.sites.items()}
 
-    def _look(self, file: MappedFile, tensor: StoredTensor) -> TensorReport:
-        norm, bad = _norm(file, tensor) if tensor.floating else (None, 0)
-        for plan in self.waiting.pop(tensor.name, []):
-            weight = file.view(tensor)
-            for part in plan.slices():
-                if part.tensor == tensor.name:
-                    self.grams[part] = grams(weight, part)
+    def _look(self, file: MappedFile, tensor: StoredTensor, beside: ThreadPoolExecutor) -> TensorReport:
+        file.expect(tensor.begin, tensor.end)
+        plans = self.waiting.pop(tensor.name, [])
+        weight = file.view(tensor) if plans else None
+        for part in {s for plan in plans for s in plan.slices() if s.tensor == tensor.name}:
+            assert weight is not None
+            self.grams[part] = grams(weight, part)
+        norm, bad = self._norm(file, tensor) if tensor.floating else (None, 0)
+        for plan in plans:
             if all(part in self.grams for part in plan.slices()):
-                geometry = read_geometry(self.checkpoint.config, plan.query.tensor, self.flags)
-                self.sites[plan.name] = measure(plan, self.grams, self._load, geometry)
-                for part in plan.slices():
-                    self.grams.pop(part, None)
+                own = {part: self.grams.pop(part) for part in plan.slices()}
+                self._hand_over(plan, own, beside)
         return TensorReport(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, frobenius=norm, non_finite=bad)
+
+    def _hand_over(self, plan: SitePlan, own: dict[Slice, Tensor], beside: ThreadPoolExecutor) -> None:
+        geometry = read_geometry(self.checkpoint.config, plan.query.tensor, self.flags)
+        self.sites[plan.name] = beside.submit(measure, plan, own, self._load, geometry)
+        if len(self.sites) > _PENDING:
+            list(self.sites.values())[-1 - _PENDING].result()
+
+    def _norm(self, file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
+        """Frobenius norm of the finite values, and how many are not finite; from Gram matrices where they have all."""
+        known = [(part, gram) for part, gram in self.grams.items() if part.tensor == tensor.name]
+        if len(known) == 1 and len(known[0][0].starts) * known[0][0].rows == tensor.shape[known[0][0].axis]:
+            square = float(known[0][1].diagonal(dim1=-2, dim2=-1).double().sum())
+            if math.isfinite(square):
+                return math.sqrt(square), 0
+        return _norm(file, tensor)
 
     def _load(self, name: str) -> Tensor | None:
         tensor = self.checkpoint.tensors.get(name)
         if tensor is None:
             return None
-        if tensor.file not in self.small:
-            self.small = {tensor.file: MappedFile(tensor.file)}
-        return self.small[tensor.file].view(tensor).clone()
+        with self.lock:  # asked for by several threads
+            if tensor.file not in self.small:
+                self.small = {tensor.file: MappedFile(tensor.file)}
+            return self.small[tensor.file].view(tensor).clone()
 
 
 def _norm(file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
     """Frobenius norm of the finite values, and how many are not finite."""
     flat = file.view(tensor).reshape(-1)
     size = flat.element_size()
+    # One piece of memory for all chunks: converting costs less than asking for new memory.
+    wide = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32 if size < 4 else flat.dtype)
     total, bad = 0.0, 0
-    for start in range(0, flat.numel(), _CHUNK // size):
-        part = flat[start : start + _CHUNK // size]
-        square = float(torch.linalg.vector_norm(part.float() if size < 4 else part)) ** 2
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        values = part if size >= 4 else wide[: len(part)].copy_(part)
+        square = float(values.dot(values))
         if not math.isfinite(square):  # NaN, infinity, or a square beyond float32
             exact = part.double()
             fine = exact.isfinite()
@@ -167,4 +196,5 @@ def _norm(file: MappedFile, tensor: StoredTensor) -> tuple[float, int]:
         total += square
         if start * size % _KEEP == 0 and start:
             file.release(tensor.begin, tensor.begin + start * size)
+            file.expect(tensor.begin + start * size, tensor.end)
     return math.sqrt(total), bad

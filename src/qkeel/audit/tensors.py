@@ -18,6 +18,7 @@ from qkeel.errors import DataError, RefusedError
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_AHEAD = 1 << 26  # bytes to have the system read before they are looked at
 _HEADER_LIMIT = 100_000_000  # bytes; the safetensors format's own limit
 
 # Names of the format -> torch. What is not here is listed without numbers.
@@ -88,15 +89,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             tensors[tensor.name] = tensor
     if not tensors:
         raise DataError(f"{path} holds no tensors; expected the weights of a model")
+    lost = [name for name in _weight_map(path) if name not in tensors] if (path / INDEX).exists() else []
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise DataError(f"{INDEX} names {', '.join(lost[:3])}{more}, which no file of {path} holds; download it again")
     return Checkpoint(path=path, tensors=tensors, config=_config(path))
 
 
 def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
-        weights = _json(folder / INDEX).get("weight_map")
-        if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
-            raise DataError(f"{folder / INDEX} has no weight_map of names to files: it is damaged; download it again")
-        files = [folder / name for name in sorted(set(weights.values()))]
+        files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
         missing = [file.name for file in files if not file.exists()]
         if missing:
             raise DataError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; download what is missing")
@@ -110,6 +112,14 @@ def _files(folder: Path) -> list[Path]:
     if pickles:
         raise _refusal(pickles[0])
     raise DataError(f"{folder} holds no .safetensors file; expected one, or shards with {INDEX}")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor names to file names, from the index of a sharded checkpoint."""
+    weights = _json(folder / INDEX).get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
+        raise DataError(f"{folder / INDEX} has no weight_map of names to files: it is damaged; download it again")
+    return weights
 
 
 def _refusal(file: Path) -> RefusedError:
@@ -191,6 +201,7 @@ class MappedFile:
             # Copy on write: torch refuses read-only memory, and nothing here writes.
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         self._map.madvise(mmap.MADV_SEQUENTIAL)
+        self._asked = 0
 
     def view(self, tensor: StoredTensor) -> Tensor:
         """The tensor as a view of the file; valid whatever was released before."""
@@ -201,6 +212,14 @@ class MappedFile:
         if tensor.begin % dtype.itemsize:  # an old file without padding: copy
             return torch.frombuffer(bytearray(self._map[tensor.begin : tensor.end]), dtype=dtype).view(tensor.shape)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
+
+    def expect(self, begin: int, end: int) -> None:
+        """Have the system start reading [begin, end) bytes, at most `_AHEAD`, and as many after them."""
+        first = max(begin - begin % mmap.PAGESIZE, self._asked)
+        last = min(min(end, begin + _AHEAD) + _AHEAD, len(self._map))
+        if last > first:
+            self._map.madvise(mmap.MADV_WILLNEED, first, last - first)
+            self._asked = last - last % mmap.PAGESIZE
 
     def release(self, begin: int, end: int) -> None:
         """Let go of the pages of [begin, end) bytes; they are read anew if asked for again."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from qkeel.errors import InvalidValueError
 
 PerHead = Float[Tensor, " h"]
+POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1) .. 2^i - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,6 +22,18 @@ class LogitStats:
     dropout, over query rows that see at least one key. Norms are those of q and k as they enter the dot
     product, after norm and rotation. Detached; float32 or wider. `merge` adds data: key blocks,
     micro-batches, ranks.
+
+    normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys.
+    sink_share: over the same rows, the mean weight on the first key that the row sees, before dropout, after the
+        cap, of weights that sum to one over the keys: like the entropy it leaves a sink column out.
+    share_above: share of pairs whose logit (signed, before the cap) is above the threshold that was asked for.
+    qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
+        product; a model that folds its scale into q has it in there. Divide by √d for logits under 1/√d.
+    cos_max, cos_mean: of the angle between those q and k; 0 where one of them is zero.
+    n_products: the pairs behind these three; 0 where q and k were not seen, only their logits: the three are then
+        not measured and read 0, -inf, 0.
+    key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row): bin 0
+        is that key, bin i >= 1 holds offsets 2^(i-1) .. 2^i - 1; `n_keys_by_position` keys each.
     """
 
     max_logit: PerHead
@@ -36,6 +49,16 @@ class LogitStats:
     n_queries: Int[Tensor, " h"]
     n_pairs: Int[Tensor, " h"]
     n_keys: Int[Tensor, " g"]
+    normalized_entropy: PerHead
+    sink_share: PerHead
+    share_above: PerHead
+    qk_frobenius: PerHead
+    cos_max: PerHead
+    cos_mean: PerHead
+    n_free: Int[Tensor, " h"]
+    n_products: Int[Tensor, " h"]
+    key_norm_by_position: Float[Tensor, "g bins"]
+    n_keys_by_position: Int[Tensor, "g bins"]
 
     @property
     def max_abs_logit(self) -> PerHead:
@@ -49,8 +72,8 @@ class LogitStats:
         def full(n: int, value: float) -> Tensor:
             return torch.full((n,), value, dtype=like.dtype, device=like.device)
 
-        def zeros(n: int) -> Tensor:
-            return torch.zeros(n, dtype=torch.int64, device=like.device)
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=like.device)
 
         h, g, inf = n_heads, n_kv_heads, torch.inf
         return cls(
@@ -67,14 +90,36 @@ class LogitStats:
             n_queries=zeros(h),
             n_pairs=zeros(h),
             n_keys=zeros(g),
+            normalized_entropy=full(h, 0),
+            sink_share=full(h, 0),
+            share_above=full(h, 0),
+            qk_frobenius=full(h, 0),
+            cos_max=full(h, -inf),
+            cos_mean=full(h, 0),
+            n_free=zeros(h),
+            n_products=zeros(h),
+            key_norm_by_position=full(g, 0)[:, None].repeat(1, POSITION_BINS),
+            n_keys_by_position=zeros(g, POSITION_BINS),
         )
 
 
-# How each field merges: the larger, the smaller, the sum, or the mean weighted by a count.
-_MAX = ("max_logit", "capped_max_logit", "query_norm_max", "key_norm_max")
+# How each field merges: the larger, the smaller, the sum, the root of the sum of squares, or the mean weighted by a
+# count.
+_MAX = ("max_logit", "capped_max_logit", "query_norm_max", "key_norm_max", "cos_max")
 _MIN = ("min_logit", "entropy_min")
-_SUM = ("n_queries", "n_pairs", "n_keys")
-_MEAN = {"mean_logit": "n_pairs", "entropy": "n_queries", "query_norm": "n_queries", "key_norm": "n_keys"}
+_SUM = ("n_queries", "n_pairs", "n_keys", "n_free", "n_products", "n_keys_by_position")
+_ROOT = ("qk_frobenius",)
+_MEAN = {
+    "mean_logit": "n_pairs",
+    "share_above": "n_pairs",
+    "entropy": "n_queries",
+    "query_norm": "n_queries",
+    "normalized_entropy": "n_free",
+    "sink_share": "n_free",
+    "cos_mean": "n_products",
+    "key_norm": "n_keys",
+    "key_norm_by_position": "n_keys_by_position",
+}
 
 
 def merge(a: LogitStats, b: LogitStats) -> LogitStats:
@@ -91,6 +136,8 @@ def merge(a: LogitStats, b: LogitStats) -> LogitStats:
         fields[name] = torch.minimum(getattr(a, name), getattr(b, name))
     for name in _SUM:
         fields[name] = getattr(a, name) + getattr(b, name)
+    for name in _ROOT:
+        fields[name] = torch.hypot(getattr(a, name), getattr(b, name))
     for name, count in _MEAN.items():
         mean = getattr(a, name)
         # In the means' dtype: a quotient of integers would be float32.

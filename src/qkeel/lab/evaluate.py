@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.functional.stats import LogitStats
-from qkeel.records import HEAD_FIELDS
 from qkeel.sites import Tap
+
+# What the lab records of each head, by records.HEAD_FIELDS.
+PROBE_FIELDS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """Statistics over the probe: names of records.STEP_FIELDS, and [field, layer, head] by records.HEAD_FIELDS."""
+    """Statistics over the probe: names of records.STEP_FIELDS, and [field, layer, head] by PROBE_FIELDS."""
 
     record: dict[str, float]
     heads: np.ndarray
@@ -55,7 +57,7 @@ def probe(model: nn.Module, windows: Tensor) -> Probe:
     with measuring(model), Tap(model) as tap:
         model(windows[:, :-1])
         stats = list(tap.read().values())
-    heads = torch.stack([_per_head(name, stats) for name in HEAD_FIELDS]).float().cpu().numpy()
+    heads = torch.stack([_per_head(name, stats) for name in PROBE_FIELDS]).float().cpu().numpy()
     top = {name: torch.stack([getattr(s, name).amax() for s in stats]).amax() for name in _LARGEST}
     low = torch.stack([s.min_logit.amin() for s in stats]).amin()
     entropy = torch.stack([s.entropy.mean() for s in stats]).mean()

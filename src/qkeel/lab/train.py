@@ -18,11 +18,12 @@ from qkeel.lab.checkpoint import Progress, load, save
 from qkeel.lab.config import RunConfig
 from qkeel.lab.data import load as load_corpus
 from qkeel.lab.environment import environment
+from qkeel.lab.evaluate import PROBE_FIELDS
 from qkeel.lab.model import check, resolve, threads
 from qkeel.lab.schedule import learning_rate
 from qkeel.lab.summary import summarize
 from qkeel.lab.trainer import Trainer
-from qkeel.records import HEAD_FIELDS, HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
+from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
 
 
 def _nothing(record: Mapping[str, Any]) -> None:
@@ -98,7 +99,7 @@ class _Session:
         self.place = place
         self.watcher = watcher
         self.trainer = Trainer(config)
-        self.heads = HeadRecorder(place.path, tuple(HEAD_FIELDS), config.model.n_layers, config.model.n_heads)
+        self.heads = HeadRecorder(place.path, PROBE_FIELDS, config.model.n_layers, config.model.n_heads)
         self.done = Progress()
 
     def prepare(self, command: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
 
@@ -29,6 +30,7 @@ class History:
 
     steps [n]; rates [n], learning rates, or None; values: name -> [n] by records.STEP_FIELDS, NaN where not measured;
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
+    tops: name -> [n], the largest of all heads, where somebody kept it.
     """
 
     steps: np.ndarray
@@ -36,6 +38,7 @@ class History:
     values: Mapping[str, np.ndarray]
     heads: Mapping[str, np.ndarray]
     layers: tuple[str, ...] = ()
+    tops: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -51,7 +54,7 @@ class History:
         else:
             per_head = {}
         names = dict.fromkeys(name for record in metrics for name in record)
-        values = {name: np.array([_number(record.get(name)) for record in metrics]) for name in names}
+        values = {name: np.array([number(record.get(name)) for record in metrics]) for name in names}
         steps = values.get("step", np.zeros(0))
         if (np.diff(steps) <= 0).any():
             raise ShapeError("expected records in the order of their steps, each step once")
@@ -62,7 +65,8 @@ class History:
     @classmethod
     def read(cls, run: RunDirectory) -> Self:
         """A recorded run."""
-        return cls.of(run.metrics(), run.heads() if (run.path / "heads.json").exists() else None)
+        heads = run.heads() if (run.path / "heads.json").exists() else None
+        return cls.of(run.metrics(), heads, () if heads is None else heads.layers)
 
     def upto(self, n: int) -> History:
         """The first n records: what was known then."""
@@ -72,6 +76,7 @@ class History:
             rates=None if self.rates is None else self.rates[:n],
             values={name: v[:n] for name, v in self.values.items()},
             heads={name: v[:n] for name, v in self.heads.items()},
+            tops={name: v[:n] for name, v in self.tops.items()},
         )
 
     def series(self, name: str) -> np.ndarray | None:
@@ -80,6 +85,13 @@ class History:
             return self.heads[name]
         return self.values[name][:, None, None] if name in self.values else None
 
+    def top(self, name: str) -> np.ndarray | None:
+        """[n]: the largest of all heads at each record; NaN where none was measured."""
+        if name in self.tops:
+            return self.tops[name]
+        series = self.series(name)
+        return None if series is None else envelope(series)
+
     def where(self, place: Place) -> tuple[str | None, int | None]:
         """The layer's name and the head; None, None if the name was not recorded per head."""
         if place.name not in self.heads:
@@ -87,5 +99,11 @@ class History:
         return (self.layers[place.layer] if self.layers else f"layer {place.layer}"), place.head
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else np.nan
+def envelope(series: np.ndarray) -> np.ndarray:
+    """[n layers heads] -> [n], the largest of each record; NaN only where nothing was measured."""
+    return np.fmax.reduce(series.reshape(len(series), -1), axis=1, initial=np.nan)
+
+
+def number(value: Any) -> float:
+    """A recorded number; NaN for what is none, like the null of a loss that was not evaluated."""
+    return float(value) if isinstance(value, numbers.Real) else np.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from qkeel.registry import lookup
 
@@ -13,6 +14,15 @@ class Field:
 
     unit: str
     meaning: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadField:
+    """A number of each head; `fold` is what stands for several heads: the one to worry about, or the mean."""
+
+    unit: str
+    meaning: str
+    fold: Literal["max", "min", "mean"]
 
 
 # One line of metrics.jsonl, written every `log_every` steps. "Over the probe": the fixed held-out batch.
@@ -31,13 +41,40 @@ STEP_FIELDS: dict[str, Field] = {
     "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
 }
 
-# One value per layer and head in heads.f32.
-HEAD_FIELDS: dict[str, Field] = {
-    "max_logit": Field("nats", "largest signed attention logit, scaled, before cap"),
-    "min_logit": Field("nats", "smallest signed attention logit, scaled, before cap"),
-    "entropy": Field("nats", "mean attention entropy over query rows that see a key"),
-    "query_norm": Field("1", "mean L2 norm of queries as they enter the dot product"),
-    "key_norm": Field("1", "mean L2 norm of keys as they enter the dot product (of the head's group)"),
+# One value per layer and head in heads.f32. A number of a key head stands at every query head of its group.
+HEAD_FIELDS: dict[str, HeadField] = {
+    "max_logit": HeadField("nats", "largest signed attention logit, scaled, before cap", "max"),
+    "min_logit": HeadField("nats", "smallest signed attention logit, scaled, before cap", "min"),
+    "mean_logit": HeadField("nats", "mean attention logit over visible pairs, scaled, before cap", "mean"),
+    "capped_max_logit": HeadField("nats", "largest attention logit after the cap; max_logit without one", "max"),
+    "max_abs_logit": HeadField("nats", "largest magnitude of an attention logit, scaled, before cap", "max"),
+    "entropy": HeadField("nats", "mean attention entropy over query rows that see a key", "mean"),
+    "entropy_min": HeadField("nats", "smallest attention entropy of a query row", "min"),
+    "normalized_entropy": HeadField("1", "mean of entropy / ln(visible keys) over rows with two or more", "mean"),
+    "query_norm": HeadField("1", "mean L2 norm of queries as they enter the dot product", "mean"),
+    "query_norm_max": HeadField("1", "largest L2 norm of a query as it enters the dot product", "max"),
+    "key_norm": HeadField("1", "mean L2 norm of keys as they enter the dot product (of the head's group)", "mean"),
+    "key_norm_max": HeadField("1", "largest L2 norm of a key as it enters the dot product", "max"),
+    "share_above": HeadField("share", "share of visible logits above the alarm threshold", "max"),
+    "sink_share": HeadField("share", "mean attention weight on the first visible key", "mean"),
+    "qk_frobenius": HeadField("nats", "Frobenius norm of the logits over visible pairs", "max"),
+    "cos_max": HeadField("1", "largest cosine between a query and a visible key", "max"),
+    "cos_mean": HeadField("1", "mean cosine between queries and visible keys", "mean"),
+    "logit_change_rms": HeadField("nats", "root mean square change of the logits by one step, same input", "max"),
+    "logit_change_mean_abs": HeadField("nats", "mean absolute change of the logits by one step, same input", "max"),
+    "query_weight_norm": HeadField("1", "Frobenius norm of the head's query weight", "max"),
+    "key_weight_norm": HeadField("1", "Frobenius norm of the head's key weight", "max"),
+    "qk_spectral_norm": HeadField("1", "largest singular value of the product of query and key weight", "max"),
+    "gain_bound": HeadField("nats", "largest logit that the gains of the q/k norm allow", "max"),
+    "query_grad_rms": HeadField("1", "root mean square gradient of the head's query weight", "max"),
+    "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
+    "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
+}
+
+# More numbers of a watched model; "block_output_norm/LAYER" is that of one layer.
+VALUE_FIELDS: dict[str, Field] = {
+    "final_hidden_norm": Field("1", "mean L2 norm of the hidden states that enter the output layer"),
+    "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
 }
 
 # One row per run in a study's table.csv.
@@ -68,5 +105,7 @@ def explain_field(name: str) -> str:
     >>> explain_field("end_entropy")
     'entropy after the last step [nats]'
     """
-    field = lookup("recorded field", {**TABLE_COLUMNS, **HEAD_FIELDS, **STEP_FIELDS, **TABLE_COLUMNS}, name)
+    name = name.partition("/")[0]
+    table: dict[str, Field | HeadField] = {**HEAD_FIELDS, **VALUE_FIELDS, **STEP_FIELDS, **TABLE_COLUMNS}
+    field = lookup("recorded field", table, name)
     return f"{field.meaning} [{field.unit}]"

@@ -1,4 +1,4 @@
-"""heads.f32: an append-only float32 file, one fixed-size record per logged step."""
+"""heads.f32 (and eval_heads.f32): an append-only float32 file, one fixed-size record per logged step."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from qkeel.records.files import read_json, write_json
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
-    """Per-head numbers of a run. `values[name]` has shape [n_steps, n_layers, n_heads]."""
+    """Per-head numbers of a run. `values[name]` has shape [n_steps, n_layers, n_heads]; `layers` names, if known."""
 
     steps: np.ndarray
     values: dict[str, np.ndarray]
+    layers: tuple[str, ...] = ()
 
 
 class HeadRecorder:
     """Appends records of `1 + n_fields·n_layers·n_heads` float32: the step, then the fields in order."""
 
-    def __init__(self, directory: Path, fields: tuple[str, ...], n_layers: int, n_heads: int) -> None:
-        self.path = directory / "heads.f32"
+    def __init__(
+        self,
+        directory: Path,
+        fields: tuple[str, ...],
+        n_layers: int,
+        n_heads: int,
+        *,
+        layers: tuple[str, ...] = (),
+        name: str = "heads",
+    ) -> None:
+        self.path = directory / f"{name}.f32"
         self.shape = (len(fields), n_layers, n_heads)
-        write_json(
-            directory / "heads.json",
-            {
-                "fields": list(fields),
-                "n_layers": n_layers,
-                "n_heads": n_heads,
-                "dtype": "<f4",
-                "leading": "step",
-            },
-        )
+        about = {"fields": list(fields), "n_layers": n_layers, "n_heads": n_heads, "dtype": "<f4", "leading": "step"}
+        write_json(directory / f"{name}.json", {**about, "layers": list(layers)} if layers else about)
 
     def append(self, step: int, values: np.ndarray) -> None:
         """Append one record; values [n_fields, n_layers, n_heads]."""
@@ -48,16 +50,17 @@ class HeadRecorder:
             raise RunDirectoryError(f"cannot append to {self.path}: {error.strerror or error}") from error
 
 
-def read_heads(directory: Path) -> Heads:
+def read_heads(directory: Path, name: str = "heads") -> Heads:
     """Read heads.json and heads.f32; a torn last record is dropped."""
-    about = read_json(directory / "heads.json")
+    about = read_json(directory / f"{name}.json")
     fields, layers, heads = about["fields"], about["n_layers"], about["n_heads"]
     width = 1 + len(fields) * layers * heads
-    path = directory / "heads.f32"
+    path = directory / f"{name}.f32"
     flat = np.fromfile(path, dtype="<f4") if path.exists() else np.zeros(0, "<f4")
     rows = flat[: flat.size // width * width].reshape(-1, width)
     body = rows[:, 1:].reshape(-1, len(fields), layers, heads)
-    return Heads(steps=rows[:, 0].astype(np.int64), values={f: body[:, i] for i, f in enumerate(fields)})
+    values = {f: body[:, i] for i, f in enumerate(fields)}
+    return Heads(steps=rows[:, 0].astype(np.int64), values=values, layers=tuple(about.get("layers") or ()))
 
 
 def cut_heads(directory: Path, last_step: int) -> None:

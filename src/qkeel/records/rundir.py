@@ -1,8 +1,12 @@
-"""A run directory: config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE."""
+"""A run directory: config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE.
+
+That of a watched model has eval.jsonl, eval_heads.json and eval_heads.f32 instead of last/.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -65,6 +69,14 @@ class RunDirectory:
         """Per layer and head, by records.HEAD_FIELDS."""
         return read_heads(self.path)
 
+    def eval_metrics(self) -> list[dict[str, Any]]:
+        """What a watched model gave in evaluation mode, as metrics()."""
+        return list(read_lines(self.path / "eval.jsonl"))
+
+    def eval_heads(self) -> Heads:
+        """Per layer and head in evaluation mode."""
+        return read_heads(self.path, "eval_heads")
+
     def summary(self) -> dict[str, Any]:
         """The run's row of table.csv."""
         return read_json(self.path / "summary.json")
@@ -108,6 +120,26 @@ class RunDirectory:
             for directory in (self.path, self.checkpoint.parent):
                 remove_leftovers(directory)
             yield
+
+
+def fresh_directory(path: Path) -> Path:
+    """Make `path`, or `path-2`, `path-3`, ... if something is in it already; nothing is ever written over.
+
+    Made in one step each, so that two processes never get the same one; an empty directory that stood there is used.
+    """
+    for number in itertools.count(1):
+        place = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            place.mkdir(parents=True)
+        except FileExistsError:
+            if number > 1 or not place.is_dir() or any(place.iterdir()):
+                continue
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot make {place}: {error.strerror or error}. Expected a writable place; choose another directory."
+            ) from error
+        return place
+    raise AssertionError("unreachable")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

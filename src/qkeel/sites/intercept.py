@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from qkeel.functional.stats import LogitStats
 from qkeel.kernels.statistics import logit_stats
+from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.nn.core import SpecModule
 from qkeel.sites.fused import FUSED, Seen
 from qkeel.sites.handwritten import Handwritten
@@ -44,11 +45,11 @@ class Sighting:
         return isinstance(self.call, ScoresCall) and self.call.headless
 
 
-def statistics(call: Seen) -> LogitStats:
+def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """Exact statistics of a seen call, in its own precision even under autocast."""
     device = call.logits.device if isinstance(call, ScoresCall) else call.q.device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        return scores_stats(call) if isinstance(call, ScoresCall) else logit_stats(call)
+        return scores_stats(call, threshold) if isinstance(call, ScoresCall) else logit_stats(call, threshold)
 
 
 class Interceptor(TorchFunctionMode):

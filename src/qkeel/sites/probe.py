@@ -25,7 +25,7 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
         model = model._orig_mod
     seen: dict[str, list[Sighting]] = {}
     watcher = Interceptor(model, lambda sighting: _note(seen, sighting), probing=True)
-    with _undisturbed(model):
+    with undisturbed(model):
         _forward(model, watcher, copied(args), copied(kwargs))
         names = names_of(model)
         sites = [_site(calls, names) for calls in grouped(seen)]
@@ -125,7 +125,7 @@ def copied(value: Any) -> Any:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with ExitStack() as undo, torch.random.fork_rng(devices=devices):

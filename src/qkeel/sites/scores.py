@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from qkeel.functional.norms import wide
+from qkeel.functional.rows import (
+    RowStats,
+    Seen,
+    extreme_logits,
+    logit_rows,
+    no_product_rows,
+    product_rows,
+    reduce_rows,
+    softmax_rows,
+)
 from qkeel.functional.stats import LogitStats
+from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec import AttentionSpec
+
+BLOCK = 1 << 20  # logits at once, as in kernels.statistics
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,7 +32,8 @@ class ScoresCall:
 
     Where no cap was seen both are one tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key.
     q [b h t d] and k [b g s d] are those that were multiplied, or None where that could not be told: they carry
-    norms and weights, the logits are never computed from them. `headless` marks a call of one head of several.
+    norms, angles and weights, the logits are never computed from them. `headless` marks a call of one head of
+    several. `query_mask` [b t]: False leaves a query row out of the statistics.
     """
 
     spec: AttentionSpec
@@ -28,61 +43,71 @@ class ScoresCall:
     q: Tensor | None
     k: Tensor | None
     headless: bool = False
+    query_mask: Tensor | None = None
 
 
 @torch.no_grad()
-def scores_stats(call: ScoresCall) -> LogitStats:
-    """Exact LogitStats of a hand-written call; entropy of the softmax over the visible keys, sinks left out."""
-    z = call.logits.to(wide(call.logits.dtype))
-    b, h, t, s = z.shape
-    hidden = torch.zeros((), dtype=torch.bool, device=z.device) if call.hidden is None else call.hidden
-    hidden = hidden.expand(b, h, t, s)
-    seen = ~hidden.all(-1)
-    top = z.masked_fill(hidden, -torch.inf)
-    capped = top if call.capped is call.logits else call.capped.to(z.dtype).masked_fill(hidden, -torch.inf)
-    entropy = row_entropy(capped).masked_fill(~seen, 0.0)
-    pairs = b * t * s - hidden.sum((0, 2, 3))
-    n_queries = seen.sum((0, 2))
-    query = _norms(call.q, seen, like=z)
-    key = _norms(call.k, ~hidden.all(-2), like=z)
-    return LogitStats(
-        max_logit=top.amax((0, 2, 3)),
-        min_logit=z.masked_fill(hidden, torch.inf).amin((0, 2, 3)),
-        mean_logit=z.masked_fill(hidden, 0.0).sum((0, 2, 3)) / pairs.clamp_min(1),
-        capped_max_logit=capped.amax((0, 2, 3)),
-        entropy=entropy.sum((0, 2)) / n_queries.clamp_min(1),
-        entropy_min=entropy.masked_fill(~seen, torch.inf).amin((0, 2)),
-        query_norm=query[0],
-        query_norm_max=query[1],
-        key_norm=key[0],
-        key_norm_max=key[1],
-        n_queries=n_queries,
-        n_pairs=pairs,
-        n_keys=key[2],
-    )
+def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
+    """Exact LogitStats of a hand-written call; weights are those of the softmax over the visible keys, sinks left out.
+
+    What needs q or k (norms, angles, qk_frobenius) is not measured where they are unknown: n_keys or n_products is 0.
+    """
+    kind = wide(call.logits.dtype)
+    q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
+    q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
+    each = None if k is None else k.repeat_interleave(call.logits.shape[1] // k.shape[1], dim=1)
+    parts = []
+    for rows in _blocks(call):
+        z, seen = _logits(call, rows)
+        angle = no_product_rows(z.amax(-1))
+        if q is not None and each is not None and q_norm is not None and k_norm is not None:
+            products = seen.blank_(q[:, :, rows] @ each.mT)
+            angle = product_rows(products, 1.0, q_norm[:, :, rows], k_norm, seen)
+        found = logit_rows(z, seen, threshold)
+        if call.capped is not call.logits:
+            z = seen.lower_(seen.blank_(call.capped[:, :, rows].to(kind, copy=True)))
+        parts.append(RowStats(**angle, **found, **softmax_rows(z, seen)))
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, _keys_seen(call))
 
 
-def row_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of softmax over the last dimension, centred; 0 for a row of -inf."""
-    top = logits.amax(-1, keepdim=True)
-    centred = logits - top.masked_fill(top == -torch.inf, 0.0)
-    p = centred.exp()
-    mass = p.sum(-1)
-    spread = (p * centred.masked_fill(p == 0, 0.0)).sum(-1)
-    return torch.where(mass > 0, mass.log() - spread / mass, 0.0).clamp_min(0)
+@torch.no_grad()
+def scores_maxima(call: ScoresCall) -> tuple[Tensor, Tensor]:
+    """The max_logit and min_logit [h] of `scores_stats`, and nothing else."""
+    extrema = []
+    for rows in _blocks(call):
+        z, seen = _logits(call, rows)
+        extrema.append(extreme_logits(z, seen, None if call.query_mask is None else call.query_mask[:, rows]))
+    top, low = zip(*extrema)
+    return torch.stack(top).amax(0), torch.stack(low).amin(0)
 
 
-def _norms(x: Tensor | None, seen: Tensor, *, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and largest norm per head of the seen vectors, and their count; zeros where they are unknown."""
-    if x is None:
-        zeros = like.new_zeros(seen.shape[1])
-        return zeros, zeros, torch.zeros_like(zeros, dtype=torch.int64)
-    heads = x.shape[1]
-    if heads != seen.shape[1]:
-        seen = seen.unflatten(1, (heads, -1)).any(2)
-    norms = x.to(like.dtype).norm(dim=-1).masked_fill(~seen, 0.0)
-    count = seen.sum((0, 2))
-    return norms.sum((0, 2)) / count.clamp_min(1), norms.amax((0, 2)), count
+def _blocks(call: ScoresCall) -> Iterator[slice]:
+    b, h, t, s = call.logits.shape
+    rows = max(1, BLOCK // max(1, b * h * s))
+    for start in range(0, t, rows):
+        yield slice(start, min(t, start + rows))
+
+
+def _logits(call: ScoresCall, rows: slice) -> tuple[Tensor, Seen]:
+    """A blanked copy of the logits of some rows, and who sees whom there."""
+    n = call.logits.shape[3]
+    hidden = call.hidden
+    if hidden is not None and hidden.shape[2] > 1:
+        hidden = hidden[:, :, rows]
+    seen = Seen(None, n, n) if hidden is None else Seen(~hidden, 0, n)
+    return seen.blank_(call.logits[:, :, rows].to(wide(call.logits.dtype), copy=True)), seen
+
+
+def _keys_seen(call: ScoresCall) -> Tensor:
+    """Which keys [b g s] some counted row sees; [b h s] where the keys are unknown."""
+    b, h, _, s = call.logits.shape
+    groups = h if call.k is None else call.k.shape[1]
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.logits.device)
+    if call.hidden is not None:
+        visible = ~call.hidden
+    if call.query_mask is not None:
+        visible = visible & call.query_mask[:, None, :, None]
+    return visible.any(-2).expand(b, h, s).unflatten(1, (groups, -1)).any(2)
 
 
 def cat_heads(parts: list[LogitStats]) -> LogitStats:

@@ -2,165 +2,220 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any, Self
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
-from qkeel.errors import RefusedError
+from qkeel.errors import caution
 from qkeel.functional.stats import LogitStats, merge
 from qkeel.handle import Handle
-from qkeel.kernels.statistics import logit_stats
-from qkeel.nn.core import SpecModule
-from qkeel.sites.intercept import Interceptor, Sighting, statistics
+from qkeel.nn.core import Observer, SpecModule
+from qkeel.sites.forwards import Forwards
+from qkeel.sites.intercept import Interceptor, Seen, Sighting, statistics
+from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.scores import cat_heads
 from qkeel.spec import AttentionCall
 
+Phase = Literal["train", "eval"]
+Measure = Callable[[Seen], LogitStats | None]
+
+
+def _say_off(error: Exception) -> None:
+    caution(
+        f"qkeel's tap met a fault and switched itself off: {type(error).__name__}: {error}. The model runs on unwatched"
+    )
+
+
+class Visitor:
+    """Who else wants to see the passes that a tap looks at. Does nothing; override what is of interest."""
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A pass with these arguments is about to begin."""
+
+    def looking(self) -> Handle | None:
+        """The pass that is looked at begins, in compiled models the one made aside; the handle is removed after it."""
+
+    def after(self, output: object) -> None:
+        """The model's own pass is over."""
+
 
 class Tap(Handle):
-    """Watches every attention call of a model; `read()` gives the statistics since the last read.
+    """Watches the attention calls of a model's forward passes; `read()` gives the statistics since the last read.
 
-    Statistics are computed under no_grad, from tensors the forward pass makes anyway; nothing is changed.
-    qkeel's own modules report their calls themselves. Where a model has none, a function mode is entered around
-    every forward pass of the model: eager only, for a mode around compiled code would recompile it and change its
-    numbers. With `when_training` only calls of modules in training mode count. A fault in the tap warns once and
-    switches it off.
+    Statistics are computed under no_grad, from tensors the forward pass makes anyway; nothing is changed. In eager
+    mode a function mode is entered around the pass (own modules report themselves). Compiled code must not have one
+    around it, so there the pass is run once more beforehand, eagerly, without gradients, its random streams and
+    buffers put back: it costs one more forward pass.
 
-    Raises:
-        RefusedError: the model is compiled.
+    What gradient checkpointing computes again in the backward pass is not counted twice. `due(training, compiled)`
+    says whether a pass is worth looking at; `measure` is what is computed of a call; `visitor` sees those passes
+    too. A fault in the tap warns once and switches it off.
     """
 
-    def __init__(self, model: nn.Module, *, when_training: bool = False) -> None:
-        self._stats: dict[str, LogitStats] = {}
-        self._headless: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-        self._when_training = when_training
-        self._attached: list[tuple[SpecModule, _Observer]] = []
-        super().__init__(self._detach)
-        for name, module in model.named_modules():
-            if isinstance(module, SpecModule):
-                observer = _Observer(self, name, module, when_training)
-                module.observers.append(observer)
-                self._attached.append((module, observer))
-        self._around = None if self._attached else _Around(model, self)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        when_training: bool = False,
+        due: Callable[[bool, bool], bool] | None = None,
+        measure: Measure = statistics,
+        visitor: Visitor | None = None,
+        on_fault: Callable[[Exception], None] = _say_off,
+    ) -> None:
+        self.measure = measure
+        self.visitor = visitor or Visitor()
+        self.passes = {"train": 0, "eval": 0}
+        self.foreign = True  # until a pass has shown that all attention is of own modules
+        self._due = due or (lambda training, compiled: training or not when_training)
+        self._on_fault = on_fault
+        self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
+        self._running: _Pass | None = None
+        self._visited = False
+        self._forwards = Forwards(model, self._before, self._after, owner=self)
+        self.model = self._forwards.inner
+        super().__init__(self._forwards.remove)
 
-    def read(self) -> dict[str, LogitStats]:
+    @property
+    def phase(self) -> Phase:
+        """That of a pass that ran now."""
+        return "train" if self.model.training else "eval"
+
+    def has(self, phase: Phase) -> bool:
+        """Whether there is anything to read."""
+        return bool(self._stats[phase].stats)
+
+    def read(self, phase: Phase | None = None) -> dict[str, LogitStats]:
         """Per site name, the statistics since the last read; sites that saw no call are absent.
 
-        Where a module computes its heads one by one, they are those of one site.
+        Passes in training and in eval mode are kept apart. Without a phase: the training passes', and where there
+        were none, the eval passes'. Where a module computes its heads one by one, they are those of one site.
         """
-        stats, self._stats = self._stats, {}
-        headless, self._headless = self._headless, {}
-        for (name, _), parts in headless.items():
-            merged = cat_heads([stats.pop(part) for part in parts])
-            stats[name if name not in stats else parts[0]] = merged
-        return stats
+        if phase is None:
+            phase = "train" if self.has("train") else "eval"
+        sites, self._stats[phase] = self._stats[phase], _Sites()
+        return sites.joined()
 
-    def add(self, name: str, call: AttentionCall) -> None:
-        """Take one call of an own module into account."""
-        self._merge(name, logit_stats(call))
+    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
+        phase = self.phase
+        self.passes[phase] += 1
+        try:
+            if not self._due(self.model.training, compiled):
+                return
+            self._visited = True
+            self.visitor.before(args, kwargs)
+            look = _Pass(self, phase)
+            if compiled:
+                self._aside(look, args, kwargs)
+            else:
+                look.begin((args, kwargs) if self._forwards.model is self.model else None)
+                self._running = look
+        except Exception as error:
+            self.fault(error)
 
-    def take(self, sighting: Sighting) -> None:
-        """Take one call into account that was seen in passing."""
-        if self._when_training and not sighting.frame.module.training:
-            return
-        name = sighting.name
-        self._merge(name, statistics(sighting.call))
-        if sighting.headless:
-            parts = self._headless.setdefault((sighting.frame.name, ()), [])
-            if name not in parts:
-                parts.append(name)
+    def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The pass that compiled code is about to make, made eagerly."""
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.no_grad(), eager, undisturbed(self.model):
+            look.begin(None)
+            try:
+                self.model(*copied(args), **copied(dict(kwargs)))
+            finally:
+                look.end()
 
-    def _merge(self, name: str, new: LogitStats) -> None:
-        old = self._stats.get(name)
-        self._stats[name] = new if old is None else merge(old, new)
+    def _after(self, output: object) -> None:
+        running, self._running = self._running, None
+        try:
+            if running is not None:
+                running.end()
+            if self._visited and self.active:
+                self._visited = False
+                self.visitor.after(output)
+        except Exception as error:
+            self.fault(error)
 
-    def _detach(self) -> None:
-        for module, observer in self._attached:
-            if observer in module.observers:
-                module.observers.remove(observer)
-        if self._around is not None:
-            self._around.close()
+    def take(self, phase: Phase, name: str, call: Seen, part_of: str | None = None) -> None:
+        """Take one call into account; `part_of` names the site whose heads are computed one by one."""
+        if self.active:
+            stats = self.measure(call)
+            if stats is not None:
+                self._stats[phase].add(name, stats, part_of)
+
+    def fault(self, error: Exception) -> None:
+        """Switch off and say so, once."""
+        if self.active:
+            self.remove()
+            self._on_fault(error)
 
     def __enter__(self) -> Self:
         return self
 
 
-class _Around:
-    """Enters an interceptor with every forward pass of a model and leaves it after."""
+class _Pass:
+    """One forward pass under observation: own modules report themselves, an interceptor sees the others."""
 
-    def __init__(self, model: nn.Module, tap: Tap) -> None:
-        for name, module in model.named_modules():
-            if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
-                raise RefusedError(
-                    f"{name or 'the model'} is compiled, and what it computes inside compiled code can't be seen "
-                    "without changing it: give the tap the model before torch.compile and run it eagerly"
-                )
-        self.model, self.tap = model, tap
-        self.running: Interceptor | None = None
-        self.depth = 0
-        before = model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        after = model.register_forward_hook(self._leave, always_call=True)
-        self.hooks = [before, after]
+    def __init__(self, tap: Tap, phase: Phase) -> None:
+        self.tap = tap
+        self.phase: Phase = phase
+        self.interceptor: Interceptor | None = None
+        self.observed: list[tuple[SpecModule, Observer]] = []
+        self.own_calls = self.foreign_calls = 0
+        self.visit: Handle | None = None
 
-    def close(self) -> None:
-        """Take the hooks away; in the middle of a forward pass, which the mode must see the end of, after it."""
-        if self.running is None:
-            for hook in self.hooks:
-                hook.remove()
+    def begin(self, call: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
+        """Start looking; `call` are the arguments of the model's own call, if that has begun already."""
+        self.visit = self.tap.visitor.looking()
+        for name, module in self.tap.model.named_modules():
+            if isinstance(module, SpecModule):
+                observer: Observer = functools.partial(self._own, name)
+                module.observers.append(observer)
+                self.observed.append((module, observer))
+        if self.tap.foreign:
+            self.interceptor = Interceptor(self.tap.model, self._foreign, on_fault=self.tap.fault)
+            self.interceptor.__enter__()
+            if call is not None:
+                self.interceptor.stack.push(self.tap.model, call[0], dict(call[1]))
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self.depth += 1
-        if self.depth == 1:
-            self.running = Interceptor(self.model, self._take, on_fault=self._off)
-            self.running.__enter__()
-            # The model's own call began before its hooks were there.
-            self.running.stack.push(module, args, kwargs)
+    def end(self) -> None:
+        """Stop looking. Where all attention was of own modules, no interceptor is needed from now on."""
+        if self.visit is not None:
+            self.visit.remove()
+        for module, observer in self.observed:
+            module.observers.remove(observer)
+        if self.interceptor is not None:
+            self.interceptor.__exit__(None, None, None)
+            self.tap.foreign = self.foreign_calls > 0 or self.own_calls == 0
 
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self.depth -= 1
-        if self.depth == 0 and self.running is not None:
-            running, self.running = self.running, None
-            running.__exit__(None, None, None)
-            if not self.tap.active:
-                self.close()
+    def _own(self, name: str, call: AttentionCall) -> None:
+        self.own_calls += 1
+        try:
+            self.tap.take(self.phase, name, call)
+        except Exception as error:
+            self.tap.fault(error)
 
-    def _take(self, sighting: Sighting) -> None:
-        if self.tap.active:
-            self.tap.take(sighting)
-
-    def _off(self, error: Exception) -> None:
-        if self.tap.active:
-            self.tap.remove()
-            warnings.warn(
-                f"qkeel's tap met a fault and switched itself off: {type(error).__name__}: {error}. "
-                "The model runs on unwatched",
-                stacklevel=2,
-            )
+    def _foreign(self, sighting: Sighting) -> None:
+        self.foreign_calls += 1
+        self.tap.take(self.phase, sighting.name, sighting.call, sighting.frame.name if sighting.headless else None)
 
 
-class _Observer:
-    """One own module's end of a tap."""
+class _Sites:
+    """Statistics by site name, and which of them are single heads of one site."""
 
-    def __init__(self, tap: Tap, name: str, module: SpecModule, when_training: bool) -> None:
-        self.tap, self.name, self.module, self.when_training = tap, name, module, when_training
-        # Made here, not by a decorator: torch loads its compiler for it, which would double the time of an import.
-        self.outside_graph: Any = torch.compiler.disable(_take)
+    def __init__(self) -> None:
+        self.stats: dict[str, LogitStats] = {}
+        self.heads: dict[str, list[str]] = {}
 
-    def __call__(self, call: AttentionCall) -> None:
-        self.outside_graph(self, call)
+    def add(self, name: str, new: LogitStats, part_of: str | None) -> None:
+        old = self.stats.get(name)
+        self.stats[name] = new if old is None else merge(old, new)
+        if part_of is not None and name not in self.heads.setdefault(part_of, []):
+            self.heads[part_of].append(name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "outside_graph"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, outside_graph=torch.compiler.disable(_take))
-
-
-def _take(observer: _Observer, call: AttentionCall) -> None:
-    if observer.module.training or not observer.when_training:
-        observer.tap.add(observer.name, call)
+    def joined(self) -> dict[str, LogitStats]:
+        """Per site; heads that were computed one by one put together."""
+        for name, parts in self.heads.items():
+            whole = cat_heads([self.stats.pop(part) for part in parts])
+            self.stats[name if name not in self.stats else parts[0]] = whole
+        return self.stats

@@ -17,7 +17,8 @@ class AttentionCall:
     """One attention call, checked. q [b h t d]; k, v [b g s d]; pos_q [b|1 t]; pos_k [b|1 s].
 
     `plain` says that positions are the default ones (0 .. s-1, queries aligned to the end of the keys), so a
-    kernel may use a causal flag instead of comparing positions.
+    kernel may use a causal flag instead of comparing positions. `query_mask` [b t] is read by statistics only:
+    False leaves a query row, a padded one say, out of them; attention computes it all the same.
     """
 
     spec: AttentionSpec
@@ -31,6 +32,7 @@ class AttentionCall:
     pos_k: Tensor
     plain: bool
     dropout: float = 0.0
+    query_mask: Tensor | None = None
 
     def encoded(self) -> tuple[Tensor, Tensor]:
         """q and k as they enter the dot product, float32 or wider."""

@@ -1,0 +1,109 @@
+"""What was measured, on record: as samples, for the rules, to the sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+from torch import Tensor
+
+from qkeel import dist
+from qkeel.errors import AlarmWarning, caution
+from qkeel.functional.stats import LogitStats
+from qkeel.monitor.alarms import AlarmLog
+from qkeel.monitor.recording import Recording
+from qkeel.monitor.rule import Rule
+from qkeel.monitor.sample import Sample, fold_heads, pad_layers, repeat_groups
+from qkeel.monitor.sinks import Sink
+from qkeel.monitor.transfer import Measured
+from qkeel.records import HEAD_FIELDS
+from qkeel.sites.tap import Phase
+
+# Which count says that a field was measured at all, where it is not the number of query rows.
+_COUNTS = {
+    "mean_logit": "n_pairs",
+    "key_norm": "n_keys",
+    "key_norm_max": "n_keys",
+    "normalized_entropy": "n_free",
+    "sink_share": "n_free",
+    "share_above": "n_pairs",
+    "qk_frobenius": "n_products",
+    "cos_max": "n_products",
+    "cos_mean": "n_products",
+    "query_norm": "n_products",
+    "query_norm_max": "n_products",
+}
+_OF_STATS = tuple(name for name in HEAD_FIELDS if name in {*LogitStats.__slots__, "max_abs_logit"})
+_WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # of STEP_FIELDS
+
+
+@final
+class Journal:
+    """Keeps the course of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning."""
+
+    def __init__(self, sinks: Sequence[Sink], rules: Sequence[Rule], about: Callable[[], Mapping[str, Any]]) -> None:
+        self.sinks = list(sinks) if dist.rank() == 0 else []
+        self.log = AlarmLog(rules)
+        self.sample: Sample | None = None
+        self.recording = Recording()
+        self._about: Callable[[], Mapping[str, Any]] | None = about
+        self._layers: tuple[str, ...] = ()
+        self._width = 0
+
+    def add(self, step: int, phase: Phase, measured: Measured) -> None:
+        """One step's numbers."""
+        if not self._layers:
+            self._layers = tuple(measured.stats)
+            self._width = max(len(s.max_logit) for s in measured.stats.values())
+            self.recording = Recording(self._layers)
+        if self._about is not None:
+            about, self._about = self._about(), None
+            self._each(lambda sink: sink.open(about))
+        sample = self.sample = self._sample(step, phase, measured)
+        self._each(lambda sink: sink.write(sample))
+        if phase == "train":
+            self.recording.append(sample.values, sample.heads)
+            for alarm in self.log.update(self.recording.history):
+                if dist.rank() == 0:
+                    caution(str(alarm), AlarmWarning)
+                self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
+
+    def close(self, complete: bool) -> None:
+        """Nothing more comes."""
+        if self._about is None:
+            self._each(lambda sink: sink.close(complete))
+        self.sinks.clear()
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        for sink in list(self.sinks):
+            try:
+                act(sink)
+            except Exception as error:
+                self.sinks.remove(sink)
+                caution(
+                    f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}. "
+                    "Measuring and training go on"
+                )
+
+    def _sample(self, step: int, phase: Phase, measured: Measured) -> Sample:
+        rows = {name: [self._row(name, site, measured) for site in self._layers] for name in HEAD_FIELDS}
+        heads = {name: pad_layers(of, self._width) for name, of in rows.items() if any(row is not None for row in of)}
+        values = {"step": float(step)}
+        values |= {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in _WHOLE if name in heads}
+        for (site, name), value in measured.numbers.items():
+            if value.ndim == 0:
+                values[f"{name}/{site}" if site else name] = float(value)
+        return Sample(step=step, values=values, layers=self._layers, heads=heads, phase=phase)
+
+    def _row(self, name: str, site: str, measured: Measured) -> np.ndarray | None:
+        """[heads] of one layer, or None where it was not measured."""
+        stats = measured.stats.get(site)
+        value: Tensor | None = measured.numbers.get((site, name))
+        if value is not None:
+            return value.double().numpy()
+        if stats is None or name not in _OF_STATS:
+            return None
+        row = getattr(stats, name).double().numpy()
+        row = np.where(getattr(stats, _COUNTS.get(name, "n_queries")).numpy() > 0, row, np.nan)
+        return repeat_groups(row, len(stats.max_logit))

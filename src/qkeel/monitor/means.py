@@ -1,0 +1,28 @@
+"""Means over the passes of a step."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+Key = tuple[str, str]  # the site, "" for the whole model, and the name of the number
+
+
+@final
+class Means:
+    """Adds up scalars on their device and gives their means."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Key, tuple[Tensor, int]] = {}
+
+    def add(self, key: Key, value: Tensor) -> None:
+        """One more value."""
+        total, n = self._sums.get(key, (torch.zeros_like(value), 0))
+        self._sums[key] = total + value, n + 1
+
+    def read(self) -> dict[Key, Tensor]:
+        """The means since the last read; starts anew."""
+        sums, self._sums = self._sums, {}
+        return {key: total / n for key, (total, n) in sums.items()}

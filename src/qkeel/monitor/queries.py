@@ -1,0 +1,60 @@
+"""Which query rows count: padded ones are left out of the statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.sites.intercept import Seen
+from qkeel.sites.scores import ScoresCall
+
+Given = str | Tensor | Callable[..., Tensor]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryMask:
+    """Where to find the mask [b t] of a pass, true (or not 0) where a query row counts.
+
+    given: the name of a keyword argument of the model's forward ("attention_mask"), a function of the forward's
+    arguments, or the tensor itself. It applies to calls with b sequences of t queries; others count whole, such as
+    the decoder of an encoder–decoder under the encoder's mask.
+    """
+
+    given: Given
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.given, (str, Tensor)) and not callable(self.given):
+            raise InvalidTypeError(
+                "expected query_mask as the name of a keyword argument, a function of the forward's arguments, or a "
+                f"tensor [b t], got {type(self.given).__name__}"
+            )
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """The mask of a pass with these arguments; None where the pass gives none.
+
+        Raises: InvalidValueError if it is not a tensor [b t].
+        """
+        if isinstance(self.given, str):
+            mask = kwargs.get(self.given)
+        else:
+            mask = self.given if isinstance(self.given, Tensor) else self.given(*args, **kwargs)
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise InvalidValueError(f"expected a query mask of shape [batch queries], got {got}")
+        return mask if mask.dtype == torch.bool else mask != 0
+
+
+def with_query_mask(call: Seen, mask: Tensor | None) -> Seen:
+    """The call under this mask [b t], if it is one of b sequences of t queries; else the call as it is."""
+    x = call.logits if isinstance(call, ScoresCall) else call.q
+    if mask is None or tuple(mask.shape) != (x.shape[0], x.shape[2]):
+        return call
+    return dataclasses.replace(call, query_mask=mask.to(x.device))

@@ -1,0 +1,102 @@
+"""One record of a watched model: what the sinks get."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, final
+
+import numpy as np
+
+from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.records import HEAD_FIELDS, VALUE_FIELDS
+
+# What trackers get per layer; of the rest they get one number for the whole model. A chart per head and field would
+# be 30,720 charts for 80 layers of 64 heads; trackers are slow from 10,000 on.
+PER_LAYER = ("max_logit", "entropy", "query_norm", "key_norm", "logit_change_rms", "gain_bound")
+_FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """What was measured at one step.
+
+    step: optimizer steps done (forwards, where there is no optimizer); values: whole-model numbers by
+    records.STEP_FIELDS and VALUE_FIELDS; layers: names of the sites, constant over a run; heads: name by
+    records.HEAD_FIELDS -> [layers heads], NaN where a layer has fewer heads or it was not measured.
+    """
+
+    step: int
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    layers: tuple[str, ...] = ()
+    heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    phase: Literal["train", "eval"] = "train"
+
+    def __post_init__(self) -> None:
+        if self.phase not in ("train", "eval"):
+            raise InvalidValueError(f"expected phase 'train' or 'eval', got {self.phase!r}")
+        for name, values in self.heads.items():
+            if values.ndim != 2 or len(values) != len(self.layers):
+                raise ShapeError(f"expected {name} as [{len(self.layers)} layers, heads], got shape {values.shape}")
+
+    def by_layer(self, name: str) -> np.ndarray:
+        """[layers]: a head field, folded over heads as records.HEAD_FIELDS says; NaN where nothing was measured."""
+        return fold_heads(name, self.heads[name])
+
+    def overall(self, name: str) -> float:
+        """A head field folded over the whole model, else the value of that name, else NaN."""
+        if name in self.heads:
+            return float(fold_heads(name, self.heads[name].reshape(1, -1))[0])
+        return float(self.values.get(name, math.nan))
+
+    def summaries(self, per_layer: Sequence[str] = PER_LAYER) -> dict[str, float]:
+        """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN.
+
+        The loss and the learning rate are left out: they are the trainer's own, under the trainer's names.
+        """
+        digits = max(2, len(str(len(self.layers) - 1)))
+        names = [*self.heads, *(n for n in self.values if n in HEAD_FIELDS and n not in self.heads)]
+        found = {f"attn/{name}": self.overall(name) for name in names}
+        for name in per_layer:
+            if name in self.heads:
+                for i, value in enumerate(self.by_layer(name)):
+                    found[f"attn/layer_{i:0{digits}d}/{name}"] = float(value)
+        for name, value in self.values.items():
+            field, _, layer = name.partition("/")
+            if field in VALUE_FIELDS:
+                place = f"layer_{self.layers.index(layer):0{digits}d}/" if layer in self.layers else ""
+                found[f"hidden/{place}{field}"] = float(value)
+        prefix = "eval/" if self.phase == "eval" else ""
+        return {prefix + key: value for key, value in found.items() if not math.isnan(value)}
+
+
+def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
+    """[... heads] -> [...]: the largest, smallest or mean head by records.HEAD_FIELDS; NaN is not measured."""
+    field = HEAD_FIELDS.get(name)
+    if field is not None and field.fold != "mean":
+        return _FOLDS[field.fold](values, axis=-1, initial=np.nan)
+    measured = ~np.isnan(values)
+    counts = measured.sum(-1)
+    return np.where(counts, np.where(measured, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
+
+
+def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
+    """[kv heads] -> [heads]: a key head's value stands at each query head of its group.
+
+    >>> repeat_groups(np.array([1.0, 2.0]), 4).tolist()
+    [1.0, 1.0, 2.0, 2.0]
+    """
+    if len(values) == 0 or n_heads % len(values):
+        raise ShapeError(f"expected a number of key heads that divides {n_heads} heads, got {len(values)}")
+    return np.repeat(values, n_heads // len(values))
+
+
+def pad_layers(rows: Sequence[np.ndarray | None], n_heads: int) -> np.ndarray:
+    """Layers of unlike head counts, or None where nothing was measured, as [layers n_heads] padded with NaN."""
+    out = np.full((len(rows), n_heads), np.nan)
+    for line, row in zip(out, rows, strict=True):
+        if row is not None:
+            line[: len(row)] = row
+    return out

@@ -1,0 +1,90 @@
+"""`qkeel.watch`: the checked way to a Monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError
+from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.monitor.alarms import DEFAULT
+from qkeel.monitor.cadence import Cadence, cadence
+from qkeel.monitor.monitor import Monitor, Plan, watched
+from qkeel.monitor.queries import Given, QueryMask
+from qkeel.monitor.rule import Rule
+from qkeel.monitor.sinks import RunDirectorySink, Sink
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    every: int | Cadence = 1,
+    sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
+    rules: Sequence[Rule] = DEFAULT,
+    query_mask: Given | None = None,
+    threshold: float = ALARM_THRESHOLD,
+) -> Monitor:
+    """Watch every attention of a model, per layer and head, without changing one bit of what it computes.
+
+    Args:
+        model: any module; compiled, wrapped in DistributedDataParallel or sharded ones too.
+        optimizer: what steps it. With one, a step is one of its steps and the weights behind the heads are read too;
+            without one, each forward pass is a step.
+        every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
+        sinks: where the numbers go besides memory: sinks, or paths of run directories for `qkeel report`.
+        rules: the alarms; each warns once. An empty list for none.
+        query_mask: which query rows count, [b t]: the name of the forward's keyword argument that holds it
+            ("attention_mask"), a function of the forward's arguments, or the tensor.
+        threshold: nats; `share_above` is the share of logits over it.
+
+    Returns: the Monitor: `read()`, `table()`, `alarms`, `remove()`; a context manager.
+
+    Raises:
+        InvalidTypeError: model or optimizer is something else.
+        InvalidValueError: the optimizer holds none of the model's parameters.
+        AlreadyAppliedError: the model is watched already.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(
+            f"expected a torch.nn.Module to watch, got {type(model).__name__}; give the model itself"
+        )
+    given = (sinks,) if isinstance(sinks, (Sink, str, Path)) else tuple(sinks)
+    plan = Plan(
+        cadence=cadence(every),
+        sinks=tuple(_sink(s) for s in given),
+        rules=tuple(rules),
+        query_mask=None if query_mask is None else QueryMask(query_mask),
+        threshold=threshold,
+    )
+    if watched(model):
+        raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or read from that one")
+    return Monitor(model, None if optimizer is None else _optimizer(optimizer, model), plan)
+
+
+def _sink(given: object) -> Sink:
+    if isinstance(given, (str, Path)):
+        return RunDirectorySink(given)
+    if not isinstance(given, Sink):
+        raise InvalidTypeError(f"expected sinks or paths of run directories, got {type(given).__name__}")
+    return given
+
+
+def _optimizer(given: object, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer whose step hooks run: inside the wrapper that accelerate puts around it."""
+    if not isinstance(given, torch.optim.Optimizer):
+        raise InvalidTypeError(
+            f"expected a torch.optim.Optimizer, got {type(given).__name__}; leave it out if there is none"
+        )
+    inner = vars(given).get("optimizer")
+    optimizer = inner if isinstance(inner, torch.optim.Optimizer) else given
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidValueError(
+            "the optimizer holds none of the model's parameters; give the one that trains this model, "
+            "made from model.parameters()"
+        )
+    return optimizer

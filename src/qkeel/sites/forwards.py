@@ -1,0 +1,122 @@
+"""Looks at every forward pass of a model, from its outermost call: eager or compiled, whoever copies or pickles it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from qkeel.handle import Handle
+
+# Private names of torch, each with what to do where it is missing; tests/sites/test_forwards.py fails if one moves.
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+class Forwards(Handle):
+    """Calls `before(args, kwargs, compiled)` and `after(output)` around each outermost call of `model`.
+
+    Not those that gradient checkpointing repeats in the backward pass, nor those of a forked process. `compiled` says
+    that the pass runs compiled code, which nothing may be put around: a mode would recompile it and change its
+    numbers. A model that is called inside a larger compiled function is not seen. What the hooks raise reaches the
+    model's caller, so they must not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        before: Callable[[tuple[Any, ...], Mapping[str, Any], bool], None],
+        after: Callable[[Any], None],
+        *,
+        owner: object = None,
+    ) -> None:
+        self.model, self.inner = model, unwrapped(model)
+        self._before, self._after = before, after
+        self._pid = os.getpid()
+        self._depth = 0
+        # Dynamo runs these frames as they are instead of compiling them away, and nothing under them is compiled.
+        torch._dynamo.eval_frame.skip_code(_Hook.__call__.__code__)
+        enter, leave = (_Hook(torch.compiler.disable(f), owner) for f in (self._enter, self._leave))
+        self._hooks = [
+            model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(leave, always_call=True),
+        ]
+        super().__init__(self._unhook)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any, compiled: bool) -> None:
+        if module is not self.model or not self._here():
+            return
+        self._depth += 1
+        if self._depth == 1 and self.active:
+            self._before(args, kwargs, compiled or _holds_compiled(self.model))
+
+    def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
+        if module is not self.model or not self._here() or not self._depth:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._after(output)
+            if not self.active:
+                self._unhook()
+
+    def _here(self) -> bool:
+        return _graph_task() == -1 and os.getpid() == self._pid
+
+    def _unhook(self) -> None:
+        # In the middle of a forward pass its end must still be seen; the hooks go then.
+        if not self._depth:
+            for hook in self._hooks:
+                hook.remove()
+
+
+class _Hook:
+    """A hook that steps aside inside compiled code, and that copies and pickles of a model leave behind."""
+
+    def __init__(self, act: Any, owner: object) -> None:
+        self.act, self.owner = act, owner
+
+    def __call__(self, module: nn.Module, args: object, last: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # Read here and not in a function, whose frame dynamo would compile: whether it stands ready to.
+        ready = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # pyright: ignore[reportAttributeAccessIssue]
+        self.act(module, args, last, ready is not None and ready is not False)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return idle
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _get_idle, ()
+
+
+def idle(*_: object) -> None:
+    """What stands in a copy or a pickle of a watched model for the hook: it does nothing."""
+
+
+def _get_idle() -> Callable[..., None]:
+    return idle
+
+
+def owners(model: nn.Module) -> list[object]:
+    """Who looks at the passes of this model, through a wrapper or not."""
+    hooks = [h for m in {model, unwrapped(model)} for h in m._forward_pre_hooks.values()]
+    return [h.owner for h in hooks if isinstance(h, _Hook)]
+
+
+def _holds_compiled(model: nn.Module) -> bool:
+    return any(
+        isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()
+    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside torch.compile's, DistributedDataParallel's and DataParallel's wrappers."""
+    while True:
+        if isinstance(model, torch._dynamo.OptimizedModule):
+            model = model._orig_mod
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        else:
+            return model

@@ -1,0 +1,102 @@
+"""A recording reads like the records appended; thinned, it keeps the ends, an even spacing and the clock."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from qkeel.errors import ShapeError
+from qkeel.monitor import History, Recording
+from qkeel.monitor.forecast import clock
+from qkeel.records import Heads
+
+LAYERS = ("a", "b")
+
+
+def heads_at(i: int) -> np.ndarray:
+    return np.array([[i, -1.0, math.nan], [2.0, i / 2, 1.0]])
+
+
+def record(n: int, *, most: int = 512) -> Recording:
+    recording = Recording(LAYERS, most=most)
+    for i in range(n):
+        recording.append({"step": 3 * i, "lr": 0.1 + 0.01 * (i % 7)}, {"max_logit": heads_at(i)})
+    return recording
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5, 300, 512])
+def test_a_short_recording_is_the_history_of_all_its_records(n: int) -> None:
+    recording = record(n)
+    seen = recording.history
+    steps = np.arange(n)
+    heads = Heads(steps=3 * steps, values={"max_logit": np.array([heads_at(i) for i in range(n)]).reshape(n, 2, 3)})
+    whole = History.of([{"step": 3 * i, "lr": 0.1 + 0.01 * (i % 7)} for i in range(n)], heads, LAYERS)
+    assert len(recording) == len(seen) == n
+    np.testing.assert_array_equal(seen.steps, whole.steps)
+    if n:
+        assert seen.rates is not None
+        np.testing.assert_array_equal(seen.rates, whole.values["lr"])
+        np.testing.assert_array_equal(seen.heads["max_logit"], whole.heads["max_logit"])
+        np.testing.assert_array_equal(seen.tops["max_logit"], whole.top("max_logit"))
+        np.testing.assert_array_equal(seen.tops["max_logit"], np.maximum(np.arange(n), 2))
+
+
+@pytest.mark.parametrize("most", [4, 5, 8, 64])
+def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(most: int) -> None:
+    recording = Recording(LAYERS, most=most)
+    steps, rates = np.zeros(0), np.zeros(0)
+    for i in range(700):
+        steps, rates = np.append(steps, 3.0 * i + 5), np.append(rates, 0.1 + 0.01 * (i % 7))
+        recording.append({"step": steps[-1], "lr": rates[-1]}, {"max_logit": heads_at(i)})
+        seen = recording.history
+        kept = np.searchsorted(steps, seen.steps)
+        assert len(seen) <= most + 1
+        assert kept[0] == 0
+        assert list(kept[-2:]) == list(range(max(0, i - 1), i + 1))
+        assert len(set(np.diff(kept[:-2]))) <= 1  # every 2^k-th
+        assert seen.rates is not None
+        np.testing.assert_allclose(clock(seen.steps, seen.rates), clock(steps, rates)[kept], rtol=1e-12)
+        np.testing.assert_array_equal(seen.heads["max_logit"][:, 0, 0], kept)
+        np.testing.assert_array_equal(seen.top("max_logit"), np.maximum(kept, 2))
+    assert len(recording) == 700
+    assert len(seen) > most // 2
+
+
+def test_names_may_come_late_and_go() -> None:
+    recording = Recording(LAYERS)
+    recording.append({"step": 0})
+    recording.append({"step": 1, "train_loss": 2.5, "note": "x"}, {"entropy": heads_at(1)})
+    for step in range(2, 40):
+        recording.append({"step": step, "train_loss": None})
+    seen = recording.history
+    assert seen.rates is None
+    assert seen.heads["entropy"].shape == (40, 2, 3)
+    assert np.isnan(seen.heads["entropy"][[0, *range(2, 40)]]).all()
+    np.testing.assert_array_equal(seen.heads["entropy"][1], heads_at(1))
+    assert seen.values["train_loss"][1] == 2.5
+    assert np.isnan(np.delete(seen.values["train_loss"], 1)).all()
+    assert np.isnan(seen.values["note"]).all()
+
+
+def test_records_that_do_not_fit_are_refused_and_leave_no_trace() -> None:
+    recording = record(3)
+    for values, heads, what in [
+        ({"step": 6}, {}, "after 6"),
+        ({}, {}, "after 6"),
+        ({"step": 9}, {"max_logit": np.zeros((2, 4))}, r"\(2, 3\)"),
+        ({"step": 9}, {"entropy": np.zeros((3, 3))}, r"\[2 heads\]"),
+        ({"step": 9}, {"entropy": np.zeros(3)}, "entropy"),
+    ]:
+        with pytest.raises(ShapeError, match=what):
+            recording.append(values, heads)
+    assert len(recording) == len(recording.history) == 3
+    recording.append({"step": 9, "lr": 0.1}, {"max_logit": heads_at(3)})
+    assert recording.history.steps[-1] == 9
+
+
+def test_a_logit_beyond_float32_is_infinite() -> None:
+    recording = Recording()
+    recording.append({"step": 0}, {"max_logit": np.array([[1e39]])})
+    assert recording.history.tops["max_logit"][0] == math.inf

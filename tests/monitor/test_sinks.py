@@ -1,0 +1,161 @@
+"""What a sink writes can be read: at the end, at any instant before it, and never over what was there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkeel.errors import InvalidTypeError, RunDirectoryError
+from qkeel.monitor import History, LoggingSink, RunDirectorySink, Severity
+from qkeel.records import HEAD_FIELDS, RunDirectory, RunStatus, explain_field
+
+from .samples import LAYERS, about, alarm, sample
+
+
+def opened(path: Path, **more: object) -> RunDirectorySink:
+    sink = RunDirectorySink(path)
+    sink.open({**about(), **more})
+    return sink
+
+
+def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "watch")
+    for step in (0, 10, 20):
+        sink.write(sample(step, max_logit=[[1.0, 2.0, step], [-np.inf, 5.0]]))
+    sink.write(sample(20, phase="eval"))
+    sink.alarm(alarm(step=20))
+    sink.close(complete=True)
+    run = RunDirectory(tmp_path / "watch")
+    assert run.status is RunStatus.DONE
+    assert run.config()["kind"] == "watch"
+    assert run.config()["sites"] == about()["sites"]
+    assert run.env() == {"versions": about()["versions"], "command": "python train.py"}
+    assert [record["step"] for record in run.metrics()] == [0, 10, 20]
+    heads = run.heads()
+    assert heads.layers == LAYERS
+    assert set(heads.values) == set(HEAD_FIELDS)
+    expected = [[1.0, 2.0, 20.0], [-np.inf, 5.0, np.nan]]
+    assert np.array_equal(heads.values["max_logit"][-1], expected, equal_nan=True)
+    assert np.isnan(heads.values["gain_bound"]).all()
+    assert [record["step"] for record in run.eval_metrics()] == [20]
+    assert run.eval_heads().steps.tolist() == [20]
+    event = run.events()[0]
+    assert (event["event"], event["severity"], event["layer"], event["head"]) == ("alarm", "alarm", "h.1.attn", 1)
+    assert event["remedy"] == "qkeel.apply(...)"
+    summary = run.summary()
+    assert (summary["steps"], summary["samples"], summary["max_logit"], summary["alarms"]) == (20, 3, 20.0, 1)
+
+
+def test_its_history_knows_the_layers_by_name(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "watch")
+    sink.write(sample(0))
+    history = History.read(RunDirectory(tmp_path / "watch"))
+    assert history.layers == LAYERS
+    assert history.values["train_loss"].tolist() == [2.5]
+
+
+def test_nothing_on_disk_is_written_over(tmp_path: Path) -> None:
+    paths = [opened(tmp_path / "watch").path for _ in range(3)]
+    assert paths == [tmp_path / "watch", tmp_path / "watch-2", tmp_path / "watch-3"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    assert opened(tmp_path / "mine").path == tmp_path / "mine-2"
+    (tmp_path / "file").write_text("x")
+    assert opened(tmp_path / "file").path == tmp_path / "file-2"
+    assert opened(tmp_path / "mine").path == tmp_path / "mine-3"
+    (tmp_path / "empty").mkdir()
+    assert opened(tmp_path / "empty").path == tmp_path / "empty"
+
+
+def test_killed_at_any_byte_it_can_be_read(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "watch", fields=["max_logit", "entropy"])
+    for step in range(3):
+        sink.write(sample(step))
+    sink.alarm(alarm())
+    for name in ("metrics.jsonl", "heads.f32", "events.jsonl"):
+        whole = (tmp_path / "watch" / name).read_bytes()
+        for cut in range(0, len(whole), 7):
+            torn = tmp_path / "torn"
+            shutil.copytree(tmp_path / "watch", torn)
+            (torn / name).write_bytes(whole[:cut])
+            run = RunDirectory(torn)
+            assert run.status is RunStatus.STARTED
+            assert len(History.read(run)) == min(len(run.metrics()), len(run.heads().steps))
+            run.events()
+            shutil.rmtree(torn)
+
+
+def test_an_incomplete_run_is_not_done(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "watch")
+    sink.write(sample(0))
+    sink.close(complete=False)
+    assert RunDirectory(tmp_path / "watch").status is RunStatus.STARTED
+
+
+def test_a_field_that_turns_up_late_keeps_the_records_whole_and_is_told_once(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "watch", fields=["max_logit"])
+    sink.write(sample(0))
+    for step in (1, 2):
+        sink.write(sample(step, cos_max=[[0.1] * 3, [0.2] * 2]))
+    run = RunDirectory(tmp_path / "watch")
+    assert run.heads().steps.tolist() == [0, 1, 2]
+    texts = [event["event"] for event in run.events()]
+    assert sorted(text.split()[0] for text in texts) == ["cos_max", "entropy"]
+
+
+def test_fields_of_the_table_may_come_and_go(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "watch")
+    sink.write(sample(0))
+    sink.write(sample(1, logit_change_rms=[[0.1] * 3, [0.2] * 2]))
+    change = RunDirectory(tmp_path / "watch").heads().values["logit_change_rms"]
+    assert np.isnan(change[0]).all()
+    assert change[1, 0, 0] == np.float32(0.1)
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(InvalidTypeError, match="expected a path for the records, got int"):
+        RunDirectorySink(3)  # type: ignore[arg-type]
+    with pytest.raises(RunDirectoryError, match="call open"):
+        RunDirectorySink(tmp_path / "watch").write(sample(0))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="choose another directory"):
+        opened(tmp_path / "file" / "watch")
+    RunDirectorySink(tmp_path / "never").close(complete=True)
+    assert not (tmp_path / "never").exists()
+
+
+def test_json_on_disk_is_standard(tmp_path: Path) -> None:
+    sink = opened(tmp_path / "watch")
+    sink.write(sample(0))
+    sink.alarm(alarm(value=float("nan"), severity=Severity.CRITICAL))
+    sink.close(complete=True)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    for path in (tmp_path / "watch").iterdir():
+        if path.suffix in (".json", ".jsonl"):
+            for line in [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines():
+                json.loads(line, parse_constant=refuse)
+
+
+def test_the_log_gets_samples_and_alarms_by_severity(caplog: pytest.LogCaptureFixture) -> None:
+    sink = LoggingSink("qkeel.test")
+    with caplog.at_level(logging.INFO, logger="qkeel.test"):
+        sink.open(about())
+        sink.write(sample(5))
+        for severity in Severity:
+            sink.alarm(alarm(severity))
+        sink.close(complete=True)
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "INFO", "WARNING", "ERROR"]
+    assert caplog.messages[0] == "watching 2 attention layers of Toy"
+    assert "max logit 14.2 (h.1.attn head 1)" in caplog.messages[1]
+
+
+def test_a_layers_own_number_is_explained_by_its_field() -> None:
+    assert explain_field("block_output_norm/h.3.attn") == explain_field("block_output_norm")

@@ -1,0 +1,214 @@
+"""Forward passes are seen from outside: eager, compiled in every way people compile, copied, pickled, checkpointed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from qkeel.sites.forwards import Forwards
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Half(), Half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+class Log:
+    """What was seen: for each pass whether it was compiled, and how many ended."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.compiled: list[bool] = []
+        self.ended = 0
+        self.handle = Forwards(model, self._before, self._after)
+
+    def _before(self, args: object, kwargs: object, compiled: bool) -> None:
+        self.compiled.append(compiled)
+
+    def _after(self, output: object) -> None:
+        self.ended += 1
+
+
+def X() -> Tensor:
+    return torch.ones(2, 4)
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="eager", **options)
+
+
+def watch_then_wrap(model: nn.Module) -> tuple[Any, Log]:
+    log = Log(model)
+    return compiled(model), log
+
+
+def run_then_watch_original(model: nn.Module) -> tuple[Any, Log]:
+    wrapper = compiled(model)
+    wrapper(X())
+    return wrapper, Log(model)
+
+
+def watch_wrapper(model: nn.Module) -> tuple[Any, Log]:
+    wrapper = compiled(model)
+    return wrapper, Log(wrapper)
+
+
+def run_then_watch_wrapper(model: nn.Module) -> tuple[Any, Log]:
+    wrapper = compiled(model)
+    wrapper(X())
+    return wrapper, Log(wrapper)
+
+
+def in_place_then_watch(model: nn.Module) -> tuple[Any, Log]:
+    model.compile(backend="eager")
+    return model, Log(model)
+
+
+def watch_then_in_place(model: nn.Module) -> tuple[Any, Log]:
+    log = Log(model)
+    model.compile(backend="eager", fullgraph=True)
+    return model, log
+
+
+def full_graph(model: nn.Module) -> tuple[Any, Log]:
+    log = Log(model)
+    return compiled(model, fullgraph=True), log
+
+
+def block_by_block(model: nn.Module) -> tuple[Any, Log]:
+    model.first.compile(backend="eager")  # type: ignore[union-attr,operator]
+    model.second.compile(backend="eager")  # type: ignore[union-attr,operator]
+    return model, Log(model)
+
+
+WAYS = [
+    watch_then_wrap,
+    run_then_watch_original,
+    watch_wrapper,
+    run_then_watch_wrapper,
+    in_place_then_watch,
+    watch_then_in_place,
+    full_graph,
+    block_by_block,
+]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own look at the tensor between two graphs
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_pass_is_seen_and_adds_no_graph_and_no_break(way: Callable[[nn.Module], tuple[Any, Log]]) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model, log = way(Net())
+    for _ in range(3):
+        model(X())
+    assert log.compiled == [True] * 3
+    assert log.ended == 3
+    graphs = 2 if way is block_by_block else 1
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+    log.handle.remove()
+    model(X())
+    assert len(log.compiled) == 3
+
+
+def test_inside_a_larger_compiled_function_nothing_is_seen_and_nothing_breaks() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = Net()
+    log = Log(model)
+    torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=True)(X())
+    assert log.compiled == []
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_an_eager_pass_is_not_taken_for_a_compiled_one() -> None:
+    model = Net()
+    log = Log(model)
+    model(X())
+    assert log.compiled == [False]
+
+
+def test_a_copy_and_a_pickle_leave_the_watcher_behind() -> None:
+    model = Net()
+    log = Log(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(X()), model(X()))
+        assert pickle.loads(pickle.dumps(twin))(X()).shape == (2, 4)
+    assert len(log.compiled) == 2  # the model's own two
+
+
+def test_removing_in_the_middle_of_a_pass_still_ends_it() -> None:
+    model = Net()
+    log = Log(model)
+    model.first.register_forward_hook(lambda *_: log.handle.remove())
+    model(X())
+    assert log.ended == 1
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_pass_that_fails_is_ended() -> None:
+    model = Net()
+    log = Log(model)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    assert log.ended == 1
+    model(X())
+    assert log.ended == 2
+
+
+def test_a_model_that_calls_itself_is_one_pass() -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+            return self(super().forward(x), again=False) if again else super().forward(x)
+
+    model = Twice()
+    log = Log(model)
+    model(X())
+    assert len(log.compiled) == log.ended == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_checkpointing_computes_again_is_not_a_pass(reentrant: bool) -> None:
+    inner = Net()
+    log = Log(inner)
+    x = X().requires_grad_()
+    torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=reentrant).sum().backward()
+    assert len(log.compiled) == log.ended == 1
+
+
+def test_torch_still_has_the_private_names_that_forwards_reads() -> None:
+    assert torch._C._current_graph_task_id() == -1
+    assert torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False)
+    assert callable(torch._dynamo.eval_frame.skip_code)
+
+
+def test_a_forked_process_is_not_watched() -> None:
+    model = Net()
+    log = Log(model)
+    child = os.fork()
+    if child == 0:
+        model(X())
+        os._exit(len(log.compiled))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
