@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkeel.sites.handwritten import HIDES
 from qkeel.sites.layout import fewest_keys, head_counts, layout
+from qkeel.sites.rules import HIDES
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.stack import Frame
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed

@@ -17,57 +17,46 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkeel.sites.carriers import CARRIES, LOOKS, SHAPES
 from qkeel.sites.layout import fewest_keys, head_counts, layout
-from qkeel.sites.products import PRODUCTS, Product, product
+from qkeel.sites.products import PRODUCTS, product
+from qkeel.sites.rules import MASKS, Scores, is_low, joined, lower, step
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.stack import Frame
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
-
-HIDES = -9e3  # an additive mask at or under this hides; published ones start at -1e4
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scores:
-    """What is known of a tensor of scores: its origin, who is hidden, the logits before a cap, which columns count.
-
-    `before_tanh` is the input of a tanh whose factor has not come yet. `keys` are the columns that are keys, where
-    others (sinks) were attached.
-    """
-
-    product: Product
-    frame: Frame
-    hidden: Tensor | None = None
-    uncapped: Tensor | None = None
-    cap: float | None = None
-    before_tanh: Tensor | None = None
-    scale: float = 1.0
-    keys: tuple[int, int] | None = None
-
-    def also_hidden(self, more: Tensor, like: Tensor) -> Scores:
-        """The same with more pairs hidden."""
-        more = more.to(torch.bool).broadcast_to(like.shape)
-        return dataclasses.replace(self, hidden=more if self.hidden is None else self.hidden | more)
 
 
 class _Weights:
     """Tag of a softmax output that is on its way to the values."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Logarithm:
+    """Tag of the logsumexp of scores x over their last dimension, or (`weights`) of x less it: log softmax."""
+
+    of: Scores
+    x: Tensor
+    weights: bool
+
+
+_CATS = ("cat", "concat")
+_Tag = Scores | _Weights | _Logarithm
+
+
 class Tags:
     """Tags by the identity of a tensor, gone with it. Never by its address, which batched tensors don't have."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Tensor], Scores | _Weights]] = {}
+        self._of: dict[int, tuple[weakref.ref[Tensor], _Tag]] = {}
 
-    def get(self, x: object) -> Scores | _Weights | None:
+    def get(self, x: object) -> _Tag | None:
         """The tag of a tensor."""
         entry = self._of.get(id(x))
         return entry[1] if entry is not None and entry[0]() is x else None
 
-    def put(self, x: Tensor, tag: Scores | _Weights) -> None:
+    def put(self, x: Tensor, tag: _Tag) -> None:
         """Tag a tensor."""
         key, table = id(x), self._of
 
@@ -109,22 +98,52 @@ class Handwritten:
         if tag is None:
             return
         if isinstance(tag, _Weights):
-            if name in CARRIES or name in SHAPES or name in _MASKS:
+            if name in CARRIES or name in SHAPES or name in MASKS or name in _CATS:
                 self.tags.put(out, tag)
             return
+        if self._logarithms(name, frame, tag, (*args, *kwargs.values()), out):
+            return
+        assert isinstance(tag, Scores)
         if name in ("softmax", "_safe_softmax"):
             self._softmax(frame, tag, args, kwargs)
             self.tags.put(out, _Weights())
             return
-        new = _step(name, tag, place, (args, kwargs), out)
+        if name in _CATS:
+            new = self._joined(args, kwargs, out)
+        else:
+            new = step(name, tag, place, (args, kwargs), out)
         if new is not None:
             self.tags.put(out, new)
         elif name not in LOOKS:
             self.stopped[name] += 1
 
+    def _logarithms(
+        self, name: str, frame: Frame, tag: Scores | _Logarithm, given: tuple[object, ...], out: Tensor
+    ) -> bool:
+        """Softmax written as exp(x - logsumexp(x)) or exp(log_softmax(x)); whether this call was a part of one."""
+        x, second = (*given, None)[:2]
+        if isinstance(tag, _Logarithm):
+            if name == "exp" and tag.weights:
+                self._softmax(frame, tag.of, (tag.x, -1), {})
+                self.tags.put(out, _Weights())
+            return True
+        if name in ("logsumexp", "log_softmax") and isinstance(x, torch.Tensor) and second in (-1, x.ndim - 1):
+            self.tags.put(out, _Logarithm(of=tag, x=x, weights=name == "log_softmax"))
+            return True
+        mass = self.tags.get(second)
+        if name in ("sub", "subtract") and isinstance(mass, _Logarithm) and mass.x is x:
+            self.tags.put(out, dataclasses.replace(mass, weights=True))
+            return True
+        return False
+
+    def _joined(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores | None:
+        tags = [(x, self.tags.get(x)) for x in (args[0] if args else kwargs["tensors"])]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return joined([(x, tag if isinstance(tag, Scores) else None) for x, tag in tags], dim, out)
+
     def _tagged(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Scores | _Weights] | tuple[None, None]:
+    ) -> tuple[Tensor, _Tag] | tuple[None, None]:
         given = (
             list(args[0] if args else ()) if name in ("cat", "concat", "stack") and args else [*args, *kwargs.values()]
         )
@@ -141,14 +160,14 @@ class Handwritten:
         assert isinstance(out, torch.Tensor)
         tag = Scores(product=found, frame=frame)
         if found.added is not None:
-            tag = _lower(tag, found.added, out)
+            tag = lower(tag, found.added, out)
         self.tags.put(out, tag)
 
     def _write(self, args: tuple[Any, ...]) -> None:
         """x[index] = value, in place."""
         x, index, value = args
         tag = self.tags.get(x)
-        if isinstance(tag, Scores) and _is_low(value):
+        if isinstance(tag, Scores) and is_low(value):
             with torch.no_grad():
                 more = torch.zeros_like(x, dtype=torch.bool)
                 more[index] = True
@@ -218,148 +237,3 @@ def _hints(frame: Frame) -> frozenset[int]:
 
 def _batch(frame: Frame) -> int:
     return next((f.batch for f in frame.line() if f.batch), 0)
-
-
-def _step(
-    name: str, tag: Scores, x: Tensor | None, given: tuple[tuple[Any, ...], dict[str, Any]], out: Tensor
-) -> Scores | None:
-    """The tag of `name(…)` of tagged scores x, or None if what comes out are no scores any more."""
-    assert x is not None
-    args, kwargs = given
-    if name in SHAPES:
-        return _rearranged(name, tag, x, args, kwargs, out)
-    if name == "tanh":
-        return dataclasses.replace(tag, before_tanh=None if out is x else x)
-    if name in _MASKS:
-        return _MASKS[name](tag, x, args, kwargs, out)
-    if name in ("max", "min"):
-        return tag if len(args) > 1 and isinstance(args[1], torch.Tensor) else None
-    if name not in CARRIES:
-        return None
-    factor = _factor(name, x, args, kwargs)
-    if factor is None:
-        return tag
-    if tag.before_tanh is not None:
-        return dataclasses.replace(tag, uncapped=tag.before_tanh * factor, cap=factor, before_tanh=None)
-    return tag if tag.uncapped is not None else dataclasses.replace(tag, scale=tag.scale * factor)
-
-
-def _factor(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """The number that a multiplication or division by a constant applies."""
-    if name not in ("mul", "multiply", "rmul", "div", "divide", "true_divide"):
-        return None
-    other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
-    if isinstance(other, torch.Tensor) and other.numel() == 1 and not isinstance(other, nn.Parameter):
-        other = float(other.detach())
-    if isinstance(other, bool) or not isinstance(other, (int, float)):
-        return None
-    return 1.0 / other if "div" in name else float(other)
-
-
-def _rearranged(
-    name: str, tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-) -> Scores | None:
-    """The tag after a view or an index: masks and logits before the cap move along."""
-    op = getattr(torch.nn.functional if name == "pad" else torch.Tensor, "__getitem__" if name == "getitem" else name)
-
-    def moved(part: Tensor | None) -> Tensor | None:
-        if part is None:
-            return None
-        with torch.no_grad():
-            part = part.broadcast_to(x.shape)
-            return (
-                op(part.to(torch.uint8), *args[1:], **kwargs).bool()
-                if part.dtype == torch.bool
-                else op(part, *args[1:], **kwargs)
-            )
-
-    keys = tag.keys
-    if keys is not None and out.shape[-1] != x.shape[-1]:
-        keys = keys if out.shape[-1] >= keys[1] else None
-    return dataclasses.replace(
-        tag, hidden=moved(tag.hidden), uncapped=moved(tag.uncapped), before_tanh=moved(tag.before_tanh), keys=keys
-    )
-
-
-def _lower(tag: Scores, mask: object, like: Tensor, sign: float = 1.0) -> Scores:
-    """The tag after something was added: where it is very negative, a pair is hidden."""
-    if not isinstance(mask, torch.Tensor) or mask.numel() == 1:
-        return tag
-    low = sign * mask.detach() <= HIDES
-    return tag.also_hidden(low, like) if bool(low.any()) else tag
-
-
-def _is_low(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and float(value.detach()) <= HIDES
-    return isinstance(value, (int, float)) and value <= HIDES
-
-
-def _added(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores:
-    other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
-    return _lower(tag, other, out)
-
-
-def _subtracted(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores | None:
-    if not args or args[0] is not x:
-        return None
-    return _lower(tag, args[1] if len(args) > 1 else kwargs.get("other"), out, -1.0)
-
-
-def _filled(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores:
-    mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
-    value = kwargs.get("value", args[2] if len(args) > 2 else None)
-    return tag.also_hidden(mask, out) if isinstance(mask, torch.Tensor) and _is_low(value) else tag
-
-
-def _chosen(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores | None:
-    given = [*args, *kwargs.values()]
-    if len(given) < 3:
-        return None
-    # torch.where(condition, a, b) and a.where(condition, b)
-    condition, yes, no = given[:3] if given[0] is not x else (given[1], given[0], given[2])
-    hidden = ~condition.bool() if yes is x else condition.bool()
-    other = no if yes is x else yes
-    if _is_low(other):
-        return tag.also_hidden(hidden, out)
-    if isinstance(other, torch.Tensor) and other.numel() > 1:
-        return tag.also_hidden(hidden & (other.detach() <= HIDES), out)
-    return tag
-
-
-def _attached(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores | None:
-    """cat: columns attached to the scores are sinks, which take weight and give no value."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if dim % out.ndim != out.ndim - 1:
-        return None
-    before = 0
-    for part in args[0] if args else kwargs["tensors"]:
-        if part is x:
-            break
-        before += part.shape[-1]
-    after = out.shape[-1] - before - x.shape[-1]
-
-    def padded(part: Tensor | None) -> Tensor | None:
-        if part is None:
-            return None
-        return torch.nn.functional.pad(part.detach().broadcast_to(x.shape), (before, after))
-
-    first, last = tag.keys or (0, x.shape[-1])
-    return dataclasses.replace(
-        tag, hidden=padded(tag.hidden), uncapped=padded(tag.uncapped), keys=(before + first, before + last)
-    )
-
-
-_Rule = Callable[[Scores, Tensor, tuple[Any, ...], dict[str, Any], Tensor], Scores | None]
-_MASKS: dict[str, _Rule] = {
-    "add": _added,
-    "radd": _added,
-    "iadd": _added,
-    "sub": _subtracted,
-    "subtract": _subtracted,
-    "isub": _subtracted,
-    "masked_fill": _filled,
-    "where": _chosen,
-    "cat": _attached,
-    "concat": _attached,
-}
