@@ -136,5 +136,6 @@ def build(entry: Entry, implementation: str) -> nn.Module:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if (p.ndim >= 2 or name.endswith("query")) and p.is_floating_point() and p.numel():
-                nn.init.normal_(p, std=min(0.3, 1.7 / p[:1].numel() ** 0.5))
+                # Convolutions in a row with batch norms at rest would let the signal die.
+                nn.init.normal_(p, std=min(0.3, (1.7 if p.ndim == 2 else 3.0) / p[:1].numel() ** 0.5))
     return model

@@ -45,10 +45,10 @@ def compare(entry: Entry, implementation: str) -> Result:
     reference.load_state_dict(model.state_dict())
     given = given_away(reference, batch, entry.name)
     unreturned = UNRETURNED.get(entry.name, (0, ""))[0]
-    error, left = closest(given.weights, seen)
+    error, left = closest(given.weights, [x[None] for x in seen])
     if unreturned and len(left) == unreturned:
         # The reference of these is what the softmax kernels made; who of them is an attention is known by count.
-        error = max(error, closest([x.mean() for x in left], given.kernels)[0])
+        error = max(error, closest([x.mean(1, keepdim=True) for x in left], given.kernels)[0])
     return Result(
         layers=len(given.weights) + unreturned,
         unreturned=unreturned,
@@ -75,16 +75,18 @@ def entropies(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
 def closest(references: list[Tensor], seen: list[Tensor]) -> tuple[float, list[Tensor]]:
     """Largest distance between a reference and the nearest of `seen` not taken yet, inf if none; and who is left.
 
-    A reference of no dimension is compared with the mean over heads. Those per head choose first.
+    Both are [readings h], h = 1 for a mean over heads; the readings that are nearest count. Those per head choose
+    first.
     """
     left = list(seen)
     worst = 0.0
-    for reference in sorted(references, key=lambda x: -x.ndim):
-        means = [s if reference.ndim else s.mean() for s in left]
-        fits = [(float((s - reference).abs().max()), i) for i, s in enumerate(means) if s.shape == reference.shape]
-        if not fits:
+    for reference in sorted(references, key=lambda x: -x.shape[1]):
+        h = reference.shape[1]
+        near = [s if s.shape[1] == h else s.mean(1, keepdim=True) for s in left if h in (1, s.shape[1])]
+        places = [i for i, s in enumerate(left) if h in (1, s.shape[1])]
+        if not near:
             return float("inf"), left
-        distance, place = min(fits)
+        distance, place = min((float((s[:, None] - reference).abs().amax(-1).min()), i) for s, i in zip(near, places))
         worst = max(worst, distance)
         del left[place]
     return worst, left

@@ -58,7 +58,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 16},
-    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
     "zamba": {
         "num_hidden_layers": 4,
         "attn_layer_period": 2,
@@ -82,7 +82,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 # Models that return less of their weights than they compute; what their modules hand on stands in for it.
-CUT: dict[str, str] = {"cpmant": "cuts the rows and columns of its 32 prompt tokens out of the weights it returns"}
+_POINTS = "returns weights of sampled points as its cross-attentions, no products of queries and keys"
+CUT: dict[str, str] = {
+    "cpmant": "cuts the rows and columns of its 32 prompt tokens out of the weights it returns",
+    "deformable_detr": _POINTS,
+    "grounding-dino": _POINTS,
+    "mm-grounding-dino": _POINTS,
+    "rf_detr": _POINTS,
+    "rt_detr": _POINTS,
+    "rt_detr_v2": _POINTS,
+    "lw_detr": _POINTS,
+    "d_fine": _POINTS,
+}
 
 _CHUNKS = (4, "vision tower: two layers, for each of two images; weights dropped")
 
@@ -94,6 +105,13 @@ UNRETURNED: dict[str, tuple[int, str]] = {
     "cosmos3_omni": _CHUNKS,
     "exaone4_5": _CHUNKS,
     "hyperclovax_vision_v2": _CHUNKS,
+    "qwen2_5_vl": _CHUNKS,
+    "qwen2_vl": _CHUNKS,
+    "glmga": _CHUNKS,
+    "glm_ocr": _CHUNKS,
+    "glm4v_moe": _CHUNKS,
+    "glm4v": _CHUNKS,
+    "glm46v": _CHUNKS,
     "qwen3_5": _CHUNKS,
     "qwen3_5_moe": _CHUNKS,
     "qwen3_vl": _CHUNKS,
@@ -101,7 +119,6 @@ UNRETURNED: dict[str, tuple[int, str]] = {
     "qwen4_exp": _CHUNKS,
     "cvt": (6, "1 + 2 + 3 layers"),
     "florence2": (8, "vision tower: a spatial and a channel attention in each of four stages"),
-    "hiera": (4, "four stages of one layer"),
     "levit": (5, "three stages of one layer and two attentions that shrink between them"),
     "mobilevit": (9, "2 + 4 + 3 layers, fixed in the code"),
     "prophetnet": (4, "encoder and cross-attention, two layers each: returned before the softmax"),

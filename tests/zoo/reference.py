@@ -25,12 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkeel.functional.normalizers import entropy
 
+SAMPLED = ("multiscale",)  # weights of points that are sampled, no products of queries and keys
 SAME = 1e-6  # the same weights, copied on their way out
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """Mean entropy per head [h], or over all heads [] where the head's place is unknown, of each attention.
+    """Mean entropy per head [2 h], or over all heads [2 1] where the head's place is unknown, of each attention.
+
+    Two readings of each: see `_mean`.
 
     `kernels`: the same, over all heads, of everything that a softmax kernel has made.
     """
@@ -46,7 +49,8 @@ def given_away(model: nn.Module, batch: dict[str, Any], name: str) -> Given:
     kernels = _Softmaxes()
 
     def take(module: nn.Module, args: object, output: object) -> None:
-        if "att" in type(module).__name__.lower() and isinstance(output, (tuple, list)):
+        kind = type(module).__name__.lower()
+        if "att" in kind and not any(w in kind for w in SAMPLED) and isinstance(output, (tuple, list)):
             handed.extend(_tensors(output[1:]))
 
     for config in parts(model.config):  # type: ignore[arg-type]
@@ -65,7 +69,7 @@ def given_away(model: nn.Module, batch: dict[str, Any], name: str) -> Given:
         return [w for w in found if _is_weights(w) and w.untyped_storage().data_ptr() not in blurred]
 
     own = [] if name in CUT else [_mean(w) for w in sharp(_attentions(out))]
-    made = [_mean(w).mean() for w in kernels.made if _is_weights(w)]
+    made = [_mean(w).mean(1, keepdim=True) for w in kernels.made if _is_weights(w)]
     return Given(weights=_once(own, sharp(handed)), kernels=made)
 
 
@@ -138,12 +142,17 @@ def _is_weights(x: Tensor) -> bool:
 
 
 def _mean(weights: Tensor) -> Tensor:
-    """Mean entropy per head of [b h t s], or over all rows; rows that see no key are left out.
+    """Mean entropy [2 h] per head of [b h t s], or [2 1] over all rows: of rows that weigh anything, and of those
+    whose weights are not all exactly alike.
 
-    Those weigh nothing, or all keys exactly alike, as a softmax of equally low scores does.
+    Weights alone cannot tell a row that sees no key (a softmax of equally low scores) from one whose keys are all
+    the same (padding of a window); either reading may be the right one.
     """
     w = weights.float()
-    seen = (w.sum(-1) > 0) & ((w.amax(-1) > w.amin(-1)) | (w.shape[-1] == 1))
-    rows = entropy(w).masked_fill(~seen, 0.0)
+    some = w.sum(-1) > 0
+    uneven = some & ((w.amax(-1) > w.amin(-1)) | (w.shape[-1] == 1))
     over = (0, 2) if w.ndim == 4 else tuple(range(w.ndim - 1))
-    return rows.sum(over) / seen.sum(over).clamp_min(1)
+    rows = entropy(w)
+    return torch.stack(
+        [(rows.masked_fill(~m, 0.0).sum(over) / m.sum(over).clamp_min(1)).reshape(-1) for m in (some, uneven)]
+    )
