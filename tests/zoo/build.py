@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import transformers
+from tests.zoo.compose import COMPOSED, all_shared
 from tests.zoo.examples import PLACES
-from tests.zoo.compose import COMPOSED
 from tests.zoo.overrides import OVERRIDES as CAUSAL
 from tests.zoo.overrides_others import OTHERS
 from tests.zoo.tables import Entry
@@ -129,7 +129,8 @@ def build(entry: Entry, implementation: str) -> nn.Module:
     home = getattr(transformers, entry.class_name)
     torch.manual_seed(0)
     config = small(entry)
-    model = home._from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    with all_shared(entry.name):
+        model = home._from_config(config, attn_implementation=implementation, dtype=torch.float32)
     model.eval()
     if entry.name == "xmod":
         model.set_default_language("en_XX")

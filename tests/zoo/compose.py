@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import transformers as t
 from transformers import PretrainedConfig
@@ -55,6 +57,33 @@ def _depth(home: Any, **more: Any) -> PretrainedConfig:
     return home(backbone_config=backbone, patch_size=8, **_NECK, **more)
 
 
+@contextmanager
+def all_shared(name: str) -> Iterator[None]:
+    """Lets drafters be built: transformers 5.23 demands that all their layers share keys, and raises if they do."""
+    text = DRAFTERS.get(name)
+    if text is None:
+        yield
+        return
+    with mock.patch.object(text, "kv_sharing_modes", property(lambda config: ["reuse"] * config.num_hidden_layers)):
+        yield
+
+
+DRAFTERS: dict[str, Any] = {
+    "gemma4_assistant": t.Gemma4TextConfig,
+    "gemma4_unified_assistant": t.Gemma4UnifiedTextConfig,
+}
+
+
+def _assistant(home: Any, text: Any) -> PretrainedConfig:
+    """A drafter whose layers all read keys and values of the model that they draft for."""
+    kinds = ["sliding_attention", "full_attention"]
+    more = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0} if text is t.Gemma4TextConfig else {}
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "num_global_key_value_heads": 2}
+    return home(
+        text_config=text(**_TEXT, **sizes, **more, layer_types=kinds, num_kv_shared_layers=2), backbone_hidden_size=32
+    )
+
+
 COMPOSED: dict[str, Callable[[], PretrainedConfig]] = {
     "encoder-decoder": lambda: _pair(t.BertConfig(**_TEXT), t.EncoderDecoderConfig),
     "vision-encoder-decoder": lambda: _pair(
@@ -71,4 +100,6 @@ COMPOSED: dict[str, Callable[[], PretrainedConfig]] = {
     "deformable_detr": lambda: _detector(t.DeformableDetrConfig, ("stage2", "stage3", "stage4")),
     "depth_anything": lambda: _depth(t.DepthAnythingConfig),
     "prompt_depth_anything": lambda: _depth(t.PromptDepthAnythingConfig),
+    "gemma4_assistant": lambda: _assistant(t.Gemma4AssistantConfig, t.Gemma4TextConfig),
+    "gemma4_unified_assistant": lambda: _assistant(t.Gemma4UnifiedAssistantConfig, t.Gemma4UnifiedTextConfig),
 }

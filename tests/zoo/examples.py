@@ -28,6 +28,20 @@ CHANNELS_FIRST = ("Whisper", "AudioFlamingo3", "MusicFlamingo", "Qwen2Audio", "G
 
 
 def tokens(model: nn.Module) -> dict[str, Any]:
+    """What a language model takes: token numbers, or what a drafter gets from the model that it drafts for."""
+    if "shared_kv_states" not in _names(model):
+        return _tokens(model)
+    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    cached = {
+        kind: tuple(_noise(2, text.num_key_value_heads, LENGTH, text.head_dim) for _ in "kv")
+        for kind in text.layer_types
+    }
+    width = 2 * model.config.backbone_hidden_size  # type: ignore[operator,union-attr]
+    positions = torch.full((2, 1), LENGTH)
+    return {"inputs_embeds": _noise(2, 1, width), "position_ids": positions, "shared_kv_states": cached}
+
+
+def _tokens(model: nn.Module) -> dict[str, Any]:
     """Token numbers and, where the model takes one, a mask that hides the end of the second sequence."""
     ids = torch.arange(2 * LENGTH).view(2, LENGTH) * 5 % 83 + 7
     if type(model).__name__.startswith("Musicgen"):
@@ -42,7 +56,7 @@ def by_signature(model: nn.Module) -> dict[str, Any]:
         return amid_text(model)
     corners = torch.arange(2 * LENGTH * 2).view(2, LENGTH, 2) % 9
     batch = {
-        **tokens(model),
+        **_tokens(model),
         "decoder_input_ids": torch.arange(2 * AHEAD).view(2, AHEAD) * 7 % 83 + 7,
         "bbox": torch.cat([corners, corners + 3], dim=-1),
         "use_cache": False,
@@ -62,7 +76,7 @@ def by_signature(model: nn.Module) -> dict[str, Any]:
 def amid_text(model: nn.Module) -> dict[str, Any]:
     """Text that holds as many image or audio tokens as the model makes features of two images or sounds."""
     given = _known(model, {**pictures(model), **sound(model)})
-    ids = tokens(model)["input_ids"]
+    ids = _tokens(model)["input_ids"]
     parts_of_text = [ids[:, :2]]
     for kind, token in (("image", IMAGE), ("audio", AUDIO)):
         encode = getattr(model, f"get_{kind}_features", None)

@@ -19,6 +19,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 4, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Dots3NoteForConditionalGeneration": {
+        "text_config": {"per_layer_config": {}},
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32, "mlp_layer_types": ["dense", "dense"]},
+        "audio_config": {"adapter_out_dim": 32, "adapter_input_size": 32},
+    },
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -99,7 +104,10 @@ _CHUNKS = (4, "vision tower: two layers, for each of two images; weights dropped
 
 # Attentions, counted from the configuration, whose weights nobody gives away.
 UNRETURNED: dict[str, tuple[int, str]] = {
-    "inkling2_text": (4, "residual streams that attend to each other: twice per layer, once in the first, once at the end"),
+    "inkling2_text": (
+        4,
+        "residual streams that attend to each other: twice per layer, once in the first, once at the end",
+    ),
     "cohere_compass": _CHUNKS,
     "cosmos3_edge": _CHUNKS,
     "cosmos3_omni": _CHUNKS,
@@ -127,17 +135,36 @@ UNRETURNED: dict[str, tuple[int, str]] = {
     "timesformer": (2, "attention over time in each of two layers; that over space is returned"),
 }
 
-# Architectures without softmax attention.
-WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
+# Architectures without a softmax of queries times keys: state spaces, convolutions, Fourier transforms, other kernels.
+WITHOUT_ATTENTION = (
+    ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
+    + ("bit", "convnext", "convnextv2", "efficientnet", "focalnet", "hgnet_v2", "mobilenet_v1", "mobilenet_v2")
+    + ("poolformer", "pp_lcnet", "regnet", "resnet", "textnet", "fnet", "mra", "yoso", "mobilevitv2", "swiftformer")
+)
 
 # Packages that are not installed here.
-NEEDS: dict[str, str] = {"gemma3n": "timm"}
+NEEDS: dict[str, str] = {
+    "gemma3n": "timm",
+    "omdet-turbo": "timm",
+    "edgetam": "timm",
+    "edgetam_video": "timm",
+    "timm_wrapper": "timm",
+    "fast_vlm": "timm",
+    "perception_lm": "timm",
+    "dinat": "natten",
+    "layoutlmv2": "detectron2",
+    "eomt": "scipy",
+    "eomt_dinov3": "scipy",
+    "mask2former": "scipy",
+    "maskformer": "scipy",
+    "oneformer": "scipy",
+    "videomt": "scipy",
+    "inkling_mm_model": "scipy",
+}
 
 # Why a failure is one; they count as failures all the same.
 REASONS: dict[str, str] = {
-    "blt": "returns the weights of its global transformer only; the attentions of patcher, encoder and decoder are "
-    "found too",
-    "cpmant": "returns weights without the rows and columns of its 32 prompt tokens",
-    "inkling2_text": "its residual streams attend to each other, without projections; found, but not returned",
-    "reformer": "its softmax is written as exp(x - logsumexp(x)); a description by hand is needed",
+    "led": "sliding chunks are written into a new tensor piece by piece; the scores' way ends there",
+    "longformer": "sliding chunks are written into a new tensor piece by piece; the scores' way ends there",
+    "reformer": "the first token may attend to itself only through a mask value of -1e5: it counts as seeing nothing",
 }

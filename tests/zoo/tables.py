@@ -42,6 +42,8 @@ OTHERS: tuple[tuple[str, Maker], ...] = (
     ("QUESTION_ANSWERING", examples.by_signature),
     ("IMAGE_TEXT_TO_TEXT", examples.by_signature),
 )
+# Why some classes of these mappings are left out: reason -> model types.
+NOT_TAKEN: dict[str, tuple[str, ...]] = {}
 TABLES = {"causal": CAUSAL, "others": OTHERS}
 
 
@@ -50,11 +52,19 @@ def entries(table: str) -> Iterator[Entry]:
     taken = {e.class_name for e in entries("causal")} if table != "causal" else set()
     types = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     done: set[str] = set()
+    left_out = {name for names in NOT_TAKEN.values() for name in names} if table != "causal" else set()
     for mapping, maker in TABLES[table]:
         for name, value in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
             class_name = value if isinstance(value, str) else value[0]
             # More heads on the same body (question answering with a causal language model) are no new architecture.
-            old = class_name in taken or name in done or (mapping == "QUESTION_ANSWERING" and name in types)
+            old = (
+                class_name in taken
+                or name in done
+                or name in left_out
+                or (mapping == "QUESTION_ANSWERING" and name in types)
+            )
             if not old:
                 done.add(name)
+                if table != "causal":
+                    taken.add(class_name)
                 yield Entry(name=name, class_name=class_name, maker=maker)

@@ -1,4 +1,4 @@
-"""Sites found are the attention layers that exist, with the entropies of the weights that the model returns."""
+"""Sites found are the attention layers that exist, with the entropies of the weights that the model gives away."""
 
 from __future__ import annotations
 
@@ -6,28 +6,44 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.zoo.census import IMPLEMENTATIONS, judge, passed, verdict
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from tests.zoo.census import judge
+from tests.zoo.page import IMPLEMENTATIONS, passed, verdict
+from tests.zoo.tables import TABLES, Entry, entries
 
-FAST = ("llama", "gpt2", "gpt_neox", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "qwen3_next")
+CAUSAL = ("llama", "gpt2", "gpt_neox", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "qwen3_next")
+OTHERS = ("bert", "t5", "whisper", "wavlm", "vit", "swin", "clip", "detr", "qwen2_vl", "pegasus_x")
+FAST = [e for table, names in (("causal", CAUSAL), ("others", OTHERS)) for e in entries(table) if e.name in names]
+ALL = [e for table in TABLES for e in entries(table)]
+
+
+def named(entry: object) -> str | None:
+    return entry.class_name if isinstance(entry, Entry) else None
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", FAST)
-def test_a_few_architectures_are_seen_whole(name: str, implementation: str) -> None:
-    result = judge(name, implementation)
-    if verdict(name, result) == "no sdpa":
+@pytest.mark.parametrize("entry", FAST, ids=named)
+def test_a_few_architectures_are_seen_whole(entry: Entry, implementation: str) -> None:
+    result = judge(entry, implementation)
+    if verdict(entry.name, result) == "no sdpa":
         pytest.skip("transformers has no sdpa for it")
     assert passed(result), result
     assert result["told"] == result["sites"]
 
 
+def test_the_second_table_has_classes_of_its_own() -> None:
+    causal, others = ([e.class_name for e in entries(table)] for table in ("causal", "others"))
+    assert len(causal) > 180
+    assert len(others) > 200
+    assert len(set(others)) == len(others)
+    assert not set(others) & set(causal)
+
+
 @pytest.mark.zoo
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_every_architecture_is_seen_whole(name: str, implementation: str) -> None:
-    result = judge(name, implementation)
-    found = verdict(name, result)
+@pytest.mark.parametrize("entry", ALL, ids=named)
+def test_every_architecture_is_seen_whole(entry: Entry, implementation: str) -> None:
+    result = judge(entry, implementation)
+    found = verdict(entry.name, result)
     if found == "FAIL":
         pytest.fail(str(result))
     if found != "ok":
