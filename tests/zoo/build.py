@@ -39,8 +39,9 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"(image_size|input_size|img_size)", 32),
     (r"patch_size", 8),
     (r"(num_mel_bins|n_mels|input_feat_per_channel|feature_projection_input_dim)", 16),
-    (r"max_source_positions", 10),
+    (r"max_source_positions", 16),
     (r"num_queries", 6),
+    (r"[lxr]_layers", 1),
 )
 OVERRIDES = {**CAUSAL, **OTHERS}
 
@@ -76,7 +77,10 @@ def shrink(config: PretrainedConfig, model_type: str) -> dict[str, Any]:
         if name in subs:
             sub = getattr(config, name)
             if isinstance(sub, PretrainedConfig):
-                values[name] = {**shrink(sub, sub.model_type), "model_type": sub.model_type}
+                # Which stages a convolutional backbone hands on; the others' stages are their layers.
+                known = sub.to_dict() if "net" in sub.model_type else {}
+                taken = {k: v for k in ("out_features", "out_indices") if (v := known.get(k)) is not None}
+                values[name] = {**taken, **shrink(sub, sub.model_type), "model_type": sub.model_type}
             continue
         new = _value(name, value, config)
         if new is not _SAME:
@@ -129,8 +133,11 @@ def build(entry: Entry, implementation: str) -> nn.Module:
     home = getattr(transformers, entry.class_name)
     torch.manual_seed(0)
     config = small(entry)
+    chosen: str | dict[str, str] = implementation
+    if "net" in getattr(getattr(config, "backbone_config", None), "model_type", ""):
+        chosen = {"": implementation, "backbone_config": "eager"}  # convolutions refuse to be asked for sdpa
     with all_shared(entry.name):
-        model = home._from_config(config, attn_implementation=implementation, dtype=torch.float32)
+        model = home._from_config(config, attn_implementation=chosen, dtype=torch.float32)
     model.eval()
     if entry.name == "xmod":
         model.set_default_language("en_XX")

@@ -10,19 +10,25 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-LENGTH, AHEAD, SIDE, FRAMES, SAMPLES, GRID = 7, 5, 32, 20, 4000, 4
+LENGTH, AHEAD, SIDE, FRAMES, SAMPLES, GRID = 7, 5, 64, 32, 4000, 4
 # Numbers of the tokens that stand for what is no text; the example texts leave them out.
-IMAGE, AUDIO = 90, 92
+IMAGE, VIDEO, AUDIO = 90, 91, 92
 PLACES = {
     "image_token_id": IMAGE,
     "image_token_index": IMAGE,
-    "video_token_id": 91,
-    "video_token_index": 91,
+    "video_token_id": VIDEO,
+    "video_token_index": VIDEO,
     "audio_token_id": AUDIO,
     "audio_token_index": AUDIO,
     "vision_start_token_id": 93,
     "vision_end_token_id": 94,
 }
+# What stands in the text, and what its features are made of.
+PLACED = (
+    ("image", IMAGE, ("pixel_values",)),
+    ("video", VIDEO, ("pixel_values_videos",)),
+    ("audio", AUDIO, ("input_features", "input_values")),
+)
 # Sound as [b, channels, frames]; the others take [b, frames, channels].
 CHANNELS_FIRST = ("Whisper", "AudioFlamingo3", "MusicFlamingo", "Qwen2Audio", "GlmAsr", "Voxtral", "Qwen3ASR")
 
@@ -59,6 +65,9 @@ def by_signature(model: nn.Module) -> dict[str, Any]:
         **_tokens(model),
         "decoder_input_ids": torch.arange(2 * AHEAD).view(2, AHEAD) * 7 % 83 + 7,
         "bbox": torch.cat([corners, corners + 3], dim=-1),
+        "visual_feats": _noise(2, 6, getattr(model.config, "visual_feat_dim", 1)),
+        "visual_pos": _noise(2, 6, 4),
+        "image_attention_mask": torch.ones(2, LENGTH, 1, dtype=torch.int64),
         "use_cache": False,
         **pictures(model),
         **sound(model),
@@ -67,7 +76,7 @@ def by_signature(model: nn.Module) -> dict[str, Any]:
     if "input_ids" not in names:
         batch.pop("attention_mask", None)
     if "input_values" in names or "flattened_patches" in names:
-        batch.pop("input_features")
+        batch.pop("input_features", None)
     if {"input_ids", "decoder_input_ids", "input_features"} <= set(names):
         del batch["input_ids"], batch["attention_mask"]
     return _known(model, batch)
@@ -78,13 +87,14 @@ def amid_text(model: nn.Module) -> dict[str, Any]:
     given = _known(model, {**pictures(model), **sound(model)})
     ids = _tokens(model)["input_ids"]
     parts_of_text = [ids[:, :2]]
-    for kind, token in (("image", IMAGE), ("audio", AUDIO)):
-        encode = getattr(model, f"get_{kind}_features", None)
-        if encode is None:
+    for kind, token, needed in PLACED:
+        encode = getattr(model, f"get_{kind}_features", getattr(model.base_model, f"get_{kind}_features", None))
+        if encode is None or not any(name in given for name in needed):
             continue
+        taken = inspect.signature(encode).parameters
+        hidden = any(p.kind is p.VAR_POSITIONAL for p in taken.values())
         with torch.no_grad():
-            taken = inspect.signature(encode).parameters
-            n = _rows(encode(**{k: v for k, v in given.items() if k in taken}))
+            n = _rows(encode(**{k: v for k, v in given.items() if k in taken or (hidden and k in needed)}))
         parts_of_text.append(torch.full((2, n // 2), token))
     ids = torch.cat([*parts_of_text, ids[:, 2:]], dim=1)
     kinds = {"mm_token_type_ids": (ids == IMAGE).long(), "token_type_ids": (ids == IMAGE).long()}
@@ -97,7 +107,8 @@ def amid_text(model: nn.Module) -> dict[str, Any]:
 
 def _rows(features: Any) -> int:
     """How many tokens' worth of features there are."""
-    features = features.get("pooler_output", features) if isinstance(features, Mapping) else features
+    if isinstance(features, Mapping):
+        features = features.get("pooler_output", features.get("last_hidden_state"))
     if isinstance(features, (tuple, list)):
         return sum(_rows(f) for f in features)
     return features.shape[:-1].numel()
@@ -132,6 +143,8 @@ def pictures(model: nn.Module) -> dict[str, Any]:
     if "pixel_values" in names and "pixel_values_videos" in names and not type(model).__name__.startswith("Video"):
         del given["pixel_values_videos"]
     side = images.shape[-1]
+    if type(model).__name__.startswith(("LlavaNext", "LlavaOnevision")):
+        given["pixel_values"] = torch.stack([images] * 3, dim=1)  # the whole, and both halves of it
     if "image_sizes" in names and type(model).__name__.startswith(WITH_SIZES):
         given["image_sizes"] = torch.tensor([[side, side]] * 2)
     return given
@@ -150,6 +163,8 @@ def sound(model: nn.Module) -> dict[str, Any]:
     features = _noise(2, FRAMES, bins)
     if type(model).__name__.startswith(CHANNELS_FIRST):
         features = features.mT
+    if type(model).__name__.startswith("Dia"):
+        return {"decoder_input_ids": torch.arange(2 * AHEAD * 9).view(2, AHEAD, 9) % 83 + 7}
     if type(model).__name__.startswith("AST"):
         return {"input_values": _noise(2, config.max_length, bins)}
     mask = torch.ones(2, FRAMES, dtype=torch.int64)

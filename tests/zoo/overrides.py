@@ -87,18 +87,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 # Models that return less of their weights than they compute; what their modules hand on stands in for it.
-_POINTS = "returns weights of sampled points as its cross-attentions, no products of queries and keys"
+_POINTS = "the weights of sampled points that it returns as attentions are no products of queries and keys"
 CUT: dict[str, str] = {
     "cpmant": "cuts the rows and columns of its 32 prompt tokens out of the weights it returns",
     "deformable_detr": _POINTS,
     "grounding-dino": _POINTS,
     "mm-grounding-dino": _POINTS,
     "rf_detr": _POINTS,
-    "rt_detr": _POINTS,
-    "rt_detr_v2": _POINTS,
-    "lw_detr": _POINTS,
-    "d_fine": _POINTS,
 }
+
+# What these return as cross-attentions are such weights too; the rest is as usual.
+POINTS = ("rt_detr", "rt_detr_v2", "pp_doclayout_v3", "pp_doclayout_v4")
 
 _CHUNKS = (4, "vision tower: two layers, for each of two images; weights dropped")
 
@@ -127,6 +126,7 @@ UNRETURNED: dict[str, tuple[int, str]] = {
     "qwen4_exp": _CHUNKS,
     "cvt": (6, "1 + 2 + 3 layers"),
     "florence2": (8, "vision tower: a spatial and a channel attention in each of four stages"),
+    "lxmert": (3, "self-attentions of the cross encoder and one of its two cross-attentions"),
     "levit": (5, "three stages of one layer and two attentions that shrink between them"),
     "mobilevit": (9, "2 + 4 + 3 layers, fixed in the code"),
     "prophetnet": (4, "encoder and cross-attention, two layers each: returned before the softmax"),
@@ -136,11 +136,10 @@ UNRETURNED: dict[str, tuple[int, str]] = {
 }
 
 # Architectures without a softmax of queries times keys: state spaces, convolutions, Fourier transforms, other kernels.
-WITHOUT_ATTENTION = (
-    ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
-    + ("bit", "convnext", "convnextv2", "efficientnet", "focalnet", "hgnet_v2", "mobilenet_v1", "mobilenet_v2")
-    + ("poolformer", "pp_lcnet", "regnet", "resnet", "textnet", "fnet", "mra", "yoso", "mobilevitv2", "swiftformer")
-)
+_NONE = """falcon_mamba mamba mamba2 rwkv xlstm
+    bit efficientnet focalnet hgnet_v2 mobilenet_v1 mobilenet_v2 mobilevitv2 poolformer pp_lcnet regnet resnet
+    swiftformer textnet fnet mra yoso"""
+WITHOUT_ATTENTION = frozenset(_NONE.split())
 
 # Packages that are not installed here.
 NEEDS: dict[str, str] = {

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from tests.zoo.examples import parts
-from tests.zoo.overrides import CUT
+from tests.zoo.overrides import CUT, POINTS
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,7 +68,11 @@ def given_away(model: nn.Module, batch: dict[str, Any], name: str) -> Given:
     def sharp(found: Iterable[Tensor]) -> list[Tensor]:
         return [w for w in found if _is_weights(w) and w.untyped_storage().data_ptr() not in blurred]
 
-    own = [] if name in CUT else [_mean(w) for w in sharp(_attentions(out))]
+    own = (
+        []
+        if name in CUT
+        else [_mean(w) for w in sharp(_attentions(out, skip="cross_attentions" if name in POINTS else ""))]
+    )
     made = [_mean(w).mean(1, keepdim=True) for w in kernels.made if _is_weights(w)]
     return Given(weights=_once(own, sharp(handed)), kernels=made)
 
@@ -115,14 +119,14 @@ def _once(own: list[Tensor], handed: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _attentions(out: Any) -> Iterator[Tensor]:
+def _attentions(out: Any, skip: str) -> Iterator[Tensor]:
     """Tensors under names that end in attentions, in an output and the outputs within it."""
     items = out.items() if isinstance(out, dict) else enumerate(out) if isinstance(out, (tuple, list)) else ()
     for name, value in items:
         if isinstance(name, str) and name.endswith("attentions"):
-            yield from _tensors(value)
+            yield from _tensors(value) if name != skip else ()
         elif isinstance(value, (dict, tuple, list)):
-            yield from _attentions(value)
+            yield from _attentions(value, skip)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -42,8 +42,23 @@ OTHERS: tuple[tuple[str, Maker], ...] = (
     ("QUESTION_ANSWERING", examples.by_signature),
     ("IMAGE_TEXT_TO_TEXT", examples.by_signature),
 )
+_FIXED = """nemo_speechlm fun_asr_nano kyutai_speech_to_text moonshine_streaming granite_speech5_ctc dia t5gemma2
+    shieldgemma2 lw_detr pp_doclayout_v2 sapiens2 tipsv2_dpt chmv2 depth_pro zoedepth sam2 sam2_video sam3_tracker
+    sam3_video sam_hq deepseek_ocr2 diffusion_gemma dots3_note ernie4_5_vl_moe glm5_next granite_docling hunyuan_vl
+    inkling2 llama4 molmo2 muse_glimmer muse_spark nemotron_h_omni unlimited_ocr"""
+_INPUTS = """neomme granite_speech granite_speech_plus musicflamingo qwen2_audio qwen3_asr vibevoice vibevoice_asr
+    voxtral voxtral_realtime pop2piano deepseek_vl_hybrid instructblip instructblipvideo kimi_k25 kosmos-2 mllama
+    paddleocr_vl pi0 pix2struct qwen2_5_omni_thinker qwen3_omni_moe_thinker video_llama_3 chameleon emu3
+    granite4_vision"""
+_CONVOLUTIONS = """convnext convnextv2 pp_ocrv5_mobile_det pp_ocrv5_server_det pp_ocrv6_medium_det pp_ocrv6_small_det
+    upernet"""
 # Why some classes of these mappings are left out: reason -> model types.
-NOT_TAKEN: dict[str, tuple[str, ...]] = {}
+NOT_TAKEN: dict[str, tuple[str, ...]] = {
+    "sizes that depend on each other in ways that the rules for tiny models do not know": tuple(_FIXED.split()),
+    "inputs of their own kind (tiles, several resolutions, vocabulary maps, two streams)": tuple(_INPUTS.split()),
+    "no finite numbers with random weights": ("d_fine", "deimv2"),
+    "convolutions only; others in the table show that nothing is found": tuple(_CONVOLUTIONS.split()),
+}
 TABLES = {"causal": CAUSAL, "others": OTHERS}
 
 
