@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkeel import audit, errors, lab, monitor, nn, reference, remedies, report
+    from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
@@ -32,7 +32,7 @@ _HOMES = {
     "presets": "qkeel.spec",
     "watch": "qkeel.monitor.watch",
 }
-_ROOMS = ("audit", "errors", "lab", "monitor", "nn", "reference", "remedies", "report")
+_ROOMS = ("audit", "errors", "integrations", "lab", "monitor", "nn", "reference", "remedies", "report")
 
 __all__ = [
     "AttentionSpec",
@@ -41,6 +41,7 @@ __all__ = [
     "audit",
     "errors",
     "find_sites",
+    "integrations",
     "lab",
     "monitor",
     "nn",

@@ -54,6 +54,19 @@ class AlreadyAppliedError(QkeelError, RuntimeError):
     """The same change applied twice."""
 
 
+class MissingLibraryError(QkeelError, ImportError):
+    """An outside library that is not installed; the message says how to install it."""
+
+
+def missing(what: str, pip: str) -> MissingLibraryError:
+    """The error for a library that is not there.
+
+    >>> print(missing("the TensorBoard sink", "tensorboard"))
+    the TensorBoard sink needs a library that is not installed: pip install tensorboard
+    """
+    return MissingLibraryError(f"{what} needs a library that is not installed: pip install {pip}")
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that is not in a table, with the nearest names.
 

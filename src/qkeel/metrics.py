@@ -62,6 +62,20 @@ def alarm_step(records: Sequence[Mapping[str, Any]], threshold: float = ALARM_TH
     return first_above(records, "max_logit", threshold)
 
 
+def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int = 6) -> float:
+    """The p of values ~ steps^p, by least squares of ln value on ln step; records that are not positive are left out.
+
+    NaN with fewer than `least` records that can be used: through few points a power law fits anything.
+
+    >>> round(growth_exponent(range(1, 9), [2.0 * step**0.5 for step in range(1, 9)]), 6)
+    0.5
+    """
+    fine = [(math.log(s), math.log(v)) for s, v in zip(steps, values) if s > 0 and v > 0 and math.isfinite(v)]
+    if len(fine) < max(2, least) or len({x for x, _ in fine}) < 2:
+        return math.nan
+    return statistics.linear_regression([x for x, _ in fine], [y for _, y in fine]).slope
+
+
 def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6.0) -> float:
     """Share of training losses more than `deviations` standard deviations above the mean of the window before.
 

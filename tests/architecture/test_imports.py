@@ -47,7 +47,7 @@ SHARED = {
     "qkeel.remedies": {"apply", "base", "change_spec", "join", "linear", "steps"},
     "qkeel.kernels": {"contract"},
     "qkeel.lab.studies": set(),
-    "qkeel.integrations": set(),
+    "qkeel.integrations": {"table"},
 }
 
 
@@ -70,6 +70,7 @@ def test_what_remedies_share_knows_no_remedy() -> None:
 
 
 def test_every_remedy_kernel_and_study_is_one_file_in_a_literal_table() -> None:
+    from qkeel.integrations import SINKS
     from qkeel.ops import KERNELS
     from qkeel.remedies import REMEDIES
 
@@ -79,3 +80,7 @@ def test_every_remedy_kernel_and_study_is_one_file_in_a_literal_table() -> None:
     shared = {f"qkeel.remedies.{own}" for own in SHARED["qkeel.remedies"] | {"__init__"}}
     assert files - shared == set(homes)
     assert len({type(k).__module__ for k in KERNELS.values()}) == len(KERNELS)
+    doors = {cls.__module__ for cls in SINKS.values() if cls.__module__.startswith("qkeel.integrations.")}
+    trainers = {"qkeel.integrations.huggingface", "qkeel.integrations.lightning"}
+    files = {n for n in MODULES if n.rpartition(".")[0] == "qkeel.integrations"}
+    assert files - trainers - {"qkeel.integrations.table", "qkeel.integrations.__init__"} == doors

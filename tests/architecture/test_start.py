@@ -79,7 +79,7 @@ def test_qkeel_works_with_its_four_dependencies_alone() -> None:
     assert run(BLOCKED + USE) == "1 True True"
 
 
-@pytest.mark.parametrize("room", ["lab", "report", "records", "metrics"])
+@pytest.mark.parametrize("room", ["lab", "report", "records", "metrics", "integrations"])
 def test_a_room_imports_with_the_four_dependencies_alone(room: str) -> None:
     assert (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists()
     assert run(BLOCKED + f"\nimport qkeel.{room}\nprint('ok')") == "ok"
@@ -95,7 +95,7 @@ def test_importing_qkeel_loads_no_lab_report_or_third_party_extra() -> None:
 import sys
 import qkeel
 from qkeel import AttentionSpec, apply, attention, find_sites, nn, preset, presets, reference
-extra = ("qkeel.lab", "qkeel.report", "qkeel.cli", "transformers", "rich", "cyclopts", "joblib")
+extra = ("qkeel.lab", "qkeel.report", "qkeel.cli", "qkeel.integrations", "transformers", "rich", "cyclopts", "joblib")
 print([name for name in (*extra, "torch._dynamo") if name in sys.modules])
 """
     assert run(code) == "[]"  # torch's compiler alone would double the time of the import

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from synthetic_study import drift, grid, make_run, make_study
+from synthetic_watch import Seen, make_watch
 
 import qkeel.report
 
@@ -74,6 +75,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qkeel.report.write(make_study(folder / "study", [*drift(), *grid()]), folder / "report.html")
 
 
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watched")
+    return qkeel.report.write(make_watch(folder / "watch"), folder / "report.html")
+
+
 def test_every_chart_is_drawn_without_a_word_on_the_console(demo: Path):
     html = dom(demo)
     marks = {"drift": 2, "loss": 6, "logits": 36, "entropy": 36, "train": 36}
@@ -103,7 +110,9 @@ def test_light_dark_and_phone_are_rendered(demo: Path, tmp_path: Path):
     assert sizes["light"] != sizes["dark"]
 
 
-def test_a_phone_sees_no_horizontal_scroll(demo: Path, tmp_path: Path):
+@pytest.mark.parametrize("page", ["demo", "watched"])
+def test_a_phone_sees_no_horizontal_scroll(page: str, request: pytest.FixtureRequest):
+    demo = request.getfixturevalue(page)
     report = "addEventListener('load', () => setTimeout(() => parent.postMessage("
     report += "`${innerWidth} ${document.documentElement.scrollWidth}`, '*'), 500))"
     inner = with_script(demo, report)
@@ -176,3 +185,48 @@ def test_empty_failed_and_single_pages_are_quiet(tmp_path: Path):
     assert "<svg" not in re.sub(r"<script.*?</script>", "", shown["empty"], flags=re.S)
     assert "L" in chart(shown["failed"], "logits")
     assert chart(shown["single"], "heads").count("<rect") == 8 * 16
+
+
+def test_every_chart_of_a_watched_model_is_drawn(watched: Path):
+    html = dom(watched)
+    least = {"growth": 13, "entropy": 13, "norms": 24, "angle": 1, "more": 12, "loss": 1}
+    for name, n in least.items():
+        svg = chart(html, name)
+        assert len(re.findall(r'<path [^>]*d="M[^"]+L[^"]+"', svg)) >= n, name
+        assert "NaN" not in svg, name
+    cells = chart(html, "map")
+    assert cells.count("<rect") == 12 * 12 - 6  # one layer has half the heads
+    assert "layer 4 · head 5" in chart(html, "growth")
+    assert chart(html, "angle").count("<circle") >= 12 * 12 - 6
+
+
+def test_watched_pages_of_every_size_are_quiet(tmp_path: Path):
+    tiny = Seen(samples=1, alarms=0, loss=False, layers=1, heads=1, complete=False)
+    paths = {
+        "one sample": [make_watch(tmp_path / "one", tiny)],
+        "eighty layers": [make_watch(tmp_path / "big", Seen(layers=80, heads=64, samples=20, complete=False))],
+        "two": [make_watch(tmp_path / "a", Seen(samples=5, alarms=0)), make_watch(tmp_path / "b", Seen(angle=False))],
+    }
+    shown = {name: dom(qkeel.report.write(runs, tmp_path / "page.html")) for name, runs in paths.items()}
+    assert chart(shown["one sample"], "map").count("<rect") == 1
+    assert chart(shown["one sample"], "growth").count("<circle") >= 1
+    assert chart(shown["eighty layers"], "map").count("<rect") == 80 * 64 - 32
+    assert "L" in chart(shown["two"], "runs")
+
+
+def test_the_charts_follow_the_chosen_run_and_number(tmp_path: Path):
+    runs = [make_watch(tmp_path / "a", Seen(layers=3, heads=4)), make_watch(tmp_path / "b", Seen(layers=5, heads=2))]
+    script = """
+      const pick = (where, value) => {
+        const select = document.querySelector(`[data-controls="${where}"] select`);
+        select.value = value;
+        select.dispatchEvent(new Event("change"));
+      };
+      pick("run", "b");
+      pick("map", "entropy");
+      document.body.dataset.cells = document.querySelectorAll("#chart-map rect").length;
+      document.body.dataset.scale = document.querySelector('[data-legend="map"]').textContent;
+    """
+    html = dom(with_script(qkeel.report.write(runs, tmp_path / "page.html"), script))
+    assert 'data-cells="9"' in html
+    assert re.search(r'data-scale="[^"]*mean attention entropy', html)

@@ -12,11 +12,12 @@ from torch import Tensor
 from qkeel import attention, preset
 from qkeel.functional.stats import POSITION_BINS, LogitStats, merge
 from qkeel.kernels import statistics
-from qkeel.kernels.statistics import logit_stats
+from qkeel.kernels.statistics import logit_maxima, logit_stats
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.ops import KERNELS
+from qkeel.ops import KERNELS, run
 from qkeel.reference import Attended, attend_call
-from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Softcap
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Rope, Softcap
+from qkeel.spec.call import make_call, with_query_mask
 
 from .cases import GEOMETRIES, MASKS, SPECS, calls, pairs, truth_of, widened
 
@@ -254,3 +255,96 @@ def test_the_capped_maximum_is_the_cap_of_the_maximum_and_never_exceeds_the_cap(
         assert (stats.capped_max_logit[seen] <= 50).all(), case
         capped = huge.spec.cap.apply(logits.amax((0, 2, 3)))
         assert torch.allclose(stats.capped_max_logit[seen], capped[seen]), case
+
+
+@pytest.mark.parametrize("name", ["baseline", "qwen3", "gemma2", "cosa_logn", "capped_sink", "softpick"])
+def test_rows_that_a_query_mask_leaves_out_count_nowhere_and_attention_is_untouched(name: str) -> None:
+    rng = torch.Generator().manual_seed(3)
+    for case, call in calls(SPECS[name], torch.float64, SOME, seed=11):
+        mask = torch.rand(call.query_shape, generator=rng) < 0.6
+        masked = with_query_mask(call, mask)
+        assert_same(logit_stats(masked), recomputed(masked), 1e-11, case)
+        assert torch.equal(run(masked), run(call)), case
+        whole = with_query_mask(call, torch.ones_like(mask))
+        assert_same(logit_stats(whole), recomputed(call), 1e-11, case)
+
+
+def test_masked_halves_of_the_rows_merge_to_the_whole() -> None:
+    for case, call in calls(SPECS["qwen3"], torch.float64, SOME, seed=12):
+        mask = torch.rand(call.query_shape, generator=torch.Generator().manual_seed(4)) < 0.5
+        parts = [logit_stats(with_query_mask(call, half)) for half in (mask, ~mask)]
+        merged, whole = merge(*parts), logit_stats(call)
+        # A key that both halves see is a key of both: what concerns keys is not a sum over rows.
+        fields = [n for n in FIELDS if "key" not in n]
+        assert_same(merged, {n: getattr(whole, n) for n in fields}, 1e-12, case)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_maxima_alone_are_those_of_the_full_statistics(name: str) -> None:
+    for case, call in calls(SPECS[name], torch.float32, SOME, seed=13):
+        for c in (call, with_query_mask(call, torch.rand(call.query_shape) < 0.5)):
+            full, (top, low) = logit_stats(c), logit_maxima(c)
+            assert torch.equal(top, full.max_logit), case
+            assert torch.equal(low, full.min_logit), case
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 0.0, 1.5, 100.0])
+def test_the_share_above_is_of_signed_logits_before_the_cap(threshold: float) -> None:
+    for name in ("baseline", "gemma2", "sink"):
+        for case, call in calls(SPECS[name], torch.float64, SOME, seed=14):
+            assert_same(logit_stats(call, threshold), recomputed(call, threshold), 1e-11, f"{name}, {case}")
+
+
+def test_what_stands_at_hidden_keys_and_rows_changes_nothing() -> None:
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
+    seen = torch.tensor([[True, True, True, False, False]])
+    for rubbish in (0.0, 1e30, torch.inf, -torch.inf, torch.nan):
+        bad_q, bad_k = q.clone(), k.clone()
+        bad_q[:, :, 3:], bad_k[:, :, 3:] = rubbish, rubbish
+        for causal in (True, False):
+            found = [
+                logit_stats(with_query_mask(make_call(preset("baseline"), x, y, y, causal=causal, mask=seen), seen))
+                for x, y in ((q, k), (bad_q, bad_k))
+            ]
+            for field in FIELDS:
+                assert torch.equal(*(getattr(stats, field) for stats in found)), f"{field}, {rubbish}"
+                assert getattr(found[1], field).isfinite().all(), f"{field}, {rubbish}"
+
+
+LONG = [(t, pad) for t in (1, 129, 512) for pad in ("none", "left", "right", "window")]
+
+
+@pytest.mark.parametrize(("t", "pad"), [*LONG, (4096, "none"), (4096, "left")])
+def test_statistics_at_every_length_are_those_of_the_whole_matrix(t: int, pad: str) -> None:
+    q, k = torch.randn(1, 2, t, 4, dtype=torch.float64), torch.randn(1, 1, t, 4, dtype=torch.float64)
+    keys = torch.arange(t)
+    mask = {
+        "none": None,
+        "left": (keys >= t // 3)[None, None, None],
+        "right": (keys < t - t // 3)[None, None, None],
+        "window": (keys[:, None] - keys < 64)[None, None],
+    }[pad]
+    call = make_call(AttentionSpec(position=Rope()), q, k, k, mask=mask)
+    stats, (q, k) = logit_stats(call, 1.0), call.encoded()
+    visible = keys[:, None] >= keys if mask is None else (keys[:, None] >= keys) & mask[0, 0]
+    dots = (q[0] @ k[0].mT).masked_fill(~visible, 0.0)
+    z = (dots / 2).masked_fill(~visible, -torch.inf)
+    n, p = visible.sum(-1), torch.nan_to_num(z.softmax(-1))
+    rows, free = n > 0, n > 1
+    entropy, first = (
+        torch.special.entr(p).sum(-1),
+        p.gather(-1, visible.int().argmax(-1).expand(2, t)[..., None])[..., 0],
+    )
+    cosines = dots / q[0].norm(dim=-1)[..., None] / k[0].norm(dim=-1)[:, None]
+    relative = entropy[:, free] / n[free].double().log()
+    truth = {
+        "max_logit": z.amax((1, 2)),
+        "entropy": entropy[:, rows].mean(1),
+        "normalized_entropy": relative.mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
+        "sink_share": first[:, free].mean(1) if free.any() else torch.zeros(2, dtype=z.dtype),
+        "share_above": (z > 1).sum((1, 2)) / visible.sum().double(),
+        "qk_frobenius": dots.norm(dim=(1, 2)),
+        "cos_max": cosines.masked_fill(~visible, -1.0).amax((1, 2)),
+        "cos_mean": cosines.sum((1, 2)) / visible.sum(),
+    }
+    assert_same(stats, truth, 1e-11, f"{t} {pad}")

@@ -10,7 +10,7 @@ from qkeel.errors import UnknownNameError
 from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.statistics import logit_stats
 from qkeel.spec import AttentionCall, AttentionSpec, Rope, Sink, Softcap
-from qkeel.spec.call import make_call
+from qkeel.spec.call import make_call, with_query_mask
 
 NAMES = ["baseline", "qwen3", "olmo2", "cosa_logn", "qknorm_2020", "swin_v2"]
 
@@ -52,6 +52,22 @@ def test_large_logits_are_certified_and_small_ones_only_bracketed() -> None:
     assert certified[30.0].all()
     assert certified[0.01] is not None
     assert not certified[0.01].any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_bracket_leaves_out_the_rows_that_a_query_mask_does(causal: bool) -> None:
+    for size in (1.0, 30.0):
+        call = call_of("baseline", size, causal=causal)
+        for mask in (torch.rand(2, 17) < 0.5, torch.arange(17).expand(2, 17) == 3, torch.zeros(2, 17).bool()):
+            masked = with_query_mask(call, mask)
+            pair = attend_with_logsumexp(masked)
+            assert pair is not None
+            exact, found = logit_stats(masked), bracket(masked, pair[1], entropy=True)
+            for bounds in (found, bracket(masked, pair[1], entropy=False)):
+                assert (bounds.lower <= exact.max_logit + 1e-9).all()
+                assert (bounds.upper >= exact.max_logit - 1e-9).all()
+            assert found.entropy is not None
+            assert torch.allclose(found.entropy, exact.entropy, atol=1e-9)
 
 
 def test_entropy_tightens_the_bracket() -> None:

@@ -15,7 +15,7 @@ def sample(step: int, *, phase: Any = "train", **heads: Any) -> Sample:
     """Two layers, of 3 and of 2 heads; fields given as [[a, b, c], [d, e]]."""
     found = {"max_logit": [[1.0, 2.0, 3.0], [4.0, 14.23]], "entropy": [[2.0, 3.0, 4.0], [1.0, 2.0]], **heads}
     arrays = {name: np.array([[*row, *[np.nan] * (3 - len(row))] for row in rows]) for name, rows in found.items()}
-    values = {"lr": 0.1, "train_loss": 2.5, "max_logit": 14.23}
+    values = {"step": float(step), "lr": 0.1, "train_loss": 2.5, "max_logit": 14.23}
     return Sample(step=step, values=values, layers=LAYERS, heads=arrays, phase=phase)
 
 
@@ -29,7 +29,7 @@ def about() -> dict[str, Any]:
     site = {"n_kv_heads": 1, "head_dim": 4, "how": "sdpa"}
     return {
         "model": "Toy",
-        "n_parameters": 1234,
+        "parameters": 1234,
         "sites": [{"name": LAYERS[0], "n_heads": 3, **site}, {"name": LAYERS[1], "n_heads": 2, **site}],
         "optimizer": "AdamW",
         "every": 1,

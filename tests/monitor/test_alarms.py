@@ -18,6 +18,8 @@ from qkeel.monitor import (
     EntropyDrop,
     Growth,
     History,
+    Outlook,
+    PlannedRates,
     Rule,
     Severity,
     replay,
@@ -28,7 +30,11 @@ STEPS = np.arange(0, 101, 5)
 
 
 def history(
-    max_logit: np.ndarray | None = None, entropy: np.ndarray | None = None, *, layers: tuple[str, ...] = ()
+    max_logit: np.ndarray | None = None,
+    entropy: np.ndarray | None = None,
+    *,
+    layers: tuple[str, ...] = (),
+    planned: PlannedRates | None = None,
 ) -> History:
     """Two layers of three heads, logits 5 and entropies 2 unless said for (layer 1, head 2)."""
     n = len(STEPS)
@@ -38,7 +44,7 @@ def history(
     if entropy is not None:
         values["entropy"][:, 1, :] = entropy[:, None]
     metrics = [{"step": int(s), "lr": 0.01} for s in STEPS]
-    return History.of(metrics, Heads(steps=STEPS, values=values), layers)
+    return History.of(metrics, Heads(steps=STEPS, values=values), layers, planned=planned)
 
 
 def power(exponent: float, end: float) -> np.ndarray:
@@ -82,6 +88,34 @@ def test_a_forecast_alarm_says_threshold_step_and_interval() -> None:
     assert "90 % interval" in str(alarm)
     assert alarm.step < 100
     assert replay(history(power(0.2, 60.0)), [Approach(threshold=1e3)]) == []
+
+
+def test_outlook_continues_the_growth_to_the_end_of_the_schedule() -> None:
+    linear = 5 + 0.1 * STEPS  # grows by 0.1 a step; ends at 105 after 1,000 steps, at 1,005 after 10,000
+    short, long = (PlannedRates.of(np.full(n, 0.01)) for n in (1000, 10_000))
+    assert replay(history(linear, planned=short), [Outlook()]) == []
+    assert replay(history(linear), [Outlook()]) == []  # no schedule, no outlook
+    (alarm,) = replay(history(linear, planned=long), [Outlook()])
+    assert (alarm.layer, alarm.head, alarm.step) == ("layer 1", 2, 55)  # the first record over twice the start
+    assert "ends over 500" in str(alarm)
+    assert replay(history(5 + 0.04 * STEPS, planned=long), [Outlook()]) == []  # has not doubled
+    assert replay(history(linear, planned=PlannedRates.of(np.full(10_000, 0.02))), [Outlook()]) == []  # not followed
+
+
+def test_outlook_weighs_steps_by_their_planned_rate() -> None:
+    rising = PlannedRates.of(np.r_[np.full(100, 0.01), np.full(400, 0.1)])
+    steady = PlannedRates.of(np.full(500, 0.01))
+    linear = 5 + 0.2 * STEPS
+    assert replay(history(linear, planned=steady), [Outlook()]) == []
+    (alarm,) = replay(history(linear, planned=rising), [Outlook()])
+    assert alarm.step == 30
+
+
+def test_a_forecast_along_a_schedule_that_ends_raises_no_alarm_of_what_it_will_not_reach() -> None:
+    rule = Approach(threshold=1e3)
+    growing = power(1.0, 500.0)
+    assert replay(history(growing, planned=PlannedRates.of(np.full(300, 0.01))), [rule])
+    assert replay(history(growing, planned=PlannedRates.of(np.full(150, 0.01))), [rule]) == []
 
 
 def test_entropy_collapse_is_of_a_layer_and_entropy_drop_of_the_model() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 
-from qkeel.errors import ShapeError
+from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.monitor import PlannedRates
 from qkeel.monitor.forecast import Forecast, clock, forecast
 
 STEPS = np.arange(1.0, 201.0)
@@ -66,10 +70,102 @@ def test_a_farther_threshold_has_a_wider_interval() -> None:
 
 
 def test_it_reads_like_a_sentence() -> None:
-    text = str(Forecast(threshold=1e4, value=500.0, exponent=1.0, step=2143.2, low=1950.0, high=2340.0))
-    assert text == "passes 1e4 at step 2,140 ± 197"
+    said = Forecast(threshold=1e4, value=500.0, exponent=1.0, step=2143.2, low=1950.0, high=2340.0)
+    assert str(said) == "passes 1e4 at step 2,140 ± 197 if the learning rate stays"
+    assert said.interval == "90 % interval 1,950 to 2,340"
+    known = dataclasses.replace(said, end=5000)
+    assert str(known) == "passes 1e4 at step 2,140 ± 197"
+    assert str(dataclasses.replace(known, high=math.inf)) == "passes 1e4 at step 2,140, if it does within this run"
+    never = dataclasses.replace(known, step=math.inf, high=math.inf)
+    assert str(never) == "does not pass 1e4 within this run"
+    assert never.interval == "90 % interval 1,950 to never"
 
 
 def test_rates_and_steps_must_pair() -> None:
     with pytest.raises(ShapeError, match="one learning rate per step"):
         clock(STEPS, STEPS[:3])
+
+
+COSINE = 0.5 * (1 + np.cos(np.pi * np.arange(500) / 500))
+
+
+def test_a_schedule_is_followed_to_the_step_and_to_its_end() -> None:
+    planned = PlannedRates.of(COSINE)
+    value = 4 * planned.clock[1:] ** 1.3
+    seen = slice(0, 200)
+    given = {"rates": COSINE[seen], "planned": planned}
+    ahead = forecast(STEPS, value[seen], value[299], **given)
+    assert ahead is not None
+    assert ahead.step == pytest.approx(300)
+    assert 200 <= ahead.low < 300 < ahead.high
+    assert ahead.end == 500
+    late = forecast(STEPS, value[seen], value[-1] * 1.01, **given)
+    assert late is not None
+    assert late.step == late.high == math.inf
+    assert 200 <= late.low < 500
+    never = forecast(STEPS, value[seen], value[-1] * 1000, **given)
+    assert never is not None
+    assert never.low == math.inf
+    blind = forecast(STEPS, value[seen], value[299], rates=COSINE[seen])
+    assert blind is not None
+    assert blind.end is None
+    assert blind.step < 290  # the rate falls, and it did not know
+
+
+def test_a_plan_the_run_does_not_follow_is_left_aside() -> None:
+    values = STEPS**1.2
+    steady = forecast(STEPS, values, 1e3, rates=np.full(200, 0.1))
+    for planned in (PlannedRates.of(np.full(150, 0.1)), PlannedRates.of(np.full(900, 0.3))):
+        assert forecast(STEPS, values, 1e3, rates=np.full(200, 0.1), planned=planned) == steady
+    agreed = forecast(STEPS, values, 1e3, rates=np.full(200, 0.1), planned=PlannedRates.of(np.full(900, 0.1)))
+    assert steady is not None
+    assert agreed is not None
+    assert agreed.step == pytest.approx(steady.step)
+    assert agreed.high == pytest.approx(steady.high)
+
+
+def test_a_rate_read_before_or_after_the_scheduler_moved_is_of_the_plan() -> None:
+    planned = PlannedRates.of(np.minimum(np.arange(1, 101) / 20, 1.0))
+    rates = np.diff(planned.clock)
+    for step in (1, 2, 10, 20, 99, 100):
+        for read in (step - 1, step, step + 1):
+            if 1 <= read <= 100:
+                assert planned.followed(np.array([step]), rates[read - 1 : read])
+    assert not planned.followed(np.array([10]), rates[13:14])
+    assert not planned.followed(np.array([101]), rates[-1:])
+    assert not planned.followed(np.array([2.5]), None)
+    assert not planned.followed(np.zeros(0), None)
+    assert planned.followed(np.array([0]), None)
+
+
+def test_the_clock_of_a_plan_is_read_both_ways() -> None:
+    planned = PlannedRates.of(lambda step: 0.1 * step, steps=4)
+    np.testing.assert_allclose(planned.clock, [0, 0.1, 0.3, 0.6, 1.0])
+    assert [planned.when(tick) for tick in (0.0, 0.1, 0.45, 1.0)] == pytest.approx([0, 1, 2.5, 4])
+    assert planned.when(1.01) == math.inf
+    idle = PlannedRates.of([0.0, 1.0, 0.0, 0.0])
+    assert idle.when(1.0) == 2
+    assert idle.when(0.5) == 1.5
+
+
+@pytest.mark.parametrize("rates", [[], [0.1, -0.1], [0.1, math.nan], [[0.1]]])
+def test_rates_that_are_none_are_refused(rates: list) -> None:
+    with pytest.raises((InvalidValueError, ShapeError), match="rate"):
+        PlannedRates.of(rates)
+
+
+def test_a_function_needs_the_number_of_steps() -> None:
+    with pytest.raises(InvalidValueError, match="steps="):
+        PlannedRates.of(lambda step: 0.1)
+    with pytest.raises(ShapeError, match="5 steps"):
+        PlannedRates.of([0.1, 0.1], steps=5)
+
+
+def test_a_long_flat_start_does_not_bend_the_fit() -> None:
+    steps = np.arange(1.0, 1001.0)
+    rates = np.minimum(steps / 500, 1.0)
+    ticks = clock(steps, rates)
+    values = np.maximum(4.0, 2 * ticks**0.9)  # at the beginning the logit is what it was before training
+    ahead = forecast(steps, values, 2 * (ticks[-1] + 600) ** 0.9, rates=rates)
+    assert ahead is not None
+    assert ahead.step == pytest.approx(1600)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from qkeel.errors import ShapeError
-from qkeel.monitor import History, Recording
+from qkeel.monitor import AlarmLog, EntropyDrop, History, Recording, replay
+from qkeel.monitor.alarms import DEFAULT
 from qkeel.monitor.forecast import clock
 from qkeel.records import Heads
 
@@ -61,7 +62,7 @@ def test_a_long_recording_keeps_both_ends_an_even_spacing_and_the_clock(most: in
         np.testing.assert_array_equal(seen.heads["max_logit"][:, 0, 0], kept)
         np.testing.assert_array_equal(seen.top("max_logit"), np.maximum(kept, 2))
     assert len(recording) == 700
-    assert len(seen) > most // 2
+    assert len(recording.history) > most // 2
 
 
 def test_names_may_come_late_and_go() -> None:
@@ -100,3 +101,35 @@ def test_a_logit_beyond_float32_is_infinite() -> None:
     recording = Recording()
     recording.append({"step": 0}, {"max_logit": np.array([[1e39]])})
     assert recording.history.tops["max_logit"][0] == math.inf
+
+
+def test_a_replay_raises_what_was_raised_live_however_long_the_run() -> None:
+    recording, log, heads = Recording(LAYERS), AlarmLog([*DEFAULT, EntropyDrop()]), []
+    steps = np.arange(1, 1401)
+    for step in steps:
+        logit = np.full((2, 3), 2.0 + 3e-4 * step**2)
+        heads.append(logit)
+        recording.append({"step": step, "lr": 0.1}, {"max_logit": logit, "entropy": 1 / logit})
+        log.update(recording.history)
+    values = {"max_logit": np.array(heads), "entropy": 1 / np.array(heads)}
+    whole = History.of([{"step": int(s), "lr": 0.1} for s in steps], Heads(steps=steps, values=values), LAYERS)
+    assert {alarm.rule for alarm in log.alarms} == {rule.name for rule in log.rules} - {
+        "outlook",
+        "ceiling 1000",
+        "ceiling 10000",
+        "forecast 10000",
+    }
+    assert replay(whole, log.rules) == log.alarms
+
+
+def test_thinning_moves_no_alarm_of_a_power_law_by_more_than_a_record() -> None:
+    said = []
+    for most in (64, 2000):
+        recording, log = Recording(most=most), AlarmLog()
+        for step in range(1, 1200):
+            recording.append({"step": step, "lr": 1e-3}, {"max_logit": np.array([[0.1 * step**1.3]])})
+            log.update(recording.history)
+        said.append({alarm.rule: alarm.step for alarm in log.alarms})
+    thinned, whole = said
+    assert thinned.keys() == whole.keys() >= {"growth", "forecast 1000", "ceiling 100"}
+    assert all(abs(thinned[rule] - whole[rule]) <= 1 for rule in whole)

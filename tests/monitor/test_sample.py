@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.monitor import Sample, fold_heads, pad_layers, repeat_groups, sample_html, sample_line, sample_table
-from qkeel.records import HEAD_FIELDS
+from qkeel.monitor import Sample, pad_layers, repeat_groups, sample_html, sample_line, sample_table
+from qkeel.records import HEAD_FIELDS, fold_heads
 
 from .samples import LAYERS, alarm, sample
 

@@ -8,7 +8,17 @@ import torch
 
 from qkeel.errors import UnknownNameError
 from qkeel.metrics import fused_logit_error, stored_logit_error
-from qkeel.monitor import GainGrowth, History, IdleNorm, Resolution, replay
+from qkeel.monitor import (
+    DEFAULT,
+    GainGrowth,
+    History,
+    IdleNorm,
+    Resolution,
+    Setting,
+    VanishingGradient,
+    replay,
+    rules_for,
+)
 from qkeel.records import Heads
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,3 +110,63 @@ def test_missing_series_raise_nothing() -> None:
     rules = [GainGrowth(), IdleNorm(kind="rms", head_dim=4)]
     rules += [Resolution(dtype="bf16", kernel=k, head_dim=4) for k in ("fused", "eager")]
     assert replay(seen, rules) == []
+
+
+def test_the_scale_is_the_factor_on_the_product_of_the_recorded_queries_and_keys() -> None:
+    d, scale = 64, 0.5
+    q, k = 8 * torch.randn(2, 4000, d, dtype=torch.float64)
+    rounded = [x.bfloat16().double() for x in (q, k)]
+    error = (scale * ((rounded[0] * rounded[1]).sum(-1) - (q * k).sum(-1))).std()
+    norms = {"query_norm": q.norm(dim=1).mean(), "key_norm": k.norm(dim=1).mean()}
+    seen = history(**{name: np.full((1, 1, 1), float(v)) for name, v in norms.items()})
+    rule = Resolution(dtype="bf16", kernel="fused", head_dim=d, scale=scale, tolerance=0.01)
+    assert replay(seen, [rule])[0].value == pytest.approx(float(error), rel=0.1)
+    folded = history(**{name: np.full((1, 1, 1), float(v)) * scale**0.5 for name, v in norms.items()})
+    same = Resolution(dtype="bf16", kernel="fused", head_dim=d, scale=1.0, tolerance=0.01)
+    assert replay(folded, [same])[0].value == pytest.approx(replay(seen, [rule])[0].value)
+
+
+def test_a_product_that_is_stored_before_and_after_scaling_errs_up_to_a_root_of_two_more() -> None:
+    z = 64 * (1 + torch.rand(50_000, dtype=torch.float64))
+    scale = 96**-0.5
+    twice = ((z / scale).bfloat16() * torch.tensor(scale, dtype=torch.float64)).bfloat16().double()
+    error, once = float((twice - z).std()), stored_logit_error(64.0, "bf16")
+    assert once < error < 1.1 * 2**0.5 * once
+
+
+def test_gains_of_a_name_that_comes_late_are_compared_with_their_first_record() -> None:
+    bound = np.full((6, 1, 1), np.nan)
+    bound[2:, 0, 0] = [8, 12, 20, 40]
+    assert [alarm.step for alarm in replay(history(gain_bound=bound), [GainGrowth()])] == [50]
+
+
+def test_norms_of_trained_gains_are_no_idle_norm() -> None:
+    raw = np.full((3, 1, 2), 7.0)
+    assert replay(history(query_norm=raw, key_norm=raw), [IdleNorm(kind="rms", head_dim=16, fresh=False)]) == []
+    late = np.full((3, 1, 2), np.nan)
+    late[1:] = 7.0
+    (alarm,) = replay(history(query_norm=late, key_norm=late), [IdleNorm(kind="rms", head_dim=16)])
+    assert alarm.step == 10  # the first record that has norms
+
+
+def test_a_gradient_under_eps_is_noticed_at_the_second_record() -> None:
+    ratio = np.full((4, 2, 2), 30.0)
+    ratio[1, 0, 1] = 0.0  # once, as in a first step through a projection that starts at zero
+    assert replay(history(grad_over_eps=ratio), [VanishingGradient()]) == []
+    ratio[2:, 1, 0] = 0.5
+    (alarm,) = replay(history(grad_over_eps=ratio), [VanishingGradient()])
+    assert (alarm.step, alarm.layer, alarm.head, alarm.value) == (30, "layer 1", 0, 0.5)
+    assert '"eps"' in alarm.remedy
+
+
+def test_a_setting_switches_on_the_rules_it_says_enough_for() -> None:
+    always = (*DEFAULT, GainGrowth(), VanishingGradient())
+    assert rules_for(Setting()) == always
+    assert rules_for(Setting(dtype="bf16", kernel="fused", norm="rms")) == always  # the head's width is missing
+    assert rules_for(Setting(dtype="fp32", kernel="fused", head_dim=64)) == always
+    assert rules_for(Setting(dtype="fp16", kernel="eager", head_dim=64, scale=0.1, norm="l2", fresh=True)) == (
+        *always,
+        Resolution(dtype="fp16", kernel="eager", head_dim=64, scale=0.1),
+        IdleNorm(kind="l2", head_dim=64, fresh=True),
+    )
+    assert len({rule.name for rule in always}) == len(always)

@@ -28,6 +28,7 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
     for step in (0, 10, 20):
         sink.write(sample(step, max_logit=[[1.0, 2.0, step], [-np.inf, 5.0]]))
     sink.write(sample(20, phase="eval"))
+    assert (tmp_path / "watch" / "metrics.jsonl").read_text().count('"step": 10,') == 1  # a whole number, not 10.0
     sink.alarm(alarm(step=20))
     sink.close(complete=True)
     run = RunDirectory(tmp_path / "watch")

@@ -249,7 +249,7 @@ def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
         return e / e.sum(-1, keepdim=True) @ v
 
     with pytest.raises(
-        RefusedError, match=r"saw no attention in a forward pass of this Block.*exp \(1x\).*AttentionSite"
+        RefusedError, match=r"(?s)saw no attention in a forward pass of this Block.*exp \(1x\).*describe\(model"
     ):
         find_sites(Block(by_hand), torch.randn(B, T, H * D))
 

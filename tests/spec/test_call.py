@@ -30,7 +30,7 @@ from qkeel.spec import (
     SquaredReLU,
     preset,
 )
-from qkeel.spec.call import make_call
+from qkeel.spec.call import make_call, with_query_mask
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
 very_few = settings(few, max_examples=8)
@@ -390,3 +390,22 @@ def test_a_temperature_by_position_is_harmless_for_queries_before_the_first_key(
     found = attend(spec, q, k, v, causal=False)
     assert found.out.isfinite().all()
     same(found.logits[:, :, :6], attend(AttentionSpec(), q, k, v, causal=False).logits[:, :, :6])
+
+
+def test_a_query_mask_is_taken_only_where_it_is_of_the_calls_own_rows() -> None:
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
+    call = make_call(preset("baseline"), q, k, k)
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    masked = with_query_mask(call, mask)
+    assert masked.query_mask is not None
+    assert torch.equal(masked.query_mask, mask)
+    assert masked.q is call.q
+    assert call.query_mask is None
+    for other in (mask[:1], mask[0], mask.T, torch.ones(2, 5).bool(), torch.ones(2, 1).bool(), mask[None]):
+        assert with_query_mask(call, other) is call
+
+
+def test_a_query_mask_of_numbers_is_refused() -> None:
+    q = torch.randn(1, 1, 3, 8)
+    with pytest.raises(InvalidTypeError, match="boolean query_mask"):
+        with_query_mask(make_call(preset("baseline"), q, q, q), torch.ones(1, 3))

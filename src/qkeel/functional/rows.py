@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +12,7 @@ from torch import Tensor
 from qkeel.functional.stats import POSITION_BINS, LogitStats
 
 PerRow = Float[Tensor, "b h t"]
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,12 +29,13 @@ class Seen:
     def blank_(self, x: Tensor) -> Tensor:
         """x [b h rows n] with 0 at hidden pairs, in place, whatever stood there."""
         if self.visible is not None:
-            x[..., self.start :].masked_fill_(~self.visible, 0.0)
+            # As integers: all bits off where hidden, be it NaN. On a CPU ten times as fast as masked_fill_.
+            kind = _BITS[x.dtype]
+            x[..., self.start :].view(kind).bitwise_and_(-self.visible.to(kind))
         return x
 
     def lower_(self, x: Tensor) -> Tensor:
         """Blanked x with a huge negative number at hidden pairs, in place; finite, so that 0 times it is 0."""
-        # An addition is ten times as fast as masked_fill_ on a CPU.
         if self.visible is not None:
             x[..., self.start :].add_(self._penalty(x))
         return x
@@ -68,8 +71,7 @@ class Seen:
 
     def _penalty(self, x: Tensor) -> Tensor:
         assert self.visible is not None
-        low = torch.finfo(x.dtype).min / 4
-        return torch.zeros(self.visible.shape, dtype=x.dtype, device=x.device).masked_fill_(~self.visible, low)
+        return torch.where(self.visible, x.new_zeros(()), x.new_full((), torch.finfo(x.dtype).min / 4))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,10 +96,9 @@ class RowStats:
     n_products: Int[Tensor, "b h t"]
 
     @classmethod
-    def nothing(cls, shape: tuple[int, int, int], like: Tensor) -> RowStats:
-        """Rows [b h t] that see no key."""
-        zeros = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        none = torch.zeros(shape, dtype=torch.int64, device=like.device)
+    def nothing(cls, like: PerRow) -> RowStats:
+        """Rows that see no key, as many as there are in `like`."""
+        zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
         fields = {f.name: zeros for f in dataclasses.fields(cls)}
         return cls(**{**fields, "n_keys": none, "n_products": none})
 
@@ -136,7 +137,8 @@ def softmax_rows(z: Tensor, seen: Seen) -> dict[str, Tensor]:
     thousands.
     """
     top = z.amax(-1, keepdim=True)
-    z -= top
+    # Under this floor the exponential is 0 beside the maximum's 1, but takes a CPU seven times as long.
+    z.sub_(top).clamp_(min=math.log(torch.finfo(z.dtype).tiny) + 1)
     p = z.exp()
     mass = p.sum(-1)
     first = seen.first(p) / mass
@@ -161,8 +163,7 @@ def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, 
 
 def no_product_rows(like: Tensor) -> dict[str, Tensor]:
     """The same where q and k are unknown; like [b h rows]."""
-    zeros = torch.zeros_like(like)
-    none = torch.zeros_like(zeros, dtype=torch.int64)
+    zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
     return {"product_norm": zeros, "cos_total": zeros, "cos_max": zeros, "n_products": none}
 
 
@@ -192,14 +193,15 @@ def reduce_rows(
         return x.masked_fill(~where, -inf).amax((0, 2))
 
     q_norm = torch.zeros_like(rows.total) if q_norm is None else q_norm
-    relative = (rows.entropy / rows.n_keys.clamp_min(2).to(rows.entropy.dtype).log()).clamp_max(1)
+    entropy = rows.entropy.masked_fill(rows.n_keys < 2, 0.0)
+    relative = (entropy / rows.n_keys.clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
     return LogitStats(
         max_logit=most(rows.max_logit),
         min_logit=-most(-rows.min_logit),
         mean_logit=mean(rows.total, n_pairs),
         capped_max_logit=most(rows.capped_max),
-        entropy=mean(rows.entropy, n_queries),
-        entropy_min=-most(-rows.entropy),
+        entropy=mean(entropy, n_queries),
+        entropy_min=-most(-entropy),
         query_norm=mean(q_norm, n_queries),
         query_norm_max=most(q_norm).clamp_min(0),
         n_queries=n_queries,

@@ -33,8 +33,13 @@ def bracket(call: AttentionCall, lse: Tensor, *, entropy: bool) -> LogitBracket:
     lse_i - ln n_i <= max_j z_ij <= lse_i, n_i the keys row i sees. With `entropy` also H_i = lse_i - E_p[z_i],
     E_p[z_i] from attention with keys in place of values; then lse_i - H_i <= max_j z_ij, and the maximum itself
     is looked for in the rows of largest lse: if it is at least the next largest lse, no other row can beat it.
-    The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times that in sum.
+    The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times that in sum. Rows that
+    the call's `query_mask` leaves out count nowhere.
     """
+    over = (
+        torch.ones_like(lse, dtype=torch.bool) if call.query_mask is None else call.query_mask[:, None].expand_as(lse)
+    )
+    lse = lse.masked_fill(~over, -torch.inf)
     n = torch.full_like(call.pos_q, call.k.shape[2])[:, None]
     if call.causal:
         n = (call.pos_q + 1)[:, None]
@@ -45,13 +50,17 @@ def bracket(call: AttentionCall, lse: Tensor, *, entropy: bool) -> LogitBracket:
     mean_key = torch.nn.functional.scaled_dot_product_attention(
         q, k, k, is_causal=call.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    rows = (lse - scale * torch.linalg.vecdot(q.to(lse.dtype), mean_key.to(lse.dtype))).clamp_min(0)
+    mean = torch.linalg.vecdot(q.to(lse.dtype), mean_key.to(lse.dtype))
+    rows = (lse - scale * mean).masked_fill(~over, 0.0).clamp_min(0)
     found, bar = _guided(q.to(lse.dtype) * scale, k, lse, call)
     certified = found >= bar
     lower = torch.maximum(torch.maximum(lower, (lse - rows).amax((0, 2))), found)
     upper = torch.where(certified, found, upper)
     return LogitBracket(
-        lower=torch.where(certified, found, lower), upper=upper, entropy=rows.mean((0, 2)), certified=certified
+        lower=torch.where(certified, found, lower),
+        upper=upper,
+        entropy=rows.sum((0, 2)) / over.sum((0, 2)).clamp_min(1),
+        certified=certified,
     )
 
 
@@ -68,5 +77,6 @@ def _guided(q: Tensor, k: Tensor, lse: Tensor, call: AttentionCall) -> tuple[Ten
     if call.causal:
         hidden = torch.arange(k.shape[2], device=q.device) > row[..., None]
         logits = logits.masked_fill(hidden, -torch.inf)
+    logits = logits.masked_fill((top.values[:, :m] == -torch.inf)[..., None], -torch.inf)  # a row left out
     others = top.values[:, m] if b * t > m else torch.full_like(top.values[:, 0], -torch.inf)
     return logits.amax((1, 2)), others

@@ -32,7 +32,7 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     parts = []
     for rows, keys in _blocks(call):
         if keys.stop == 0:
-            parts.append(RowStats.nothing((*q.shape[:2], rows.stop - rows.start), q))
+            parts.append(RowStats.nothing(q_norm[:, :, rows]))
             continue
         z, seen = _logits(call, q, k, rows, keys)
         products, unit = _products(call, q, k, rows, keys)

@@ -77,9 +77,10 @@ class LogSpaced(Cadence):
 class Adaptive(Cadence):
     """At most every `least` steps, at least every `most`, in between when the bound on the largest logit has moved.
 
-    The bound is the largest row logsumexp, lse - ln n <= max <= lse, which fused kernels compute anyway; where none is
-    at hand (a mask, a GPU, hand-written attention) scale·max|q|·max|k|. Moved is a change by a factor of more than
-    1 + `change`. Compiled models are not looked at between measurements: there it is every `most` steps.
+    The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway;
+    where none is at hand (dropout, a GPU) scale·max|q|·max|k|, and of hand-written attention the maximum itself. Moved
+    is a change by a factor of more than 1 + `change` since the first step after the last measurement. Compiled models
+    are not looked at between measurements, and several processes must decide alike: there it is every `most` steps.
     """
 
     least: int = 5

@@ -10,6 +10,7 @@ from typing import Any, Self, final
 import numpy as np
 
 from qkeel.errors import ShapeError
+from qkeel.monitor.planned import PlannedRates
 from qkeel.records import Heads, RunDirectory
 
 
@@ -30,7 +31,7 @@ class History:
 
     steps [n]; rates [n], learning rates, or None; values: name -> [n] by records.STEP_FIELDS, NaN where not measured;
     heads: name -> [n layers heads] by records.HEAD_FIELDS, NaN where a layer has fewer heads; layers: names.
-    tops: name -> [n], the largest of all heads, where somebody kept it.
+    tops: name -> [n], the largest of all heads, where somebody kept it; planned: the learning rates to come, if known.
     """
 
     steps: np.ndarray
@@ -39,12 +40,20 @@ class History:
     heads: Mapping[str, np.ndarray]
     layers: tuple[str, ...] = ()
     tops: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    planned: PlannedRates | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
 
     @classmethod
-    def of(cls, metrics: Sequence[Mapping[str, Any]], heads: Heads | None = None, layers: Sequence[str] = ()) -> Self:
+    def of(
+        cls,
+        metrics: Sequence[Mapping[str, Any]],
+        heads: Heads | None = None,
+        layers: Sequence[str] = (),
+        *,
+        planned: PlannedRates | None = None,
+    ) -> Self:
         """From what RunDirectory.metrics() and .heads() give; steps that only one of both has are left out."""
         if heads is not None:
             place = {int(step): i for i, step in enumerate(heads.steps)}
@@ -59,14 +68,15 @@ class History:
         if (np.diff(steps) <= 0).any():
             raise ShapeError("expected records in the order of their steps, each step once")
         rates = values.get("lr")
-        fine = rates is not None and np.isfinite(rates).all()
-        return cls(steps=steps, rates=rates if fine else None, values=values, heads=per_head, layers=tuple(layers))
+        if rates is not None and not np.isfinite(rates).all():
+            rates = None
+        return cls(steps=steps, rates=rates, values=values, heads=per_head, layers=tuple(layers), planned=planned)
 
     @classmethod
-    def read(cls, run: RunDirectory) -> Self:
+    def read(cls, run: RunDirectory, *, planned: PlannedRates | None = None) -> Self:
         """A recorded run."""
         heads = run.heads() if (run.path / "heads.json").exists() else None
-        return cls.of(run.metrics(), heads, () if heads is None else heads.layers)
+        return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned)
 
     def upto(self, n: int) -> History:
         """The first n records: what was known then."""

@@ -14,10 +14,10 @@ from qkeel.functional.stats import LogitStats
 from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rule import Rule
-from qkeel.monitor.sample import Sample, fold_heads, pad_layers, repeat_groups
+from qkeel.monitor.sample import Sample, pad_layers, repeat_groups
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.transfer import Measured
-from qkeel.records import HEAD_FIELDS
+from qkeel.records import HEAD_FIELDS, fold_heads
 from qkeel.sites.tap import Phase
 
 # Which count says that a field was measured at all, where it is not the number of query rows.

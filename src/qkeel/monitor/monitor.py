@@ -22,6 +22,7 @@ from qkeel.monitor.hidden import Hidden
 from qkeel.monitor.history import History
 from qkeel.monitor.journal import Journal
 from qkeel.monitor.means import Means
+from qkeel.monitor.moved import Moved
 from qkeel.monitor.queries import QueryMask, with_query_mask
 from qkeel.monitor.rule import Alarm, Rule
 from qkeel.monitor.sample import Sample
@@ -34,7 +35,7 @@ from qkeel.sites.forwards import owners
 from qkeel.sites.intercept import Seen, statistics
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import tensors
-from qkeel.sites.tap import Phase, Tap, Visitor
+from qkeel.sites.tap import Look, Phase, Tap, Visitor
 
 Stats = dict[str, LogitStats]
 
@@ -69,6 +70,7 @@ class Monitor(Handle):
         self._full = False  # whether this pass is measured in full
         self._last: dict[Phase, int | None] = {"train": None, "eval": None}
         self._mask: Tensor | None = None
+        self._moved = Moved()
         self._means = Means()
         self._weights: Weights | None = None
         self._numbers: dict[tuple[str, str], Tensor] = {}
@@ -146,13 +148,15 @@ class Monitor(Handle):
 
     # --- called by the tap -----------------------------------------------------------------------------------------
 
-    def _due(self, training: bool, compiled: bool) -> bool:
+    def _due(self, training: bool, compiled: bool) -> Look:
         phase: Phase = "train" if training else "eval"
         now = self.steps if training and self.optimizer is not None else self._tap.passes[phase] - 1
-        self._full = self.plan.cadence.due(now, self._last[phase], 1.0)
-        if self._full and not training:
-            self._last["eval"] = now
-        return self._full
+        self._full = self.plan.cadence.due(now, self._last[phase], self._moved.factor if training else 1.0)
+        if self._full:
+            if not training:
+                self._last["eval"] = now
+            return "statistics"
+        return "bracket" if self.plan.cadence.brackets and training and not compiled else "nothing"
 
     def _before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.plan.query_mask is not None:
@@ -201,12 +205,13 @@ class Monitor(Handle):
                 self._last["train"] = self.steps
                 caution(_NOT_SEEN)
         self.steps += 1
+        self._moved.step()
         if self._tap.has("eval"):
             self._close_step("eval", self.steps)
         self._settle(wait=False)
 
     def _step_due(self) -> bool:
-        return self.plan.cadence.due(self.steps, self._last["train"], 1.0)
+        return self.plan.cadence.due(self.steps, self._last["train"], self._moved.factor)
 
     # --- a step's numbers ------------------------------------------------------------------------------------------
 
@@ -226,6 +231,7 @@ class Monitor(Handle):
         self._under_way.append(_Step(step=step, phase=phase, transfer=transfer, fresh=fresh if taken else None))
         if phase == "train":
             self._last["train"] = step
+            self._moved.measured()
         self._settle(wait=False)
 
     def _agree(self, layout: Layout) -> None:
@@ -303,6 +309,9 @@ class _Eyes(Visitor):
 
     def after(self, output: object) -> None:
         self.monitor._after_pass(output, self.phase)
+
+    def bracket(self, bound: Tensor) -> None:
+        self.monitor._moved.see(bound)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

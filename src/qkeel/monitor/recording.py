@@ -9,6 +9,7 @@ import numpy as np
 
 from qkeel.errors import ShapeError
 from qkeel.monitor.history import History, envelope, number
+from qkeel.monitor.planned import PlannedRates
 
 MOST = 512  # records kept: a power law through 512 points is as good as through 100,000, and a rule reads them all
 _TAIL = 2  # the newest records are always kept: rules compare the last with the one before
@@ -21,9 +22,13 @@ class Recording:
     Thinning leaves the learning-rate clock exact: what a dropped record says of the rate goes into the next one kept.
     """
 
-    def __init__(self, layers: Sequence[str] = (), *, most: int = MOST) -> None:
-        """layers: names, in the order of the first axis of `heads`; most: records kept, at least 4."""
+    def __init__(self, layers: Sequence[str] = (), *, planned: PlannedRates | None = None, most: int = MOST) -> None:
+        """layers: names, in the order of the first axis of `heads`; planned: the rates of the run, if known.
+
+        most: records kept, at least 4.
+        """
         self.layers = tuple(layers)
+        self.planned = planned
         self._most = max(4, most)
         self._every = 1
         self._seen = self._kept = 0
@@ -72,6 +77,7 @@ class Recording:
             heads=of["heads"],
             tops=of["tops"],
             layers=self.layers,
+            planned=self.planned,
         )
 
     def __len__(self) -> int:

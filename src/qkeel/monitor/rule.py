@@ -9,7 +9,7 @@ from typing import final
 
 import numpy as np
 
-from qkeel.monitor.forecast import forecast
+from qkeel.monitor.forecast import Forecast, forecast
 from qkeel.monitor.history import History, Place
 
 HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
@@ -96,16 +96,32 @@ def largest(history: History, name: str) -> Extreme | None:
     series = history.series(name)
     if series is None or not len(series) or np.isnan(series[-1]).all():
         return None
-    layer, head = np.unravel_index(int(np.nanargmax(series[-1])), series[-1].shape)
-    found = series[:, layer, head]
-    flat = series.reshape(len(series), -1)
-    envelope = np.fmax.reduce(flat, axis=1)  # NaN only where nothing was measured
-    return Extreme(at=Place(name, int(layer), int(head)), value=float(found[-1]), series=found, envelope=envelope)
+    at = peak(name, series[-1])
+    envelope = history.top(name)
+    found = series[:, at.layer, at.head]
+    return Extreme(at=at, value=float(found[-1]), series=found, envelope=found if envelope is None else envelope)
+
+
+def peak(name: str, record: np.ndarray) -> Place:
+    """Where one record [layers heads] is largest; at least one entry must be a number."""
+    layer, head = np.unravel_index(int(np.nanargmax(record)), record.shape)
+    return Place(name, int(layer), int(head))
+
+
+def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | None:
+    """When `values` [n], a series of this history, pass `threshold`; see forecast."""
+    return forecast(history.steps, values, threshold, rates=history.rates, planned=history.planned)
+
+
+def first(values: np.ndarray) -> int:
+    """The first record at which `values` [n] were measured: names may come late."""
+    return int(np.argmax(np.isfinite(values)))
 
 
 def trend(history: History, values: np.ndarray) -> str:
     """How a value moves, for people: from where, and as which power of the learning-rate clock."""
-    first = f"it was {values[0]:.3g} at step {int(history.steps[0]):,}"
-    ahead = forecast(history.steps, values, 10 * float(values[-1]), rates=history.rates) if values[-1] > 0 else None
-    of = "steps" if history.rates is None else "(sum of learning rates)"
-    return first if ahead is None else f"{first} and grows as {of}^{ahead.exponent:.2f}"
+    start = first(values)
+    was = f"it was {values[start]:.3g} at step {int(history.steps[start]):,}"
+    found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
+    of = "steps" if history.rates is None and history.planned is None else "(sum of learning rates)"
+    return was if found is None else f"{was} and grows as {of}^{found.exponent:.2f}"

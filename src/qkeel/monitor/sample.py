@@ -10,12 +10,11 @@ from typing import Literal, final
 import numpy as np
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.records import HEAD_FIELDS, VALUE_FIELDS
+from qkeel.records import HEAD_FIELDS, VALUE_FIELDS, fold_heads
 
 # What trackers get per layer; of the rest they get one number for the whole model. A chart per head and field would
 # be 30,720 charts for 80 layers of 64 heads; trackers are slow from 10,000 on.
 PER_LAYER = ("max_logit", "entropy", "query_norm", "key_norm", "logit_change_rms", "gain_bound")
-_FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
 
 
 @final
@@ -70,16 +69,6 @@ class Sample:
                 found[f"hidden/{place}{field}"] = float(value)
         prefix = "eval/" if self.phase == "eval" else ""
         return {prefix + key: value for key, value in found.items() if not math.isnan(value)}
-
-
-def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
-    """[... heads] -> [...]: the largest, smallest or mean head by records.HEAD_FIELDS; NaN is not measured."""
-    field = HEAD_FIELDS.get(name)
-    if field is not None and field.fold != "mean":
-        return _FOLDS[field.fold](values, axis=-1, initial=np.nan)
-    measured = ~np.isnan(values)
-    counts = measured.sum(-1)
-    return np.where(counts, np.where(measured, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)
 
 
 def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:

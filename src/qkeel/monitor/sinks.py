@@ -78,7 +78,7 @@ class RunDirectorySink(Sink):
     def write(self, sample: Sample) -> None:
         """One line of metrics, one record of heads."""
         path = self._place()
-        line = {"step": sample.step, **{name: float(value) for name, value in sample.values.items()}}
+        line = {**{name: float(value) for name, value in sample.values.items()}, "step": sample.step}
         append_line(path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"), line)
         self._write_heads(path, sample)
         if sample.phase == "train":

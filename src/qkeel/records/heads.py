@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.errors import RunDirectoryError, ShapeError
+from qkeel.records.fields import HEAD_FIELDS
 from qkeel.records.files import read_json, write_json
+
+_FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,3 +76,13 @@ def cut_heads(directory: Path, last_step: int) -> None:
     keep = int(np.searchsorted(read_heads(directory).steps, last_step, side="right"))
     with open(path, "r+b") as file:
         file.truncate(keep * width * 4)
+
+
+def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
+    """[... heads] -> [...]: the largest, smallest or mean head by records.HEAD_FIELDS; NaN is not measured."""
+    field = HEAD_FIELDS.get(name)
+    if field is not None and field.fold != "mean":
+        return _FOLDS[field.fold](values, axis=-1, initial=np.nan)
+    measured = ~np.isnan(values)
+    counts = measured.sum(-1)
+    return np.where(counts, np.where(measured, values, 0).sum(-1) / np.maximum(counts, 1), np.nan)

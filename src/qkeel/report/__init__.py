@@ -3,6 +3,6 @@
 No torch here: the page is made on machines that have none, and read on machines that have no network.
 """
 
-from qkeel.report.page import write
+from qkeel.report.render import write
 
 __all__ = ["write"]

@@ -86,10 +86,11 @@ def figures(study: StudyData, present: Sequence[Chart]) -> Markup:
         notes += f" Of long runs {MAX_RECORDS} records are drawn; peaks of the logit are kept."
     if any(run.metrics and run.row is None for run in study.runs):
         notes += " A line that stops early is a run that failed or is not finished."
-    return join(_figure(chart, "" if chart.name in ("loss", "heads") else notes) for chart in present)
+    return join(figure(chart, "" if chart.name in ("loss", "heads") else notes) for chart in present)
 
 
-def _figure(chart: Chart, note: str) -> Markup:
+def figure(chart: Chart, note: str = "") -> Markup:
+    """One figure: title, choices, legend, a place for the drawing, caption."""
     save = tag("button", {"type": "button", "class": "save", "data-save": chart.name, "hidden": None}, "Download SVG")
     title = tag("h3", {"id": f"{chart.name}-title"}, chart.title)
     frame = {"class": "chart", "id": f"chart-{chart.name}", "data-chart": chart.name, "data-label": chart.label}

@@ -65,7 +65,7 @@ def collect(paths: str | Path | Iterable[str | Path]) -> StudyData:
 
     Raises: RunDirectoryError if a path is neither, or if a file in it is damaged.
     """
-    studies = [_open(path) for path in _paths(paths)]
+    studies = [_open(path) for path in as_paths(paths)]
     runs = _distinct(list({run.path.resolve(): run for study in studies for run in study.runs}.values()))
     names = list(dict.fromkeys(study.name for study in studies if study.name))
     commands = list(dict.fromkeys(study.command for study in studies if study.command))
@@ -76,7 +76,8 @@ def collect(paths: str | Path | Iterable[str | Path]) -> StudyData:
     return StudyData(name=" + ".join(names), command="\n".join(commands), remedies=remedies, runs=runs)
 
 
-def _paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """One path or several, each once."""
     several = [paths] if isinstance(paths, (str, Path)) else list(paths)
     for path in several:
         if not isinstance(path, (str, Path)):

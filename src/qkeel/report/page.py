@@ -1,67 +1,28 @@
-"""The page: everything in one file that loads nothing."""
+"""The page about a study, or about single runs of the lab."""
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from qkeel.errors import InvalidTypeError, RunDirectoryError
-from qkeel.records import write_text
 from qkeel.report import sections, tables
 from qkeel.report.charts import Chart, charts, figures
-from qkeel.report.collect import StudyData, collect
+from qkeel.report.collect import StudyData
 from qkeel.report.embed import chart_data
 from qkeel.report.formats import count, listing, rate
-from qkeel.report.markup import Markup, join, json_script, tag
+from qkeel.report.markup import Markup, join, tag
+from qkeel.report.shell import document
 from qkeel.report.summary import Finding, findings
 
-ASSETS = Path(__file__).parent / "assets"
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 TITLES = {"lr": "Learning-rate study", "demo": "Learning-rate demo"}
 
 
-def write(paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
-    """Write one self-contained HTML page about a study directory, a run directory, or several of either.
-
-    Args:
-        paths: what `qkeel study` or `qkeel run` wrote.
-        out: the .html file to write; an existing file is replaced as a whole.
-
-    Returns: the path of the page.
-
-    Raises: RunDirectoryError if a path is no run and no study, a file is damaged, or `out` cannot be written.
-    """
-    if not isinstance(out, (str, Path)):
-        raise InvalidTypeError(f"expected a path for the page, got {type(out).__name__}; give one ending in .html")
-    target = Path(out)
-    if target.is_dir():
-        raise RunDirectoryError(f"cannot write {target}: expected the name of a file, got a directory; add report.html")
-    write_text(target, html_page(collect(paths)))
-    return target
-
-
-def html_page(study: StudyData) -> str:
-    """The text of the page."""
+def study_page(study: StudyData, *, live: str = "") -> str:
+    """The text of the page about a study or runs of the lab; `live`: see shell.document."""
     title = heading(study)
     present = charts(study)
-    head = join(
-        [
-            tag("meta", {"charset": "utf-8"}),
-            tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
-            tag("meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}),
-            tag("meta", {"name": "color-scheme", "content": "light dark"}),
-            tag("title", {}, f"{title} · qkeel"),
-            Markup(f"<style>\n{_asset('report.css')}</style>"),
-        ]
-    )
     body = join([_header(study, title), tag("main", {}, *_main(study, present)), _footer(study)])
-    scripts = [json_script("report-data", chart_data(study))] if present else []
-    scripts += [_script(name) for name in ("plot.min.js", "charts.js") if present] + [_script("page.js")]
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n{join(scripts)}\n</body>\n</html>\n'
-    )
+    return document(title, body, chart_data(study) if present else None, ("charts.js",), live=live)
 
 
 def heading(study: StudyData) -> str:
@@ -72,15 +33,6 @@ def heading(study: StudyData) -> str:
         run = study.runs[0]
         return f"{run.remedy} at LR {rate(run.lr)}"
     return f"{len(study.runs)} runs compared"
-
-
-@functools.cache
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
-
-
-def _script(name: str) -> Markup:
-    return Markup(f"<script>\n{_asset(name)}</script>")
 
 
 def _header(study: StudyData, title: str) -> Markup:

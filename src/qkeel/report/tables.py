@@ -27,10 +27,15 @@ def ranking(study: StudyData) -> Markup:
         return Markup()
     several = len(study.lrs()) > 1
     gain_lrs = study.lrs() if any(line.gains for line in lines) else []
-    head = [_th("Remedy", "text")]
-    head += [_th("LR sensitivity"), _th("… clipped at initial loss")] if several else []
-    head += [_th("Best held-out loss"), *(_th(f"Gain at LR\u00a0{rate(lr)}") for lr in gain_lrs)]
-    head += [_th("Largest logit"), _th("Alarm step"), _th("Largest LR without collapse"), _th("CPU, ×\u00a0none")]
+    head = [column("Remedy", "text")]
+    head += [column("LR sensitivity"), column("… clipped at initial loss")] if several else []
+    head += [column("Best held-out loss"), *(column(f"Gain at LR\u00a0{rate(lr)}") for lr in gain_lrs)]
+    head += [
+        column("Largest logit"),
+        column("Alarm step"),
+        column("Largest LR without collapse"),
+        column("CPU, ×\u00a0none"),
+    ]
     body = [tag("tr", {}, *_line(study, line, gain_lrs, several)) for line in lines]
     return table("Ranking of the remedies", head, body, sortable=True)
 
@@ -40,43 +45,45 @@ def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], several: 
     if several:
         cells += [_spread(line.sensitivity), _spread(line.sensitivity_clipped)]
     best = f"at LR {rate(line.best_lr)}"
-    cells.append(_cell(loss(line.best_loss.mean), line.best_loss.mean, best))
+    cells.append(cell(loss(line.best_loss.mean), line.best_loss.mean, best))
     cells += [_gain(line.gains.get(lr), line.remedy) for lr in gain_lrs]
-    cells.append(_cell(number(line.max_logit), line.max_logit))
+    cells.append(cell(number(line.max_logit), line.max_logit))
     if line.alarm is None:
-        cells.append(_cell("never", math.inf))
+        cells.append(cell("never", math.inf))
     else:
-        cells.append(_cell(f"{line.alarm[0]:,}", line.alarm[0], f"at LR {rate(line.alarm[1])}"))
+        cells.append(cell(f"{line.alarm[0]:,}", line.alarm[0], f"at LR {rate(line.alarm[1])}"))
     top = study.lrs()[-1]
     note = "all tried" if line.stable_lr == top else ""
-    cells.append(_cell("no LR" if line.stable_lr is None else rate(line.stable_lr), line.stable_lr or 0.0, note))
+    cells.append(cell("no LR" if line.stable_lr is None else rate(line.stable_lr), line.stable_lr or 0.0, note))
     ratio = line.cpu_ratio
-    cells.append(_cell("–" if ratio is None else f"{ratio:.2f}", math.inf if ratio is None else ratio))
+    cells.append(cell("–" if ratio is None else f"{ratio:.2f}", math.inf if ratio is None else ratio))
     return cells
 
 
 def _spread(total: Spread | None) -> Markup:
     if total is None:
-        return _cell("–", math.inf, "needs every LR")
+        return cell("–", math.inf, "needs every LR")
     small = f"{loss(total.low)} to {loss(total.high)}" if total.n > 1 else ""
-    return _cell(loss(total.mean), total.mean, small)
+    return cell(loss(total.mean), total.mean, small)
 
 
 def _gain(one: Gain | None, remedy: str) -> Markup:
     if one is None:
-        return _cell("" if remedy == BASELINE else "–", -math.inf)
+        return cell("" if remedy == BASELINE else "–", -math.inf)
     small = f"{signed(one.spread.low)} to {signed(one.spread.high)}" if one.spread.n > 1 else "one seed"
     kind = "" if one.clear else "faint"
-    return _cell(signed(one.spread.mean), one.spread.mean, small, kind)
+    return cell(signed(one.spread.mean), one.spread.mean, small, kind)
 
 
-def _cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
+def cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
+    """A number; `key` is what it is sorted by, `small` stands under it."""
     sort = "inf" if math.isnan(key) else f"{key:g}"
     attributes: dict[str, str | None] = {"class": f"num {kind}".strip(), "data-sort": sort}
     return tag("td", attributes, text, tag("small", {}, small) if small else "")
 
 
-def _th(text: str, kind: str = "num") -> Markup:
+def column(text: str, kind: str = "num") -> Markup:
+    """The heading of a column."""
     return tag("th", {"scope": "col", "class": kind}, text)
 
 
@@ -112,7 +119,13 @@ def every_run(study: StudyData) -> Markup:
     runs = [run for run in study.runs if run.row is not None]
     if not runs:
         return Markup()
-    head = [_th("Remedy", "text"), _th("LR"), _th("Seed"), *map(_th, RUN_COLUMNS.values()), _th("Run", "text")]
+    head = [
+        column("Remedy", "text"),
+        column("LR"),
+        column("Seed"),
+        *map(column, RUN_COLUMNS.values()),
+        column("Run", "text"),
+    ]
     inner = table("Every finished run", head, [_run_line(study, run) for run in runs], sortable=True)
     return tag("details", {}, tag("summary", {}, count(len(runs), "finished run")), inner)
 
@@ -121,18 +134,18 @@ def _run_line(study: StudyData, run: RunData) -> Markup:
     row = run.row or {}
     cells = [
         tag("th", {"scope": "row"}, swatch(study, run.remedy)),
-        _cell(rate(run.lr), run.lr),
-        _cell(str(run.seed), run.seed),
+        cell(rate(run.lr), run.lr),
+        cell(str(run.seed), run.seed),
     ]
     for name in RUN_COLUMNS:
         value = row.get(name)
         if isinstance(value, bool):
-            cells.append(_cell("yes" if value else "no", value))
+            cells.append(cell("yes" if value else "no", value))
         elif value is None:
-            cells.append(_cell("–", math.inf))
+            cells.append(cell("–", math.inf))
         else:
             text = loss(value) if name in ("val_loss", "init_loss") else _plain(value)
-            cells.append(_cell(text, value))
+            cells.append(cell(text, value))
     return tag("tr", {}, *cells, tag("td", {"class": "text"}, tag("code", {}, run.run_id)))
 
 

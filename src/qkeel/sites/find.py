@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 
-from qkeel.errors import RefusedError
+from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import Attention
 from qkeel.nn.mla import MLA
 from qkeel.sites.probe import probe
@@ -22,17 +23,21 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSit
     gradients and random streams are left as they were.
 
     Raises:
+        InvalidTypeError: the model is no torch.nn.Module.
         RefusedError: there is no attention, or none that can be seen; the message says what was tried.
-        InvalidValueError: the forward pass with this example fails.
+        InvalidValueError: the forward pass with this example fails, or the example is on another device.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = [_site(name, module) for name, module in model.named_modules() if isinstance(module, (Attention, MLA))]
     if args or kwargs:
         return [*own, *probe(model, args, kwargs, expected=not own)]
     if not own:
+        takes = inspect.signature(model.forward)
         raise RefusedError(
             f"found no attention in this {type(model).__name__}: looked for qkeel.nn.Attention and qkeel.nn.MLA "
             f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by watching one "
-            "forward pass: give an example batch, find_sites(model, inputs)."
+            f"forward pass: give an example batch, find_sites(model, ...), as forward{takes} takes it."
         )
     return own
 

@@ -1,12 +1,9 @@
-"""Fused attention functions as AttentionCalls: q, k and mask are their arguments.
-
-flex_attention and flash-attn's functions are not here: a torch function mode does not see them (flex_attention
-compiles itself even when called eagerly).
-"""
+"""torch's fused attention functions as AttentionCalls: q, k and mask are their arguments."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qkeel.sites.blockwise import HIDES, PackedCall, packed_call
 from qkeel.sites.layout import fewest_keys, head_counts, layout
-from qkeel.sites.rules import HIDES
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.stack import Frame
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed
 from qkeel.spec.call import make_call
 
-Seen = AttentionCall | ScoresCall
+Seen = AttentionCall | ScoresCall | PackedCall
 
 _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
 
@@ -31,10 +28,31 @@ def sdpa(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
     """F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args)), **kwargs}
-    q, k = given["query"], given["key"]
+    return _sdpa(frame, given)
+
+
+def _sdpa(frame: Frame, given: dict[str, Any]) -> Seen:
+    q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
     scale = given.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    return _call(frame, q, k, scale, given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
+    if q.is_nested:
+        pairs = [(a[None], b[None]) for a, b in zip(q.unbind(), k.unbind())]
+        calls = [make_call(AttentionSpec(scale=Fixed(scale)), a, b, b, causal=causal) for a, b in pairs]
+        whole = [torch.cat([x[i][0].transpose(0, 1) for x in pairs]) for i in (0, 1)]
+        starts = itertools.accumulate((a.shape[2] for a, _ in pairs[:-1]), initial=0)
+        return packed_call(zip(starts, calls), *whole)
+    return _call(frame, q, k, scale, given.get("attn_mask"), causal=causal)
+
+
+def _kernel(name: str) -> Callable[[Frame, tuple[Any, ...], dict[str, Any]], Seen]:
+    """An operator behind F.scaled_dot_product_attention, its arguments named by its schema."""
+
+    def read(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+        names = [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
+        given = {**dict(zip(names, args)), **kwargs}
+        return _sdpa(frame, {**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))})
+
+    return read
 
 
 def _call(frame: Frame, q: Tensor, k: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> AttentionCall:
@@ -126,4 +144,14 @@ def _mha_mask(given: dict[str, Any], shape: tuple[int, int, int, int]) -> Tensor
 FUSED: dict[str, Callable[[Frame, tuple[Any, ...], dict[str, Any]], Seen]] = {
     "scaled_dot_product_attention": sdpa,
     "multi_head_attention_forward": mha,
+    **{
+        name.strip("_"): _kernel(name)
+        for name in (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_fused_attention_overrideable",
+        )
+    },
 }

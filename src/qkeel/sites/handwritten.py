@@ -104,7 +104,7 @@ class Handwritten:
         if self._logarithms(name, frame, tag, (*args, *kwargs.values()), out):
             return
         assert isinstance(tag, Scores)
-        if name in ("softmax", "_safe_softmax"):
+        if name in ("softmax", "safe_softmax"):
             self._softmax(frame, tag, args, kwargs)
             self.tags.put(out, _Weights())
             return

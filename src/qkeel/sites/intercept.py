@@ -2,37 +2,53 @@
 
 A torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is active: torch turns it
 off under any function mode. The results then are those of `torch.backends.mha.set_fastpath_enabled(False)`, which
-differ from the fast path's by rounding; training never takes the fast path.
+differ from the fast path's by rounding; training never takes the fast path. Of visibility and the last bit in
+evaluation, visibility was chosen: inside the fast path one opaque operator would have to be read apart.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
-from qkeel.functional.stats import LogitStats
+from qkeel.functional.stats import LogitStats, merge
 from qkeel.kernels.statistics import logit_stats
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.nn.core import SpecModule
+from qkeel.sites.below import Below, bare, in_vmap
+from qkeel.sites.blockwise import PackedCall
+from qkeel.sites.described import Listening
+from qkeel.sites.doors import Watcher, watched
 from qkeel.sites.fused import FUSED, Seen
 from qkeel.sites.handwritten import Handwritten
+from qkeel.sites.plain import PLAIN, UnreadError
 from qkeel.sites.scores import ScoresCall, scores_stats
+from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import Frame, ModuleStack
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sighting:
-    """One attention call of a forward pass. `ordinal`: which one of those its module made in this call of it."""
+    """One attention call of a forward pass. `ordinal`: which one of those its module made in this call of it.
+
+    `how` is the function it was seen in ("softmax" for a hand-written one); `below` says that only an Interceptor
+    with dispatch=True sees it.
+    """
 
     frame: Frame
     ordinal: int
     how: str
     call: Seen
+    below: bool = False
 
     @property
     def name(self) -> str:
@@ -49,11 +65,19 @@ def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
     """Exact statistics of a seen call, in its own precision even under autocast."""
     device = call.logits.device if isinstance(call, ScoresCall) else call.q.device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        return scores_stats(call, threshold) if isinstance(call, ScoresCall) else logit_stats(call, threshold)
+        if isinstance(call, ScoresCall):
+            return scores_stats(call, threshold)
+        parts = call.parts() if isinstance(call, PackedCall) else [call]
+        return reduce(merge, (logit_stats(part, threshold) for part in parts))
 
 
-class Interceptor(TorchFunctionMode):
+class Interceptor(Watcher):
     """Reports every attention call of `model` between `__enter__` and `__exit__`.
+
+    Seen are torch's fused functions, products of two activations that reach a softmax, and, at their doors,
+    flex_attention, varlen_attn and flash-attn's functions. With `dispatch` also what torch.jit.script and
+    torch.func.vmap hide from a function mode, at the price of a callback per operator. `described` sites are read as
+    their descriptions say, and nothing else is reported inside them.
 
     Calls inside qkeel's own modules are left to their observers. `probing` keeps the graph behind q and k. An
     exception in here, or in `report`, goes to `on_fault` if there is one: never into the model's forward pass.
@@ -65,56 +89,129 @@ class Interceptor(TorchFunctionMode):
         report: Callable[[Sighting], None],
         *,
         probing: bool = False,
+        dispatch: bool = False,
+        described: Sequence[AttentionSite] = (),
         on_fault: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()
         self.stack = ModuleStack(model, keep_inputs=probing)
-        self._probing = probing
+        self.probing = probing
+        self.unread: collections.Counter[str] = collections.Counter()
         self._on_fault = on_fault
         self._report = report
+        self._below = Below(self._look_below) if dispatch else None
+        self._inside = 0
+        self._is_below = False
+        self._described = {site.name for site in described}
+        self._listening = [Listening(site, self._heard) for site in described]
+        self._undo = ExitStack()
         self.handwritten = Handwritten(lambda frame, call: self._saw(frame, "softmax", call))
 
     def __enter__(self) -> Interceptor:
-        self.stack.__enter__()
-        super().__enter__()
+        with ExitStack() as undo:
+            for listening in self._listening:
+                undo.enter_context(listening)
+            undo.callback(self.handwritten.tags.clear)
+            undo.enter_context(self.stack)
+            undo.enter_context(watched(self))
+            if self._below is not None:
+                undo.enter_context(self._below)
+            super().__enter__()
+            undo.callback(super().__exit__, None, None, None)
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        self.stack.__exit__()
-        self.handwritten.tags.clear()
+        self._undo.close()
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name != "__get__" and not torch.compiler.is_compiling():
-            try:
-                # With gradients only where someone will walk from q and k back to the weights.
-                with torch.set_grad_enabled(self._probing and torch.is_grad_enabled()):
-                    self._look(name.strip("_"), args, kwargs, out)
-            except Exception as error:
-                if self._on_fault is None:
-                    raise
-                self._on_fault(error)
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        name = bare(func)
+        if name == "get":
+            return func(*args, **kwargs)
+        if in_vmap():
+            if self._below is None:
+                self.unread["torch.func.vmap"] += 1
+            return func(*args, **kwargs)
+        self._inside += 1
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        self._guarded(self._look, name, args, kwargs, out)
         return out
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            if _get_current_function_mode() is self:
+                _pop_mode()
+                undo.callback(_push_mode, self)
+            if self._below is not None and _get_current_dispatch_mode() is self._below:
+                undo.enter_context(_pop_mode_temporarily())
+            yield
+
+    def passed(self, name: str, arguments: dict[str, Any]) -> None:
+        self._guarded(self._read, name, arguments)
+
+    def missed(self, name: str, error: Exception) -> None:
+        self.unread[f"{name}, which can't be watched ({error})"] += 1
+
+    def _guarded(self, look: Callable[..., None], *args: Any) -> None:
+        try:
+            # With gradients only where someone will walk from q and k back to the weights.
+            with torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
+                look(*args)
+        except Exception as error:
+            if self._on_fault is None:
+                raise
+            self._on_fault(error)
 
     def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         top = self.stack.top
         fused = FUSED.get(name)
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
-        elif not _own(top):
+        elif not self._elsewhere(top):
             self._saw(top, name, fused(top, args, kwargs))
 
+    def _look_below(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if self._inside:
+            return
+        self._is_below = True
+        try:
+            self._guarded(self._look, name, args, kwargs, out)
+        finally:
+            self._is_below = False
+
+    def _read(self, name: str, arguments: dict[str, Any]) -> None:
+        top = self.stack.top
+        if self._elsewhere(top):
+            return
+        try:
+            call = PLAIN[name](arguments)
+        except UnreadError as error:
+            self.unread[f"{name} with {error}"] += 1
+            return
+        self._saw(top, name, call)
+
     def _saw(self, frame: Frame, how: str, call: Seen) -> None:
-        if _own(frame):
+        if self._elsewhere(frame):
             return
         ordinal, frame.calls = frame.calls, frame.calls + 1
-        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call))
+        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=self._is_below))
 
+    def _heard(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
+        def look() -> None:
+            frame = Frame(name=site.name, module=site.module, parent=self.stack.top)
+            self._report(Sighting(frame=frame, ordinal=0, how="description", call=read()))
 
-def _own(frame: Frame) -> bool:
-    return any(isinstance(f.module, SpecModule) for f in frame.line())
+        self._guarded(look)
+
+    def _elsewhere(self, frame: Frame) -> bool:
+        """Whether this is the inside of an attention that is reported otherwise."""
+        return any(isinstance(f.module, SpecModule) or f.name in self._described for f in frame.line())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,6 +18,7 @@ from qkeel.sites.graph import names_of
 from qkeel.sites.intercept import Interceptor, Sighting
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.site import AttentionSite
+from qkeel.sites.stack import tensors
 from qkeel.sites.weights import UntoldError, logit_terms
 
 
@@ -23,15 +26,50 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     """The sites that a forward pass on this example shows; none is an error if they were `expected`."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
-    seen: dict[str, list[Sighting]] = {}
-    watcher = Interceptor(model, lambda sighting: _note(seen, sighting), probing=True)
-    with undisturbed(model):
-        _forward(model, watcher, copied(args), copied(kwargs))
+    check_devices(model, args, kwargs)
+    with torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
+        seen, watcher = _watched(model, args, kwargs)
         names = names_of(model)
         sites = [_site(calls, names) for calls in grouped(seen)]
     if not sites and expected:
-        raise RefusedError(_nothing(model, watcher))
+        raise RefusedError(unseen(model, watcher))
     return sites
+
+
+def check_devices(model: nn.Module, *example: object) -> None:
+    """Refuse an example on another device than the model before running it.
+
+    Raises:
+        InvalidValueError: with both devices.
+    """
+    homes = {x.device for x in (*model.parameters(), *model.buffers())}
+    for x in tensors(example):
+        # A number on the CPU goes with anything.
+        if homes and x.device not in homes and (x.ndim or x.device.type != "cpu"):
+            where = ", ".join(sorted(map(str, homes)))
+            raise InvalidValueError(
+                f"expected the example on the model's device, {where}; got a tensor of shape {tuple(x.shape)} on "
+                f"{x.device}. Move one of them: inputs.to({where.split(', ')[0]!r})"
+            )
+
+
+def _watched(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, list[Sighting]], Interceptor]:
+    """What one forward pass shows. Below torch's functions too, unless that is what fails."""
+    for dispatch in (True, False):
+        seen: dict[str, list[Sighting]] = {}
+        watcher = Interceptor(model, functools.partial(_note, seen), probing=True, dispatch=dispatch)
+        try:
+            _forward(model, watcher, copied(args), copied(kwargs))
+        except Exception as error:
+            failed = error
+        else:
+            return seen, watcher
+    raise InvalidValueError(
+        f"the forward pass of {type(model).__name__} on the example failed: {type(failed).__name__}: {failed}. "
+        f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
+    ) from failed
 
 
 def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
@@ -39,15 +77,10 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
 
 
 def _forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
-    try:
-        eager = torch.compiler.set_stance("force_eager")
-        with eager, torch.inference_mode(False), torch.enable_grad(), _no_checkpointing(), watcher:
-            model(*args, **kwargs)
-    except Exception as error:
-        raise InvalidValueError(
-            f"the forward pass of {type(model).__name__} on the example failed: {type(error).__name__}: {error}. "
-            "Give arguments with which model(...) runs, on the model's device"
-        ) from error
+    # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
+    eager, plain = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
+    with eager, plain, _no_checkpointing(), watcher:
+        model(*args, **kwargs)
 
 
 def grouped(seen: Mapping[str, list[Sighting]]) -> Iterator[list[Sighting]]:
@@ -70,6 +103,8 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
     terms, normed, why = (), False, ""
     if q is None or k is None:
         why = "the operands of the product could not be brought into the shape of the scores"
+    elif first.ordinal and isinstance(first.frame.module, torch.jit.ScriptModule):
+        why = "it is one of several in a scripted module, whose parts can't be told apart"
     else:
         try:
             terms, normed = logit_terms(q, k, first.frame, names)
@@ -87,6 +122,7 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
         terms=terms,
         why=why,
         normed=normed,
+        below=first.below,
     )
 
 
@@ -97,23 +133,30 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
     return known[0] if len(known) == 1 else torch.cat(known, dim=1)
 
 
-def _nothing(model: nn.Module, watcher: Interceptor) -> str:
+def unseen(model: nn.Module, watcher: Interceptor) -> str:
+    """What was tried, where it ended, and how to describe a site by hand."""
     stopped = ", ".join(f"{name} ({n}x)" for name, n in watcher.handwritten.stopped.most_common(5))
+    unread = ", ".join(f"{name} ({n}x)" for name, n in watcher.unread.most_common(5))
     return (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
-        "F.scaled_dot_product_attention, F.multi_head_attention_forward, and a product of two "
-        "activations that reaches a softmax through scaling, masks, caps, casts and views. "
+        "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
+        "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
+        "views; also operator by operator, inside torch.jit.script and torch.func.vmap. "
         f"Products that lost their way did so at: {stopped or 'none, there was no product of two activations'}. "
-        "Inside flex_attention, flash-attn, torch.jit.script, torch.compile and custom C++ or CUDA operators nothing "
-        "can be seen. "
-        "If there is attention, describe it by hand: qkeel.sites.AttentionSite(name=..., module=..., spec=..., "
-        "n_heads=..., n_kv_heads=..., head_dim=..., terms=...)"
+        + (f"Seen but not understood: {unread}. " if unread else "")
+        + "Inside custom C++, CUDA or Triton operators nothing can be seen. "
+        "If there is attention, describe it by hand, as in\n"
+        "    from qkeel.sites import Reading, describe\n"
+        '    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), '
+        'key=Reading(module="k_proj"), heads=8)'
     )
 
 
 def copied(value: Any) -> Any:
     """Arguments that a forward pass may change (caches) copied, tensors as they are."""
-    if isinstance(value, torch.Tensor) or value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.is_inference() else value  # a graph can't be built on such a one
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(copied(v) for v in value)
@@ -139,12 +182,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _keep(module: nn.Module) -> Any:
+def _keep(module: nn.Module) -> Callable[[], None]:
     """A function that puts a module's own tensors and attributes back."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return _keep_values(list(module.buffers(recurse=False)))
     plain = {n: v for n, v in vars(module).items() if n not in ("_parameters", "_modules", "_buffers")}
     buffers = dict(module._buffers)
     held = [v for v in (*plain.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
-    kept = [(x, x.detach().clone()) for x in held if not x.is_inference()]
+    values = _keep_values(held)
 
     def restore() -> None:
         state = vars(module)
@@ -153,11 +198,20 @@ def _keep(module: nn.Module) -> Any:
         state.update(plain)
         module._buffers.clear()
         module._buffers.update(buffers)
-        with torch.no_grad():
-            for x, value in kept:
-                # Compared, not by version: batch norm's kernels write their averages without raising it.
-                if not torch.equal(x, value):
-                    x.copy_(value)
+        values()
+
+    return restore
+
+
+def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
+    kept = [(x, x.detach().clone()) for x in tensors if not x.is_inference()]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for x, value in kept:
+            # Compared, not by version: batch norm's kernels write their averages without raising it.
+            if not torch.equal(x, value):
+                x.copy_(value)
 
     return restore
 

@@ -37,9 +37,13 @@ def product(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: objec
 
 def _activations(a: object, b: object) -> bool:
     return all(
-        isinstance(x, torch.Tensor) and x.ndim >= 3 and x.is_floating_point() and not isinstance(x, nn.Parameter)
-        for x in (a, b)
+        isinstance(x, torch.Tensor) and x.ndim >= 3 and x.is_floating_point() and not _is_weight(x) for x in (a, b)
     )
+
+
+def _is_weight(x: Tensor) -> bool:
+    """A parameter or a view of one, as in a product with every expert's matrix."""
+    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
 
 def _einsum(args: tuple[Any, ...]) -> Product | None:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkeel.sites.blockwise import HIDES
 from qkeel.sites.carriers import CARRIES, SHAPES
 from qkeel.sites.products import Product
 from qkeel.sites.stack import Frame
-
-HIDES = -9e3  # an additive mask at or under this hides; published ones start at -1e4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +78,10 @@ def _rearranged(
     name: str, tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
 ) -> Scores | None:
     """The tag after a view or an index: masks and logits before the cap move along."""
-    op = getattr(torch.nn.functional if name == "pad" else torch.Tensor, "__getitem__" if name == "getitem" else name)
+    if out.dtype != x.dtype:
+        return None  # the same bits read as other numbers
+    method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
+    op = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
 
     def moved(part: Tensor | None) -> Tensor | None:
         if part is None:

@@ -45,6 +45,16 @@ class ScoresCall:
     headless: bool = False
     query_mask: Tensor | None = None
 
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        """b, t."""
+        return self.logits.shape[0], self.logits.shape[2]
+
+    @property
+    def query_device(self) -> torch.device:
+        """Where the logits are."""
+        return self.logits.device
+
 
 @torch.no_grad()
 def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:

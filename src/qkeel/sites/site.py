@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
+_LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them together in brackets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,6 +119,11 @@ class LogitTerm:
 
     Plain attention has one term, (W_q) and (W_k). MLA has two: (W_dq, W_uq)·(W_dkv, W_uk) and the rotated
     (W_dq, W_qr)·(W_kr). A norm cuts the way: what lies before it does not scale the logit and is left out.
+
+    Low-rank adapters add ways: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
+    shared by all heads, also while B is still zero. With both projections adapted there are four terms. A merged
+    adapter is part of W_base and no way of its own. DoRA divides by a norm of the weights that it keeps out of the
+    graph, so `normed` does not tell of it.
     """
 
     query: tuple[HeadSlice, ...]
@@ -124,11 +131,58 @@ class LogitTerm:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading:
+    """q or k is the output of a submodule of the site's module.
+
+    `layout` names its dimensions: b batch, h heads, t tokens, d head_dim; those of one dimension stand in brackets,
+    slowest first. n are parts side by side, as in a fused projection, of which there are `parts` and this is `part`:
+    "b t (n h d)" for q, k, v one after the other, "b t (h n d)" for interleaved ones. `then` is what the module does
+    with [b h t d] before the scores; `normed` says that a norm is in it.
+    """
+
+    module: str
+    layout: str = "b t (h d)"
+    part: int = 0
+    parts: int = 1
+    then: Callable[[Tensor], Tensor] | None = None
+    normed: bool = False
+
+    def __post_init__(self) -> None:
+        letters = "".join(self.groups)
+        known = set("dt") <= set(letters) <= set("bhtdn") and len(set(letters)) == len(letters)
+        if not known or not re.fullmatch(_LAYOUT, self.layout):
+            raise InvalidValueError(f"expected a layout of b h t d (and n) such as 'b t (h d)', got {self.layout!r}")
+        if not 0 <= self.part < self.parts:
+            raise InvalidValueError(f"expected part 0 to {self.parts - 1} of {self.parts}, got {self.part}")
+
+    @property
+    def groups(self) -> list[str]:
+        """The letters of each dimension."""
+        return [group.replace(" ", "") for group in re.findall(r"(?<=\()[^)]*|\w(?![^(]*\))", self.layout)]
+
+    @property
+    def dims(self) -> int:
+        """How many dimensions the output has."""
+        return len(self.groups)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Description:
+    """How to read a site that can't be seen; see `qkeel.sites.describe`."""
+
+    query: Reading | Callable[..., Tensor]
+    key: Reading | Callable[..., Tensor]
+    causal: bool
+    mask: Callable[..., Tensor | None] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionSite:
     """One attention of a model.
 
     `terms` is empty where the weights can't be told; `why` then says so. `normed`: a norm stands between the
-    weights and the logit, one that is part of the model, not of the spec.
+    weights and the logit, one that is part of the model, not of the spec. `below`: it is seen only by an Interceptor
+    with dispatch=True. `description` is there for a site that was described by hand.
     """
 
     name: str
@@ -140,6 +194,8 @@ class AttentionSite:
     terms: tuple[LogitTerm, ...] = ()
     why: str = ""
     normed: bool = False
+    below: bool = False
+    description: Description | None = None
 
     @property
     def query(self) -> list[HeadSlice]:

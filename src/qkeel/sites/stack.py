@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every
 from torch.utils.hooks import RemovableHandle
 
 
@@ -41,8 +42,9 @@ class Frame:
 class ModuleStack:
     """Knows the innermost running module of a model, between `__enter__` and `__exit__`.
 
-    Module calls are seen by per-module hooks, so that nothing outside the model is touched; a module that runs
-    inside compiled code is not seen.
+    Module calls are seen by per-module hooks, so that nothing outside the model is touched (scripted modules take no
+    hooks; where there is one, a global hook looks for its calls). A module that runs inside compiled or scripted code
+    is not seen.
     """
 
     def __init__(self, model: nn.Module, *, keep_inputs: bool = False) -> None:
@@ -54,7 +56,11 @@ class ModuleStack:
         self.top = self.root
 
     def __enter__(self) -> Self:
-        for module in self._modules:
+        scripted = [m for m in self._modules if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            self._hooks.append(every.register_module_forward_pre_hook(self._push_scripted))
+            self._hooks.append(every.register_module_forward_hook(self._pop_scripted, always_call=True))
+        for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
             self._hooks.append(module.register_forward_pre_hook(self.push, with_kwargs=True, prepend=True))
             self._hooks.append(module.register_forward_hook(self._pop, always_call=True))
         return self
@@ -76,6 +82,14 @@ class ModuleStack:
             batch=batch,
             inputs=inputs if self._keep else (),
         )
+
+    def _push_scripted(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, torch.jit.ScriptModule) and id(module) in self._names:
+            self.push(module, args, {})
+
+    def _pop_scripted(self, module: nn.Module, args: object, output: object) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            self._pop(module, args, output)
 
     def _pop(self, module: nn.Module, args: object, output: object) -> None:
         # A frame above this one was left by an exception inside a module without hooks.

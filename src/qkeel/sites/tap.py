@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qkeel.errors import caution
 from qkeel.functional.stats import LogitStats, merge
 from qkeel.handle import Handle
 from qkeel.nn.core import Observer, SpecModule
+from qkeel.sites.brackets import BracketMode
 from qkeel.sites.forwards import Forwards
 from qkeel.sites.intercept import Interceptor, Seen, Sighting, statistics
 from qkeel.sites.probe import copied, undisturbed
@@ -20,6 +21,7 @@ from qkeel.sites.scores import cat_heads
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
+Look = Literal["statistics", "bracket", "nothing"]
 Measure = Callable[[Seen], LogitStats | None]
 
 
@@ -41,6 +43,9 @@ class Visitor:
     def after(self, output: object) -> None:
         """The model's own pass is over."""
 
+    def bracket(self, bound: Tensor) -> None:
+        """A pass of which only this bound on its largest logit was asked for is over."""
+
 
 class Tap(Handle):
     """Watches the attention calls of a model's forward passes; `read()` gives the statistics since the last read.
@@ -51,8 +56,8 @@ class Tap(Handle):
     buffers put back: it costs one more forward pass.
 
     What gradient checkpointing computes again in the backward pass is not counted twice. `due(training, compiled)`
-    says whether a pass is worth looking at; `measure` is what is computed of a call; `visitor` sees those passes
-    too. A fault in the tap warns once and switches it off.
+    says what to look at in a pass: "bracket" is a bound on the largest logit, see BracketMode. `measure` is what is
+    computed of a call; `visitor` sees those passes too. A fault in the tap warns once and switches it off.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Tap(Handle):
         model: nn.Module,
         *,
         when_training: bool = False,
-        due: Callable[[bool, bool], bool] | None = None,
+        due: Callable[[bool, bool], Look] | None = None,
         measure: Measure = statistics,
         visitor: Visitor | None = None,
         on_fault: Callable[[Exception], None] = _say_off,
@@ -69,10 +74,10 @@ class Tap(Handle):
         self.visitor = visitor or Visitor()
         self.passes = {"train": 0, "eval": 0}
         self.foreign = True  # until a pass has shown that all attention is of own modules
-        self._due = due or (lambda training, compiled: training or not when_training)
+        self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self._on_fault = on_fault
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
-        self._running: _Pass | None = None
+        self._running: _Pass | _Bracket | None = None
         self._visited = False
         self._forwards = Forwards(model, self._before, self._after, owner=self)
         self.model = self._forwards.inner
@@ -102,16 +107,19 @@ class Tap(Handle):
         phase = self.phase
         self.passes[phase] += 1
         try:
-            if not self._due(self.model.training, compiled):
+            look = self._due(self.model.training, compiled)
+            if look == "bracket":
+                self._running = _Bracket(self)
+            if look != "statistics":
                 return
             self._visited = True
             self.visitor.before(args, kwargs)
-            look = _Pass(self, phase)
+            running = _Pass(self, phase)
             if compiled:
-                self._aside(look, args, kwargs)
+                self._aside(running, args, kwargs)
             else:
-                look.begin((args, kwargs) if self._forwards.model is self.model else None)
-                self._running = look
+                running.begin((args, kwargs) if self._forwards.model is self.model else None)
+                self._running = running
         except Exception as error:
             self.fault(error)
 
@@ -198,6 +206,21 @@ class _Pass:
     def _foreign(self, sighting: Sighting) -> None:
         self.foreign_calls += 1
         self.tap.take(self.phase, sighting.name, sighting.call, sighting.frame.name if sighting.headless else None)
+
+
+class _Bracket:
+    """One forward pass of which only a bound on the largest logit is asked for."""
+
+    def __init__(self, tap: Tap) -> None:
+        self.tap = tap
+        self.mode = BracketMode(tap.fault)
+        self.mode.__enter__()
+
+    def end(self) -> None:
+        """Stop looking."""
+        self.mode.__exit__(None, None, None)
+        if self.mode.bound is not None:
+            self.tap.visitor.bracket(self.mode.bound)
 
 
 class _Sites:

@@ -83,7 +83,10 @@ def side(x: Tensor, frame: Frame, names: dict[int, str], what: str) -> Side:
     """Walk from x [b h t d] to the input of the module that made the call, or, where nothing lies between (its
     input is q itself), to that of the one around it."""
     if x.grad_fn is None:
-        raise UntoldError(f"{what} has no gradient: it is a constant, or comes from a cache")
+        raise UntoldError(
+            f"{what} has no gradient: it is a constant, or comes from a cache, an autograd.Function or an optimised "
+            "script"
+        )
     found = Walk(nearest=(), mixers=())
     for f in frame.line():
         found = walk(x.grad_fn, nodes_of(f.inputs), names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,16 @@ class AttentionCall:
     plain: bool
     dropout: float = 0.0
     query_mask: Tensor | None = None
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        """b, t."""
+        return self.q.shape[0], self.q.shape[2]
+
+    @property
+    def query_device(self) -> torch.device:
+        """Where the queries are."""
+        return self.q.device
 
     def encoded(self) -> tuple[Tensor, Tensor]:
         """q and k as they enter the dot product, float32 or wider."""
@@ -75,6 +86,43 @@ class AttentionCall:
         r = rows if self.mask.shape[-2] > 1 else slice(None)
         c = keys if self.mask.shape[-1] > 1 else slice(None)
         return self.mask[..., r, c]
+
+
+class _Queries(Protocol):
+    """A frozen dataclass of queries [b t] that statistics may leave out."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def query_shape(self) -> tuple[int, int]: ...
+
+    @property
+    def query_device(self) -> torch.device: ...
+
+
+_Call = TypeVar("_Call", bound=_Queries)
+
+
+def with_query_mask(call: _Call, mask: Tensor) -> _Call:
+    """The call with statistics over the query rows where mask [b t] is True; output and gradients are not touched.
+
+    A mask of any other shape than the call's own [b t] says nothing about its rows (the batch is folded into windows,
+    the call is one of a decoder's cross-attention, of a single cached step): the call comes back as it is.
+
+    Args:
+        call: an AttentionCall, or a hand-written one (sites.scores.ScoresCall). mask: boolean, on any device.
+
+    Raises:
+        InvalidTypeError: the mask is not boolean.
+    """
+    _check_tensor("query_mask", mask)
+    if mask.dtype != torch.bool:
+        raise InvalidTypeError(
+            f"expected a boolean query_mask (True = the row counts), got {mask.dtype}; use mask.bool()"
+        )
+    if tuple(mask.shape) != call.query_shape:
+        return call
+    return dataclasses.replace(call, query_mask=mask.to(call.query_device))
 
 
 def _hides(block: Tensor) -> Tensor:

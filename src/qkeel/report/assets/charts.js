@@ -1,7 +1,8 @@
 // Draws the charts of the page from #report-data into [data-chart], and again when the width changes.
 (() => {
   "use strict";
-  const data = JSON.parse(document.getElementById("report-data").textContent);
+  const {human, finite, unique, ascending, logTicks, frame, controls, ramp, draw, start} = Kit;
+  let data = Kit.data();
   const SYMBOLS = ["circle", "square", "triangle", "diamond2", "cross", "wye", "hexagon", "star"];
   const COLOURS = 8; // --series-0 … --series-7 in report.css; the ninth remedy starts over with dashes
   const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
@@ -10,40 +11,13 @@
 
   const colour = (i) => `var(--series-${i % COLOURS})`;
   const dash = (i) => (i < COLOURS ? null : "5 3");
-  const unique = (values) => [...new Set(values)];
-  const ascending = (values) => unique(values).sort((a, b) => a - b);
-  const finite = (values) => values.filter((v) => v !== null && Number.isFinite(v));
   const lrText = (lr) => String(lr).replace("e-", "e−");
-
-  // 25, 11,000, 1.2e5: as in formats.number
-  function human(x, digits = 3) {
-    if (x === null || !Number.isFinite(x)) return "NaN";
-    if (x === 0) return "0";
-    const size = Math.abs(Number(x.toPrecision(digits)));
-    const sign = x < 0 ? "−" : "";
-    if (size >= 1e5 || size < 1e-4) {
-      const [mantissa, exponent] = size.toExponential(digits - 1).split("e");
-      return `${sign}${Number(mantissa)}e${exponent.replace("+", "").replace("-", "−")}`;
-    }
-    return sign + size.toLocaleString("en-US", {maximumSignificantDigits: digits});
-  }
 
   // ── Panels: one per learning rate, wrapped to the width ────────────────────────────────────────────────────────
   function panels(keys, width, least) {
     const columns = Math.max(1, Math.min(keys.length, Math.floor(width / least)));
     const place = new Map(keys.map((key, i) => [key, {fx: i % columns, fy: Math.floor(i / columns)}]));
     return {columns, rows: Math.ceil(keys.length / columns), at: (key) => place.get(key)};
-  }
-
-  function frame(name, width, height, options) {
-    const holder = document.getElementById(`chart-${name}`);
-    return Plot.plot({
-      width,
-      height,
-      ariaLabel: holder.dataset.label,
-      style: {fontSize: "12px", background: "none", overflow: "visible"},
-      ...options
-    });
   }
 
   const panelTitle = (titles) =>
@@ -91,11 +65,6 @@
       })
     ];
   }
-
-  const logTicks = (low, high) => {
-    const from = Math.ceil(Math.log10(low)), to = Math.floor(Math.log10(high));
-    return Array.from({length: Math.max(0, to - from + 1)}, (_, i) => Number(`1e${from + i}`));
-  };
 
   function logAxis(points, label) {
     const values = points.map((p) => p.value);
@@ -238,7 +207,7 @@
     const fields = Object.keys(FIELDS).filter((f) => runs.some((run) => run.heads[f]));
     choice.group ??= groupOf(runs.filter((r) => r.role !== "drift").sort((a, b) => b.lr - a.lr || a.seed - b.seed)[0] ?? runs[0]);
     choice.field ??= fields[0];
-    controls("heads", [["Runs", "group", groups.map((g) => [g, g])], ["Number", "field", fields.map((f) => [f, FIELDS[f]])]]);
+    controls("heads", choice, [["Runs", "group", groups.map((g) => [g, g])], ["Number", "field", fields.map((f) => [f, FIELDS[f]])]]);
     const shown = runs.filter((run) => groupOf(run) === choice.group && run.heads[choice.field]);
     const scale = headScale(runs, choice.field);
     const layout = panels(shown.map((run) => run.remedy), width, shown.length === 1 ? width : 300);
@@ -249,7 +218,7 @@
     const steps = ascending(cells.map((c) => c.step));
     const every = Math.max(1, Math.round(steps.length / Math.max(2, Math.floor(width / layout.columns / 80))));
     const inner = Math.max(90, Math.min(22, Math.max(6, 420 / rows.length)) * rows.length);
-    ramp(scale);
+    ramp("heads", scale);
     return frame("heads", width, (inner + 46) * layout.rows - 46 + 70, {
       marginLeft: 44, marginRight: 4, marginTop: 34, marginBottom: 36,
       fx: {axis: null, paddingInner: layout.columns > 1 ? 0.06 : 0, paddingOuter: 0},
@@ -277,22 +246,6 @@
       return {type: "log", domain: [Math.min(1, high / 10), high], clamp: true, scheme: "magma", label: FIELDS[field]};
     }
     return {type: "linear", domain: [0, Math.max(1e-3, ...values)], clamp: true, scheme: "viridis", reverse: false, label: FIELDS[field]};
-  }
-
-  function ramp(scale) {
-    const [low, high] = scale.domain, n = 64, log = scale.type === "log";
-    const at = (t) => (log ? low * (high / low) ** t : low + (high - low) * t);
-    const holder = document.querySelector('[data-legend="heads"]');
-    holder.replaceChildren(Plot.plot({
-      width: 300, height: 50, marginLeft: 12, marginRight: 24, marginTop: 18, marginBottom: 20,
-      style: {fontSize: "11px", background: "none", overflow: "visible"}, ariaLabel: `Scale of colour: ${scale.label}`,
-      x: {type: scale.type, domain: scale.domain, label: null, ticks: log ? logTicks(low, high) : 5, tickFormat: (x) => human(x), tickSize: 3},
-      color: {...scale, label: undefined},
-      marks: [
-        Plot.rect(Array.from({length: n}, (_, i) => i), {x1: (i) => at(i / n), x2: (i) => at((i + 1) / n), fill: (i) => at((i + 0.5) / n), insetLeft: -0.3, insetRight: -0.3}),
-        Plot.text([scale.label], {text: (d) => d, frameAnchor: "top-left", dy: -13, fill: "var(--ink)"})
-      ]
-    }));
   }
 
   // ── Legends and choices ────────────────────────────────────────────────────────────────────────────────────────
@@ -327,39 +280,8 @@
     holder.replaceChildren(...keys, ...extra);
   }
 
-  function controls(name, choices) {
-    const holder = document.querySelector(`[data-controls="${name}"]`);
-    if (holder.childElementCount) return;
-    for (const [title, slot, options] of choices) {
-      const label = document.createElement("label");
-      const select = document.createElement("select");
-      select.append(...options.map(([value, text]) => new Option(text, value, false, value === choice[slot])));
-      select.addEventListener("change", () => { choice[slot] = select.value; draw(name); });
-      label.append(`${title} `, select);
-      holder.append(label);
-    }
-  }
-
   // ── Drawing ────────────────────────────────────────────────────────────────────────────────────────────────────
   const DRAWERS = {drift, loss, logits, entropy, train, heads};
 
-  function draw(name) {
-    const holder = document.getElementById(`chart-${name}`);
-    const width = Math.floor(holder.clientWidth);
-    if (width > 0) holder.replaceChildren(DRAWERS[name](width));
-    holder.dataset.width = width;
-  }
-
-  const holders = [...document.querySelectorAll("[data-chart]")];
-  const observer = new ResizeObserver((entries) => {
-    requestAnimationFrame(() => { // drawing changes sizes, which the observer must not see in its own turn
-      for (const {target} of entries) {
-        if (Math.abs(Math.floor(target.clientWidth) - Number(target.dataset.width)) > 1) draw(target.dataset.chart);
-      }
-    });
-  });
-  for (const holder of holders) {
-    draw(holder.dataset.chart);
-    observer.observe(holder);
-  }
+  start(DRAWERS, (fresh) => (data = fresh));
 })();

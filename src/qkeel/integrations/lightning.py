@@ -1,0 +1,97 @@
+"""Lightning: a callback that watches from the start to the end of `fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+from torch import nn
+
+from qkeel.errors import InvalidValueError, missing
+from qkeel.monitor import DEFAULT, Cadence, Rule, Sink
+from qkeel.monitor.monitor import Monitor
+from qkeel.monitor.queries import Given
+from qkeel.monitor.watch import watch
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer  # type: ignore[import-not-found]
+except ImportError as error:
+    raise missing("qkeel.integrations.lightning", "lightning") from error
+
+
+@final
+class KeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
+    """Watches one module of a LightningModule and logs its summaries with the module's own `log_dict`.
+
+    Lightning calls `training_step`, not the LightningModule, so what is watched is the module inside: its only child
+    with parameters, or the one that `module` names. Where a LightningModule is the model itself and its training_step
+    calls `self(batch)`, several children are fine: then it is watched as a whole.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: str | None = None,
+        every: int | Cadence = 50,
+        sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
+        rules: Sequence[Rule] = DEFAULT,
+        query_mask: Given | None = None,
+    ) -> None:
+        """module: dotted name of what is watched; the rest: see `qkeel.watch`."""
+        super().__init__()
+        self.monitor: Monitor | None = None
+        self._module, self._every, self._rules, self._query_mask = module, every, rules, query_mask
+        self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
+        self._logged = -1
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start watching, with the optimizer that trains what is watched."""
+        self.close(complete=False)
+        model = self._watched(pl_module)
+        own = {id(p) for p in model.parameters()}
+        held = [o for o in trainer.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        self.monitor = watch(
+            model,
+            held[0] if held else None,
+            every=self._every,
+            sinks=self._sinks,
+            rules=self._rules,
+            query_mask=self._query_mask,
+        )
+        self.monitor.steps = trainer.global_step
+        self._logged = -1
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what was measured since the last batch."""
+        sample = None if self.monitor is None else self.monitor.sample
+        if sample is not None and sample.phase == "train" and sample.step != self._logged:
+            self._logged = sample.step
+            pl_module.log_dict(sample.summaries(), rank_zero_only=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop watching."""
+        self.close(complete=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop watching a training that failed."""
+        self.close(complete=False)
+
+    def close(self, *, complete: bool) -> None:
+        """Stop watching, if it was begun."""
+        if self.monitor is not None:
+            self.monitor.close(complete=complete)
+
+    def _watched(self, module: nn.Module) -> nn.Module:
+        if self._module is not None:
+            found = dict(module.named_modules()).get(self._module)
+            if found is None:
+                names = ", ".join(name for name, _ in module.named_children())
+                raise InvalidValueError(
+                    f"{type(module).__name__} has no module {self._module!r}; its children: {names}"
+                )
+            return found
+        children = [child for child in module.children() if any(True for _ in child.parameters())]
+        return children[0] if len(children) == 1 else module

@@ -1,0 +1,267 @@
+// Draws the charts of a watched model from #report-data.
+(() => {
+  "use strict";
+  const {human, finite, ascending, logTicks, frame, controls, ramp, redraw, start} = Kit;
+  let data = Kit.data();
+  const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
+  const choice = {run: data.runs[0].name, map: "max_logit", more: null};
+
+  const current = () => data.runs.find((run) => run.name === choice.run) ?? data.runs[0];
+  const steps = (x) => x.toLocaleString("en-US");
+  const what = (name) => (data.fields[name] ? `${data.fields[name].meaning} (${data.fields[name].unit})` : name.replaceAll("_", " "));
+  // Depth in the model: blue at the input, over violet, to orange at the output; lighter on dark paper.
+  const hue = (i, n) => 225 + 165 * (n > 1 ? i / (n - 1) : 0.5);
+  const depth = (i, n) => `hsl(${hue(i, n).toFixed(0)} var(--depth))`;
+  const severity = (alarm) => (alarm.severity === "notice" ? "var(--series-5)" : "var(--alarm)");
+
+  const tips = (points, text, more = {}) =>
+    Plot.tip(points, Plot.pointer({
+      x: "step", y: "value", ...more, title: text, fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25
+    }));
+
+  function points(values, run, floor, more = {}) {
+    return run.step.map((step, i) => ({step, value: values[i], ...more}))
+      .filter((p) => p.value !== null && Number.isFinite(p.value)).map((p) => ({...p, value: Math.max(floor, p.value)}));
+  }
+
+  const byLayer = (run, name, floor = -Infinity, more = {}) =>
+    (run.lines[name] ?? []).flatMap((values, layer) => points(values, run, floor, {layer, ...more}));
+
+  // A run of one sample has dots instead of lines.
+  function layerLines(run, all, more = {}) {
+    const n = run.layers.length;
+    if (run.step.length === 1) return [Plot.dot(all, {x: "step", y: "value", r: 3, fill: (p) => depth(p.layer, n), ...more})];
+    return [Plot.line(all, {
+      x: "step", y: "value", z: "layer", stroke: (p) => depth(p.layer, n), strokeWidth: n > 24 ? 0.8 : 1.1, strokeOpacity: 0.75,
+      strokeLinejoin: "round", ariaDescription: "layers", ...more
+    })];
+  }
+
+  const thick = (all) => Plot.line(all, {
+    x: "step", y: "value", stroke: "var(--ink)", strokeWidth: 2.2, strokeLinejoin: "round", ariaDescription: "whole model"
+  });
+
+  function depthLegend(name, run) {
+    const n = run.layers.length, holder = document.querySelector(`[data-legend="${name}"]`);
+    if (n < 2) { holder.replaceChildren(); return; }
+    const ends = [`layer ${run.layers[0]}`, run.layers[n - 1]];
+    const shown = Math.min(n, 64);
+    holder.replaceChildren(Plot.plot({
+      width: 250, height: 34, marginLeft: 8, marginRight: 8, marginTop: 18, marginBottom: 4, axis: null,
+      style: {fontSize: "11px", background: "none", overflow: "visible"}, ariaLabel: "Scale of colour: depth of the layer",
+      x: {type: "linear", domain: [0, shown]}, color: {type: "identity"},
+      marks: [
+        Plot.rect(Array.from({length: shown}, (_, i) => i), {x1: (i) => i, x2: (i) => i + 1, fill: (i) => depth(i, shown), insetLeft: -0.3, insetRight: -0.3}),
+        Plot.text(ends, {frameAnchor: "top-left", text: (_, i) => (i === 0 ? ends[0] : ""), dy: -13, fill: "var(--ink)"}),
+        Plot.text(ends, {frameAnchor: "top-right", text: (_, i) => (i === 1 ? ends[1] : ""), dy: -13, fill: "var(--ink)"})
+      ]
+    }));
+  }
+
+  const xAxis = (width, run) => ({
+    label: "step", ticks: run.step.length === 1 ? run.step : Math.max(3, Math.floor(width / 110)), insetRight: 3,
+    tickFormat: steps, ...(run.step.length === 1 ? {domain: [run.step[0] - 1, run.step[0] + 1]} : {})
+  });
+
+  function logAxis(all, label, also = []) {
+    const values = [...all.map((p) => p.value), ...also].filter((v) => v > 0);
+    if (!values.length) values.push(1);
+    const low = Math.min(...values) / 1.15, high = 1.3 * Math.max(...values);
+    return {type: "log", domain: [low, high], label, ticks: logTicks(low, high), tickFormat: (x) => human(x), grid: true, clamp: true};
+  }
+
+  const alarmLine = () => [
+    Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeDasharray: "5 4", strokeWidth: 1.2, ariaDescription: "alarm line"}),
+    Plot.text([data.alarm], {
+      y: (d) => d, text: (d) => `alarm ${human(d)}`, frameAnchor: "left", textAnchor: "start", dx: 4, dy: -7, fill: "var(--alarm)",
+      stroke: "var(--paper)", strokeWidth: 3
+    })
+  ];
+
+  const tall = (width) => Math.min(400, Math.max(280, width * 0.4));
+  const layerTip = (run) => (p) => `${p.layer === undefined ? "whole model" : `layer ${run.layers[p.layer]}`}\nstep ${steps(p.step)}: ${human(p.value)}`;
+
+  // ── The charts ─────────────────────────────────────────────────────────────────────────────────────────────────
+  function runs(width) {
+    const shown = data.runs.filter((run) => run.values.max_logit);
+    const all = shown.flatMap((run, i) => points(run.values.max_logit, run, FLOOR, {run: i}));
+    const holder = document.querySelector('[data-legend="runs"]');
+    holder.replaceChildren(...shown.map((run, i) => {
+      const key = document.createElement("span"), swatch = document.createElement("span"), name = document.createElement("span");
+      swatch.className = "swatch";
+      swatch.dataset.series = i % 8;
+      name.className = "key-name";
+      name.textContent = run.name;
+      key.className = "key";
+      key.append(swatch, name);
+      return key;
+    }));
+    return frame("runs", width, tall(width), {
+      marginLeft: 56, marginRight: 60, marginTop: 24, marginBottom: 36, color: {type: "identity"},
+      x: {label: "step", ticks: Math.max(3, Math.floor(width / 110)), tickFormat: steps},
+      y: logAxis(all, "largest attention logit (nats)", [data.alarm]),
+      marks: [
+        ...alarmLine(),
+        Plot.line(all, {x: "step", y: "value", z: "run", stroke: (p) => `var(--series-${p.run % 8})`, strokeDasharray: null, strokeWidth: 1.8, ariaDescription: "runs"}),
+        Plot.dot(all, Plot.selectLast({x: "step", y: "value", z: "run", r: 3, fill: (p) => `var(--series-${p.run % 8})`})),
+        Plot.text(all, Plot.selectLast({x: "step", y: "value", z: "run", dx: 7, textAnchor: "start", fontWeight: 600, fill: (p) => `var(--series-${p.run % 8})`, text: (p) => human(p.value)})),
+        tips(all, (p) => `${shown[p.run].name}\nstep ${steps(p.step)}: ${human(p.value)}`)
+      ]
+    });
+  }
+
+  function growth(width) {
+    const run = current(), layers = byLayer(run, "max_logit", FLOOR), whole = points(run.values.max_logit ?? [], run, FLOOR);
+    const evaluated = (run.eval.max_logit ?? []).map((value, i) => ({step: run.eval.step[i], value: Math.max(FLOOR, value)}));
+    const near = (step) => whole.reduce((best, p) => (Math.abs(p.step - step) < Math.abs(best.step - step) ? p : best), whole[0]);
+    const alarms = whole.length ? run.alarms.map((alarm) => ({...alarm, value: near(alarm.step).value})) : [];
+    const room = width > 620, lead = run.leader;
+    const full = lead ? `layer ${run.layers[lead.layer]} · head ${lead.head}` : "";
+    const label = full.length > 18 ? `head ${lead.head}` : full; // the caption's sentence has the layer's name
+    depthLegend("growth", run);
+    return frame("growth", width, tall(width), {
+      marginLeft: 56, marginRight: room ? 132 : 52, marginTop: 24, marginBottom: 36, color: {type: "identity"},
+      x: xAxis(width, run), y: logAxis([...layers, ...whole, ...evaluated], "largest attention logit (nats)", [data.alarm]),
+      marks: [
+        ...alarmLine(),
+        ...layerLines(run, layers),
+        thick(whole),
+        Plot.dot(evaluated, {x: "step", y: "value", r: 3, stroke: "var(--faint)", fill: "var(--paper)", ariaDescription: "evaluation mode"}),
+        Plot.dot(alarms, {x: "step", y: "value", r: 4.5, fill: severity, stroke: "var(--paper)", strokeWidth: 1.5, ariaDescription: "alarms"}),
+        Plot.dot(whole, Plot.selectLast({x: "step", y: "value", r: 3.2, fill: "var(--ink)"})),
+        Plot.text(whole, Plot.selectLast({
+          x: "step", y: "value", dx: 8, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", lineHeight: 1.2,
+          text: (p) => (room && label ? `${human(p.value)}\n${label}` : human(p.value))
+        })),
+        tips([...layers, ...whole], layerTip(run))
+      ]
+    });
+  }
+
+  function map(width) {
+    const run = current(), last = run.last;
+    if (!last) return frame("map", width, 40, {axis: null, marks: [Plot.text(["no head was measured"], {frameAnchor: "left"})]});
+    const names = Object.keys(last.fields);
+    if (!names.includes(choice.map)) choice.map = names[0];
+    controls("map", choice, [["Number", "map", names.map((name) => [name, name.replaceAll("_", " ")])]]);
+    const cells = last.fields[choice.map].flatMap((row, layer) => row.map((value, head) => ({layer: run.layers[layer], head, value}))).filter((c) => c.value !== null);
+    const values = cells.map((c) => c.value), low = Math.min(...values), high = Math.max(...values);
+    const log = low > 0 && high / low > 30;
+    const scale = {type: log ? "log" : "linear", domain: low < high ? [low, high] : [low, low + (Math.abs(low) || 1)], scheme: choice.map.includes("entropy") ? "viridis" : "magma", label: what(choice.map)};
+    const heads = ascending(last.fields[choice.map].flatMap((row) => row.map((_, head) => head)));
+    const rows = run.layers, left = Math.min(170, 14 + 6.5 * Math.max(...rows.map((name) => name.length)));
+    const high1 = Math.max(8, Math.min(26, 640 / rows.length)), each = (width - left) / heads.length;
+    const place = (v) => (log ? Math.log(v / scale.domain[0]) / Math.log(scale.domain[1] / scale.domain[0]) : (v - scale.domain[0]) / (scale.domain[1] - scale.domain[0]));
+    ramp("map", scale);
+    return frame("map", width, high1 * rows.length + 62, {
+      marginLeft: left, marginRight: 4, marginTop: 8, marginBottom: 40, color: {...scale, label: undefined},
+      x: {type: "band", domain: heads, label: "head", labelAnchor: "right", labelArrow: "none", tickSize: 0, padding: heads.length > 40 ? 0 : 0.04, ticks: heads.filter((h) => h % Math.ceil(24 / Math.max(1, each)) === 0)},
+      y: {type: "band", domain: rows, label: null, tickSize: 0, padding: rows.length > 40 ? 0 : 0.06, ticks: rows.filter((_, i) => i % Math.ceil(12 / high1) === 0)},
+      marks: [
+        Plot.cell(cells, {x: "head", y: "layer", fill: "value", ariaDescription: "heads"}),
+        ...(each > 38 && high1 > 15 ? [Plot.text(cells, {x: "head", y: "layer", text: (c) => human(c.value), fontSize: 11, fill: (c) => (place(c.value) > 0.6 ? "#000" : "#fff")})] : []),
+        Plot.tip(cells, Plot.pointer({x: "head", y: "layer", fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25, title: (c) => `layer ${c.layer}, head ${c.head}\n${human(c.value)}`}))
+      ]
+    });
+  }
+
+  function entropy(width) {
+    const run = current(), layers = byLayer(run, "entropy"), whole = points(run.values.entropy ?? [], run, 0);
+    depthLegend("entropy", run);
+    return frame("entropy", width, tall(width) * 0.85, {
+      marginLeft: 56, marginRight: 52, marginTop: 24, marginBottom: 36, color: {type: "identity"},
+      x: xAxis(width, run), y: {label: "attention entropy (nats)", grid: true, zero: true, ticks: 5},
+      marks: [
+        Plot.ruleY([0], {stroke: "var(--rule)"}), ...layerLines(run, layers), thick(whole),
+        Plot.text(whole, Plot.selectLast({x: "step", y: "value", dx: 7, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", text: (p) => human(p.value)})),
+        tips([...layers, ...whole], layerTip(run))
+      ]
+    });
+  }
+
+  function norms(width) {
+    const run = current(), wide = width > 640;
+    const sides = ["query_norm", "key_norm"].filter((name) => run.lines[name]);
+    const all = sides.flatMap((name, i) => byLayer(run, name, -Infinity, {fx: wide ? i : 0, fy: wide ? 0 : i}));
+    const facet = {fx: "fx", fy: "fy"};
+    depthLegend("norms", run);
+    const height = wide ? tall(width) * 0.85 : 470;
+    return frame("norms", width, height, {
+      marginLeft: 56, marginRight: 16, marginTop: 40, marginBottom: 36, color: {type: "identity"},
+      fx: {axis: null, paddingInner: 0.12, paddingOuter: 0}, fy: {axis: null, paddingInner: wide ? 0 : 0.2, paddingOuter: 0},
+      x: {...xAxis(wide ? width / 2 : width, run)}, y: logAxis(all, "mean length (L2)"),
+      marks: [
+        Plot.text(sides.map((name, i) => ({fx: wide ? i : 0, fy: wide ? 0 : i, text: name === "query_norm" ? "queries |q|" : "keys |k|"})), {...facet, text: "text", frameAnchor: "top-left", dy: -16, fontWeight: 600, fontSize: 12.5, fill: "var(--ink)"}),
+        ...layerLines(run, all, facet),
+        tips(all, layerTip(run), facet)
+      ]
+    });
+  }
+
+  function angle(width) {
+    const run = current(), n = run.layers.length, last = run.last, cosines = last?.fields.cos_max;
+    const dots = !cosines || !last.norm ? [] : cosines.flatMap((row, layer) => row.map((value, head) => ({
+      layer, head, value, step: last.norm[layer][head], logit: last.fields.max_logit?.[layer][head]
+    }))).filter((d) => d.value !== null && d.step > 0);
+    const lead = run.leader, way = !lead?.norm || !lead.cos_max ? [] : lead.norm.map((step, i) => ({step, value: lead.cos_max[i], at: run.step[i], layer: lead.layer}))
+      .filter((d) => d.step > 0 && d.value !== null);
+    const ends = way.length > 1 ? [way[0], way[way.length - 1]] : [];
+    const norms = [...dots, ...way].map((d) => d.step);
+    if (!norms.length) return frame("angle", width, 40, {axis: null, marks: [Plot.text(["not measured in this run"], {frameAnchor: "left"})]});
+    const low = Math.min(...norms) / 1.2, high = Math.max(...norms) * 1.25;
+    depthLegend("angle", run);
+    return frame("angle", width, Math.max(300, tall(width)), {
+      marginLeft: 56, marginRight: 24, marginTop: 24, marginBottom: 40, color: {type: "identity"},
+      x: {type: "log", domain: [low, high], ticks: logTicks(low, high), tickFormat: (x) => human(x), label: "|q| · |k|"},
+      y: {label: "largest cosine of a query and a key", grid: true, nice: true},
+      marks: [
+        Plot.dot(dots, {x: "step", y: "value", r: dots.length > 600 ? 1.8 : 3, fill: (d) => depth(d.layer, n), fillOpacity: 0.75, ariaDescription: "heads"}),
+        Plot.line(way, {x: "step", y: "value", stroke: "var(--ink)", strokeWidth: 1.6, strokeLinejoin: "round", ariaDescription: "course of the leading head"}),
+        Plot.dot(ends, {x: "step", y: "value", r: 4, stroke: "var(--ink)", strokeWidth: 1.8, fill: (_, i) => (i ? "var(--ink)" : "var(--paper)")}),
+        ...ends.map((end, i) => Plot.text([end], {
+          x: "step", y: "value", dy: -12, fill: "var(--ink)", fontWeight: 600, stroke: "var(--paper)", strokeWidth: 3,
+          textAnchor: end.step * end.step > low * high ? "end" : "start",
+          text: (d) => (i ? `layer ${run.layers[lead.layer]} head ${lead.head}, step ${steps(d.at)}` : `step ${steps(d.at)}`)
+        })),
+        tips(dots, (d) => `layer ${run.layers[d.layer]}, head ${d.head}\n|q|·|k| ${human(d.step)}, cosine ${human(d.value)}${d.logit == null ? "" : `\nlargest logit ${human(d.logit)}`}`)
+      ]
+    });
+  }
+
+  function more(width) {
+    const run = current(), names = Object.keys(run.lines).filter((name) => !["max_logit", "entropy", "query_norm", "key_norm"].includes(name));
+    if (!names.includes(choice.more)) choice.more = names[0];
+    controls("more", choice, [["Number", "more", names.map((name) => [name, name.replaceAll("_", " ")])]]);
+    const all = byLayer(run, choice.more), values = all.map((p) => p.value);
+    const log = values.length && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 30;
+    depthLegend("more", run);
+    return frame("more", width, tall(width) * 0.85, {
+      marginLeft: 56, marginRight: 16, marginTop: 24, marginBottom: 36, color: {type: "identity"},
+      x: xAxis(width, run), y: log ? logAxis(all, what(choice.more)) : {label: what(choice.more), grid: true, nice: true, ticks: 5},
+      marks: [...layerLines(run, all), tips(all, layerTip(run))]
+    });
+  }
+
+  // The first tenth of training would squeeze the rest into a line, so the frame starts after it.
+  function loss(width) {
+    const run = current(), all = points(run.values.train_loss ?? [], run, -Infinity), last = Math.max(...all.map((p) => p.step));
+    const held = points(run.values.val_loss ?? [], run, -Infinity);
+    const late = [...all, ...held].filter((p) => p.step >= 0.1 * last).map((p) => p.value);
+    return frame("loss", width, tall(width) * 0.8, {
+      marginLeft: 56, marginRight: 52, marginTop: 24, marginBottom: 36,
+      x: xAxis(width, run), y: {label: "training loss", grid: true, nice: true, ticks: 5, ...(finite(late).length > 1 ? {domain: [Math.min(...late), Math.max(...late)]} : {})},
+      marks: [
+        run.step.length === 1 ? Plot.dot(all, {x: "step", y: "value", fill: "var(--series-1)"}) : Plot.line(all, {x: "step", y: "value", stroke: "var(--series-1)", strokeWidth: 1.5, clip: true, ariaDescription: "training loss"}),
+        Plot.dot(held, {x: "step", y: "value", r: 2.2, fill: "var(--series-2)", clip: true, ariaDescription: "held out"}),
+        Plot.text(all, Plot.selectLast({x: "step", y: "value", dx: 7, textAnchor: "start", fontWeight: 650, fill: "var(--series-1)", text: (p) => p.value.toFixed(3)})),
+        tips(all, (p) => `step ${steps(p.step)}: ${p.value.toFixed(3)}`)
+      ]
+    });
+  }
+
+  // ── Drawing ────────────────────────────────────────────────────────────────────────────────────────────────────
+  if (document.querySelector('[data-controls="run"]')) {
+    controls("run", choice, [["Charts of run", "run", data.runs.map((run) => [run.name, run.name])]], redraw);
+  }
+  start({runs, growth, map, entropy, norms, angle, more, loss}, (fresh) => (data = fresh));
+})();

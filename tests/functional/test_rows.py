@@ -1,0 +1,96 @@
+"""Properties of the statistics of rows, on random blocks with hidden pairs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkeel import attention, preset
+from qkeel.functional.rows import Seen
+from qkeel.kernels.statistics import logit_stats
+from qkeel.spec import AttentionSpec, Fixed
+from qkeel.spec.call import make_call
+
+from .properties import few, randn, seeds, some_visible
+
+sizes = st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4])
+
+
+@few
+@given(seed=seeds, size=sizes, single=st.booleans())
+def test_cosines_shares_and_normalised_entropies_stay_in_their_ranges(seed: int, size: float, single: bool) -> None:
+    dtype = torch.float32 if single else torch.float64
+    q, k = (size * randn(seed, 2, 4, 7, 3)).to(dtype), randn(seed + 1, 2, 2, 9, 3).to(dtype)
+    k[:, :, 3] = q[:, ::2, 3]  # a cosine of 1 in exact arithmetic
+    call = make_call(AttentionSpec(), q, k, k, causal=False, mask=some_visible(seed, 7, 9))
+    stats = logit_stats(call, 1.0)
+    assert (stats.cos_max.abs() <= 1).all()
+    assert (stats.cos_mean.abs() <= 1).all()
+    assert (stats.cos_mean <= stats.cos_max).all()
+    for share in (stats.normalized_entropy, stats.sink_share, stats.share_above):
+        assert ((share >= 0) & (share <= 1)).all()
+    most = q.norm(dim=-1).amax((0, 2)) * k.norm(dim=-1).amax((0, 2)).repeat_interleave(2)
+    assert (stats.qk_frobenius <= most * stats.n_products.sqrt() * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_uniform_attention_has_all_the_entropy_there_is_dropout_or_not(dropout: float) -> None:
+    n = 33
+    q, k = torch.zeros(2, 3, 5, 8), torch.randn(2, 3, n, 8)
+    stats = attention(q, k, k, spec=preset("baseline"), causal=False, dropout=dropout, stats=True)[1]
+    torch.testing.assert_close(stats.entropy, torch.full((3,), math.log(n)))
+    torch.testing.assert_close(stats.normalized_entropy, torch.ones(3))
+    torch.testing.assert_close(stats.sink_share, torch.full((3,), 1 / n))
+    assert stats.cos_mean.tolist() == [0.0] * 3
+
+
+def test_worked_example_of_two_rows() -> None:
+    # Logits [1] and [ln 3, 0] after the scale of 1: entropy of (3/4, 1/4), sink 3/4; q·k are 1, ln 3, 0.
+    q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], dtype=torch.float64)
+    k = torch.tensor([[[[1.0, math.log(3.0)], [5.0, 0.0]]]], dtype=torch.float64)
+    stats = logit_stats(make_call(AttentionSpec(scale=Fixed(1.0)), q, k, k), threshold=1.05)
+    entropy = math.log(4) - 0.75 * math.log(3)
+    assert stats.entropy.item() == pytest.approx(entropy / 2)
+    assert stats.normalized_entropy.item() == pytest.approx(entropy / math.log(2))
+    assert stats.sink_share.item() == pytest.approx(0.75)
+    assert stats.share_above.item() == pytest.approx(1 / 3)
+    assert stats.qk_frobenius.item() == pytest.approx(math.sqrt(1 + math.log(3) ** 2))
+    norm = math.sqrt(1 + math.log(3) ** 2)
+    assert stats.cos_max.item() == pytest.approx(math.log(3) / norm)
+    assert stats.cos_mean.item() == pytest.approx((1 + math.log(3)) / norm / 3)
+    assert (stats.n_free.item(), stats.n_products.item()) == (1, 3)
+    assert stats.key_norm_by_position[0, :3].tolist() == pytest.approx([norm, 5.0, 0.0])
+    assert stats.n_keys_by_position[0].tolist() == [1, 1] + [0] * 22
+
+
+def test_keys_are_put_in_bins_of_powers_of_two_from_the_first_visible_one() -> None:
+    k = torch.arange(1.0, 21.0).view(1, 1, 20, 1)
+    padded = torch.arange(20) >= 3
+    stats = logit_stats(make_call(AttentionSpec(), k, k, k, causal=True, mask=padded[None]))
+    assert stats.n_keys_by_position[0].tolist() == [1, 1, 2, 4, 8, 1] + [0] * 18
+    assert stats.key_norm_by_position[0, :6].tolist() == [4.0, 5.0, 6.5, 9.5, 15.5, 20.0]
+
+
+def test_a_row_of_one_key_has_no_entropy_at_all() -> None:
+    q = torch.randn(1, 1, 6, 4)
+    stats = logit_stats(make_call(AttentionSpec(), q, q, q, causal=False, mask=torch.eye(6, dtype=torch.bool)))
+    assert stats.entropy.item() == 0
+    assert stats.n_free.item() == 0
+    assert stats.normalized_entropy.item() == 0
+
+
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf, 3.0])
+def test_hidden_places_are_blanked_whatever_stands_there(rubbish: float) -> None:
+    x = torch.full((1, 2, 2, 5), rubbish)
+    x[..., :3] = 1.0
+    x[..., 0, 3] = -2.0
+    seen = Seen(torch.tensor([[True, False], [False, False]])[None, None], 3, 5)
+    blank = torch.tensor([[1.0, 1, 1, -2, 0], [1, 1, 1, 0, 0]]).expand(1, 2, 2, 5)
+    assert torch.equal(seen.blank_(x), blank)
+    assert seen.least(x)[0, 0].tolist() == [-2.0, 1.0]
+    assert seen.lower_(x).amax(-1)[0, 0].tolist() == [1.0, 1.0]
+    assert seen.counts(2, x.device).flatten().tolist() == [4, 3]

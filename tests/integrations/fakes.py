@@ -1,0 +1,118 @@
+"""Stand-ins for trackers, with the signatures of the real ones, so that the sinks run where those are not installed."""
+
+from __future__ import annotations
+
+import enum
+import types
+from typing import Any
+
+
+class AlertLevel(enum.Enum):
+    """As in wandb and trackio."""
+
+    INFO = "INFO"
+    WARN = "WARN"
+    ERROR = "ERROR"
+
+
+class WandbRun:
+    """A run of wandb."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = _Config()
+        self.logged: list[tuple[dict[str, Any], bool | None]] = []
+        self.axes: dict[str, str] = {}
+        self.alerts: list[tuple[str, str, AlertLevel]] = []
+        self.finished: int | None = None
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        assert step is None
+        self.logged.append((data, commit))
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        assert step_metric
+        self.axes[name] = step_metric
+
+    def alert(self, title: str, text: str, level: AlertLevel) -> None:
+        self.alerts.append((title, text, level))
+
+    def finish(self, exit_code: int | None = None) -> None:
+        self.finished = exit_code
+
+
+class _Config(dict[str, Any]):
+    def update(self, d: dict[str, Any], allow_val_change: bool | None = None) -> None:  # type: ignore[override]
+        super().update(d)
+
+
+def wandb(active: WandbRun | None = None) -> types.ModuleType:
+    """The module, with or without an active run."""
+    module = types.ModuleType("wandb")
+
+    def init(project: str, name: str | None = None, mode: str | None = None) -> WandbRun:
+        module.run = WandbRun()  # type: ignore[attr-defined]
+        module.asked = (project, name, mode)  # type: ignore[attr-defined]
+        return module.run  # type: ignore[attr-defined]
+
+    module.run, module.init, module.AlertLevel = active, init, AlertLevel  # type: ignore[attr-defined]
+    return module
+
+
+class TrackioRun:
+    """A run of trackio."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, Any], int | None]] = []
+        self.alerts: list[tuple[str, AlertLevel, int | None]] = []
+        self.finished = False
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.logged.append((metrics, step))
+
+    def alert(self, title: str, text: str | None = None, level: AlertLevel = AlertLevel.WARN, step: Any = None) -> None:
+        self.alerts.append((title, level, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def trackio() -> types.ModuleType:
+    """The module."""
+    module = types.ModuleType("trackio")
+
+    def init(project: str, name: str | None = None, config: Any = None, embed: bool = True) -> TrackioRun:
+        assert not embed
+        module.run = TrackioRun()  # type: ignore[attr-defined]
+        return module.run  # type: ignore[attr-defined]
+
+    module.init, module.AlertLevel = init, AlertLevel  # type: ignore[attr-defined]
+    return module
+
+
+def mlflow(active: bool = False) -> types.ModuleType:
+    """The module, with or without an active run."""
+    module = types.ModuleType("mlflow")
+    run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+    state = types.SimpleNamespace(run=run if active else None, metrics=[], tags={}, ended=None, experiment=None)
+
+    class MlflowClient:
+        def set_tag(self, run_id: str, key: str, value: Any) -> None:
+            state.tags[run_id, key] = value
+
+    def start_run(run_name: str | None = None) -> Any:
+        state.run = run
+        return run
+
+    def log_metrics(metrics: dict[str, float], step: int | None = None, run_id: str | None = None) -> None:
+        assert len(metrics) <= 1000
+        state.metrics.append((metrics, step, run_id))
+
+    def end_run(status: str = "FINISHED") -> None:
+        state.ended = status
+
+    module.state = state  # type: ignore[attr-defined]
+    module.MlflowClient = MlflowClient  # type: ignore[attr-defined]
+    module.active_run = lambda: state.run  # type: ignore[attr-defined]
+    module.start_run, module.log_metrics, module.end_run = start_run, log_metrics, end_run  # type: ignore[attr-defined]
+    module.set_experiment = lambda name: setattr(state, "experiment", name)  # type: ignore[attr-defined]
+    return module

@@ -1,0 +1,129 @@
+"""Each tracker gets summaries, alarms and an end; each is named by a spec string; none is needed to import qkeel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from monitor.samples import about, alarm, sample
+
+from qkeel.errors import InvalidValueError, MissingLibraryError, QkeelError, UnknownNameError
+from qkeel.integrations import SINKS, sink, sinks
+from qkeel.monitor import RunDirectorySink, Sink
+
+from . import fakes
+
+OUTSIDE = {"mlflow": "mlflow", "tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
+
+
+def used(one: Sink, *, complete: bool = True) -> None:
+    one.open(about())
+    for step in (0, 10):
+        one.write(sample(step))
+    one.write(sample(10, phase="eval"))
+    one.alarm(alarm(step=10))
+    one.close(complete)
+
+
+def test_wandb_gets_a_run_of_its_own_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fakes.wandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    used(sink("wandb:project=gpt,mode=offline"), complete=False)
+    run: fakes.WandbRun = module.run
+    assert module.asked == ("gpt", None, "offline")
+    assert [(data["qkeel/step"], commit) for data, commit in run.logged] == [(0, True), (10, True), (10, True)]
+    assert run.logged[0][0]["attn/max_logit"] == 14.23
+    assert "eval/attn/max_logit" in run.logged[2][0]
+    assert run.axes["attn/*"] == "qkeel/step"
+    assert run.alerts == [("qkeel: ceiling 1000", str(alarm(step=10)), fakes.AlertLevel.WARN)]
+    assert run.config["qkeel"]["model"] == "Toy"
+    assert run.finished == 1
+
+
+def test_in_anothers_wandb_run_the_step_counter_stays_his(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = fakes.WandbRun()
+    monkeypatch.setitem(sys.modules, "wandb", fakes.wandb(active))
+    used(sink("wandb"))
+    assert {commit for _, commit in active.logged} == {False}
+    assert active.finished is None
+
+
+def test_trackio_gets_steps_and_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fakes.trackio()
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    used(sink("trackio:project=gpt"))
+    run: fakes.TrackioRun = module.run
+    assert [step for _, step in run.logged] == [0, 10, 10]
+    assert run.alerts == [("qkeel: ceiling 1000", fakes.AlertLevel.WARN, 10)]
+    assert run.finished
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_mlflow_ends_the_run_it_started_and_no_other(active: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fakes.mlflow(active)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    used(sink("mlflow:experiment=e"))
+    state = module.state
+    assert [(step, run_id) for _, step, run_id in state.metrics] == [(0, "r1"), (10, "r1"), (10, "r1")]
+    assert state.tags["r1", "qkeel.alarm.ceiling_1000"] == str(alarm(step=10))
+    assert state.ended == (None if active else "FINISHED")
+    assert state.experiment == (None if active else "e")
+
+
+def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    used(sink(f"tensorboard:directory={tmp_path / 'tb'}"))
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, round(e.value, 2)) for e in events.Scalars("attn/max_logit")] == [(0, 14.23), (10, 14.23)]
+    assert [e.step for e in events.Scalars("eval/attn/layer_01/max_logit")] == [10]
+    assert "alarms/ceiling 1000/text_summary" in events.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_missing_library_is_told_with_the_line_that_installs_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, OUTSIDE[name], None)
+    with pytest.raises(MissingLibraryError, match=f"pip install {name}") as error:
+        sink(name).open(about())
+    assert isinstance(error.value, ImportError)
+    assert isinstance(error.value, QkeelError)
+    sink(name).close(complete=True)  # never opened: nothing to end
+
+
+def test_sinks_are_named_by_spec_strings(tmp_path: Path) -> None:
+    directory, log = sinks(f"directory:path={tmp_path / 'a'}+log:logger=mine")
+    assert isinstance(directory, RunDirectorySink)
+    assert directory.asked == tmp_path / "a"
+    assert type(log) is SINKS["log"]
+    assert vars(sink("wandb:project=7"))["project"] == "7"
+    with pytest.raises(UnknownNameError, match="Did you mean 'wandb'"):
+        sink("wandbb")
+    with pytest.raises(UnknownNameError, match=r"unknown option of wandb 'projct'\. Did you mean 'project'"):
+        sink("wandb:projct=x")
+    with pytest.raises(InvalidValueError, match="expected one sink, got 2"):
+        sink("log+log")
+
+
+def test_the_table_imports_no_tracker() -> None:
+    code = f"""
+import sys, qkeel.integrations
+print([name for name in {sorted(OUTSIDE.values())} if name in sys.modules])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
+def test_a_trainers_door_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    outside: dict[str, Any] = {"huggingface": ["transformers"], "lightning": ["lightning", "lightning.pytorch"]}
+    for module in outside[name]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"qkeel.integrations.{name}", raising=False)
+    with pytest.raises(MissingLibraryError, match="pip install"):
+        importlib.import_module(f"qkeel.integrations.{name}")

@@ -1,0 +1,213 @@
+"""The page of a watched model: what it says in words, what it carries, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_study import Made, make_run
+from synthetic_watch import Seen, make_watch
+from test_report_page import Reader, alone
+
+import qkeel.report
+from qkeel.errors import RunDirectoryError
+from qkeel.monitor import RunDirectorySink, Sample
+from qkeel.report.watch_data import MOST_CELLS, MOST_LINES, chart_data, short_names
+from qkeel.report.watch_findings import findings, lead
+from qkeel.report.watched import is_watched, read_watched
+
+SMALL = Seen(layers=3, heads=4, samples=12)
+
+
+def page(paths: object, tmp_path: Path) -> str:
+    return qkeel.report.write(paths, tmp_path / "report.html").read_text(encoding="utf-8")  # type: ignore[arg-type]
+
+
+def words(seen: Seen, tmp_path: Path) -> list[str]:
+    return [finding.text for finding in findings(read_watched([make_watch(tmp_path / "run", seen)]))]
+
+
+def exact(path: Path, steps: list[int], **fields: list[float]) -> Path:
+    """One layer of one head, by hand."""
+    sink = RunDirectorySink(path)
+    sink.open({"model": "Toy", "sites": [{"name": "attn", "n_heads": 1}]})
+    for i, step in enumerate(steps):
+        heads = {name: np.array([[values[i]]]) for name, values in fields.items()}
+        sink.write(Sample(step=step, layers=("attn",), heads=heads))
+    sink.close(complete=True)
+    return path
+
+
+def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path):
+    html = page(make_watch(tmp_path / "run"), tmp_path)
+    reader = Reader()
+    reader.feed(html)
+    assert reader.open == []
+    assert reader.loads == []
+    assert len(reader.ids) == len(set(reader.ids))
+    assert "connect-src" not in html
+    assert len(html.encode()) < 500_000
+
+
+def test_without_an_alarm_the_first_sentence_is_the_largest_logit_and_how_it_grows(tmp_path: Path):
+    steps = list(range(0, 2001, 100))
+    run = exact(tmp_path / "r", steps, max_logit=[1.0, *(14.2 * (s / 2000) ** 0.3 for s in steps[1:])])
+    found = findings(read_watched([run]))
+    assert found[0].kind == "lead"
+    text = "No alarm in 2,000 steps; the largest attention logit is 14.2 (attn head 0) and grows as step^0.3."
+    assert found[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("power", "says"), [(-0.5, "falls as step^−0.5"), (0.01, "holds its level"), (0.5, "grows as step^0.5")]
+)
+def test_the_movement_is_named(power: float, says: str, tmp_path: Path):
+    steps = list(range(1, 20))
+    run = exact(tmp_path / "r", steps, max_logit=[8.0 * s**power for s in steps])
+    assert says in lead(read_watched([run])[0])
+
+
+def test_an_alarm_leads_with_its_place_and_its_remedy_can_be_copied(tmp_path: Path):
+    run = make_watch(tmp_path / "run")
+    first = findings(read_watched([run]))[0].text
+    assert first.startswith("2 alarms in 590 steps. The first, at step 200, transformer.h.4.attn head 5: max logit 104")
+    html = page(run, tmp_path)
+    section = html[html.index('id="section-alarms"') : html.index('id="section-charts"')]
+    assert section.count("<li") == 2
+    assert "qkeel.apply(&quot;lalr:tau=0.1+qk_clip:threshold=100&quot;, model, optimizer)" in section
+    assert section.count('class="copy"') == 2
+    assert "2309.14322" in section
+
+
+@pytest.mark.parametrize(
+    ("norm", "cosine", "cause"),
+    [
+        ([1, 10], [0.5, 0.5], "Mostly the norms."),
+        ([1, 1], [0.1, 0.9], "Mostly the angle."),
+        ([1, 3], [0.3, 0.9], "Both"),
+    ],
+)
+def test_growth_by_norm_is_told_from_growth_by_angle(
+    norm: list[float], cosine: list[float], cause: str, tmp_path: Path
+):
+    logits = [n * c * 10 for n, c in zip(norm, cosine)]
+    fields = {"query_norm": norm, "key_norm": [1.0, 1.0], "cos_max": cosine}
+    run = exact(tmp_path / "r", [0, 10], max_logit=logits, **fields)
+    text = next(finding.text for finding in findings(read_watched([run])) if "fold" in finding.text)
+    assert cause in text
+    assert text.startswith("Since step 0 the logit of attn head 0 grew")
+
+
+def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path):
+    found = words(Seen(layers=3, heads=4, samples=12, complete=False), tmp_path)
+    assert "The run is not finished: the page shows it up to step 110." in found
+
+
+def test_a_run_before_its_first_sample_has_a_page(tmp_path: Path):
+    sink = RunDirectorySink(tmp_path / "run")
+    sink.open({"model": "Toy", "sites": [{"name": "attn", "n_heads": 1}]})
+    html = page(tmp_path / "run", tmp_path)
+    assert "Nothing has been recorded yet." in html
+    assert "report-data" not in html
+
+
+def test_one_sample_without_alarm_or_loss_has_a_page(tmp_path: Path):
+    seen = Seen(samples=1, alarms=0, loss=False, angle=False, evaluated=False, layers=1, heads=1, complete=False)
+    html = page(make_watch(tmp_path / "run", seen), tmp_path)
+    assert "1 sample: too few to say how the logits grow." in html
+    assert 'data-chart="growth"' in html
+    assert 'data-chart="loss"' not in html
+    assert 'data-chart="angle"' not in html
+    assert "section-alarms" not in html
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path):
+    run = exact(tmp_path / "r", [0, 1], max_logit=[-np.inf, np.inf], entropy=[np.nan, 1.0])
+    html = page(run, tmp_path)
+    found = re.search(r'id="report-data">(.*?)</script>', html, re.S)
+    assert found
+    data = json.loads(found[1])
+    assert data["runs"][0]["lines"]["max_logit"] == [[None, None]]
+
+
+def test_eighty_layers_of_128_heads_stay_under_two_megabytes(tmp_path: Path):
+    run = make_watch(tmp_path / "run", Seen(layers=80, heads=128, samples=150))
+    data = chart_data(read_watched([run]))["runs"][0]
+    assert sum(len(line) for lines in data["lines"].values() for line in lines) <= MOST_LINES
+    assert sum(len(row) for rows in data["last"]["fields"].values() for row in rows) <= MOST_CELLS
+    assert len(page(run, tmp_path).encode()) < 2_000_000
+
+
+def test_thinning_keeps_the_peak(tmp_path: Path):
+    logits = [1.0] * 3000
+    logits[1234] = 77.0
+    run = exact(tmp_path / "r", list(range(3000)), max_logit=logits)
+    data = chart_data(read_watched([run]))["runs"][0]
+    assert len(data["step"]) <= 300
+    assert data["values"]["max_logit"][data["step"].index(1234)] == 77
+
+
+def test_the_heads_of_a_killed_runs_last_step_may_be_missing(tmp_path: Path):
+    run = make_watch(tmp_path / "run", SMALL)
+    heads = run / "heads.f32"
+    heads.write_bytes(heads.read_bytes()[:-10])
+    seen = read_watched([run])[0]
+    assert seen.steps == list(range(0, 110, 10))
+    assert len(seen.heads.values["max_logit"]) == 11
+
+
+def test_several_runs_have_a_table_and_names_that_differ(tmp_path: Path):
+    runs = [make_watch(tmp_path / "a" / "watch", SMALL), make_watch(tmp_path / "b" / "watch", SMALL)]
+    html = page(runs, tmp_path)
+    assert "2 watched runs of GPT2LMHeadModel" in html
+    assert 'id="section-compared"' in html
+    assert 'data-chart="runs"' in html
+    names = [run.name for run in read_watched(runs)]
+    assert len(set(names)) == 2
+
+
+def test_a_watched_model_and_a_run_of_the_lab_have_no_page_in_common(tmp_path: Path):
+    watched = make_watch(tmp_path / "watch", SMALL)
+    run = make_run(tmp_path / "run", Made(remedy="none", status="done"))
+    assert is_watched(watched)
+    assert not is_watched(run)
+    assert not is_watched(tmp_path / "nowhere")
+    with pytest.raises(RunDirectoryError, match="Give them one by one"):
+        qkeel.report.write([watched, run], tmp_path / "r.html")
+
+
+def test_damaged_files_are_named(tmp_path: Path):
+    run = make_watch(tmp_path / "run", SMALL)
+    (run / "heads.json").write_text("{}")
+    with pytest.raises(RunDirectoryError, match=r"heads.json does not describe heads.f32"):
+        qkeel.report.write(run, tmp_path / "r.html")
+    other = make_watch(tmp_path / "other", SMALL)
+    (other / "metrics.jsonl").write_text('{"lr": 1}\n')
+    with pytest.raises(RunDirectoryError, match="line without a step"):
+        qkeel.report.write(other, tmp_path / "r.html")
+
+
+def test_every_text_is_escaped(tmp_path: Path):
+    html = page(make_watch(tmp_path / "run", Seen(layers=2, heads=2, samples=3, model="</script><b>M")), tmp_path)
+    assert "<b>M" not in html
+    reader = Reader()
+    reader.feed(html)
+    assert reader.open == []
+
+
+def test_layer_names_lose_what_all_share():
+    assert short_names(["model.layers.0.self_attn", "model.layers.11.self_attn"]) == ["0", "11"]
+    assert short_names(["encoder.0.attn", "decoder.0.attn"]) == ["encoder", "decoder"]
+    assert short_names(["attn"]) == ["attn"]
+    assert short_names(["h.0", "h.0#2"]) == ["0", "0#2"]
+    assert short_names(["a", "a"]) == ["a", "a"]
+
+
+def test_a_page_is_written_where_torch_cannot_be_imported(tmp_path: Path):
+    run = make_watch(tmp_path / "run", SMALL)
+    code = "sys.modules['torch'] = None\nimport qkeel.report\nqkeel.report.write(sys.argv[1], sys.argv[2])"
+    alone(code, str(run), str(tmp_path / "r.html"))
+    assert (tmp_path / "r.html").exists()

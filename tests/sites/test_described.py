@@ -1,0 +1,362 @@
+"""Attention that nothing can see is watched as its description says."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qkeel import find_sites
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError, UnknownNameError
+from qkeel.functional.stats import LogitStats
+from qkeel.sites import AttentionSite, Reading, describe
+from qkeel.sites.described import arranged
+from qkeel.sites.intercept import Interceptor, Sighting, statistics
+from qkeel.spec import AttentionSpec, Fixed, RMSNorm, Softcap
+
+B, H, G, T, D = 2, 4, 2, 6, 8
+
+
+@torch.library.custom_op("qkeel_tests::attend", mutates_args=())
+def opaque(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A kernel of one's own: nothing inside is a torch function."""
+    import numpy
+
+    h = q.shape[2]
+    a, b, c = (x.detach().numpy().repeat(h // x.shape[2], axis=2) for x in (q, k, v))
+    z = numpy.einsum("bthd,bshd->bhts", a, b) / math.sqrt(q.shape[-1])
+    z = numpy.where(numpy.tril(numpy.ones(z.shape[-2:])) > 0, z, -numpy.inf)
+    p = numpy.exp(z - z.max(-1, keepdims=True))
+    out = numpy.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), c)
+    return torch.from_numpy(out.astype("float32"))
+
+
+class Opaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(H * D, H * D)
+        self.kv = nn.Linear(H * D, 2 * G * D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(2, (H, D))
+        k, v = self.kv(x).unflatten(2, (2, G, D)).unbind(2)
+        return opaque(q, k, v).flatten(2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Opaque(), Opaque()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+QUERY = Reading(module="q_proj")
+KEY = Reading(module="kv", layout="b t (n h d)", part=0, parts=2)
+
+
+def described(model: nn.Module, name: str = "layers.0", **more: Any) -> AttentionSite:
+    return describe(model, name, **{"query": QUERY, "key": KEY, "heads": (H, G), **more})
+
+
+def watch(model: nn.Module, sites: list[AttentionSite], *inputs: Tensor) -> dict[str, LogitStats]:
+    found: dict[str, LogitStats] = {}
+
+    def note(sighting: Sighting) -> None:
+        assert sighting.name not in found
+        found[sighting.name] = statistics(sighting.call)
+
+    with Interceptor(model, note, described=sites):
+        model(*inputs)
+    return found
+
+
+def oracle(q: Tensor, k: Tensor, scale: float = 1 / math.sqrt(D)) -> tuple[Tensor, Tensor]:
+    """Largest logit and mean entropy per head of causal attention, float64; q, k [b h t d]."""
+    z = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale
+    z = z.masked_fill(~torch.ones(z.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return z.amax((0, 2, 3)), torch.distributions.Categorical(logits=z).entropy().mean((0, 2))
+
+
+def test_an_opaque_operator_is_watched_as_described() -> None:
+    model, x = Model(), torch.randn(B, T, H * D)
+    sites = [described(model, f"layers.{i}") for i in (0, 1)]
+    with torch.no_grad():
+        expected = model(x)
+        stats = watch(model, sites, x)
+        assert list(stats) == ["layers.0", "layers.1"]
+        for layer, found in zip(model.layers, stats.values()):
+            q = layer.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)  # type: ignore[operator]
+            k = layer.kv(x)[..., : G * D].unflatten(2, (G, D)).transpose(1, 2)  # type: ignore[operator]
+            top, entropy = oracle(q, k)
+            torch.testing.assert_close(found.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+            x = x + layer(x)
+    assert torch.equal(x, expected)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@torch.no_grad()
+def test_the_rows_of_a_description_are_those_of_its_heads() -> None:
+    model = Model()
+    site = described(model)
+    assert (site.n_heads, site.n_kv_heads, site.head_dim, site.why) == (H, G, D, "")
+    (term,) = site.terms
+    query, key = term.query[0], term.key[0]
+    assert (query.parameter, query.bias, key.parameter, key.bias) == (
+        "layers.0.q_proj.weight",
+        "layers.0.q_proj.bias",
+        "layers.0.kv.weight",
+        None,
+    )
+    assert torch.equal(key.index, torch.arange(G * D).view(G, D))
+    # Zeroing a head's rows silences its logits and nobody else's.
+    x = torch.randn(B, T, H * D)
+    before = watch(model, [site], x)["layers.0"].max_logit
+    query.heads(model.get_parameter(query.parameter))[1] = 0
+    model.get_parameter("layers.0.q_proj.bias").view(H, D)[1] = 0
+    after = watch(model, [site], x)["layers.0"].max_logit
+    assert after[1] == 0
+    assert torch.equal(after[[0, 2, 3]], before[[0, 2, 3]])
+
+
+LAYOUTS = {
+    "b t (h d)": lambda x: x.transpose(1, 2).flatten(2),
+    "b t (d h)": lambda x: x.permute(0, 2, 3, 1).flatten(2),
+    "t b (h d)": lambda x: x.permute(2, 0, 1, 3).flatten(2),
+    "b h t d": lambda x: x,
+    "b t h d": lambda x: x.transpose(1, 2),
+    "(b h) t d": lambda x: x.flatten(0, 1),
+    "b h d t": lambda x: x.mT,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_brought_into_one(layout: str) -> None:
+    x = torch.randn(B, H, T, D)
+    assert torch.equal(arranged(LAYOUTS[layout](x), Reading(module="q", layout=layout), H), x)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dim"), [("b t (n h d)", 2), ("b t (h n d)", 3), ("b t (h d n)", 4), ("n b t h d", 0)]
+)
+def test_parts_side_by_side_are_told_apart(layout: str, dim: int) -> None:
+    parts = [torch.randn(B, T, H, D) for _ in range(3)]
+    whole = torch.stack(parts, dim=dim)
+    if dim:
+        whole = whole.flatten(2)
+    for i, part in enumerate(parts):
+        reading = Reading(module="qkv", layout=layout, part=i, parts=3)
+        assert torch.equal(arranged(whole, reading, H), part.transpose(1, 2))
+
+
+class ReformerLike(nn.Module):
+    """Queries are keys of length 1, scores as exp and sum over chunks written into place: nothing to follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_key, self.value = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v = (y.unflatten(2, (4, 4)).transpose(1, 2) for y in (self.query_key(x), self.value(x)))
+        k = F.normalize(q, dim=-1)
+        self.last = (q, k)
+        out = torch.zeros_like(v)
+        for t in range(x.shape[1]):
+            z = (q[:, :, t, None] * k[:, :, : t + 1]).sum(-1)
+            out[:, :, t] = (torch.exp(z - z.logsumexp(-1, keepdim=True))[..., None] * v[:, :, : t + 1]).sum(2)
+        return out.transpose(1, 2).flatten(2)
+
+
+def test_a_reformer_like_attention_is_refused_with_the_way_out_and_then_described() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), ReformerLike()), torch.randn(B, T, 16)
+    with pytest.raises(RefusedError, match=r"(?s)no product of two activations.*describe\(model, .*Reading"):
+        find_sites(model, x)
+    site = describe(
+        model,
+        "1",
+        query=Reading(module="query_key"),
+        key=Reading(module="query_key", then=lambda q: F.normalize(q, dim=-1), normed=True),
+        heads=4,
+        spec=AttentionSpec(scale=Fixed(1.0)),
+    )
+    assert site.normed
+    assert site.query[0].same(site.key[0])
+    (stats,) = watch(model, [site], x).values()
+    top, entropy = oracle(*model[1].last, scale=1.0)  # type: ignore[misc]
+    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_functions_may_read_q_k_and_the_mask_from_the_arguments_of_the_forward() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 8, 8))
+
+        def forward(self, x: Tensor, *, keep: Tensor) -> Tensor:
+            return x
+
+    model = Bare()
+    site = describe(
+        model,
+        "",
+        query=lambda module, x, keep: (x @ module.w[0])[:, None],
+        key=lambda module, x, keep: (x @ module.w[1])[:, None],
+        heads=1,
+        causal=False,
+        mask=lambda module, x, keep: keep,
+    )
+    assert site.terms == ()
+    assert "computes it" in site.why
+    x, keep = torch.randn(B, T, 8), torch.ones(B, T, dtype=torch.bool)
+    keep[1, 4:] = False
+    found: list[LogitStats] = []
+    with Interceptor(model, lambda s: found.append(statistics(s.call)), described=[site]):
+        model(x, keep=keep)
+    assert found[0].n_pairs.tolist() == [T * T + T * 4]
+
+
+def test_what_is_visible_inside_a_described_module_is_reported_once_as_described() -> None:
+    class Visible(Opaque):
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q_proj(x).unflatten(2, (H, D)).transpose(1, 2)
+            k, v = self.kv(x).unflatten(2, (2, G, D)).transpose(1, 3).unbind(2)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+
+    model, x = nn.Sequential(Visible(), Visible()), torch.randn(B, T, H * D)
+    how: list[tuple[str, str]] = []
+    stats: list[LogitStats] = []
+
+    def note(sighting: Sighting) -> None:
+        how.append((sighting.name, sighting.how))
+        stats.append(statistics(sighting.call))
+
+    with Interceptor(model, note, described=[described(model, "0")]):
+        model(x)
+    assert how == [("0", "description"), ("1", "scaled_dot_product_attention")]
+    with Interceptor(model, lambda s: stats.append(statistics(s.call))):
+        model(x)
+    torch.testing.assert_close(stats[0].max_logit, stats[2].max_logit)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_module_is_heard_once(reentrant: bool) -> None:
+    model = Model()
+    layer = model.layers[0]
+    x = torch.randn(B, T, H * D, requires_grad=True)
+    opaque.register_autograd(lambda ctx, grad: (None, None, None))
+    found: list[Sighting] = []
+    with Interceptor(model, found.append, described=[described(model)]):
+        y: Any = x + checkpoint(layer, x, use_reentrant=reentrant)
+        y.sum().backward()
+    assert len(found) == 1
+
+
+def test_an_exception_in_the_forward_leaves_nothing_for_the_next_call() -> None:
+    model, x = Model(), torch.randn(B, T, H * D)
+    site = described(model)
+    found: list[Sighting] = []
+    with Interceptor(model, found.append, described=[site]):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(B, T, 3))
+        model(x)
+    assert len(found) == 1
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model() -> None:
+    model, x = Model(), torch.randn(B, T, H * D)
+    site = described(model, key=Reading(module="kv", layout="b t (n h d)", parts=2, then=lambda k: k[..., 1:]))
+    faults: list[Exception] = []
+    with Interceptor(model, pytest.fail, described=[site], on_fault=faults.append):
+        model(x)
+    assert isinstance(faults[0], ShapeError)
+
+
+def test_an_output_that_is_laid_out_otherwise_is_an_error() -> None:
+    with pytest.raises(ShapeError, match=r"expected q's output as \[b h t d\], got shape \(2, 6, 32\)"):
+        arranged(torch.ones(2, 6, 32), Reading(module="q", layout="b h t d"), 4)
+    with pytest.raises(ShapeError, match=r"expected 4 heads in q's output as \[b h t d\]"):
+        arranged(torch.ones(2, 3, 6, 8), Reading(module="q", layout="b h t d"), 4)
+
+
+def test_a_projection_that_all_heads_share_is_one_slice() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(D, D), nn.Linear(D, D)
+
+    reading = {side: Reading(module=side[0], layout="b t h d") for side in ("query", "key")}
+    site = describe(Shared(), "", heads=H, **reading)
+    assert site.query[0].index.tolist() == [list(range(D))]
+
+
+def test_a_description_survives_a_copy_of_the_model() -> None:
+    model, x = Model(), torch.randn(B, T, H * D)
+    twin = copy.deepcopy(model)
+    assert torch.equal(
+        watch(model, [described(model)], x)["layers.0"].entropy, watch(twin, [described(twin)], x)["layers.0"].entropy
+    )
+
+
+def test_a_cap_is_part_of_the_spec() -> None:
+    model, x = Model(), torch.randn(B, T, H * D)
+    (stats,) = watch(model, [described(model, spec=AttentionSpec(cap=Softcap(0.5)))], x).values()
+    assert (stats.capped_max_logit < stats.max_logit).all()
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "module": (
+        {"name": "layer.0"},
+        UnknownNameError,
+        "unknown module of this Model 'layer.0'. Did you mean 'layers.0'",
+    ),
+    "submodule": (
+        {"query": Reading(module="q")},
+        UnknownNameError,
+        "unknown module of this Opaque 'q'. Did you mean 'q_proj'|Known: kv, q_proj",
+    ),
+    "heads": ({"heads": (4, 3)}, InvalidValueError, "multiple of key heads, got 4 and 3"),
+    "features": ({"heads": 5}, ShapeError, "q_proj's output has 32 features, no multiple of 5"),
+    "sizes": (
+        {"key": Reading(module="kv")},
+        InvalidValueError,
+        r"heads of unequal sizes, \[8, 16\]",
+    ),
+    "parameters": (
+        {"spec": AttentionSpec(norm=RMSNorm(on="qk", over="head", gain="dim"))},
+        InvalidValueError,
+        "this spec has parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_description_that_does_not_fit_is_refused_at_once(name: str) -> None:
+    changes, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        described(Model(), **changes)
+
+
+def test_only_a_module_can_be_described() -> None:
+    with pytest.raises(InvalidTypeError, match=r"expected a torch\.nn\.Module"):
+        described({})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["b t", "b t (h d", "b t h d d", "b t (h x)", "b h d"])
+def test_a_layout_that_names_no_tokens_or_dims_is_refused(layout: str) -> None:
+    with pytest.raises(InvalidValueError, match="expected a layout of b h t d"):
+        Reading(module="q", layout=layout)
+    with pytest.raises(InvalidValueError, match="expected part 0 to 1 of 2, got 2"):
+        Reading(module="q", part=2, parts=2)

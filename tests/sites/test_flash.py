@@ -1,0 +1,215 @@
+"""flash-attn's functions are read right and seen under every alias; a stand-in has their names and signatures."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkeel import find_sites
+from qkeel.functional.stats import LogitStats
+from qkeel.sites.intercept import Interceptor, statistics
+
+from . import flash_stand_in as stand_in
+
+B, H, G, D = 2, 4, 2, 8
+LENGTHS = (3, 0, 5, 1)
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    package = types.ModuleType("flash_attn")
+    for name in [n for n in vars(stand_in) if n.startswith("flash_attn")]:
+        setattr(package, name, getattr(stand_in, name))
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", stand_in)
+    before = {n: f.__code__ for n, f in vars(stand_in).items() if isinstance(f, types.FunctionType)}
+    yield
+    assert {n: f.__code__ for n, f in vars(stand_in).items() if isinstance(f, types.FunctionType)} == before
+
+
+def parts(t: int, s: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(t)
+    shapes = ((B, t, H, D), (B, s, G, D), (B, s, G, D))
+    return tuple(2 * torch.randn(shape, generator=generator) for shape in shapes)  # type: ignore[return-value]
+
+
+def seen(call: Callable[[], Tensor]) -> tuple[LogitStats, Tensor]:
+    found: list[LogitStats] = []
+    with Interceptor(nn.Identity(), lambda s: found.append(statistics(s.call))):
+        out = call()
+    (stats,) = found
+    return stats, out
+
+
+def check(stats: LogitStats, pairs: list[tuple[Tensor, Tensor]], options: tuple[Any, ...]) -> None:
+    """Against scores of whole sequences q [t h d], k [s g d] in float64."""
+    each = [stand_in.scores(q.double(), k.double(), *options) for q, k in pairs if len(q) and len(k)]
+    top = torch.stack([z.amax((1, 2)) for z, _ in each]).amax(0)
+    rows = [torch.distributions.Categorical(logits=c[:, c[0].isfinite().any(-1)]).entropy() for _, c in each]
+    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.entropy.double(), torch.cat(rows, dim=1).mean(1), rtol=1e-5, atol=1e-5)
+    assert stats.n_pairs[0] == sum(int(z[0].isfinite().sum()) for z, _ in each)
+    assert len(stats.key_norm) == pairs[0][1].shape[1]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"causal": True},
+    "scale": {"softmax_scale": 0.7},
+    "window": {"window_size": (2, 1)},
+    "causal window": {"causal": True, "window_size": (1, 0)},
+    "one side": {"window_size": (-1, 1)},
+    "cap": {"softcap": 3.0, "causal": True},
+    "alibi": {"alibi_slopes": SLOPES, "causal": True},
+}
+
+
+def positional(given: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
+    return tuple(
+        {
+            "softmax_scale": None,
+            "causal": False,
+            "window_size": (-1, -1),
+            "softcap": 0.0,
+            "alibi_slopes": None,
+            **given,
+        }[n]
+        for n in names
+    )
+
+
+@pytest.mark.parametrize(("t", "s"), [(6, 6), (2, 6), (6, 2)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_counts(name: str, t: int, s: int) -> None:
+    q, k, v = parts(t, s)
+    stats, out = seen(lambda: stand_in.flash_attn_func(q, k, v, **OPTIONS[name]))
+    assert torch.equal(out, stand_in.flash_attn_func(q, k, v, **OPTIONS[name]))
+    check(stats, list(zip(q, k)), positional(OPTIONS[name]))
+
+
+def test_slopes_may_differ_from_sequence_to_sequence() -> None:
+    q, k, v = parts(4, 4)
+    slopes = torch.stack([SLOPES, 2 * SLOPES])
+    stats, _ = seen(lambda: stand_in.flash_attn_func(q, k, v, alibi_slopes=slopes))
+    each = []
+    for one in zip(q[:, None], k[:, None], v[:, None], slopes):
+        alone, _ = seen(functools.partial(stand_in.flash_attn_func, *one[:3], alibi_slopes=one[3]))
+        each.append(alone)
+    torch.testing.assert_close(stats.max_logit, torch.maximum(each[0].max_logit, each[1].max_logit))
+    torch.testing.assert_close(stats.entropy, (each[0].entropy + each[1].entropy) / 2)
+
+
+def test_packed_arguments_are_unpacked_and_nested_calls_count_once() -> None:
+    q, k, v = parts(5, 5)
+    kv = torch.stack([k, v], dim=2)
+    check(
+        seen(lambda: stand_in.flash_attn_kvpacked_func(q, kv, causal=True))[0],
+        list(zip(q, k)),
+        positional({"causal": True}),
+    )
+    qkv = torch.stack([q, q.flip(1), q], dim=2)
+    stats, _ = seen(lambda: stand_in.flash_attn_qkvpacked_func(qkv, causal=True))
+    check(stats, list(zip(q, q.flip(1))), positional({"causal": True}))
+
+
+def lengths() -> tuple[Tensor, Tensor, Tensor]:
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(9, H, D, generator=generator), torch.randn(9, G, D, generator=generator), ends
+
+
+def pieces(q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(q.split(LENGTHS), k.split(LENGTHS)))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> None:
+    q, k, ends = lengths()
+    stats, _ = seen(lambda: stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, **OPTIONS[name]))
+    check(stats, pieces(q, k), positional(OPTIONS[name]))
+
+
+def test_packed_sequences_with_packed_arguments() -> None:
+    q, k, ends = lengths()
+    kv = torch.stack([k, k], dim=1)
+    stats, _ = seen(lambda: stand_in.flash_attn_varlen_kvpacked_func(q, kv, ends, ends, 5, 5, causal=True))
+    check(stats, pieces(q, k), positional({"causal": True}))
+    stats, _ = seen(lambda: stand_in.flash_attn_varlen_qkvpacked_func(torch.stack([q, q, q], 1), ends, 5))
+    check(stats, pieces(q, q), positional({}))
+
+
+class Block(nn.Module):
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.q, self.k = nn.Linear(H * D, H * D), nn.Linear(H * D, G * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x).unflatten(-1, (H, D)), self.k(x).unflatten(-1, (G, D))
+        return self.attend(q, k, k, causal=True).flatten(-2)
+
+
+def test_the_rows_of_each_head_are_found() -> None:
+    def packed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        ends = torch.tensor([0, 3, 8])
+        return stand_in.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=causal)
+
+    flash = sys.modules["flash_attn"].flash_attn_func  # type: ignore[attr-defined]
+    for attend, x in ((flash, torch.randn(B, 5, H * D)), (packed, torch.randn(8, H * D))):
+        (site,) = find_sites(nn.Sequential(Block(attend)), x)
+        assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, G, D)
+        (term,) = site.terms
+        assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
+        assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
+
+
+def test_a_wrapper_that_falls_back_to_torch_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As nanochat has it: a module of its own, with functions of the same names in a namespace.
+    home = types.ModuleType("nanochat.flash_attention")
+    source = """
+import types
+import torch.nn.functional as F
+def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+flash_attn = types.SimpleNamespace(flash_attn_func=flash_attn_func)
+"""
+    exec(source, vars(home))
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    model, x = Block(home.flash_attn.flash_attn_func), torch.randn(B, 5, H * D)
+    found: list[str] = []
+    with Interceptor(model, lambda s: found.append(s.how)):
+        model(x)
+    assert found == ["flash_attn_func"]
+    assert len(find_sites(model, x)) == 1
+
+
+def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed() -> None:
+    q, k, ends = lengths()
+    watcher = Interceptor(nn.Identity(), pytest.fail)
+    with watcher:
+        stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, block_table=torch.zeros(1))
+        x = q[None]
+        stand_in.flash_attn_func(x, x, x, softcap=2.0, alibi_slopes=SLOPES)
+    assert list(watcher.unread) == [
+        "flash_attn_varlen_func with block_table",
+        "flash_attn_func with alibi_slopes with softcap: a bias after the cap",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own, inside its CPU path
+def test_nested_tensors_attend_each_to_itself() -> None:
+    q, k = (torch.randn(9, H, D) for _ in range(2))
+    jagged = [torch.nested.nested_tensor(list(x.split((3, 5, 1))), layout=torch.jagged).transpose(1, 2) for x in (q, k)]
+    stats, _ = seen(lambda: F.scaled_dot_product_attention(jagged[0], jagged[1], jagged[1]))
+    check(stats, list(zip(q.split((3, 5, 1)), k.split((3, 5, 1)))), positional({}))

@@ -1,0 +1,308 @@
+"""flex_attention is seen under any name, compiled or not, with the statistics of what its score_mod and masks make."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as home
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from qkeel import find_sites
+from qkeel.functional.stats import LogitStats
+from qkeel.kernels import statistics as kernel
+from qkeel.sites.intercept import Interceptor, Sighting, statistics
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+B, H, G, T, D = 2, 4, 2, 7, 8
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+BIAS = torch.randn(B, 1, T, T, generator=torch.Generator().manual_seed(3))
+DOCUMENT = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
+Mod = Callable[..., Tensor]
+
+
+def alibi(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return s - SLOPES[h] * (i - j)
+
+
+def capped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return 2 * torch.tanh(s / 2)
+
+
+def hiding(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return torch.where(i >= j, s, -float("inf"))
+
+
+def additive(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    # One index after the other, as transformers does it.
+    return s + BIAS[b][0][i][j] + torch.where(i >= j, 0.0, -1e4)
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i - j).abs() <= 1 + h
+
+
+def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (DOCUMENT[b, i] == DOCUMENT[b, j]) & (i >= j)
+
+
+def not_the_first(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i > j  # row 0 sees nothing
+
+
+def masked(mod: Mod, b: int | None = None, h: int | None = None) -> BlockMask:
+    return create_block_mask(mod, b, h, T, T, device="cpu")
+
+
+# score_mod, block mask, what they do to scores z, and who sees whom: [b h t s] at b, h, i, j.
+CASES: dict[str, tuple[Mod | None, BlockMask | None]] = {
+    "nothing": (None, None),
+    "causal": (None, masked(causal)),
+    "a window of its own per head": (None, masked(window, h=H)),
+    "documents": (None, masked(documents, b=B)),
+    "a row that sees nothing": (None, masked(not_the_first)),
+    "alibi": (alibi, masked(causal)),
+    "a cap": (capped, None),
+    "causal by infinity": (hiding, None),
+    "a bias and an additive mask": (additive, None),
+}
+
+
+def parts(case: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(len(case))
+    return tuple(3 * torch.randn(B, n, T, D, generator=generator) for n in (H, G, G))  # type: ignore[return-value]
+
+
+def oracle(case: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest logit, mean entropy and number of pairs per head, element by element in float64."""
+    score_mod, mask = CASES[case]
+    top, entropy, pairs = torch.full((H,), -torch.inf).double(), torch.zeros(H).double(), torch.zeros(H)
+    rows = torch.zeros(H)
+    for b, h, i in ((b, h, i) for b in range(B) for h in range(H) for i in range(T)):
+        z = []
+        for j in range(T):
+            at = [torch.tensor(x) for x in (b, h, i, j)]
+            if mask is None or mask.mask_mod(*at):
+                s = q[b, h, i].double() @ k[b, h // (H // G), j].double() / math.sqrt(D)
+                s = s if score_mod is None else score_mod(s, *at)
+                if s > -9e3:
+                    z.append(s)
+        if z:
+            row = torch.stack(z).double()
+            top[h] = torch.maximum(top[h], row.max())
+            entropy[h] += torch.distributions.Categorical(logits=row).entropy()
+            pairs[h] += len(z)
+            rows[h] += 1
+    return top, entropy / rows, pairs
+
+
+class Flex(nn.Module):
+    def __init__(self, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.call(q, k, v)
+
+
+def seen(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LogitStats]:
+    found: list[LogitStats] = []
+    with torch.no_grad(), Interceptor(model, lambda s: found.append(statistics(s.call))):
+        model(*inputs, **kwargs)
+    return found
+
+
+@pytest.mark.parametrize("rows", [1 << 20, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_statistics_are_those_of_the_oracle_in_blocks_of_any_size(
+    case: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "BLOCK", rows)
+    monkeypatch.setattr(kernel, "ROWS", min(rows, 64))
+    score_mod, block_mask = CASES[case]
+    q, k, v = parts(case)
+    attend = functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+    (stats,) = seen(Flex(attend), q, k, v)
+    top, entropy, pairs = oracle(case, q, k)
+    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    assert stats.n_pairs.tolist() == pairs.tolist()
+    assert len(stats.key_norm) == G
+
+
+def test_a_mask_of_blocks_alone_hides_the_blocks_it_lacks() -> None:
+    # Two blocks of two keys; the rows of the first block see the second one only.
+    count, index = torch.tensor([[[1, 1]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=2)
+    q = torch.eye(4)[None, None]
+    (stats,) = seen(Flex(functools.partial(flex_attention, block_mask=mask)), q, q, q)
+    assert stats.n_pairs.tolist() == [8]
+    assert stats.max_logit.tolist() == [0]  # q_i · k_i = 1 is hidden
+
+
+def test_the_scale_is_the_one_given() -> None:
+    q, k, v = parts("scale")
+    (one,) = seen(Flex(functools.partial(flex_attention, scale=1.0, enable_gqa=True)), q, k, v)
+    (half,) = seen(Flex(functools.partial(flex_attention, scale=0.5, enable_gqa=True)), q, k, v)
+    torch.testing.assert_close(one.max_logit, 2 * half.max_logit)
+
+
+class Block(nn.Module):
+    """Projections around flex_attention, kept under whatever name."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.q, self.kv = nn.Linear(H * D, H * D), nn.Linear(H * D, 2 * G * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(2, (H, D)).transpose(1, 2)
+        k, v = (y.unflatten(2, (G, D)).transpose(1, 2) for y in self.kv(x).chunk(2, dim=2))
+        return self.attend(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+def aliases() -> dict[str, Callable[..., Any]]:
+    kept = [flex_attention]
+    return {
+        "imported by name": flex_attention,
+        "through its module": lambda *a, **k: home.flex_attention(*a, **k),
+        "partial": functools.partial(flex_attention, scale=0.3),
+        "in a closure": lambda *a, **k: kept[0](*a, **k),
+        "compiled": torch.compile(flex_attention, backend="eager"),
+    }
+
+
+@pytest.mark.parametrize("name", aliases())
+def test_it_is_seen_and_its_rows_are_found_under_every_alias(name: str) -> None:
+    model = nn.Sequential(Block(aliases()[name]))
+    x = torch.randn(B, T, H * D)
+    (site,) = find_sites(model, x)
+    assert (site.name, site.n_heads, site.n_kv_heads, site.head_dim) == ("0", H, G, D)
+    (term,) = site.terms
+    assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
+    assert term.key[0].parameter == "0.kv.weight"
+    assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
+    assert len(seen(model, x)) == 1
+
+
+def test_what_was_compiled_is_neither_compiled_anew_nor_changed() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, x = Block(torch.compile(flex_attention, backend="aot_eager", fullgraph=True)), torch.randn(B, T, H * D)
+    with torch.no_grad():
+        expected = model(x)
+        before = dict(counters["stats"])
+        found: list[Sighting] = []
+        with Interceptor(model, found.append):
+            assert torch.equal(model(x), expected)
+        assert len(found) == 1
+        assert torch.equal(model(x), expected)
+    assert dict(counters["stats"]) == before
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def test_a_compiled_function_around_it_still_compiles_in_one_piece() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(2 * q, k, v, enable_gqa=True)
+
+    q, k, v = parts("whole")
+    with torch.no_grad():
+        expected = flex_attention(2 * q, k, v, enable_gqa=True)
+        found: list[Sighting] = []
+        with Interceptor(Flex(attend), found.append):
+            torch.testing.assert_close(attend(q, k, v), expected)
+    assert found == []  # inside compiled code nothing is seen
+    torch._dynamo.reset()
+
+
+def code() -> tuple[object, ...]:
+    return (flex_attention.__code__, dict(vars(flex_attention)), [n for n in vars(home) if n.startswith("_qkeel")])
+
+
+def test_the_function_is_as_it_was_after_exceptions_and_nested_watchers() -> None:
+    before, (q, k, v) = code(), parts("nested")
+    model = Flex(functools.partial(flex_attention, enable_gqa=True))
+    outer: list[Sighting] = []
+    inner: list[Sighting] = []
+    with torch.no_grad(), Interceptor(model, outer.append):
+        assert code() != before
+        with Interceptor(model, inner.append):
+            model(q, k, v)
+        model(q, k, v)
+        with pytest.raises(ValueError, match="same number of heads"), Interceptor(model, inner.append):
+            flex_attention(q, k[:, :1], v)
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            flex_attention(q, k)  # type: ignore[call-arg]
+    assert (len(outer), len(inner)) == (2, 1)
+    assert code() == before
+    assert (before[1], before[2]) == ({}, [])
+    model(q, k, v)
+    assert (len(outer), len(inner)) == (2, 1)
+
+
+def test_watching_computes_the_same_and_shows_the_same_signature() -> None:
+    import inspect
+
+    q, k, v = parts("same")
+    model = Flex(functools.partial(flex_attention, enable_gqa=True))
+    signature = inspect.signature(flex_attention)
+    with torch.no_grad():
+        expected = model(q, k, v)
+        with Interceptor(model, lambda s: None):
+            assert inspect.signature(flex_attention) == signature
+            assert torch.equal(model(q, k, v), expected)
+
+
+def test_another_thread_passes_unseen() -> None:
+    q, k, v = parts("thread")
+    model = Flex(functools.partial(flex_attention, enable_gqa=True))
+    found: list[Sighting] = []
+    with torch.no_grad(), Interceptor(model, found.append):
+        other = threading.Thread(target=model, args=(q, k, v))
+        other.start()
+        other.join()
+        assert found == []
+        model(q, k, v)
+    assert len(found) == 1
+
+
+def test_two_threads_that_watch_see_their_own_calls_each() -> None:
+    q, k, v = parts("threads")
+    model = Flex(functools.partial(flex_attention, enable_gqa=True))
+    counts: dict[int, int] = {}
+    barrier = threading.Barrier(2)
+
+    def work(calls: int) -> None:
+        found: list[Sighting] = []
+        with torch.no_grad(), Interceptor(Flex(model.call), found.append):
+            barrier.wait()
+            for _ in range(calls):
+                flex_attention(q, k, v, enable_gqa=True)
+            barrier.wait()
+        counts[calls] = len(found)
+
+    before = code()
+    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == {1: 1, 3: 3}
+    assert code() == before
