@@ -22,7 +22,7 @@ class Result:
     """What one architecture gave on one implementation.
 
     `layers`: attentions that exist: those whose weights are given away and `unreturned` ones known from the
-    configuration. `empty`: those whose rows have one key each, so that their entropies say nothing.
+    configuration. `empty`: calls whose entropies are all next to zero, so that they say little.
     """
 
     layers: int
@@ -57,7 +57,7 @@ def compare(entry: Entry, implementation: str) -> Result:
         calls=len(seen),
         error=error,
         told=sum(bool(s.terms) for s in sites),
-        empty=sum(not bool((x > 1e-3).any()) for x in given.weights),
+        empty=sum(not bool((x > 1e-3).any()) for x in seen),
     )
 
 

@@ -23,6 +23,10 @@ PLACES = {
     "vision_start_token_id": 93,
     "vision_end_token_id": 94,
 }
+# Images that come as one of several; videos under the name of images; images with their sizes.
+ONE_OF_SEVERAL = ("ModernVBert", "UltraVBert", "Idefics", "SmolVLM")
+VIDEOS = ("Timesformer", "VideoMAE", "Vivit")
+WITH_SIZES = ("Mistral3", "MistralLarge4", "LightOnOcr", "LlavaNext", "LlavaOnevision")
 # What stands in the text, and what its features are made of.
 PLACED = (
     ("image", IMAGE, ("pixel_values",)),
@@ -30,7 +34,7 @@ PLACED = (
     ("audio", AUDIO, ("input_features", "input_values")),
 )
 # Sound as [b, channels, frames]; the others take [b, frames, channels].
-CHANNELS_FIRST = ("Whisper", "AudioFlamingo3", "MusicFlamingo", "Qwen2Audio", "GlmAsr", "Voxtral", "Qwen3ASR")
+CHANNELS_FIRST = ("Whisper", "AudioFlamingo3", "GlmAsr")
 
 
 def tokens(model: nn.Module) -> dict[str, Any]:
@@ -98,8 +102,6 @@ def amid_text(model: nn.Module) -> dict[str, Any]:
         parts_of_text.append(torch.full((2, n // 2), token))
     ids = torch.cat([*parts_of_text, ids[:, 2:]], dim=1)
     kinds = {"mm_token_type_ids": (ids == IMAGE).long(), "token_type_ids": (ids == IMAGE).long()}
-    if "qformer_input_ids" in _names(model):
-        kinds["qformer_input_ids"] = ids[:, :3].clamp_max(80)
     return _known(
         model, {"input_ids": ids, "attention_mask": _mask(ids.shape[1]), "use_cache": False, **kinds, **given}
     )
@@ -150,11 +152,6 @@ def pictures(model: nn.Module) -> dict[str, Any]:
     return given
 
 
-ONE_OF_SEVERAL = ("ModernVBert", "UltraVBert", "Idefics", "SmolVLM", "Inkling")
-VIDEOS = ("Timesformer", "VideoMAE", "Vivit")
-WITH_SIZES = ("Mistral3", "MistralLarge4", "LightOnOcr", "LlavaNext", "LlavaOnevision", "Granite4Vision", "Emu3")
-
-
 def sound(model: nn.Module) -> dict[str, Any]:
     """Two random sounds as samples or as spectra."""
     config: Any = model.config
@@ -163,8 +160,6 @@ def sound(model: nn.Module) -> dict[str, Any]:
     features = _noise(2, FRAMES, bins)
     if type(model).__name__.startswith(CHANNELS_FIRST):
         features = features.mT
-    if type(model).__name__.startswith("Dia"):
-        return {"decoder_input_ids": torch.arange(2 * AHEAD * 9).view(2, AHEAD, 9) % 83 + 7}
     if type(model).__name__.startswith("AST"):
         return {"input_values": _noise(2, config.max_length, bins)}
     mask = torch.ones(2, FRAMES, dtype=torch.int64)

@@ -117,5 +117,5 @@ def _notes(name: str, got: dict[str, Any]) -> list[str]:
     if got["unreturned"]:
         notes.append(f"{got['unreturned']} not given away: {UNRETURNED[name][1]}")
     if got["empty"]:
-        notes.append(f"{got['empty']} with an entropy of zero here")
+        notes.append(f"{got['empty']} with entropies of zero here")
     return notes
