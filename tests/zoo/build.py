@@ -55,8 +55,9 @@ def small(entry: Entry) -> PretrainedConfig:
     if maker is not None:
         return maker()
     config_class = getattr(transformers, entry.class_name).config_class
-    values = shrink(config_class(), entry.name)
-    _deepen(values, OVERRIDES.get(entry.class_name, {}))
+    values = shrink(config_class(), config_class.model_type)
+    for name in {entry.name, entry.class_name} - {config_class.model_type}:
+        _deepen(values, OVERRIDES.get(name, {}))
     return config_class(**values)
 
 

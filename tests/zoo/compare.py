@@ -43,8 +43,8 @@ def compare(entry: Entry, implementation: str) -> Result:
     seen = entropies(model, batch)
     reference = build(entry, "eager")
     reference.load_state_dict(model.state_dict())
-    given = given_away(reference, batch, entry.name)
-    unreturned = UNRETURNED.get(entry.name, (0, ""))[0]
+    given = given_away(reference, batch, entry.class_name)
+    unreturned = UNRETURNED.get(entry.class_name, (0, ""))[0]
     error, left = closest(given.weights, [x[None] for x in seen])
     if unreturned and len(left) == unreturned:
         # The reference of these is what the softmax kernels made; who of them is an attention is known by count.

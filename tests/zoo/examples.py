@@ -174,7 +174,8 @@ def sound(model: nn.Module) -> dict[str, Any]:
 def size_of(config: PretrainedConfig) -> tuple[int, int, int]:
     """Channels, height and width that a configuration, or a part of it, names."""
     known = [c.to_dict() for c in parts(config)]
-    size = next((c["image_size"] for c in known if c.get("image_size") is not None), SIDE)
+    names = ("image_size", "input_size", "crop_size")
+    size = next((c[name] for c in known for name in names if c.get(name) is not None), SIDE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return next((n for c in known if isinstance(n := c.get("num_channels"), int)), 3), height, width
 

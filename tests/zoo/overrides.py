@@ -10,6 +10,7 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chun
 # None takes a field away, so that the configuration's default stays.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 96},
     "big_bird": {"attention_type": "original_full"},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
@@ -89,50 +90,52 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 # Models that return less of their weights than they compute; what their modules hand on stands in for it.
 _POINTS = "the weights of sampled points that it returns as attentions are no products of queries and keys"
 CUT: dict[str, str] = {
-    "cpmant": "cuts the rows and columns of its 32 prompt tokens out of the weights it returns",
-    "deformable_detr": _POINTS,
-    "grounding-dino": _POINTS,
-    "mm-grounding-dino": _POINTS,
-    "rf_detr": _POINTS,
+    "CpmAntForCausalLM": "cuts the rows and columns of its 32 prompt tokens out of the weights it returns",
+    "DeformableDetrForObjectDetection": _POINTS,
+    "GroundingDinoForObjectDetection": _POINTS,
+    "MMGroundingDinoForObjectDetection": _POINTS,
+    "RfDetrForObjectDetection": _POINTS,
 }
 
 # What these return as cross-attentions are such weights too; the rest is as usual.
-POINTS = ("rt_detr", "rt_detr_v2", "pp_doclayout_v3", "pp_doclayout_v4")
+POINTS = tuple(f"{n}ForObjectDetection" for n in ("RTDetr", "RTDetrV2", "PPDocLayoutV3", "PPDocLayoutV4"))
 
 _CHUNKS = (4, "vision tower: two layers, for each of two images; weights dropped")
 
 # Attentions, counted from the configuration, whose weights nobody gives away.
 UNRETURNED: dict[str, tuple[int, str]] = {
-    "inkling2_text": (
+    "Inkling2ForCausalLM": (
         4,
         "residual streams that attend to each other: twice per layer, once in the first, once at the end",
     ),
-    "cohere_compass": _CHUNKS,
-    "cosmos3_edge": _CHUNKS,
-    "cosmos3_omni": _CHUNKS,
-    "exaone4_5": _CHUNKS,
-    "hyperclovax_vision_v2": _CHUNKS,
-    "qwen2_5_vl": _CHUNKS,
-    "qwen2_vl": _CHUNKS,
-    "glmga": _CHUNKS,
-    "glm_ocr": _CHUNKS,
-    "glm4v_moe": _CHUNKS,
-    "glm4v": _CHUNKS,
-    "glm46v": _CHUNKS,
-    "qwen3_5": _CHUNKS,
-    "qwen3_5_moe": _CHUNKS,
-    "qwen3_vl": _CHUNKS,
-    "qwen3_vl_moe": _CHUNKS,
-    "qwen4_exp": _CHUNKS,
-    "cvt": (6, "1 + 2 + 3 layers"),
-    "florence2": (8, "vision tower: a spatial and a channel attention in each of four stages"),
-    "lxmert": (3, "self-attentions of the cross encoder and one of its two cross-attentions"),
-    "levit": (5, "three stages of one layer and two attentions that shrink between them"),
-    "mobilevit": (9, "2 + 4 + 3 layers, fixed in the code"),
-    "prophetnet": (4, "encoder and cross-attention, two layers each: returned before the softmax"),
-    "pegasus_x": (4, "encoder: a local and a global attention in each of two layers"),
-    "squeezebert": (2, "two layers: returned before the softmax"),
-    "timesformer": (2, "attention over time in each of two layers; that over space is returned"),
+    "CohereCompassForConditionalGeneration": _CHUNKS,
+    "Cosmos3EdgeForConditionalGeneration": _CHUNKS,
+    "Cosmos3OmniForConditionalGeneration": _CHUNKS,
+    "Exaone4_5_ForConditionalGeneration": _CHUNKS,
+    "HyperCLOVAXVisionV2ForConditionalGeneration": _CHUNKS,
+    "Qwen2_5_VLForConditionalGeneration": _CHUNKS,
+    "Qwen2VLForConditionalGeneration": _CHUNKS,
+    "GlmOcrForConditionalGeneration": _CHUNKS,
+    "Glm4vMoeForConditionalGeneration": _CHUNKS,
+    "Glm4vForConditionalGeneration": _CHUNKS,
+    "Glm46VForConditionalGeneration": _CHUNKS,
+    "Qwen3_5ForConditionalGeneration": _CHUNKS,
+    "Qwen3_5MoeForConditionalGeneration": _CHUNKS,
+    "Qwen3VLForConditionalGeneration": _CHUNKS,
+    "Qwen3VLMoeForConditionalGeneration": _CHUNKS,
+    "Qwen4ExpForConditionalGeneration": _CHUNKS,
+    "CvtForImageClassification": (6, "1 + 2 + 3 layers"),
+    "Florence2ForConditionalGeneration": (8, "vision tower: a spatial and a channel attention in each of four stages"),
+    "LxmertForQuestionAnswering": (3, "self-attentions of the cross encoder and one of its two cross-attentions"),
+    "LevitForImageClassification": (5, "three stages of one layer and two attentions that shrink between them"),
+    "MobileViTForImageClassification": (9, "2 + 4 + 3 layers, fixed in the code"),
+    "ProphetNetForConditionalGeneration": (
+        4,
+        "encoder and cross-attention, two layers each: returned before the softmax",
+    ),
+    "PegasusXForConditionalGeneration": (4, "encoder: a local and a global attention in each of two layers"),
+    "SqueezeBertForMaskedLM": (2, "two layers: returned before the softmax"),
+    "TimesformerForVideoClassification": (2, "attention over time in each of two layers; that over space is returned"),
 }
 
 # Architectures without a softmax of queries times keys: state spaces, convolutions, Fourier transforms, other kernels.
@@ -146,7 +149,6 @@ NEEDS: dict[str, str] = {
     "gemma3n": "timm",
     "omdet-turbo": "timm",
     "edgetam": "timm",
-    "edgetam_video": "timm",
     "timm_wrapper": "timm",
     "fast_vlm": "timm",
     "perception_lm": "timm",

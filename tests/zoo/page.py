@@ -108,14 +108,14 @@ def _row(name: str, class_name: str, result: dict[str, dict[str, Any]]) -> str:
     if remarks:
         remarks = [REASONS[name]] if name in REASONS else remarks
     elif got:
-        remarks = _notes(name, got)
+        remarks = _notes(class_name, got)
     return _line((*cells, "; ".join(remarks).replace("|", "/")))
 
 
-def _notes(name: str, got: dict[str, Any]) -> list[str]:
-    notes = [CUT[name]] if name in CUT else []
+def _notes(class_name: str, got: dict[str, Any]) -> list[str]:
+    notes = [CUT[class_name]] if class_name in CUT else []
     if got["unreturned"]:
-        notes.append(f"{got['unreturned']} not given away: {UNRETURNED[name][1]}")
+        notes.append(f"{got['unreturned']} not given away: {UNRETURNED[class_name][1]}")
     if got["empty"]:
         notes.append(f"{got['empty']} with entropies of zero here")
     return notes

@@ -43,7 +43,7 @@ class Given:
 
 
 def given_away(model: nn.Module, batch: dict[str, Any], name: str) -> Given:
-    """Run the model and take what it gives away. `name`: its model type."""
+    """Run the model and take what it gives away. `name`: that of its class."""
     handed: list[Tensor] = []
     means: list[Tensor] = []
     kernels = _Softmaxes()

@@ -6,12 +6,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
 from tests.zoo.census import judge
+from tests.zoo.compare import closest
 from tests.zoo.page import IMPLEMENTATIONS, passed, verdict
 from tests.zoo.tables import TABLES, Entry, entries
 
 CAUSAL = ("llama", "gpt2", "gpt_neox", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "qwen3_next")
-OTHERS = ("bert", "t5", "whisper", "wavlm", "vit", "swin", "clip", "detr", "qwen2_vl", "pegasus_x")
+OTHERS = ("bert", "t5", "whisper", "wavlm", "vit", "swin", "clip", "detr", "qwen2_vl")
 FAST = [e for table, names in (("causal", CAUSAL), ("others", OTHERS)) for e in entries(table) if e.name in names]
 ALL = [e for table in TABLES for e in entries(table)]
 
@@ -36,6 +38,26 @@ def test_the_second_table_has_classes_of_its_own() -> None:
     assert len(others) > 200
     assert len(set(others)) == len(others)
     assert not set(others) & set(causal)
+
+
+def test_a_layer_too_few_or_too_many_and_a_wrong_entropy_are_no_pass() -> None:
+    good = {"layers": 6, "sites": 6, "modules": 6, "calls": 6, "error": 1e-6}
+    assert passed(good)
+    assert passed({**good, "sites": 12})  # two calls of each module
+    for wrong in ({"error": 2e-4}, {"error": float("inf")}, {"error": float("nan")}, {"layers": 5}, {"layers": 7}):
+        assert not passed({**good, **wrong})
+    assert not passed({**good, "layers": 0, "sites": 0})
+    assert not passed({"reason": "no attention"})
+
+
+def test_each_reference_takes_a_call_of_its_own() -> None:
+    a, b = torch.tensor([[0.5, 1.0]]), torch.tensor([[0.6, 1.0]])
+    assert closest([a, b], [b, a]) == (0.0, [])
+    error, left = closest([a, a], [a, b])
+    assert error == pytest.approx(0.1)
+    assert left == []
+    assert closest([a, a], [a])[0] == float("inf")
+    assert closest([a.mean(1, keepdim=True)], [b, a]) == (0.0, [b])
 
 
 @pytest.mark.zoo
