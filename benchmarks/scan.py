@@ -27,7 +27,7 @@ NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _BUFFER = 1 << 22
 
 
-def write_checkpoint(folder: Path, gigabytes: float, dtype: torch.dtype) -> Path:
+def write_checkpoint(folder: Path, gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A random decoder of the usual proportions (grouped keys, gated feed-forward), written in pieces."""
     shapes = {"model.embed_tokens.weight": (VOCABULARY, D)}
     per_layer = D * (2 * HEADS + 2 * GROUPS) * WIDTH + 3 * D * MLP
@@ -76,7 +76,7 @@ def forget(file: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def compare(file: Path, what: str, cold: bool) -> None:
+def compare(file: Path, *, cold: bool, what: str = "BF16") -> None:
     """Print rates and their ratio, read and scan in turn."""
     size = file.stat().st_size / 1e9
     tasks = {
@@ -112,7 +112,7 @@ def main(gigabytes: float = 1.0) -> None:
             read(file)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             for cold in (False, True):
-                compare(file, name, cold)
+                compare(file, cold=cold, what=name)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"peak memory of the process: {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before the scans)")
 

@@ -9,6 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import qkeel
 from benchmarks.measure import Row, interleave
+from qkeel.kernels.statistics import logit_change, logit_maxima, logit_stats, sampled_stats
+from qkeel.spec.call import make_call
 
 BASE = "SDPA forward + backward"
 SPEC = qkeel.AttentionSpec()
@@ -39,6 +41,10 @@ def bench(shape: tuple[int, int, int, int], rounds: int) -> list[Row]:
             z.amax((0, 2, 3)), torch.special.entr(p).sum(-1).mean((0, 2))
         out.backward(gradient)
 
+    call = make_call(SPEC, q, k, v)
+    moved = make_call(SPEC, q.detach() * 1.001, k.detach() * 1.001, v)
+    rng = torch.Generator()
+    sampled = min(64, t)
     cases = {
         BASE: plain,
         "qkeel, no statistics": ours(False),
@@ -46,5 +52,12 @@ def bench(shape: tuple[int, int, int, int], rounds: int) -> list[Row]:
         "qkeel, entropy + certified maximum": ours("entropy"),
         "qkeel, exact LogitStats, O(T) memory": ours(True),
         "SDPA + the full matrix (maximum, entropy)": full_matrix,
+        "alone: exact LogitStats": lambda: logit_stats(call),
+        "alone: maxima only": lambda: logit_maxima(call),
+        f"alone: estimate from {sampled} queries": lambda: sampled_stats(call, sampled, generator=rng),
+        "alone: change of logits, all pairs": lambda: logit_change(call, moved),
+        f"alone: change of logits, {sampled} queries": lambda: logit_change(
+            call, moved, n_queries=sampled, generator=rng
+        ),
     }
     return interleave(cases, BASE, rounds)

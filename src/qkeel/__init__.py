@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report
+    from qkeel.audit import explain_model
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
@@ -27,6 +28,7 @@ _HOMES = {
     "AttentionSpec": "qkeel.spec",
     "apply": "qkeel.remedies",
     "attention": "qkeel.ops",
+    "explain_model": "qkeel.audit",
     "find_sites": "qkeel.sites",
     "preset": "qkeel.spec",
     "presets": "qkeel.spec",
@@ -40,6 +42,7 @@ __all__ = [
     "attention",
     "audit",
     "errors",
+    "explain_model",
     "find_sites",
     "integrations",
     "lab",

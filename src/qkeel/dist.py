@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch import distributed as torch_distributed
+
+Verdict = Literal["together", "apart", "alone"]
 
 
 def world() -> int:
@@ -24,6 +30,38 @@ def gather(vector: Tensor) -> Tensor:
     out = vector.new_empty(world() * vector.numel())
     torch_distributed.all_gather_into_tensor(out, vector.contiguous())
     return out.view(world(), -1)
+
+
+def agree(name: str, word: str, patience: float = 60.0) -> Verdict:
+    """Whether all processes say the same word under this name, the same answer on each.
+
+    "apart" if the words differ; "alone" if some process says none within `patience` seconds. Goes through the store
+    that the processes met at and not through a collective, which would wait for a silent process for ever.
+    """
+    if not _on():
+        return "together"
+    store = torch_distributed.distributed_c10d._get_default_store()
+    keys = [f"qkeel/{name}/{other}" for other in range(world())]
+    store.set(keys[rank()], word)
+    try:
+        store.wait(keys, timedelta(seconds=patience))
+        verdict = _same([store.get(key).decode() for key in keys])
+    except RuntimeError:  # each kind of store has its own error
+        verdict = "alone"
+    # The first verdict is everyone's: one process may just have lost patience with another that was about to speak.
+    final = store.compare_set(f"qkeel/{name}/verdict", "", verdict).decode()
+    return next(v for v in ("together", "apart", "alone") if v == final)
+
+
+def _same(words: Sequence[str]) -> Verdict:
+    return "together" if len(set(words)) == 1 else "apart"
+
+
+def ordinal(kind: str) -> int:
+    """How many times this process has asked for a number of this kind; the same thing gets the same one everywhere."""
+    if not _on():
+        return 0
+    return torch_distributed.distributed_c10d._get_default_store().add(f"qkeel/{kind}/{rank()}", 1)
 
 
 def collective_device() -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -211,6 +212,22 @@ def test_training_under_the_second_pass_is_bit_for_bit_the_same() -> None:
 
     for a, b in zip(train(watched=False), train(watched=True)):
         assert torch.equal(a, b)
+
+
+def test_what_one_watcher_computes_is_no_attention_to_another() -> None:
+    model, x = Block(attention), torch.randn(B, T, H * D)
+    counts = [0, 0]
+
+    def note(i: int, sighting: Sighting) -> None:
+        statistics(sighting.call)  # exponentials over their sums
+        counts[i] += 1
+
+    outer, inner = (
+        Interceptor(model, functools.partial(note, i), dispatch=dispatch) for i, dispatch in ((0, True), (1, False))
+    )
+    with outer, inner:
+        model(x)
+    assert counts == [1, 1]
 
 
 def test_a_product_with_a_view_of_a_weight_makes_no_scores() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import types
@@ -12,9 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
 from qkeel.functional.stats import LogitStats
+from qkeel.sites.blockwise import PackedCall
 from qkeel.sites.intercept import Interceptor, statistics
 
 from . import flash_stand_in as stand_in
@@ -139,6 +142,19 @@ def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> No
     check(stats, pieces(q, k), positional(OPTIONS[name]))
 
 
+def test_a_query_mask_reaches_the_sequences_of_a_packed_call() -> None:
+    q, k, ends = lengths()
+    calls: list[PackedCall] = []
+    with Interceptor(nn.Identity(), lambda s: calls.append(s.call)):  # type: ignore[arg-type]
+        stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5)
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[0, :3] = False  # the whole first sequence
+    mask[0, 4] = False
+    stats = statistics(dataclasses.replace(calls[0], query_mask=mask))
+    assert stats.n_queries.tolist() == [5] * H
+    assert stats.n_pairs.tolist() == [4 * 5 + 1] * H
+
+
 def test_packed_sequences_with_packed_arguments() -> None:
     q, k, ends = lengths()
     kv = torch.stack([k, k], dim=1)
@@ -171,6 +187,50 @@ def test_the_rows_of_each_head_are_found() -> None:
         (term,) = site.terms
         assert torch.equal(term.query[0].index, torch.arange(H * D).view(H, D))
         assert torch.equal(term.key[0].index, torch.arange(G * D).view(G, D))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_checkpointing_computes_again_is_not_seen_again(reentrant: bool) -> None:
+    model, x = Block(stand_in.flash_attn_func), torch.randn(B, 5, H * D, requires_grad=True)
+    found: list[str] = []
+    with Interceptor(model, lambda s: found.append(s.name)):
+        y: Any = checkpoint(model, x, use_reentrant=reentrant)
+        y.sum().backward()
+    assert found == [""]
+    (site,) = find_sites(nn.Sequential(_Checkpointed(model, reentrant)), x)
+    assert site.name == "0.inner"
+    assert len(site.terms) == 1
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def test_several_calls_of_one_module_and_shared_modules_keep_their_names() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x)[:, :, None]
+            once = stand_in.flash_attn_func(q, q, q)
+            return stand_in.flash_attn_func(once, q, q)[:, :, 0]
+
+    twice = Twice()
+    model, x = nn.Sequential(twice, twice), torch.randn(B, 5, D)
+    found: list[str] = []
+    with Interceptor(model, lambda s: found.append(s.name)):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(B, 5, D + 1))
+        model(x)
+    assert found == ["0", "0#2", "0", "0#2"]
+    assert [s.name for s in find_sites(model, x)] == ["0", "0#2"]
 
 
 def test_a_wrapper_that_falls_back_to_torch_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:

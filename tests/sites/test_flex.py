@@ -151,6 +151,16 @@ def test_a_mask_of_blocks_alone_hides_the_blocks_it_lacks() -> None:
     assert stats.max_logit.tolist() == [0]  # q_i · k_i = 1 is hidden
 
 
+def test_norms_angles_and_products_are_those_of_q_and_k_whatever_score_mod_adds() -> None:
+    q, k, v = parts("angles")
+    mask = masked(causal)
+    (plain,) = seen(Flex(functools.partial(flex_attention, block_mask=mask, enable_gqa=True)), q, k, v)
+    (added,) = seen(Flex(functools.partial(flex_attention, score_mod=alibi, block_mask=mask, enable_gqa=True)), q, k, v)
+    for field in ("qk_frobenius", "cos_mean", "cos_max", "query_norm", "key_norm_max"):
+        torch.testing.assert_close(getattr(added, field), getattr(plain, field))
+    assert (added.max_logit != plain.max_logit).any()
+
+
 def test_the_scale_is_the_one_given() -> None:
     q, k, v = parts("scale")
     (one,) = seen(Flex(functools.partial(flex_attention, scale=1.0, enable_gqa=True)), q, k, v)

@@ -41,13 +41,16 @@ class Log:
     def __init__(self, model: nn.Module) -> None:
         self.compiled: list[bool] = []
         self.ended = 0
-        self.handle = Forwards(model, self._before, self._after)
+        self.failed: list[bool] = []
+        self.faults: list[Exception] = []
+        self.handle = Forwards(model, self._before, self._after, on_fault=self.faults.append)
 
     def _before(self, args: object, kwargs: object, compiled: bool) -> None:
         self.compiled.append(compiled)
 
-    def _after(self, output: object) -> None:
+    def _after(self, output: object, failed: bool) -> None:
         self.ended += 1
+        self.failed.append(failed)
 
 
 def X() -> Tensor:
@@ -173,9 +176,58 @@ def test_a_pass_that_fails_is_ended() -> None:
     log = Log(model)
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 5))
-    assert log.ended == 1
+    assert log.failed == [True]
     model(X())
-    assert log.ended == 2
+    assert log.failed == [True, False]
+
+
+def test_a_pass_inside_the_handling_of_an_error_does_not_fail() -> None:
+    model = Net()
+    log = Log(model)
+    try:
+        raise ValueError
+    except ValueError:
+        model(X())
+    assert log.failed == [False]
+
+
+def test_an_interrupted_pass_is_ended_when_the_next_begins() -> None:
+    model = Net()
+    log = Log(model)
+    interrupt(model)
+    assert log.ended == 0
+    model(X())
+    assert log.failed == [True, False]
+
+
+def test_removing_after_an_interrupt_leaves_nothing_behind() -> None:
+    model = Net()
+    log = Log(model)
+    interrupt(model)
+    log.handle.remove()
+    assert log.failed == [True]
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def interrupt(model: Net) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.second.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(X())
+    hook.remove()
+
+
+def test_what_the_watcher_raises_never_reaches_the_caller() -> None:
+    def boom(*_: object) -> None:
+        raise ValueError("boom")
+
+    model, faults = Net(), []  # type: ignore[var-annotated]
+    Forwards(model, boom, boom, on_fault=faults.append)
+    model(X())
+    assert [str(f) for f in faults] == ["boom", "boom"]
 
 
 def test_a_model_that_calls_itself_is_one_pass() -> None:

@@ -15,6 +15,7 @@ from qkeel import find_sites
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.functional.stats import LogitStats
 from qkeel.sites import Tap
+from qkeel.sites.intercept import Interceptor
 
 B, H, T, D = 2, 4, 6, 8
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -114,6 +115,36 @@ def fused_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, torch.zeros(T, T).masked_fill(~causal(), -1e4))
 
 
+def exp_over_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    e = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return (e / e.sum(dim=-1, keepdim=True)) @ v
+
+
+def values_before_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores -= scores.max(dim=-1, keepdim=True).values.detach()
+    e = (scores / math.sqrt(D)).exp_() * causal()
+    return e @ v / e.sum(-1)[..., None]
+
+
+def less_its_logsumexp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)) @ v
+
+
+def softmax_of_the_rest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT / math.sqrt(D)
+    scores = scores - scores.max()
+    scores = (scores - scores.amax(-1, keepdim=True)).transpose(1, 2).transpose(1, 2)
+    return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
+
+
+def products_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q[:, :, :, None] * k[:, :, None]).sum(-1) / math.sqrt(D)
+    return scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
+
+
 WAYS: dict[str, Attend] = {
     f.__name__: f
     for f in (
@@ -128,6 +159,11 @@ WAYS: dict[str, Attend] = {
         keys_in_two_parts,
         written_in_place,
         checkpointed,
+        exp_over_sum,
+        values_before_the_sum,
+        less_its_logsumexp,
+        softmax_of_the_rest,
+        products_by_hand,
         fused,
         fused_with_mask,
     )
@@ -244,14 +280,25 @@ def test_the_probe_leaves_no_trace() -> None:
 
 
 def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
-    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        e = torch.exp(q @ k.mT)
-        return e / e.sum(-1, keepdim=True) @ v
+    def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.sigmoid(q @ k.mT) @ v
 
-    with pytest.raises(
-        RefusedError, match=r"(?s)saw no attention in a forward pass of this Block.*exp \(1x\).*describe\(model"
-    ):
-        find_sites(Block(by_hand), torch.randn(B, T, H * D))
+    def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Key block by key block under a running maximum: no block is an attention of its own.
+        top, out, mass = torch.full((B, H, T, 1), -torch.inf), torch.zeros_like(v), torch.zeros(B, H, T, 1)
+        for keys in (slice(0, 3), slice(3, T)):
+            z = q @ k[:, :, keys].mT
+            new = torch.maximum(top, z.amax(-1, keepdim=True))
+            e = torch.exp(z - new)
+            out, mass = out * (top - new).exp() + e @ v[:, :, keys], mass * (top - new).exp() + e.sum(-1, keepdim=True)
+            top = new
+        return out / mass
+
+    for way, stop in ((sigmoid, r"sigmoid \(1x\)"), (in_blocks, r"sub of a number per row \(2x\)")):
+        with pytest.raises(
+            RefusedError, match=rf"(?s)saw no attention in a forward pass of this Block.*{stop}.*describe\(model"
+        ):
+            find_sites(Block(way), torch.randn(B, T, H * D))
 
 
 def test_an_example_that_fails_is_reported_as_such() -> None:
@@ -313,14 +360,20 @@ def test_an_exception_in_the_model_leaves_no_mode_behind() -> None:
 
 
 @torch.no_grad()
-def test_a_transformer_encoder_in_eval_is_seen_and_computes_what_it_does_without_its_fast_path() -> None:
+def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_under_an_interceptor() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, batch_first=True), 2).eval()
     x = torch.randn(2, 5, 16)
+    fast = model(x)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        expected = model(x)
+        slow = model(x)
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+    names = ["layers.0.self_attn", "layers.1.self_attn"]
     with Tap(model) as tap:
-        assert torch.equal(model(x), expected)
-        assert list(tap.read()) == ["layers.0.self_attn", "layers.1.self_attn"]
+        assert torch.equal(model(x), fast)
+        assert list(tap.read()) == names
+    found: list[str] = []
+    with Interceptor(model, lambda s: found.append(s.name)):
+        assert torch.equal(model(x), slow)
+    assert found == names

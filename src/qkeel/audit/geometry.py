@@ -80,7 +80,7 @@ class Geometry:
 
 def read_geometry(config: Mapping[str, Any], tensor: str, flags: Geometry) -> Geometry:
     """The sizes that speak for the tensor of that name; flags go over config.json."""
-    part = _section(config, tensor)
+    part = section(config, tensor)
     # An encoder-decoder may give its halves different numbers of heads.
     keys = ("decoder_attention_heads", *N_HEADS) if "decoder." in tensor else N_HEADS
     values: dict[str, Any] = {
@@ -98,7 +98,8 @@ def read_geometry(config: Mapping[str, Any], tensor: str, flags: Geometry) -> Ge
     return Geometry(**{**values, **{k: v for k, v in given.items() if v is not None}, "layout": flags.layout})
 
 
-def _section(config: Mapping[str, Any], tensor: str) -> Mapping[str, Any]:
+def section(config: Mapping[str, Any], tensor: str) -> Mapping[str, Any]:
+    """The part of a composite config that speaks for a tensor or module of that name."""
     for key, words in SECTIONS:
         part = config.get(key)
         if isinstance(part, Mapping) and any(word in tensor for word in words):

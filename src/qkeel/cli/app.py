@@ -159,10 +159,10 @@ def report(
     *,
     output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path("report.html"),
 ) -> int:
-    """Write one self-contained HTML page from study or run directories.
+    """Write one self-contained HTML page about studies, runs or watched models.
 
     Args:
-        runs: Study or run directories.
+        runs: Directories of studies, of runs, or of watched models.
         output: The file to write.
     """
     from qkeel.report import write

@@ -20,10 +20,11 @@ class TrackioSink(Sink):
     def open(self, about: Mapping[str, Any]) -> None:
         """Start the run."""
         try:
-            import trackio  # type: ignore[import-not-found]
+            import trackio
         except ImportError as error:
             raise missing("the trackio sink", "trackio") from error
-        self._run = trackio.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
+        module: Any = trackio
+        self._run = module.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
 
     def write(self, sample: Sample) -> None:
         """One log call."""

@@ -26,11 +26,12 @@ class WandbSink(Sink):
     def open(self, about: Mapping[str, Any]) -> None:
         """Join the active run, or start one."""
         try:
-            import wandb  # type: ignore[import-not-found]
+            import wandb
         except ImportError as error:
             raise missing("the W&B sink", "wandb") from error
-        self._own = wandb.run is None
-        self._run = wandb.init(project=self.project, name=self.name, mode=self.mode) if self._own else wandb.run
+        module: Any = wandb
+        self._own = module.run is None
+        self._run = module.init(project=self.project, name=self.name, mode=self.mode) if self._own else module.run
         self._run.config.update({"qkeel": dict(about)}, allow_val_change=True)
         for keys in ("attn/*", "hidden/*", "eval/attn/*", "eval/hidden/*"):
             self._run.define_metric(keys, step_metric=STEP)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from qkeel.errors import RefusedError, ShapeError
+from qkeel.functional.changes import LogitChange, change_factors, change_rows, no_change_rows, reduce_changes
 from qkeel.functional.normalizers import entropy
 from qkeel.functional.rows import RowStats, Seen, extreme_logits, logit_rows, product_rows, reduce_rows, softmax_rows
+from qkeel.functional.sampling import chosen_rows, standing_for
 from qkeel.functional.stats import LogitStats
 from qkeel.kernels.contract import row_blocks
 from qkeel.metrics import ALARM_THRESHOLD
@@ -27,19 +31,79 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     Masked pairs count nowhere, nor do query rows that the call's `query_mask` leaves out. share_above is over
     `threshold` nats.
     """
-    q, k = call.encoded()
-    q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
+    return _stats(call, _keys_seen(call), threshold)
+
+
+@torch.no_grad()
+def sampled_stats(
+    call: AttentionCall, n_queries: int, *, generator: torch.Generator, threshold: float = ALARM_THRESHOLD
+) -> LogitStats:
+    """An estimate of `logit_stats` from n_queries query rows, spread over the sequence, and all the keys they see.
+
+    Rows keep their positions and their masks. Means over query rows (entropy, query_norm, shares) are unbiased where
+    every row sees keys, else ratios of unbiased sums, as are means over pairs (mean_logit, cos_mean, share_above: the
+    bias is of order n_queries^-3); qk_frobenius² is unbiased. Maxima are lower bounds, minima upper ones. What is said
+    of keys is exact. Counts are those of the whole call in expectation, so that estimates merge by what they stand
+    for. With n_queries >= t it is `logit_stats` itself.
+
+    Args:
+        generator: the only source of chance; on any device.
+
+    Raises:
+        InvalidValueError: n_queries is under 1.
+    """
+    t = call.query_shape[1]
+    rows = chosen_rows(t, n_queries, generator)
+    if rows is None:
+        return logit_stats(call, threshold)
+    return standing_for(_stats(_with_rows(call, rows.to(call.q.device)), _keys_seen(call), threshold), t, n_queries)
+
+
+@torch.no_grad()
+def logit_change(
+    before: AttentionCall,
+    after: AttentionCall,
+    *,
+    n_queries: int | None = None,
+    generator: torch.Generator | None = None,
+) -> LogitChange:
+    """How far the logits before the cap moved between two calls of the same batch, over the visible pairs.
+
+    ΔS = S' - S from `change_factors`, blockwise: exact, at the cost of two products q kᵀ, no T×T matrix. Scales that
+    learn and biases that move are in it. Pairs are those that `after` sees, its `query_mask` respected.
+
+    Args:
+        before, after: calls of equal shapes, under specs with the same norm and position.
+        n_queries, generator: both or none; only that many query rows, drawn as in `sampled_stats`, with all visible
+            keys of each: rms² and mean_abs are then ratios of unbiased sums, max_abs a lower bound.
+
+    Raises:
+        ShapeError: the calls are of different shapes. InvalidValueError: n_queries is under 1, or has no generator.
+        RefusedError: the position does not fold into q and k.
+    """
+    if before.q.shape != after.q.shape or before.k.shape != after.k.shape:
+        raise ShapeError(
+            f"expected two calls of the same batch, got q {tuple(before.q.shape)}, k {tuple(before.k.shape)} and then "
+            f"q {tuple(after.q.shape)}, k {tuple(after.k.shape)}"
+        )
+    if not after.spec.position.folds:
+        raise RefusedError(f"{after.spec.position.formula()} enters no product q·k that could be told before and after")
+    rows = chosen_rows(after.query_shape[1], n_queries, generator)
+    if rows is not None:
+        before, after = (_with_rows(call, rows.to(call.q.device)) for call in (before, after))
+    a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
-    for rows, keys in _blocks(call):
+    for rows, keys in _blocks(after):
         if keys.stop == 0:
-            parts.append(RowStats.nothing(q_norm[:, :, rows]))
+            parts.append(no_change_rows(a[:, :, rows, 0]))
             continue
-        z, seen = _logits(call, q, k, rows, keys)
-        products, unit = _products(call, q, k, rows, keys)
-        products = z if products is None else seen.blank_(products)
-        angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
-        parts.append(RowStats(**angle, **logit_rows(z, seen, threshold), **_weight_rows(call, z, seen)))
-    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, _keys_seen(call))
+        change = NoPosition().scores(a[:, :, rows], c[:, :, keys], after.pos_q[:, rows], after.pos_k[:, keys], {})
+        moved = [call.bias(rows, keys) for call in (before, after)]
+        if moved[0] is not None and moved[1] is not None:
+            change = change + (moved[1] - moved[0]).to(change.dtype)
+        seen = _seen(after, rows, keys)
+        parts.append(change_rows(seen.blank_(change), seen))
+    return reduce_changes(parts, after.query_mask)
 
 
 @torch.no_grad()
@@ -57,6 +121,41 @@ def logit_maxima(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return top, low
 
 
+def _stats(call: AttentionCall, keys_seen: Tensor, threshold: float) -> LogitStats:
+    q, k = call.encoded()
+    q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
+    parts = []
+    for rows, keys in _blocks(call):
+        if keys.stop == 0:
+            parts.append(RowStats.nothing(q_norm[:, :, rows]))
+            continue
+        z, seen = _logits(call, q, k, rows, keys)
+        products, unit = _products(call, q, k, rows, keys)
+        products = z if products is None else seen.blank_(products)
+        # In this order: logit_rows lowers z, _weight_rows overwrites it.
+        angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
+        found = logit_rows(z, seen, threshold)
+        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen)))
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen)
+
+
+def _with_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
+    """The call with these query rows only, at their own positions."""
+    mask = call.mask
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask[:, :, rows]
+    counted = None if call.query_mask is None else call.query_mask[:, rows]
+    return dataclasses.replace(
+        call, q=call.q[:, :, rows], pos_q=call.pos_q[:, rows], mask=mask, query_mask=counted, plain=False
+    )
+
+
+def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Encoded q and k, the scale on q."""
+    q, k = call.encoded()
+    return q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype), k
+
+
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
     """Rows and the keys that they can see at most."""
     for rows in row_blocks(call, BLOCK, ROWS):
@@ -65,14 +164,17 @@ def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
 
 def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Seen]:
     """Blanked logits before the cap of a block of encoded q and k, and who sees whom there."""
-    z = call.scores(q[:, :, rows], k[:, :, keys], rows, keys)
+    seen = _seen(call, rows, keys)
+    return seen.blank_(call.scores(q[:, :, rows], k[:, :, keys], rows, keys)), seen
+
+
+def _seen(call: AttentionCall, rows: slice, keys: slice) -> Seen:
     start = 0
     if call.causal and call.plain and call.mask is None:
         # Every row of the block sees the keys before the block's own diagonal.
-        start = min(max(k.shape[2] - q.shape[2] + rows.start + 1, 0), keys.stop)
+        start = min(max(call.k.shape[2] - call.q.shape[2] + rows.start + 1, 0), keys.stop)
     visible = call.visible(rows, slice(start, keys.stop)) if start < keys.stop else None
-    seen = Seen(visible, keys.stop if visible is None else start, keys.stop)
-    return seen.blank_(z), seen
+    return Seen(visible, keys.stop if visible is None else start, keys.stop)
 
 
 def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor | None, float]:

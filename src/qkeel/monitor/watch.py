@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError
-from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.alarms import DEFAULT
 from qkeel.monitor.cadence import Cadence, cadence
+from qkeel.monitor.changes import arguments
 from qkeel.monitor.monitor import Monitor, Plan, watched
+from qkeel.monitor.planned import PlannedRates
 from qkeel.monitor.queries import Given, QueryMask
 from qkeel.monitor.rule import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink
@@ -26,7 +27,8 @@ def watch(
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
     rules: Sequence[Rule] = DEFAULT,
     query_mask: Given | None = None,
-    threshold: float = ALARM_THRESHOLD,
+    probe: object = None,
+    planned: PlannedRates | None = None,
 ) -> Monitor:
     """Watch every attention of a model, per layer and head, without changing one bit of what it computes.
 
@@ -39,7 +41,10 @@ def watch(
         rules: the alarms; each warns once. An empty list for none.
         query_mask: which query rows count, [b t]: the name of the forward's keyword argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
-        threshold: nats; `share_above` is the share of logits over it.
+        probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments; with it the
+            change of its logits by each measured step is measured, by two passes of their own without gradients.
+        planned: the learning rates of the run, if known; with them alarms come earlier and forecasts follow the
+            schedule.
 
     Returns: the Monitor: `read()`, `table()`, `alarms`, `remove()`; a context manager.
 
@@ -58,8 +63,11 @@ def watch(
         sinks=tuple(_sink(s) for s in given),
         rules=tuple(rules),
         query_mask=None if query_mask is None else QueryMask(query_mask),
-        threshold=threshold,
+        probe=None if probe is None else arguments(probe),
+        planned=planned,
     )
+    if planned is not None and not isinstance(planned, PlannedRates):
+        raise InvalidTypeError(f"expected PlannedRates.of(rates) as the plan, got {type(planned).__name__}")
     if watched(model):
         raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or read from that one")
     return Monitor(model, None if optimizer is None else _optimizer(optimizer, model), plan)

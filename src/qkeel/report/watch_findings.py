@@ -117,7 +117,7 @@ def _loss(run: Watched) -> str:
     fine = np.flatnonzero(np.isfinite(values))
     if len(fine) < 2:
         return ""
-    start, end = values[fine[0]], values[fine[-1]]
+    start, end = float(values[fine[0]]), float(values[fine[-1]])
     return (
         f"Training loss went from {loss(start)} at step {steps[fine[0]]:,} to {loss(end)} at step {steps[fine[-1]]:,}."
     )

@@ -52,4 +52,5 @@ def bare(func: Any) -> str:
 
 def in_vmap() -> bool:
     """Whether torch.func.vmap runs here: tensors then lack the dimension that is mapped over."""
-    return any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())
+    levels = get_interpreter_stack()
+    return levels is not None and any(level.key() == TransformType.Vmap for level in levels)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import contextvars
+import functools
 import inspect
 import sys
 import threading
@@ -82,9 +83,8 @@ def _functions() -> Iterator[types.FunctionType]:
     """Attention functions of modules that are loaded: one that is not, nobody can call."""
     seen: set[int] = set()
     places = [(sys.modules.get(home), name) for home, name in _TORCH]
-    for home, module in list(sys.modules.items()):
-        if "flash_attn" in home or "flash_attention" in home:
-            places += [(module, name) for name in FLASH]
+    for home in [home for home in sys.modules if "flash_att" in home]:
+        places += [(sys.modules.get(home), name) for name in FLASH]
     for module, name in places:
         function = None if module is None else vars(module).get(name)
         if isinstance(function, types.FunctionType) and id(function) not in seen:
@@ -114,7 +114,7 @@ class _Door:
         self.outside: Callable[..., Any] = _outside
         self.guests = 0
         name = _NAME + function.__name__
-        hook, enter = _hook(function, name), self._entrance()
+        hook, enter = _hook(self.code, name), self._entrance()
         if "torch._dynamo" in sys.modules:
             # Called by a compiled wrapper, the compiler is to take up the function itself, not the door before it.
             for code in (hook, enter.__code__, _Door.through.__code__, recomputing.__code__):
@@ -154,9 +154,9 @@ class _Door:
         return out
 
 
-def _hook(function: types.FunctionType, name: str) -> types.CodeType:
-    """Code that takes the function's arguments and gives them to `name`."""
-    code = function.__code__
+@functools.lru_cache(maxsize=32)
+def _hook(code: types.CodeType, name: str) -> types.CodeType:
+    """Code that takes the arguments that `code` takes and gives them to `name`."""
     n = code.co_argcount + code.co_kwonlyargcount
     first, named = code.co_varnames[: code.co_argcount], code.co_varnames[code.co_argcount : n]
     rest = list(code.co_varnames[n:])

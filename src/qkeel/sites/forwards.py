@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as calls
 
 from qkeel.handle import Handle
 
@@ -16,26 +21,30 @@ _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 class Forwards(Handle):
-    """Calls `before(args, kwargs, compiled)` and `after(output)` around each outermost call of `model`.
+    """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
     Not those that gradient checkpointing repeats in the backward pass, nor those of a forked process. `compiled` says
     that the pass runs compiled code, which nothing may be put around: a mode would recompile it and change its
-    numbers. A model that is called inside a larger compiled function is not seen. What the hooks raise reaches the
-    model's caller, so they must not.
+    numbers. A model that is called inside a larger compiled function is not seen. `failed` says that the pass ended in
+    an exception; after an interrupt that is told when the next pass begins, or at `remove()`. What `before` and
+    `after` raise goes to `on_fault`: never to the model's caller.
     """
 
     def __init__(
         self,
         model: nn.Module,
         before: Callable[[tuple[Any, ...], Mapping[str, Any], bool], None],
-        after: Callable[[Any], None],
+        after: Callable[[Any, bool], None],
         *,
+        on_fault: Callable[[Exception], None],
         owner: object = None,
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
-        self._before, self._after = before, after
+        self._before, self._after, self._on_fault = before, after, on_fault
         self._pid = os.getpid()
         self._depth = 0
+        self._looking_away = False
+        self._pass: _Running | None = None
         # Dynamo runs these frames as they are instead of compiling them away, and nothing under them is compiled.
         torch._dynamo.eval_frame.skip_code(_Hook.__call__.__code__)
         enter, leave = (_Hook(torch.compiler.disable(f), owner) for f in (self._enter, self._leave))
@@ -45,30 +54,88 @@ class Forwards(Handle):
         ]
         super().__init__(self._unhook)
 
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """While it lasts passes are not seen: those are the watcher's own."""
+        self._looking_away = True
+        try:
+            yield
+        finally:
+            self._looking_away = False
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any, compiled: bool) -> None:
-        if module is not self.model or not self._here():
+        if module is not self.model or not self._here() or self._looking_away:
             return
+        self._end_abandoned()
         self._depth += 1
         if self._depth == 1 and self.active:
-            self._before(args, kwargs, compiled or _holds_compiled(self.model))
+            self._pass = _Running()
+            self._guarded(lambda: self._before(args, kwargs, compiled or _holds_compiled(self.model)))
 
     def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
-        if module is not self.model or not self._here() or not self._depth:
+        if module is not self.model or not self._here() or not self._depth or self._looking_away:
             return
         self._depth -= 1
         if self._depth == 0:
-            self._after(output)
-            if not self.active:
-                self._unhook()
+            self._end(output, failed=self._pass is not None and self._pass.failing)
+
+    def _end(self, output: object, *, failed: bool) -> None:
+        self._pass = None
+        self._guarded(lambda: self._after(output, failed))
+        if not self.active:
+            self._unhook()
+
+    def _end_abandoned(self) -> None:
+        """An interrupt leaves a pass without calling its hooks."""
+        if self._depth and self._pass is not None and self._pass.abandoned:
+            self._depth = 0
+            self._end(None, failed=True)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._on_fault(error)
 
     def _here(self) -> bool:
         return _graph_task() == -1 and os.getpid() == self._pid
 
     def _unhook(self) -> None:
         # In the middle of a forward pass its end must still be seen; the hooks go then.
+        self._end_abandoned()
         if not self._depth:
             for hook in self._hooks:
                 hook.remove()
+
+
+class _Running:
+    """The call of a model that is under way: whether it still is, and whether it is being left by an exception."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.error = sys.exception()  # one that is being handled around the call
+        self.frame = next((f for f in _frames() if f.f_code.co_filename == calls.__file__), None)
+
+    @property
+    def failing(self) -> bool:
+        """Whether an exception is on its way out of it."""
+        return sys.exception() not in (None, self.error)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether it is over, though nobody said so."""
+        return (
+            self.frame is not None
+            and self.thread == threading.get_ident()
+            and not any(f is self.frame for f in _frames())
+        )
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class _Hook:

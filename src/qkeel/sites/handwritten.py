@@ -4,6 +4,8 @@ The product of two activations gets a tag; operations that scale, mask, cap, cas
 any other one ends it (and is noted, for the error that asks for a description by hand). The softmax that receives
 a tagged tensor is an attention; its output is tagged as weights, so that the product with the values is no score.
 
+So does a softmax that is written out as exponentials over their sum.
+
 Statistics come from what the softmax received and from the masks met on the way, never from q·k·scale anew: a
 scale or a bias may hide anywhere.
 """
@@ -12,67 +14,24 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qkeel.sites.blockwise import HIDES
 from qkeel.sites.carriers import CARRIES, LOOKS, SHAPES
 from qkeel.sites.layout import fewest_keys, head_counts, layout
-from qkeel.sites.products import PRODUCTS, product
-from qkeel.sites.rules import MASKS, Scores, is_low, joined, lower, step
+from qkeel.sites.parts import CATS, joined
+from qkeel.sites.products import PRODUCTS, Product, product
+from qkeel.sites.ratios import OUTER, outer, over_last, raised, row_top
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.stack import Frame
+from qkeel.sites.tags import Powers, RowTop, Scores, Tag, Tags, Weights
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 
-
-class _Weights:
-    """Tag of a softmax output that is on its way to the values."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Logarithm:
-    """Tag of the logsumexp of scores x over their last dimension, or (`weights`) of x less it: log softmax."""
-
-    of: Scores
-    x: Tensor
-    weights: bool
-
-
-_CATS = ("cat", "concat")
-_Tag = Scores | _Weights | _Logarithm
-
-
-class Tags:
-    """Tags by the identity of a tensor, gone with it. Never by its address, which batched tensors don't have."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Tensor], _Tag]] = {}
-
-    def get(self, x: object) -> _Tag | None:
-        """The tag of a tensor."""
-        entry = self._of.get(id(x))
-        return entry[1] if entry is not None and entry[0]() is x else None
-
-    def put(self, x: Tensor, tag: _Tag) -> None:
-        """Tag a tensor."""
-        key, table = id(x), self._of
-
-        def forget(dead: weakref.ref[Tensor]) -> None:
-            entry = table.get(key)
-            if entry is not None and entry[0] is dead:
-                del table[key]
-
-        self._of[key] = (weakref.ref(x, forget), tag)
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._of.clear()
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Handwritten:
@@ -83,91 +42,127 @@ class Handwritten:
         self.stopped: collections.Counter[str] = collections.Counter()
         self._report = report
 
+    def minds(self, name: str) -> bool:
+        """Whether a call of this function can matter now: most can't."""
+        return bool(self.tags) or name in PRODUCTS or name in OUTER
+
     def follow(self, name: str, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Take one call of a torch function into account. `name` is bare: no underscores around it."""
-        if name in PRODUCTS:
-            self._multiplied(name, frame, args, kwargs, out)
+        found = product(name, args, kwargs, out) if name in PRODUCTS else outer(name, args, kwargs)
+        if found is not None and not any(self.tags.get(x) is not None for x in found.operands):
+            assert isinstance(out, torch.Tensor)
+            self._multiplied(found, frame, out, summed=name in PRODUCTS)
             return
-        if not self.tags or name == "get":
+        if not self.tags or name == "get" or name in PRODUCTS:
             return
         if name == "setitem":
             self._write(args)
-        if not isinstance(out, torch.Tensor):
-            return
         place, tag = self._tagged(name, args, kwargs)
-        if tag is None:
+        if isinstance(tag, Scores) and place is not None:
+            self._scores(name, frame, tag, place, (args, kwargs), out)
+        elif place is not None and isinstance(out, torch.Tensor):
+            self._others(name, frame, tag, place, (args, kwargs), out)
+
+    def _scores(self, name: str, frame: Frame, tag: Scores, x: Tensor, given: Given, out: object) -> None:
+        """`name(…)` of tagged scores x made `out`."""
+        args, kwargs = given
+        top = row_top(name, x, args, kwargs)
+        if top is not None:
+            self.tags.put(out if isinstance(out, torch.Tensor) else out[0], top)  # type: ignore[index]
+        if top is not None or not isinstance(out, torch.Tensor):
             return
-        if isinstance(tag, _Weights):
-            if name in CARRIES or name in SHAPES or name in MASKS or name in _CATS:
-                self.tags.put(out, tag)
-            return
-        if self._logarithms(name, frame, tag, (*args, *kwargs.values()), out):
-            return
-        assert isinstance(tag, Scores)
         if name in ("softmax", "safe_softmax"):
             self._softmax(frame, tag, args, kwargs)
-            self.tags.put(out, _Weights())
+            self.tags.put(out, Weights())
             return
-        if name in _CATS:
+        if name == "exp":
+            self._raised(frame, tag, x, out)
+            return
+        new = self._less(tag, x, args, kwargs, out) if name in ("sub", "subtract", "isub", "rsub") else None
+        if name in CATS:
             new = self._joined(args, kwargs, out)
-        else:
-            new = step(name, tag, place, (args, kwargs), out)
-        if new is not None:
+        elif name == "log_softmax" and over_last(x, args, kwargs):
+            new = dataclasses.replace(tag, unshifted=x if tag.unshifted is None else tag.unshifted, normalised=True)
+        elif new is None:
+            new = _step(name, tag, x, given, out)
+        if isinstance(new, Scores):
             self.tags.put(out, new)
         elif name not in LOOKS:
-            self.stopped[name] += 1
-
-    def _logarithms(
-        self, name: str, frame: Frame, tag: Scores | _Logarithm, given: tuple[object, ...], out: Tensor
-    ) -> bool:
-        """Softmax written as exp(x - logsumexp(x)) or exp(log_softmax(x)); whether this call was a part of one."""
-        x, second = (*given, None)[:2]
-        if isinstance(tag, _Logarithm):
-            if name == "exp" and tag.weights:
-                self._softmax(frame, tag.of, (tag.x, -1), {})
-                self.tags.put(out, _Weights())
-            return True
-        if name in ("logsumexp", "log_softmax") and isinstance(x, torch.Tensor) and second in (-1, x.ndim - 1):
-            self.tags.put(out, _Logarithm(of=tag, x=x, weights=name == "log_softmax"))
-            return True
-        mass = self.tags.get(second)
-        if name in ("sub", "subtract") and isinstance(mass, _Logarithm) and mass.x is x:
-            self.tags.put(out, dataclasses.replace(mass, weights=True))
-            return True
-        return False
+            self.stopped[new or name] += 1
 
     def _joined(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores | None:
         tags = [(x, self.tags.get(x)) for x in (args[0] if args else kwargs["tensors"])]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         return joined([(x, tag if isinstance(tag, Scores) else None) for x, tag in tags], dim, out)
 
+    def _others(self, name: str, frame: Frame, tag: object, x: Tensor, given: Given, out: Tensor) -> None:
+        """`name(…)` of x, tagged as something that is not scores, made `out`."""
+        args, kwargs = given
+        moved = name in CARRIES or name in SHAPES
+        if isinstance(tag, Product):
+            if name == "sum" and over_last(x, args, kwargs):
+                self.tags.put(out, Scores(product=tag, frame=frame))
+        elif isinstance(tag, Weights):
+            if moved or name in _MASKS or name in CATS:
+                self.tags.put(out, tag)
+        elif isinstance(tag, RowTop):
+            # Together with another block's it is no longer the top of these scores.
+            if moved and name != "maximum":
+                self.tags.put(out, tag)
+        elif isinstance(tag, Powers):
+            if name == "sum" and over_last(x, args, kwargs):
+                self._report_softmax(frame, tag.scores, tag.x)
+                self.tags.put(x, Weights())
+            elif (new := raised(name, tag, x, args, kwargs)) is not None:
+                self.tags.put(out, new)
+
+    def _raised(self, frame: Frame, tag: Scores, x: Tensor, out: Tensor) -> None:
+        """Exponentials of scores: weights if these were less their logsumexp, else with their sum."""
+        x = out.log() if out is x else x
+        if tag.normalised:
+            self._report_softmax(frame, tag, x)
+            self.tags.put(out, Weights())
+        else:
+            self.tags.put(out, Powers(tag, x))
+
+    def _less(
+        self, tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+    ) -> Scores | str | None:
+        """Scores less one number per row, which is no logit's business; None where something else is subtracted."""
+        other = args[1] if len(args) > 1 else kwargs.get("other")
+        if not args or args[0] is not x or not isinstance(other, torch.Tensor):
+            return None
+        top = self.tags.get(other)
+        if isinstance(top, RowTop):
+            before = x if out is not x else out + other
+            before = before if tag.unshifted is None else tag.unshifted
+            return dataclasses.replace(tag, unshifted=before, normalised=tag.normalised or top.normalises)
+        per_row = other.ndim == x.ndim and other.shape[-1] == 1 < x.shape[-1]
+        return "sub of a number per row" if per_row else None
+
     def _tagged(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, _Tag] | tuple[None, None]:
-        given = (
-            list(args[0] if args else ()) if name in ("cat", "concat", "stack") and args else [*args, *kwargs.values()]
-        )
+    ) -> tuple[Tensor, Tag] | tuple[None, None]:
+        given = list(args[0] if args else ()) if name in (*CATS, "stack") and args else [*args, *kwargs.values()]
         for x in given:
             tag = self.tags.get(x)
             if tag is not None:
                 return x, tag
         return None, None
 
-    def _multiplied(self, name: str, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        found = product(name, args, kwargs, out)
-        if found is None or any(self.tags.get(x) is not None for x in found.operands):
+    def _multiplied(self, found: Product, frame: Frame, out: Tensor, *, summed: bool) -> None:
+        """Two activations were multiplied, and summed over the dimensions of a head or not yet."""
+        if not summed:
+            self.tags.put(out, found)
             return
-        assert isinstance(out, torch.Tensor)
         tag = Scores(product=found, frame=frame)
-        if found.added is not None:
-            tag = lower(tag, found.added, out)
-        self.tags.put(out, tag)
+        self.tags.put(out, tag if found.added is None else _lower(tag, found.added, out))
 
     def _write(self, args: tuple[Any, ...]) -> None:
         """x[index] = value, in place."""
         x, index, value = args
         tag = self.tags.get(x)
-        if isinstance(tag, Scores) and is_low(value):
+        if isinstance(tag, Scores) and _is_low(value):
             with torch.no_grad():
                 more = torch.zeros_like(x, dtype=torch.bool)
                 more[index] = True
@@ -182,8 +177,11 @@ class Handwritten:
         if dim < x.ndim - 2:
             self.stopped[f"softmax over dimension {dim} of {x.ndim}"] += 1
             return
+        self._report_softmax(frame, tag, x, turned=dim == x.ndim - 2)
+
+    def _report_softmax(self, frame: Frame, tag: Scores, x: Tensor, *, turned: bool = False) -> None:
         where = tag.frame.shared_with(frame)
-        self._report(where, _call(tag, x, where, turned=dim == x.ndim - 2))
+        self._report(where, _call(tag, x if tag.unshifted is None else tag.unshifted, where, turned=turned))
 
 
 def _call(tag: Scores, x: Tensor, frame: Frame, *, turned: bool) -> ScoresCall:
@@ -237,3 +235,131 @@ def _hints(frame: Frame) -> frozenset[int]:
 
 def _batch(frame: Frame) -> int:
     return next((f.batch for f in frame.line() if f.batch), 0)
+
+
+def _step(
+    name: str, tag: Scores, x: Tensor | None, given: tuple[tuple[Any, ...], dict[str, Any]], out: Tensor
+) -> Scores | None:
+    """The tag of `name(…)` of tagged scores x, or None if what comes out are no scores any more."""
+    assert x is not None
+    args, kwargs = given
+    if name in SHAPES:
+        return _rearranged(name, tag, x, args, kwargs, out)
+    if name == "tanh":
+        return dataclasses.replace(tag, before_tanh=None if out is x else x)
+    if name in _MASKS:
+        return _MASKS[name](tag, x, args, kwargs, out)
+    if name in ("max", "min"):
+        return tag if len(args) > 1 and isinstance(args[1], torch.Tensor) else None
+    if name not in CARRIES:
+        return None
+    factor = _factor(name, x, args, kwargs)
+    if factor is None:
+        return tag
+    if tag.before_tanh is not None:
+        return dataclasses.replace(tag, uncapped=tag.before_tanh * factor, cap=factor, before_tanh=None)
+    if tag.unshifted is not None:
+        tag = dataclasses.replace(tag, unshifted=tag.unshifted * factor)
+    return tag if tag.uncapped is not None else dataclasses.replace(tag, scale=tag.scale * factor)
+
+
+def _factor(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """The number that a multiplication or division by a constant applies."""
+    if name not in ("mul", "multiply", "rmul", "div", "divide", "true_divide"):
+        return None
+    other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
+    if isinstance(other, torch.Tensor) and other.numel() == 1 and not isinstance(other, nn.Parameter):
+        other = float(other.detach())
+    if isinstance(other, bool) or not isinstance(other, (int, float)):
+        return None
+    return 1.0 / other if "div" in name else float(other)
+
+
+def _rearranged(
+    name: str, tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+) -> Scores | None:
+    """The tag after a view or an index: masks and logits before the cap move along."""
+    method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
+    op = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
+
+    def moved(part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return None
+        with torch.no_grad():
+            part = part.broadcast_to(x.shape)
+            return (
+                op(part.to(torch.uint8), *args[1:], **kwargs).bool()
+                if part.dtype == torch.bool
+                else op(part, *args[1:], **kwargs)
+            )
+
+    keys = tag.keys
+    if keys is not None and out.shape[-1] != x.shape[-1]:
+        keys = keys if out.shape[-1] >= keys[1] else None
+    return dataclasses.replace(
+        tag,
+        hidden=moved(tag.hidden),
+        uncapped=moved(tag.uncapped),
+        before_tanh=moved(tag.before_tanh),
+        unshifted=moved(tag.unshifted),
+        keys=keys,
+    )
+
+
+def _lower(tag: Scores, mask: object, like: Tensor, sign: float = 1.0) -> Scores:
+    """The tag after something was added: where it is very negative, a pair is hidden."""
+    if not isinstance(mask, torch.Tensor) or mask.numel() == 1:
+        return tag
+    low = sign * mask.detach() <= HIDES
+    return tag.also_hidden(low, like) if bool(low.any()) else tag
+
+
+def _is_low(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and float(value.detach()) <= HIDES
+    return isinstance(value, (int, float)) and value <= HIDES
+
+
+def _added(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores:
+    other = next((a for a in (*args, *kwargs.values()) if a is not x), None)
+    return _lower(tag, other, out)
+
+
+def _subtracted(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores | None:
+    if not args or args[0] is not x:
+        return None
+    return _lower(tag, args[1] if len(args) > 1 else kwargs.get("other"), out, -1.0)
+
+
+def _filled(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores:
+    mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
+    value = kwargs.get("value", args[2] if len(args) > 2 else None)
+    return tag.also_hidden(mask, out) if isinstance(mask, torch.Tensor) and _is_low(value) else tag
+
+
+def _chosen(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores | None:
+    given = [*args, *kwargs.values()]
+    if len(given) < 3:
+        return None
+    # torch.where(condition, a, b) and a.where(condition, b)
+    condition, yes, no = given[:3] if given[0] is not x else (given[1], given[0], given[2])
+    hidden = ~condition.bool() if yes is x else condition.bool()
+    other = no if yes is x else yes
+    if _is_low(other):
+        return tag.also_hidden(hidden, out)
+    if isinstance(other, torch.Tensor) and other.numel() > 1:
+        return tag.also_hidden(hidden & (other.detach() <= HIDES), out)
+    return tag
+
+
+_Rule = Callable[[Scores, Tensor, tuple[Any, ...], dict[str, Any], Tensor], Scores | None]
+_MASKS: dict[str, _Rule] = {
+    "add": _added,
+    "radd": _added,
+    "iadd": _added,
+    "sub": _subtracted,
+    "subtract": _subtracted,
+    "isub": _subtracted,
+    "masked_fill": _filled,
+    "where": _chosen,
+}

@@ -3,12 +3,14 @@
 A torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is active: torch turns it
 off under any function mode. The results then are those of `torch.backends.mha.set_fastpath_enabled(False)`, which
 differ from the fast path's by rounding; training never takes the fast path. Of visibility and the last bit in
-evaluation, visibility was chosen: inside the fast path one opaque operator would have to be read apart.
+evaluation, visibility was chosen here: inside the fast path one opaque operator would have to be read apart. A Tap
+looks at such models in a pass of its own, so that theirs keep both.
 """
 
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +36,9 @@ from qkeel.sites.plain import PLAIN, UnreadError
 from qkeel.sites.scores import ScoresCall, scores_stats
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import Frame, ModuleStack
+
+# Per thread: whether an interceptor computes something itself, which is nobody's attention.
+_LOOKING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_looking", default=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,7 +99,7 @@ class Interceptor(Watcher):
         on_fault: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()
-        self.stack = ModuleStack(model, keep_inputs=probing)
+        self.stack = ModuleStack(model, keep_inputs=probing, on_fault=on_fault)
         self.probing = probing
         self.unread: collections.Counter[str] = collections.Counter()
         self._on_fault = on_fault
@@ -128,7 +133,7 @@ class Interceptor(Watcher):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _LOOKING.get():
             return func(*args, **kwargs)
         name = bare(func)
         if name == "get":
@@ -142,7 +147,8 @@ class Interceptor(Watcher):
             out = func(*args, **kwargs)
         finally:
             self._inside -= 1
-        self._guarded(self._look, name, args, kwargs, out)
+        if name in FUSED or self.handwritten.minds(name):
+            self._guarded(self._look, name, args, kwargs, out)
         return out
 
     @contextmanager
@@ -162,6 +168,7 @@ class Interceptor(Watcher):
         self.unread[f"{name}, which can't be watched ({error})"] += 1
 
     def _guarded(self, look: Callable[..., None], *args: Any) -> None:
+        token = _LOOKING.set(True)
         try:
             # With gradients only where someone will walk from q and k back to the weights.
             with torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
@@ -170,6 +177,8 @@ class Interceptor(Watcher):
             if self._on_fault is None:
                 raise
             self._on_fault(error)
+        finally:
+            _LOOKING.reset(token)
 
     def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         top = self.stack.top
@@ -180,7 +189,7 @@ class Interceptor(Watcher):
             self._saw(top, name, fused(top, args, kwargs))
 
     def _look_below(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if self._inside:
+        if self._inside or _LOOKING.get():
             return
         self._is_below = True
         try:

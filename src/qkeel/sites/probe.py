@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.sites.gains import NormGain, seen_gains
 from qkeel.sites.graph import names_of
 from qkeel.sites.intercept import Interceptor, Sighting
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import tensors
 from qkeel.sites.weights import UntoldError, logit_terms
+from qkeel.spec import AttentionCall, NoNorm
 
 
 def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, expected: bool) -> list[AttentionSite]:
@@ -61,7 +66,7 @@ def _watched(
         seen: dict[str, list[Sighting]] = {}
         watcher = Interceptor(model, functools.partial(_note, seen), probing=True, dispatch=dispatch)
         try:
-            _forward(model, watcher, copied(args), copied(kwargs))
+            forward(model, watcher, copied(args), copied(kwargs))
         except Exception as error:
             failed = error
         else:
@@ -76,10 +81,12 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
     seen.setdefault(sighting.name, []).append(sighting)
 
 
-def _forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
+def forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
+    """One eager forward pass under the watcher, with gradients."""
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, plain = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
-    with eager, plain, _no_checkpointing(), watcher:
+    grads = torch.inference_mode(False), torch.enable_grad()
+    with eager, plain, grads[0], grads[1], _no_checkpointing(), watcher:
         model(*args, **kwargs)
 
 
@@ -110,6 +117,7 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
             terms, normed = logit_terms(q, k, first.frame, names)
         except UntoldError as error:
             why = str(error)
+    query_gains, key_gains = _gains(calls, q, k, names)
     call = first.call
     heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1] * len(calls)
     return AttentionSite(
@@ -123,7 +131,33 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
         why=why,
         normed=normed,
         below=first.below,
+        query_gains=query_gains,
+        key_gains=key_gains,
     )
+
+
+Gains = tuple[NormGain, ...]
+
+
+def _gains(calls: list[Sighting], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:
+    """The norms of q and k, where the logits are nothing but the spec's scale times their product."""
+    if q is None or k is None or not all(_is_product(s.call) for s in calls):
+        return (), ()
+    query = seen_gains(q, names)
+    return query, seen_gains(k, names) if query else ()
+
+
+@torch.no_grad()
+def _is_product(call: object) -> bool:
+    if not isinstance(call, ScoresCall):
+        return isinstance(call, AttentionCall) and isinstance(call.spec.norm, NoNorm)
+    if call.q is None or call.k is None:
+        return False
+    scale = call.spec.scale.factor(torch.zeros(1, 1, device=call.q.device), call.q.shape[-1], {})
+    products = call.q @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1).mT * scale
+    seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
+    rounding = 16 * torch.finfo(call.logits.dtype).eps * products.abs().max()
+    return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
 
 
 def _stacked(parts: list[Tensor | None]) -> Tensor | None:
@@ -172,8 +206,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with ExitStack() as undo, torch.random.fork_rng(devices=devices):
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
         for module in model.modules():
             undo.callback(_keep(module))
+            undo.callback(_keep_contents(module))
         for p in model.parameters():
             if not p.requires_grad and (p.is_floating_point() or p.is_complex()):
                 # The walk from q to its weights needs a graph, in frozen models too.
@@ -201,6 +238,30 @@ def _keep(module: nn.Module) -> Callable[[], None]:
         values()
 
     return restore
+
+
+def _keep_contents(module: nn.Module) -> Callable[[], None]:
+    """A function that puts back what a module's lists, dicts, sets and generators held."""
+    held = [v for v in vars(module).values() if isinstance(v, (list, dict, set))]
+    kept = [(x, x.copy()) for x in held if type(x) in _CONTAINERS]
+    streams = [(g, g.get_state()) for g in vars(module).values() if isinstance(g, torch.Generator)]
+
+    def restore() -> None:
+        for x, before in kept:
+            if [*map(id, x)] != [*map(id, before)] or (isinstance(x, dict) and _values(x) != _values(before)):
+                x.clear()
+                x.extend(before) if isinstance(x, list) else x.update(before)
+        for generator, state in streams:
+            generator.set_state(state)
+
+    return restore
+
+
+def _values(x: Any) -> list[int]:
+    return [*map(id, x.values())]
+
+
+_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:

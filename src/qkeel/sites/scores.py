@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from qkeel.errors import ShapeError
+from qkeel.functional.changes import LogitChange, change_rows, reduce_changes
 from qkeel.functional.norms import wide
 from qkeel.functional.rows import (
     RowStats,
@@ -19,6 +21,7 @@ from qkeel.functional.rows import (
     reduce_rows,
     softmax_rows,
 )
+from qkeel.functional.sampling import chosen_rows, standing_for
 from qkeel.functional.stats import LogitStats
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec import AttentionSpec
@@ -62,6 +65,56 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
 
     What needs q or k (norms, angles, qk_frobenius) is not measured where they are unknown: n_keys or n_products is 0.
     """
+    return _stats(call, _keys_seen(call), threshold)
+
+
+@torch.no_grad()
+def sampled_scores_stats(
+    call: ScoresCall, n_queries: int, *, generator: torch.Generator, threshold: float = ALARM_THRESHOLD
+) -> LogitStats:
+    """An estimate of `scores_stats` from n_queries query rows: see kernels.statistics.sampled_stats."""
+    t = call.query_shape[1]
+    rows = chosen_rows(t, n_queries, generator)
+    if rows is None:
+        return scores_stats(call, threshold)
+    return standing_for(_stats(_with_rows(call, rows.to(call.query_device)), _keys_seen(call), threshold), t, n_queries)
+
+
+@torch.no_grad()
+def scores_change(
+    before: ScoresCall, after: ScoresCall, *, n_queries: int | None = None, generator: torch.Generator | None = None
+) -> LogitChange:
+    """How far the logits before the cap moved between two calls of the same batch: see kernels.statistics.logit_change.
+
+    A difference of logits: their rounding is in it.
+    """
+    if before.logits.shape != after.logits.shape:
+        raise ShapeError(
+            f"expected two calls of the same batch, got scores {tuple(before.logits.shape)} and then "
+            f"{tuple(after.logits.shape)}"
+        )
+    rows = chosen_rows(after.query_shape[1], n_queries, generator)
+    if rows is not None:
+        before, after = (_with_rows(call, rows.to(call.query_device)) for call in (before, after))
+    parts = []
+    for block in _blocks(after):
+        z, seen = _logits(after, block)
+        parts.append(change_rows(z - seen.blank_(before.logits[:, :, block].to(z.dtype, copy=True)), seen))
+    return reduce_changes(parts, after.query_mask)
+
+
+@torch.no_grad()
+def scores_maxima(call: ScoresCall) -> tuple[Tensor, Tensor]:
+    """The max_logit and min_logit [h] of `scores_stats`, and nothing else."""
+    extrema = []
+    for rows in _blocks(call):
+        z, seen = _logits(call, rows)
+        extrema.append(extreme_logits(z, seen, None if call.query_mask is None else call.query_mask[:, rows]))
+    top, low = zip(*extrema)
+    return torch.stack(top).amax(0), torch.stack(low).amin(0)
+
+
+def _stats(call: ScoresCall, keys_seen: Tensor, threshold: float) -> LogitStats:
     kind = wide(call.logits.dtype)
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
@@ -77,18 +130,20 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
         if call.capped is not call.logits:
             z = seen.lower_(seen.blank_(call.capped[:, :, rows].to(kind, copy=True)))
         parts.append(RowStats(**angle, **found, **softmax_rows(z, seen)))
-    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, _keys_seen(call))
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen)
 
 
-@torch.no_grad()
-def scores_maxima(call: ScoresCall) -> tuple[Tensor, Tensor]:
-    """The max_logit and min_logit [h] of `scores_stats`, and nothing else."""
-    extrema = []
-    for rows in _blocks(call):
-        z, seen = _logits(call, rows)
-        extrema.append(extreme_logits(z, seen, None if call.query_mask is None else call.query_mask[:, rows]))
-    top, low = zip(*extrema)
-    return torch.stack(top).amax(0), torch.stack(low).amin(0)
+def _with_rows(call: ScoresCall, rows: Tensor) -> ScoresCall:
+    """The call with these query rows only."""
+    logits = call.logits[:, :, rows]
+    return dataclasses.replace(
+        call,
+        logits=logits,
+        capped=logits if call.capped is call.logits else call.capped[:, :, rows],
+        hidden=call.hidden if call.hidden is None or call.hidden.shape[2] == 1 else call.hidden[:, :, rows],
+        q=None if call.q is None else call.q[:, :, rows],
+        query_mask=None if call.query_mask is None else call.query_mask[:, rows],
+    )
 
 
 def _blocks(call: ScoresCall) -> Iterator[slice]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from qkeel.errors import caution
 from qkeel.functional.stats import LogitStats, merge
@@ -43,6 +45,9 @@ class Visitor:
     def after(self, output: object) -> None:
         """The model's own pass is over."""
 
+    def failed(self) -> None:
+        """The model's own pass ended in an exception: nothing of it counts."""
+
     def bracket(self, bound: Tensor) -> None:
         """A pass of which only this bound on its largest logit was asked for is over."""
 
@@ -55,9 +60,13 @@ class Tap(Handle):
     around it, so there the pass is run once more beforehand, eagerly, without gradients, its random streams and
     buffers put back: it costs one more forward pass.
 
-    What gradient checkpointing computes again in the backward pass is not counted twice. `due(training, compiled)`
-    says what to look at in a pass: "bracket" is a bound on the largest logit, see BracketMode. `measure` is what is
-    computed of a call; `visitor` sees those passes too. A fault in the tap warns once and switches it off.
+    So it is for modules of torch whose fast path in evaluation a function mode would turn off: its results would
+    differ in the last bits.
+
+    What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
+    exception nothing is. `due(training, compiled)` says what to look at in a pass: "bracket" is a bound on the largest
+    logit, see BracketMode. `measure` is what is computed of a call; `visitor` sees those passes too. A fault in the tap
+    warns once and switches it off.
     """
 
     def __init__(
@@ -78,8 +87,7 @@ class Tap(Handle):
         self._on_fault = on_fault
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
         self._running: _Pass | _Bracket | None = None
-        self._visited = False
-        self._forwards = Forwards(model, self._before, self._after, owner=self)
+        self._forwards = Forwards(model, self._before, self._after, on_fault=self.fault, owner=self)
         self.model = self._forwards.inner
         super().__init__(self._forwards.remove)
 
@@ -103,53 +111,66 @@ class Tap(Handle):
         sites, self._stats[phase] = self._stats[phase], _Sites()
         return sites.joined()
 
+    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Seen]:
+        """The first call of each site in a pass with these arguments, made for it eagerly and without gradients.
+
+        It counts nowhere, changes nothing, and draws the same random numbers each time.
+        """
+        kept: dict[str, Seen] = {}
+        look = _Pass(self, self.phase, kept)
+        with self._forwards.looking_away():
+            self._aside(look, args, kwargs, seed=0)
+        if look.error is not None:
+            raise look.error
+        return kept
+
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
         phase = self.phase
         self.passes[phase] += 1
-        try:
-            look = self._due(self.model.training, compiled)
-            if look == "bracket":
-                self._running = _Bracket(self)
-            if look != "statistics":
-                return
-            self._visited = True
+        look = self._due(self.model.training, compiled)
+        aside = compiled or _takes_fast_path(self.model)
+        if look == "bracket" and not aside:
+            self._running = _Bracket(self)
+            self._running.begin()
+        if look == "statistics":
+            self._running = running = _Pass(self, phase)
             self.visitor.before(args, kwargs)
-            running = _Pass(self, phase)
-            if compiled:
+            if aside:
                 self._aside(running, args, kwargs)
             else:
                 running.begin((args, kwargs) if self._forwards.model is self.model else None)
-                self._running = running
-        except Exception as error:
-            self.fault(error)
 
-    def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The pass that compiled code is about to make, made eagerly."""
+    def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None = None) -> None:
+        """The pass that the model is about to make, made eagerly; with a seed, from that."""
         eager = torch.compiler.set_stance("force_eager")
         with torch.no_grad(), eager, undisturbed(self.model):
-            look.begin(None)
+            if seed is not None:
+                torch.manual_seed(seed)
             try:
+                look.begin(None)
                 self.model(*copied(args), **copied(dict(kwargs)))
+            except Exception as error:
+                look.error = error  # no fault of the tap's if the model's own pass fails too
             finally:
                 look.end()
 
-    def _after(self, output: object) -> None:
-        running, self._running = self._running, None
-        try:
-            if running is not None:
-                running.end()
-            if self._visited and self.active:
-                self._visited = False
-                self.visitor.after(output)
-        except Exception as error:
-            self.fault(error)
-
-    def take(self, phase: Phase, name: str, call: Seen, part_of: str | None = None) -> None:
-        """Take one call into account; `part_of` names the site whose heads are computed one by one."""
-        if self.active:
-            stats = self.measure(call)
-            if stats is not None:
-                self._stats[phase].add(name, stats, part_of)
+    def _after(self, output: object, failed: bool) -> None:
+        look, self._running = self._running, None
+        if look is None:
+            return
+        look.end()
+        if failed:
+            self.visitor.failed()
+        elif not self.active:
+            return
+        elif isinstance(look, _Bracket):
+            if look.mode.bound is not None:
+                self.visitor.bracket(look.mode.bound)
+        elif look.error is not None:
+            raise look.error
+        else:
+            self._stats[look.phase].update(look.sites)
+            self.visitor.after(output)
 
     def fault(self, error: Exception) -> None:
         """Switch off and say so, once."""
@@ -162,65 +183,95 @@ class Tap(Handle):
 
 
 class _Pass:
-    """One forward pass under observation: own modules report themselves, an interceptor sees the others."""
+    """One forward pass under observation: own modules report themselves, an interceptor sees the others.
 
-    def __init__(self, tap: Tap, phase: Phase) -> None:
-        self.tap = tap
+    With `kept` the first call of each site is put there, and nothing is measured.
+    """
+
+    def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None) -> None:
+        self.tap, self.kept = tap, kept
         self.phase: Phase = phase
-        self.interceptor: Interceptor | None = None
-        self.observed: list[tuple[SpecModule, Observer]] = []
+        self.sites = _Sites()
+        self.error: Exception | None = None
         self.own_calls = self.foreign_calls = 0
-        self.visit: Handle | None = None
+        self._undo = ExitStack()
 
     def begin(self, call: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
         """Start looking; `call` are the arguments of the model's own call, if that has begun already."""
-        self.visit = self.tap.visitor.looking()
+        visit = self.tap.visitor.looking() if self.kept is None else None
+        if visit is not None:
+            self._undo.callback(visit.remove)
         for name, module in self.tap.model.named_modules():
             if isinstance(module, SpecModule):
                 observer: Observer = functools.partial(self._own, name)
                 module.observers.append(observer)
-                self.observed.append((module, observer))
+                self._undo.callback(module.observers.remove, observer)
         if self.tap.foreign:
-            self.interceptor = Interceptor(self.tap.model, self._foreign, on_fault=self.tap.fault)
-            self.interceptor.__enter__()
+            interceptor = Interceptor(self.tap.model, self._foreign, on_fault=self.tap.fault)
+            interceptor.__enter__()
+            self._undo.callback(_leave, interceptor)
             if call is not None:
-                self.interceptor.stack.push(self.tap.model, call[0], dict(call[1]))
+                interceptor.stack.push(self.tap.model, call[0], dict(call[1]))
 
     def end(self) -> None:
-        """Stop looking. Where all attention was of own modules, no interceptor is needed from now on."""
-        if self.visit is not None:
-            self.visit.remove()
-        for module, observer in self.observed:
-            module.observers.remove(observer)
-        if self.interceptor is not None:
-            self.interceptor.__exit__(None, None, None)
-            self.tap.foreign = self.foreign_calls > 0 or self.own_calls == 0
+        """Stop looking, once. Where all attention was of own modules, no interceptor is needed from now on."""
+        self._undo.close()
+        self.tap.foreign = self.foreign_calls > 0 or self.own_calls == 0
 
     def _own(self, name: str, call: AttentionCall) -> None:
         self.own_calls += 1
         try:
-            self.tap.take(self.phase, name, call)
+            self._take(name, call)
         except Exception as error:
             self.tap.fault(error)
 
     def _foreign(self, sighting: Sighting) -> None:
         self.foreign_calls += 1
-        self.tap.take(self.phase, sighting.name, sighting.call, sighting.frame.name if sighting.headless else None)
+        self._take(sighting.name, sighting.call, sighting.frame.name if sighting.headless else None)
+
+    def _take(self, name: str, call: Seen, part_of: str | None = None) -> None:
+        """Take one call into account; `part_of` names the site whose heads are computed one by one."""
+        if self.kept is not None:
+            self.kept.setdefault(name, call)
+        elif self.tap.active:
+            stats = self.tap.measure(call)
+            if stats is not None:
+                self.sites.add(name, stats, part_of)
+
+
+def _leave(mode: TorchFunctionMode) -> None:
+    """End a mode that need not be the innermost: after an interrupt others may have been entered."""
+    above = []
+    while _get_current_function_mode() not in (mode, None):
+        above.append(_pop_mode())
+    try:
+        if _get_current_function_mode() is mode:
+            mode.__exit__(None, None, None)
+    finally:
+        for other in reversed(above):
+            _push_mode(other)
+
+
+def _takes_fast_path(model: nn.Module) -> bool:
+    """Whether torch may run parts of it by the one operator that stands in for a layer in evaluation."""
+    return torch.backends.mha.get_fastpath_enabled() and any(
+        isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not m.training for m in model.modules()
+    )
 
 
 class _Bracket:
     """One forward pass of which only a bound on the largest logit is asked for."""
 
     def __init__(self, tap: Tap) -> None:
-        self.tap = tap
         self.mode = BracketMode(tap.fault)
+
+    def begin(self) -> None:
+        """Start looking."""
         self.mode.__enter__()
 
     def end(self) -> None:
         """Stop looking."""
-        self.mode.__exit__(None, None, None)
-        if self.mode.bound is not None:
-            self.tap.visitor.bracket(self.mode.bound)
+        _leave(self.mode)
 
 
 class _Sites:
@@ -235,6 +286,12 @@ class _Sites:
         self.stats[name] = new if old is None else merge(old, new)
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
             self.heads[part_of].append(name)
+
+    def update(self, other: _Sites) -> None:
+        """What another pass saw."""
+        parts = {name: whole for whole, names in other.heads.items() for name in names}
+        for name, stats in other.stats.items():
+            self.add(name, stats, parts.get(name))
 
     def joined(self) -> dict[str, LogitStats]:
         """Per site; heads that were computed one by one put together."""

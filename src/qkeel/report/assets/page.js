@@ -21,7 +21,8 @@
     header.setAttribute("aria-sort", down ? "descending" : "ascending");
   }
 
-  for (const table of document.querySelectorAll("table.sortable")) {
+  const makeSortable = () => document.querySelectorAll("table.sortable:not([data-ready])").forEach((table) => {
+    table.dataset.ready = "";
     [...table.tHead.rows[0].cells].forEach((header, column) => {
       const button = document.createElement("button");
       button.type = "button";
@@ -29,10 +30,10 @@
       button.addEventListener("click", () => sortBy(table, column, header));
       header.append(button);
     });
-  }
+  });
 
   // ── Copying ────────────────────────────────────────────────────────────────────────────────────────────────────
-  for (const button of document.querySelectorAll("button.copy")) {
+  const makeCopied = () => document.querySelectorAll("button.copy[hidden]").forEach((button) => {
     const source = button.parentElement.querySelector(".command-text");
     button.hidden = false;
     button.addEventListener("click", async () => {
@@ -48,7 +49,11 @@
       }
       setTimeout(() => (button.textContent = "Copy"), 2500);
     });
-  }
+  });
+
+  const ready = () => { makeSortable(); makeCopied(); };
+  ready();
+  document.addEventListener("fresh", ready); // a live page has put new parts in place
 
   // ── Saving ─────────────────────────────────────────────────────────────────────────────────────────────────────
   const SVG = "http://www.w3.org/2000/svg";

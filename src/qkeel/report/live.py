@@ -1,0 +1,179 @@
+"""The page of a run that goes on, kept up to date: a server on this machine alone, of the standard library."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import final
+
+from qkeel.errors import InvalidValueError, QkeelError, RunDirectoryError
+from qkeel.records import RunDirectory, RunStatus
+from qkeel.report.markup import Markup, join, tag
+from qkeel.report.render import html_page
+from qkeel.report.shell import document
+
+HOST = "127.0.0.1"
+NAMES = frozenset({HOST, "localhost"})  # what a browser on this machine may call it; any other name is somebody's trick
+
+
+@final
+class LiveServer:
+    """A server that runs in a thread of its own until `close()`; the run it shows knows nothing of it."""
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory = directory
+        self._page = _Page(directory)
+        handler = functools.partial(_Handler, self._page)
+        try:
+            self._server = _Server((HOST, port), handler)
+        except (OSError, OverflowError) as error:
+            text = f"cannot listen on {HOST}:{port}: {error}. Choose another port, or 0 for a free one."
+            raise InvalidValueError(text) from error
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="qkeel-live")
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{HOST}:{self._server.server_address[1]}/"
+
+    def wait(self) -> None:
+        """Block until it is closed, by another thread or by Ctrl-C."""
+        with contextlib.suppress(KeyboardInterrupt):
+            while self._thread.is_alive():
+                self._thread.join(0.5)
+
+    def close(self) -> None:
+        """Stop; twice is once."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def serve(directory: str | Path, port: int = 0) -> LiveServer:
+    """Show a run directory or a study on http://127.0.0.1, made anew whenever its files have changed.
+
+    Args:
+        directory: what `qkeel.watch`, `qkeel run` or `qkeel study` writes or will write; it may not be there yet.
+        port: where to listen; 0 for any free one.
+
+    Returns: the running server: `url`, `wait()`, `close()`; a context manager.
+
+    Raises: InvalidValueError if nothing can listen on the port.
+    """
+    return LiveServer(Path(directory), port)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = False
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that goes away in the middle of an answer is no news."""
+
+
+class _Page:
+    """The page and the state it was made from."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._made = ("", b"")
+
+    def state(self) -> str:
+        """Changes whenever a file that the page is made from does."""
+        places = [self.directory, *sorted(self.directory.glob("runs/*"))]
+        seen = []
+        for path in sorted(file for place in places if place.is_dir() for file in place.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                seen.append((str(path), about.st_size, about.st_mtime_ns))
+        return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+
+    def html(self) -> bytes:
+        """The page as it stands now."""
+        with self._lock:
+            state = self.state()
+            if self._made[0] != state:
+                self._made = (state, self._make(state).encode())
+            return self._made[1]
+
+    def over(self) -> bool:
+        """Whether the run is done, so that nothing more will come."""
+        return RunDirectory(self.directory).status is RunStatus.DONE
+
+    def _make(self, state: str) -> str:
+        missing = RunDirectory(self.directory).status is RunStatus.MISSING
+        if missing and not (self.directory / "study.json").exists():
+            return _waiting("Waiting for the first record", f"Nothing is in {self.directory} yet.", state)
+        try:
+            return html_page(self.directory, live=state)
+        except RunDirectoryError as error:  # a file that is being written; the next state has it whole
+            return _waiting("The page cannot be made", str(error), state)
+
+
+def _waiting(title: str, text: str, state: str) -> str:
+    note = tag("p", {"class": "empty"}, f"{text} This page looks again every two seconds.")
+    head = tag("header", {"data-live": "header"}, tag("p", {"class": "brand"}, "qkeel"), tag("h1", {}, title))
+    return document(title, join([head, tag("main", {}, note), Markup("")]), live=state)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_version = "qkeel"
+    sys_version = ""
+
+    def __init__(self, page: _Page, *rest: object) -> None:
+        self.page = page
+        super().__init__(*rest)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        """The page at /, its state at /state.json."""
+        if not self._from_here():
+            text = "This server answers to this machine alone, by the name of 127.0.0.1 or localhost."
+            self._answer(HTTPStatus.FORBIDDEN, text.encode(), "text/plain")
+        elif self.path == "/":
+            self._answer(HTTPStatus.OK, self._html(), "text/html")
+        elif self.path == "/state.json":
+            state = {"state": self.page.state(), "over": self.page.over()}
+            self._answer(HTTPStatus.OK, json.dumps(state).encode(), "application/json")
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"There is only the page at /.", "text/plain")
+
+    do_HEAD = do_GET
+
+    def _html(self) -> bytes:
+        try:
+            return self.page.html()
+        except QkeelError as error:
+            return _waiting("The page cannot be made", str(error), self.page.state()).encode()
+
+    def _from_here(self) -> bool:
+        name, _, port = (self.headers.get("Host") or "").rpartition(":")
+        return name in NAMES and port == str(self.connection.getsockname()[1])
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the terminal belongs to the run."""

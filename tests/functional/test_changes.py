@@ -1,0 +1,165 @@
+"""The change of logits by a step, against the T×T matrices in float64; RMS of all pairs from small Gram matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkeel import preset
+from qkeel.errors import InvalidValueError, RefusedError, ShapeError
+from qkeel.functional.changes import LogitChange, change_rms
+from qkeel.kernels.statistics import logit_change
+from qkeel.reference import attend_call
+from qkeel.sites.scores import ScoresCall, scores_change
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition
+from qkeel.spec.call import make_call, with_query_mask
+
+from .properties import randn
+
+BASELINE = AttentionSpec()
+PADDED = torch.arange(9) >= torch.tensor([0, 4])[:, None]
+SEEN: dict[str, dict] = {
+    "full": {"causal": False},
+    "causal": {},
+    "left padding": {"mask": PADDED},
+    "right padding": {"mask": PADDED.flip(1), "causal": False},
+    "window": {"mask": (torch.arange(9)[:, None] - torch.arange(9) < 3)[None, None]},
+    "empty rows": {"mask": (torch.arange(9) > 2)[None, None, :, None] & torch.ones(9, 9, dtype=torch.bool)},
+}
+
+
+def step(seed: int, d: int = 4, size: float = 1e-3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k and those after a small step: two sequences, four heads, two key heads, nine tokens."""
+    q, k = randn(seed, 2, 4, 9, d), randn(seed + 1, 2, 2, 9, d)
+    return q, k, q + size * randn(seed + 2, 2, 4, 9, d), k + size * randn(seed + 3, 2, 2, 9, d)
+
+
+def two_calls(spec: AttentionSpec = BASELINE, **how: object) -> tuple[AttentionCall, AttentionCall]:
+    q, k, q_new, k_new = step(0)
+    params = {n: p.double() for n, p in spec.init_params(4, 2, 4).items()}
+    moved = {n: p + 1e-3 for n, p in params.items()}
+    return make_call(spec, q, k, k, params=params, **how), make_call(spec, q_new, k_new, k_new, params=moved, **how)  # type: ignore[arg-type]
+
+
+def oracle(before: AttentionCall, after: AttentionCall) -> tuple[Tensor, Tensor]:
+    """ΔS [h, pairs of all rows] with 0 at hidden pairs, and who sees whom."""
+    z = [attend_call(call).logits for call in (before, after)]
+    visible = z[1] > -torch.inf
+    if after.query_mask is not None:
+        visible = visible & after.query_mask[:, None, :, None]
+    change = torch.where(visible, z[1].masked_fill(~visible, 0) - z[0].masked_fill(~visible, 0), 0.0)
+    return change.transpose(0, 1).flatten(1), visible.transpose(0, 1).flatten(1)
+
+
+def assert_is(found: LogitChange, change: Tensor, visible: Tensor) -> None:
+    n = visible.sum(1)
+    assert torch.equal(found.n_pairs, n)
+    torch.testing.assert_close(found.rms, change.norm(dim=1) / n.double().sqrt(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.mean_abs, change.abs().sum(1) / n, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.max_abs, change.abs().amax(1), rtol=1e-9, atol=0)
+
+
+def test_the_rms_over_all_pairs_is_that_of_the_whole_matrix() -> None:
+    for seed, size in ((0, 1e-3), (10, 1.0), (20, 1e-6)):
+        q, k, q_new, k_new = step(seed, size=size)
+        whole = 0.5 * (q_new @ k_new.repeat_interleave(2, 1).mT - q @ k.repeat_interleave(2, 1).mT)
+        truth = whole.square().mean((0, 2, 3)).sqrt()
+        torch.testing.assert_close(change_rms(q, k, q_new, k_new, 0.5), truth, rtol=1e-7, atol=0)
+        before, after = (
+            make_call(AttentionSpec(scale=Fixed(0.5)), x, y, y, causal=False) for x, y in ((q, k), (q_new, k_new))
+        )
+        torch.testing.assert_close(logit_change(before, after).rms, truth, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("name", ["baseline", "qwen3", "cosa_logn", "gemma2"])
+def test_the_change_over_visible_pairs_is_that_of_the_whole_matrices(name: str, seen: str) -> None:
+    before, after = two_calls(preset(name), **SEEN[seen])
+    assert_is(logit_change(before, after), *oracle(before, after))
+
+
+def test_what_a_learned_scale_and_a_moving_bias_do_is_in_the_change() -> None:
+    before, after = two_calls(AttentionSpec(scale=Learned(init=0.4, per="head")), mask=randn(5, 1, 4, 9, 9))
+    assert after.mask is not None
+    after = dataclasses.replace(after, mask=after.mask + 1e-2 * randn(6, 1, 4, 9, 9))
+    assert_is(logit_change(before, after), *oracle(before, after))
+
+
+def test_rows_left_out_by_a_query_mask_do_not_count() -> None:
+    mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(0)) < 0.5
+    before, after = two_calls()
+    after = with_query_mask(after, mask)
+    assert_is(logit_change(before, after), *oracle(before, after))
+    nothing = logit_change(before, with_query_mask(after, torch.zeros_like(mask)))
+    assert nothing.rms.tolist() == nothing.mean_abs.tolist() == nothing.max_abs.tolist() == [0.0] * 4
+
+
+def test_a_small_step_survives_float32_where_a_difference_of_logits_would_lose_it() -> None:
+    q, k, q_new, k_new = (100 * x for x in step(3, d=16, size=1e-5))
+    low = [x.float() for x in (q, k, q_new, k_new)]
+    wide = [x.double() for x in low]
+    truth = change_rms(*wide)
+    before, after = (make_call(AttentionSpec(scale=Fixed(1.0)), x, y, y, causal=False) for x, y in (low[:2], low[2:]))
+    torch.testing.assert_close(logit_change(before, after).rms.double(), truth, rtol=1e-5, atol=0)
+    torch.testing.assert_close(change_rms(*low).double(), truth, rtol=1e-5, atol=0)
+    plain = (low[2] @ low[3].repeat_interleave(2, 1).mT - low[0] @ low[1].repeat_interleave(2, 1).mT).double()
+    assert ((plain.square().mean((0, 2, 3)).sqrt() - truth).abs() > 1e-4 * truth).any()
+
+
+def test_no_step_is_no_change() -> None:
+    before, _ = two_calls(preset("qwen3"))
+    assert logit_change(before, before).max_abs.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_hand_written_scores_change_as_the_calls_do(seen: str) -> None:
+    calls = two_calls(preset("gemma2"), **SEEN[seen])
+    written = []
+    for call in calls:
+        logits = attend_call(call).logits
+        hidden = logits == -torch.inf
+        capped = logits.masked_fill(hidden, 0.0)
+        written.append(ScoresCall(spec=call.spec, logits=logits, capped=capped, hidden=hidden, q=None, k=None))
+    before, after = written
+    found = scores_change(before, after)
+    assert_is(found, *oracle(*calls))
+    mask = torch.arange(9).expand(2, 9) % 2 == 0
+    assert_is(scores_change(before, with_query_mask(after, mask)), *oracle(calls[0], with_query_mask(calls[1], mask)))
+
+
+@pytest.mark.parametrize("seen", ["causal", "left padding"])
+def test_the_change_of_sampled_queries_is_right_in_the_mean(seen: str) -> None:
+    before, after = two_calls(preset("baseline"), **SEEN[seen])
+    generator, exact = torch.Generator().manual_seed(0), logit_change(before, after)
+    draws = [logit_change(before, after, n_queries=4, generator=generator) for _ in range(200)]
+    n = torch.stack([x.n_pairs for x in draws]).double()
+    for size, truth in (
+        (torch.stack([x.mean_abs for x in draws]), exact.mean_abs),
+        (torch.stack([x.rms for x in draws]).square(), exact.rms.square()),
+    ):
+        # Sums over the sample, for a mean of ratios would be a ratio's.
+        total = size * n * (9 / 4)
+        error = total.std(0) / 200**0.5
+        assert ((total.mean(0) - truth * exact.n_pairs).abs() < 4 * error).all()
+    assert all((x.max_abs <= exact.max_abs * (1 + 1e-12)).all() for x in draws)
+    everything = logit_change(before, after, n_queries=9, generator=generator)
+    assert torch.equal(everything.rms, exact.rms)
+
+
+def test_bad_pairs_of_calls_are_refused() -> None:
+    before, after = two_calls()
+    short = make_call(AttentionSpec(), *(x[:, :, :5] for x in (after.q, after.k, after.v)))
+    with pytest.raises(ShapeError, match="two calls of the same batch"):
+        logit_change(before, short)
+    with pytest.raises(InvalidValueError, match="needs a generator"):
+        logit_change(before, after, n_queries=3)
+
+    class Unfolded(NoPosition):
+        folds = False
+
+    spec = AttentionSpec(position=Unfolded())
+    with pytest.raises(RefusedError, match="before and after"):
+        logit_change(dataclasses.replace(before, spec=spec), dataclasses.replace(after, spec=spec))

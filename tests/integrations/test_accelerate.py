@@ -1,0 +1,39 @@
+"""Accelerate needs no door of its own: watch() takes what prepare() gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from qkeel import watch
+from qkeel.records import RunDirectory
+
+accelerate = pytest.importorskip("accelerate")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=False)[0].square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_are_those_that_accumulated_gradients_lead_to(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with watch(model, optimizer, every=1, sinks=tmp_path / "run"):
+        for seed in range(8):
+            with accelerator.accumulate(model):
+                x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed))
+                accelerator.backward(model(x))
+                optimizer.step()
+                optimizer.zero_grad()
+    metrics = RunDirectory(tmp_path / "run").metrics()
+    assert [record["step"] for record in metrics] == [0, 1, 2, 3]
