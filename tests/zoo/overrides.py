@@ -144,6 +144,19 @@ _NONE = """falcon_mamba mamba mamba2 rwkv xlstm
     swiftformer textnet fnet mra yoso"""
 WITHOUT_ATTENTION = frozenset(_NONE.split())
 
+# What else a pass does not say, by class.
+_FULL = "full attention, as for short sequences; block-sparse attention is not tried"
+_LIFTED = "built without transformers' check of shared layers, which it cannot pass"
+NOTES: dict[str, str] = {
+    "BigBirdForCausalLM": _FULL,
+    "BigBirdForMaskedLM": _FULL,
+    "BigBirdPegasusForCausalLM": _FULL,
+    "BigBirdPegasusForConditionalGeneration": _FULL,
+    "NystromformerForMaskedLM": "as many landmarks as its default segment: exact attention; the approximation is not tried",
+    "Gemma4AssistantForCausalLM": _LIFTED,
+    "Gemma4UnifiedAssistantForCausalLM": _LIFTED,
+}
+
 # Packages that are not installed here.
 NEEDS: dict[str, str] = {
     "gemma3n": "timm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tests.zoo.overrides import CUT, NEEDS, REASONS, UNRETURNED, WITHOUT_ATTENTION
+from tests.zoo.overrides import CUT, NEEDS, NOTES, REASONS, UNRETURNED, WITHOUT_ATTENTION
 from tests.zoo.tables import NOT_TAKEN
 from transformers import __version__
 
@@ -74,7 +74,9 @@ weights and run on one example batch by `make zoo`, which writes this page.
   softmax kernels stand in for them.
 - *sites*: what `find_sites` found. *weights told*: sites whose heads' rows in the weights are known.
 - *error*: largest distance, over layers and heads, of the mean entropy seen to that of the weights; heads are
-  averaged where the weights do not say which dimension they are. The reference is always the eager model.
+  averaged where the weights do not say which dimension they are. The reference is always the eager model. A row of
+  weights that are all exactly alike may see no key, or keys that are the same; the mean with or without such rows
+  counts, whichever is nearer.
 - A pass needs all layers, none more, and an error under 1e-4. A module that runs several times counts once, or by
   its calls. *no sdpa*: transformers has no sdpa for the class. *no attention*: there is no softmax of queries times
   keys, and nothing may be found."""
@@ -113,7 +115,7 @@ def _row(name: str, class_name: str, result: dict[str, dict[str, Any]]) -> str:
 
 
 def _notes(class_name: str, got: dict[str, Any]) -> list[str]:
-    notes = [CUT[class_name]] if class_name in CUT else []
+    notes = [table[class_name] for table in (CUT, NOTES) if class_name in table]
     if got["unreturned"]:
         notes.append(f"{got['unreturned']} not given away: {UNRETURNED[class_name][1]}")
     if got["empty"]:
