@@ -1,5 +1,4 @@
-"""Watching changes nothing: losses, gradients, weights, buffers and random streams are the unwatched ones, bit for bit.
-"""
+"""Watching changes nothing: losses, gradients, weights, buffers and random streams are the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,11 +12,26 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from tests.monitor.families import FAMILIES, Family, Mixed, Run, decoder, gpt2, ids, llama, qwen3, train  # noqa: E402
-from tests.monitor.families import hf_loss, same_tensors, token_loss, torch_encoder, torch_loss  # noqa: E402
+from tests.monitor.families import (
+    FAMILIES,
+    Family,
+    Mixed,
+    Run,
+    decoder,
+    gpt2,
+    hf_loss,
+    ids,
+    llama,
+    qwen3,
+    same_tensors,
+    token_loss,
+    torch_encoder,
+    torch_loss,
+    train,
+)
 
-from qkeel import preset, watch  # noqa: E402
-from qkeel.monitor import Adaptive, Cadence, LogSpaced  # noqa: E402
+from qkeel import preset, watch
+from qkeel.monitor import Adaptive, Cadence, LogSpaced
 
 
 def measured(run: Run) -> int:
@@ -75,8 +89,7 @@ CADENCES: dict[str, Cadence | int] = {"every": 2, "log": LogSpaced(per_decade=5)
 def test_under_autocast(build: Callable[[], nn.Module], cadence: str) -> None:
     family = Family(build=build, loss=hf_loss)
     runs = [
-        train(family, every=every, steps=12, come=2, go=10, micro=1, around=bf16)
-        for every in (None, CADENCES[cadence])
+        train(family, every=every, steps=12, come=2, go=10, micro=1, around=bf16) for every in (None, CADENCES[cadence])
     ]
     assert runs[1].same(runs[0])
     assert runs[1].monitor is not None

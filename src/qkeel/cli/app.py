@@ -17,6 +17,7 @@ from qkeel.cli.exits import COLLAPSED, FAILED, INTERRUPTED, OK, USAGE, command_l
 from qkeel.cli.flags import AXES, as_toml, configure, view
 from qkeel.cli.scanning import scan
 from qkeel.cli.studying import AxisFlags, HowFlags, run_study
+from qkeel.cli.watching import watch
 from qkeel.errors import QkeelError
 
 RunFlags: Any = view("RunFlags")
@@ -41,6 +42,7 @@ app = App(
 study_app = App(name="study", help="Many runs, one table and one report.")
 app.command(study_app)
 app.command(scan)
+app.command(watch)
 
 
 def main(arguments: Sequence[str]) -> int:

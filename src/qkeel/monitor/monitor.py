@@ -9,25 +9,21 @@ from typing import Any, Self, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel.errors import QkeelError, RefusedError, caution
+from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.stats import LogitStats
 from qkeel.handle import Handle
-from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.about import about
-from qkeel.monitor.alarms import DEFAULT
-from qkeel.monitor.cadence import Cadence, Every
-from qkeel.monitor.changes import Arguments, Changes
+from qkeel.monitor.changes import Changes
 from qkeel.monitor.gains import Gains
 from qkeel.monitor.hidden import Hidden
 from qkeel.monitor.history import History
 from qkeel.monitor.journal import Journal
 from qkeel.monitor.means import Means
 from qkeel.monitor.moved import Moved
-from qkeel.monitor.planned import PlannedRates
-from qkeel.monitor.queries import QueryMask, with_query_mask
-from qkeel.monitor.rule import Alarm, Rule
+from qkeel.monitor.plan import Plan
+from qkeel.monitor.queries import with_query_mask
+from qkeel.monitor.rule import Alarm
 from qkeel.monitor.sample import Sample
-from qkeel.monitor.sinks import Sink
 from qkeel.monitor.steps import Steps
 from qkeel.monitor.table import sample_html, sample_table
 from qkeel.monitor.together import Together
@@ -39,20 +35,6 @@ from qkeel.sites.intercept import Seen, statistics
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import tensors
 from qkeel.sites.tap import Look, Phase, Tap, Visitor
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a Monitor is to do; see `qkeel.watch`."""
-
-    cadence: Cadence = dataclasses.field(default_factory=Every)
-    sinks: tuple[Sink, ...] = ()
-    rules: tuple[Rule, ...] = DEFAULT
-    query_mask: QueryMask | None = None
-    probe: Arguments | None = None
-    planned: PlannedRates | None = None
-    threshold: float = ALARM_THRESHOLD
 
 
 @final
@@ -110,6 +92,24 @@ class Monitor(Handle):
             self._taken[phase].append(recent)
         closed, self._unread[phase] = self._unread[phase], {}
         return merged([closed, recent])
+
+    @property
+    def passes(self) -> int:
+        """How many forward passes of the model were seen, measured or not."""
+        return sum(self._tap.passes.values())
+
+    def include(self, *sites: AttentionSite) -> Self:
+        """Watch sites that were described by hand too (`qkeel.sites.describe`); before the first pass.
+
+        Raises: InvalidValueError if one was not described by hand, or passes have been seen already.
+        """
+        if any(site.description is None for site in sites) or self._hidden is not None:
+            raise InvalidValueError(
+                "expected sites from qkeel.sites.describe(model, name, ...) before the first forward pass; all others "
+                "are found by themselves"
+            )
+        self._tap.described += sites
+        return self
 
     @property
     def sample(self) -> Sample | None:
@@ -178,6 +178,9 @@ class Monitor(Handle):
             self.sites = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._untold = error  # told after the pass, if that goes through
+        named = {site.name for site in self._tap.described}
+        self.sites = [*self._tap.described, *(site for site in self.sites if site.name not in named)]
+        self._tap.dispatch = any(site.below for site in self.sites)
         if self.optimizer is not None:
             self._weights = Weights(self.model, self.sites, self.optimizer)
             self._gains = Gains(self.model, self.sites)
@@ -279,7 +282,7 @@ class Monitor(Handle):
         return Measured(stats=stats, numbers=numbers) if stats else None
 
     def _settled(self) -> None:
-        self._guard(self._settle)(wait=True)
+        self._guard(lambda: self._settle(wait=True))()
 
     def _settle(self, *, wait: bool) -> None:
         """Put on record what has arrived."""
@@ -295,11 +298,11 @@ class Monitor(Handle):
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
-    def _guard(self, act: Callable[..., None]) -> Callable[..., None]:
-        def safely(*_: object, **options: Any) -> None:
+    def _guard(self, act: Callable[[], None]) -> Callable[[], None]:
+        def safely() -> None:
             try:
                 if self.active:
-                    act(**options)
+                    act()
             except Exception as error:
                 self._off(error)
 

@@ -12,7 +12,8 @@ from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueErro
 from qkeel.monitor.alarms import DEFAULT
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.changes import arguments
-from qkeel.monitor.monitor import Monitor, Plan, watched
+from qkeel.monitor.monitor import Monitor, watched
+from qkeel.monitor.plan import Plan
 from qkeel.monitor.planned import PlannedRates
 from qkeel.monitor.queries import Given, QueryMask
 from qkeel.monitor.rule import Rule

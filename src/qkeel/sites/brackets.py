@@ -20,9 +20,10 @@ class BracketMode(TorchFunctionMode):
 
     F.scaled_dot_product_attention on the CPU: its kernel computes row logsumexps anyway, so it is called one level
     below, where it hands them out; output and gradients are the same bits. lse - ln n <= max <= lse over n keys. Where
-    another kernel would be chosen (dropout, a GPU), and under autocast, which casts what enters it: scale·max|q|·max|k|, O(T d). Softmax over rows of scores: their
-    maximum. Attention inside torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor
-    is what torch.func transforms. `bound` is None until something was.
+    another kernel would be chosen (dropout, a GPU), and under autocast, which casts what enters it:
+    scale·max|q|·max|k|, O(T d). Softmax over rows of scores: their maximum. Attention inside
+    torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor is what torch.func transforms.
+    `bound` is None until something was.
     """
 
     def __init__(self, on_fault: Callable[[Exception], None]) -> None:

@@ -54,6 +54,11 @@ class Forwards(Handle):
         ]
         super().__init__(self._unhook)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a pass of the model is under way, the watcher's own included."""
+        return self._depth > 0 or self._looking_away
+
     @contextmanager
     def looking_away(self) -> Iterator[None]:
         """While it lasts passes are not seen: those are the watcher's own."""
@@ -98,7 +103,7 @@ class Forwards(Handle):
             self._on_fault(error)
 
     def _here(self) -> bool:
-        return _graph_task() == -1 and os.getpid() == self._pid
+        return not recomputing() and os.getpid() == self._pid
 
     def _unhook(self) -> None:
         # In the middle of a forward pass its end must still be seen; the hooks go then.
@@ -155,15 +160,21 @@ class _Hook:
         return idle
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _get_idle, ()
+        return get_idle, ()
 
 
 def idle(*_: object) -> None:
     """What stands in a copy or a pickle of a watched model for the hook: it does nothing."""
 
 
-def _get_idle() -> Callable[..., None]:
+def get_idle() -> Callable[..., None]:
+    """By name, so that it pickles."""
     return idle
+
+
+def recomputing() -> bool:
+    """Whether this is a backward pass, where gradient checkpointing computes forward passes again."""
+    return _graph_task() != -1
 
 
 def owners(model: nn.Module) -> list[object]:

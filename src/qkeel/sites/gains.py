@@ -334,8 +334,8 @@ def _reached(x: Tensor, norm: _Norm) -> tuple[float, Tensor | None, Tensor | Non
     parameters = [p for p in (norm.gain, norm.bias) if p is not None]
     stretch, sums = 0.0, [torch.zeros_like(p, dtype=torch.bool) for p in parameters]
     for probe in _one_hot(x):
-        edge = GradientEdge(norm.outer, 0)
-        grad, *rest = torch.autograd.grad(x, [edge, *parameters], probe, retain_graph=True, allow_unused=True)
+        ends: Any = [GradientEdge(norm.outer, 0), *parameters]
+        grad, *rest = torch.autograd.grad(x, ends, probe, retain_graph=True, allow_unused=True)
         if grad is None:
             return 0.0, None, None
         stretch = max(stretch, float(grad.detach().double().norm(dim=-1).max()))

@@ -16,10 +16,11 @@ from qkeel.functional.stats import LogitStats, merge
 from qkeel.handle import Handle
 from qkeel.nn.core import Observer, SpecModule
 from qkeel.sites.brackets import BracketMode
-from qkeel.sites.forwards import Forwards
+from qkeel.sites.forwards import Forwards, get_idle, idle, recomputing
 from qkeel.sites.intercept import Interceptor, Seen, Sighting, statistics
 from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.scores import cat_heads
+from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
@@ -65,8 +66,9 @@ class Tap(Handle):
 
     What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
     exception nothing is. `due(training, compiled)` says what to look at in a pass: "bracket" is a bound on the largest
-    logit, see BracketMode. `measure` is what is computed of a call; `visitor` sees those passes too. A fault in the tap
-    warns once and switches it off.
+    logit, see BracketMode. With `parts` own modules report calls that are made outside a pass of the model too, by who
+    calls its parts one by one. `measure` is what is computed of a call; `visitor` sees those passes too. A fault in the
+    tap warns once and switches it off.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Tap(Handle):
         model: nn.Module,
         *,
         when_training: bool = False,
+        parts: bool = False,
         due: Callable[[bool, bool], Look] | None = None,
         measure: Measure = statistics,
         visitor: Visitor | None = None,
@@ -89,7 +92,14 @@ class Tap(Handle):
         self._running: _Pass | _Bracket | None = None
         self._forwards = Forwards(model, self._before, self._after, on_fault=self.fault, owner=self)
         self.model = self._forwards.inner
-        super().__init__(self._forwards.remove)
+        self.dispatch = False  # whether some attention is seen only below torch's functions; see Interceptor
+        self.described: list[AttentionSite] = []
+        super().__init__(self._detach)
+        self._parts: list[tuple[SpecModule, _Part]] = []
+        for name, module in self.model.named_modules() if parts else ():
+            if isinstance(module, SpecModule):
+                self._parts.append((module, _Part(self, name, module)))
+                module.observers.append(self._parts[-1][1])
 
     @property
     def phase(self) -> Phase:
@@ -110,6 +120,23 @@ class Tap(Handle):
             phase = "train" if self.has("train") else "eval"
         sites, self._stats[phase] = self._stats[phase], _Sites()
         return sites.joined()
+
+    def _detach(self) -> None:
+        self._forwards.remove()
+        for module, part in self._parts:
+            if part in module.observers:
+                module.observers.remove(part)
+
+    def take_part(self, name: str, call: AttentionCall, training: bool) -> None:
+        """A call of an own module outside a pass of the model."""
+        if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
+            return
+        try:
+            stats = self.measure(call)
+            if stats is not None:
+                self._stats["train" if training else "eval"].add(name, stats, None)
+        except Exception as error:
+            self.fault(error)
 
     def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Seen]:
         """The first call of each site in a pass with these arguments, made for it eagerly and without gradients.
@@ -207,7 +234,13 @@ class _Pass:
                 module.observers.append(observer)
                 self._undo.callback(module.observers.remove, observer)
         if self.tap.foreign:
-            interceptor = Interceptor(self.tap.model, self._foreign, on_fault=self.tap.fault)
+            interceptor = Interceptor(
+                self.tap.model,
+                self._foreign,
+                on_fault=self.tap.fault,
+                dispatch=self.tap.dispatch,
+                described=self.tap.described,
+            )
             interceptor.__enter__()
             self._undo.callback(_leave, interceptor)
             if call is not None:
@@ -237,6 +270,23 @@ class _Pass:
             stats = self.tap.measure(call)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
+
+
+class _Part:
+    """An own module's standing connection to a tap; copies and pickles of the module leave it behind."""
+
+    def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
+        self.tap, self.name, self.module = tap, name, module
+
+    def __call__(self, call: AttentionCall) -> None:
+        if not torch.compiler.is_compiling():
+            self.tap.take_part(self.name, call, self.module.training)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return idle
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return get_idle, ()
 
 
 def _leave(mode: TorchFunctionMode) -> None:
