@@ -152,7 +152,7 @@ NOTES: dict[str, str] = {
     "BigBirdForMaskedLM": _FULL,
     "BigBirdPegasusForCausalLM": _FULL,
     "BigBirdPegasusForConditionalGeneration": _FULL,
-    "NystromformerForMaskedLM": "as many landmarks as its default segment: exact attention; the approximation is not tried",
+    "NystromformerForMaskedLM": "as many landmarks as keys: exact attention; the approximation is not tried",
     "Gemma4AssistantForCausalLM": _LIFTED,
     "Gemma4UnifiedAssistantForCausalLM": _LIFTED,
 }
