@@ -1,4 +1,4 @@
-"""Watching changes nothing: losses, gradients, weights, buffers and random streams are the same, bit for bit."""
+"""Watching changes no bit: losses, gradients, weights, buffers and random streams are those of the unwatched run."""
 
 from __future__ import annotations
 

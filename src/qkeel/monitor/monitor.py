@@ -30,7 +30,7 @@ from qkeel.monitor.together import Together
 from qkeel.monitor.transfer import Flag, Measured, Stats, Transfer, merged, on_host
 from qkeel.monitor.weights import Weights
 from qkeel.sites.find import find_sites
-from qkeel.sites.forwards import owners
+from qkeel.sites.forwards import owners, unwrapped
 from qkeel.sites.intercept import Seen, statistics
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import tensors
@@ -230,6 +230,8 @@ class Monitor(Handle):
     def _after_step(self) -> None:
         if self._steps is not None and self._steps.skipped:
             return  # what was measured counts for the next
+        if not self._broken and (self._tap.has("eval") or self._taken["eval"]):
+            self._close_step("eval", self.steps)
         if self._step_due():
             self._end_step()
         self.steps += 1
@@ -240,8 +242,6 @@ class Monitor(Handle):
         if self._broken:
             self._take_part()
             return
-        if self._tap.has("eval") or self._taken["eval"]:
-            self._close_step("eval", self.steps)
         if not self._tap.passes["train"] and not self._warned:
             self._warned = True
             caution(_NOT_SEEN)
@@ -378,11 +378,13 @@ def _words(error: Exception) -> str:
 
 
 def watched(model: nn.Module) -> bool:
-    """Whether a Monitor is on this model."""
-    return any(isinstance(tap, Tap) and isinstance(tap.visitor, _Eyes) for tap in owners(model))
+    """Whether a Monitor is on this model; a shallow copy of one that is shares its hooks, but is none."""
+    taps = [tap for tap in owners(model) if isinstance(tap, Tap)]
+    return any(isinstance(tap.visitor, _Eyes) and tap.model is unwrapped(model) for tap in taps)
 
 
 _NOT_SEEN = (
     "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
-    "model.forward(...) nor one of its parts; where a compiled function calls it, give torch.compile the model instead"
+    "model.forward(...) nor one of its parts, and watch what you call: where that is what torch.compile returned, give "
+    "watch() that; where a compiled function calls the model, give torch.compile the model instead"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def watch(
     *,
     every: int | Cadence = 1,
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
-    rules: Sequence[Rule] = DEFAULT,
+    rules: Rule | Sequence[Rule] = DEFAULT,
     query_mask: Given | None = None,
     probe: object = None,
     planned: PlannedRates | None = None,
@@ -40,7 +41,7 @@ def watch(
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
         sinks: where the numbers go besides memory: sinks, or paths of run directories for `qkeel report`.
         rules: the alarms; each warns once. An empty list for none.
-        query_mask: which query rows count, [b t]: the name of the forward's keyword argument that holds it
+        query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments; with it the
             change of its logits by each measured step is measured, by two passes of their own without gradients.
@@ -50,20 +51,19 @@ def watch(
     Returns: the Monitor: `read()`, `table()`, `alarms`, `remove()`; a context manager.
 
     Raises:
-        InvalidTypeError: model or optimizer is something else.
-        InvalidValueError: the optimizer holds none of the model's parameters.
+        InvalidTypeError: an argument is something else.
+        InvalidValueError: the optimizer holds none of the model's parameters, the forward takes no `query_mask`.
         AlreadyAppliedError: the model is watched already.
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"expected a torch.nn.Module to watch, got {type(model).__name__}; give the model itself"
         )
-    given = (sinks,) if isinstance(sinks, (Sink, str, Path)) else tuple(sinks)
     plan = Plan(
         cadence=cadence(every),
-        sinks=tuple(_sink(s) for s in given),
-        rules=tuple(rules),
-        query_mask=None if query_mask is None else QueryMask(query_mask),
+        sinks=tuple(_sink(s) for s in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")),
+        rules=_several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
+        query_mask=None if query_mask is None else QueryMask.on(model, query_mask),
         probe=None if probe is None else arguments(probe),
         planned=planned,
     )
@@ -74,12 +74,20 @@ def watch(
     return Monitor(model, None if optimizer is None else _optimizer(optimizer, model), plan)
 
 
-def _sink(given: object) -> Sink:
-    if isinstance(given, (str, Path)):
-        return RunDirectorySink(given)
-    if not isinstance(given, Sink):
-        raise InvalidTypeError(f"expected sinks or paths of run directories, got {type(given).__name__}")
-    return given
+def _several(given: object, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
+    """One or a sequence of these kinds, as a tuple."""
+    if isinstance(given, kinds):
+        return (given,)
+    if not isinstance(given, Sequence):
+        raise InvalidTypeError(f"expected {what}, got {type(given).__name__}; () for none")
+    for one in given:
+        if not isinstance(one, kinds):
+            raise InvalidTypeError(f"expected {what}, got {type(one).__name__} among them")
+    return tuple(given)
+
+
+def _sink(given: Sink | str | Path) -> Sink:
+    return given if isinstance(given, Sink) else RunDirectorySink(given)
 
 
 def _optimizer(given: object, model: nn.Module) -> torch.optim.Optimizer:

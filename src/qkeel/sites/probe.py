@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.sites.forwards import extra_pass
 from qkeel.sites.gains import NormGain, seen_gains
 from qkeel.sites.graph import names_of
 from qkeel.sites.intercept import Interceptor, Sighting
@@ -32,7 +33,7 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     check_devices(model, args, kwargs)
-    with torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
+    with extra_pass(model), torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
         seen, watcher = _watched(model, args, kwargs)
         names = names_of(model)
         sites = [_site(calls, names) for calls in grouped(seen)]

@@ -16,7 +16,7 @@ from qkeel.functional.stats import LogitStats, merge
 from qkeel.handle import Handle
 from qkeel.nn.core import Observer, SpecModule
 from qkeel.sites.brackets import BracketMode
-from qkeel.sites.forwards import Forwards, get_idle, idle, recomputing
+from qkeel.sites.forwards import Forwards, extra_of_another, extra_pass, get_idle, idle, recomputing
 from qkeel.sites.intercept import Interceptor, Seen, Sighting, statistics
 from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.scores import cat_heads
@@ -145,8 +145,7 @@ class Tap(Handle):
         """
         kept: dict[str, Seen] = {}
         look = _Pass(self, self.phase, kept)
-        with self._forwards.looking_away():
-            self._aside(look, args, kwargs, seed=0)
+        self._aside(look, args, kwargs, seed=0)
         if look.error is not None:
             raise look.error
         return kept
@@ -170,7 +169,7 @@ class Tap(Handle):
     def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None = None) -> None:
         """The pass that the model is about to make, made eagerly; with a seed, from that."""
         eager = torch.compiler.set_stance("force_eager")
-        with torch.no_grad(), eager, undisturbed(self.model):
+        with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
             if seed is not None:
                 torch.manual_seed(seed)
             try:
@@ -241,10 +240,10 @@ class _Pass:
                 dispatch=self.tap.dispatch,
                 described=self.tap.described,
             )
+            if call is not None:
+                interceptor.stack.begun(call[0], dict(call[1]))
             interceptor.__enter__()
             self._undo.callback(_leave, interceptor)
-            if call is not None:
-                interceptor.stack.push(self.tap.model, call[0], dict(call[1]))
 
     def end(self) -> None:
         """Stop looking, once. Where all attention was of own modules, no interceptor is needed from now on."""
@@ -264,6 +263,8 @@ class _Pass:
 
     def _take(self, name: str, call: Seen, part_of: str | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""
+        if extra_of_another(self.tap):
+            return
         if self.kept is not None:
             self.kept.setdefault(name, call)
         elif self.tap.active:
