@@ -61,14 +61,17 @@ def gram_interaction_norms(
     """Frobenius and spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
     ‖·‖_F² = Σ a ∘ b; ‖·‖₂² = the largest eigenvalue of a b, computed on the symmetric matrix Lᵀ b L with a = L Lᵀ:
-    Cholesky's L, or a^½ where a is singular.
+    Cholesky's L, or a^½ where a is singular. NaN where a or b is not finite.
     """
+    finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
+    a, b = (x.masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
     root, failed = torch.linalg.cholesky_ex(a)
     if failed.any():
         values, vectors = torch.linalg.eigh(a)
         root = vectors * values.clamp_min(0).sqrt()[..., None, :]
     spectral = torch.linalg.eigvalsh(root.mT @ b @ root)[..., -1].clamp_min(0).sqrt()
-    return (a * b).sum((-2, -1)).clamp_min(0).sqrt(), spectral
+    frobenius = (a * b).sum((-2, -1)).clamp_min(0).sqrt()
+    return frobenius.masked_fill(~finite, torch.nan), spectral.masked_fill(~finite, torch.nan)
 
 
 def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -22,47 +23,54 @@ class Hidden:
     what the first module after the last block gives in the same shape (a final norm), else the last block's output.
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[str], means: Means) -> None:
-        self.model, self.means = model, means
+    def __init__(
+        self, model: nn.Module, sites: Sequence[str], means: Means, on_fault: Callable[[Exception], None]
+    ) -> None:
+        """on_fault: gets what goes wrong in the hooks, so that it never reaches the model's forward pass."""
+        self.model, self.means, self._on_fault = model, means, on_fault
         self.blocks = _blocks(model, sites)
         self._last: Tensor | None = None
         self._final = False
 
     def attach(self) -> Handle:
         """Look at the outputs of the next pass."""
-        inside = tuple(f"{name}." for name in self.blocks.values())
-        hooks = []
-        if self.blocks:
-            for name, module in self.model.named_modules():
-                if name in self.blocks.values() or not name.startswith(inside):
-                    hooks.append(module.register_forward_hook(self._hook(name)))
         self._last, self._final = None, False
+        inside = tuple(f"{name}." for name in self.blocks.values())
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules() if self.blocks else ():
+                scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+                if not scripted and (name in self.blocks.values() or not name.startswith(inside)):
+                    hooks.callback(module.register_forward_hook(self._hook(name)).remove)
+            undo = hooks.pop_all()
+        return Handle(lambda: self._detach(undo))
 
-        def undo() -> None:
-            for hook in hooks:
-                hook.remove()
-            if self._last is not None and not self._final:
-                self._add(("", "final_hidden_norm"), self._last)
-            self._last = None
+    def _detach(self, hooks: ExitStack) -> None:
+        hooks.close()
+        last, self._last = self._last, None
+        if last is not None and not self._final:
+            self._add(("", "final_hidden_norm"), last)
 
-        return Handle(undo)
-
-    def _hook(self, name: str) -> Any:
+    def _hook(self, name: str) -> Callable[..., None]:
         sites = [site for site, block in self.blocks.items() if block == name]
 
         def take(module: nn.Module, args: object, output: object) -> None:
-            state = next(tensors(output), None)
-            if state is None or state.ndim != 3 or not state.is_floating_point():
-                return
-            if sites:
-                for site in sites:
-                    self._add((site, "block_output_norm"), state)
-                self._last, self._final = state.detach(), False
-            elif self._last is not None and not self._final and state.shape == self._last.shape:
-                self._final = True
-                self._add(("", "final_hidden_norm"), state)
+            try:
+                self._take(sites, next(tensors(output), None))
+            except Exception as error:
+                self._on_fault(error)
 
         return take
+
+    def _take(self, sites: Sequence[str], state: Tensor | None) -> None:
+        if state is None or state.ndim != 3 or not state.is_floating_point():
+            return
+        if sites:
+            for site in sites:
+                self._add((site, "block_output_norm"), state)
+            self._last, self._final = state.detach(), False
+        elif self._last is not None and not self._final and state.shape == self._last.shape:
+            self._final = True
+            self._add(("", "final_hidden_norm"), state)
 
     @torch.no_grad()
     def _add(self, key: Key, state: Tensor) -> None:

@@ -48,15 +48,15 @@ class Journal:
         self.sample: Sample | None = None
         self.recording = Recording()
         self._about: Callable[[], Mapping[str, Any]] | None = about
-        self._layers: tuple[str, ...] = ()
+        self.sites: tuple[str, ...] = ()
         self._width = 0
 
     def add(self, step: int, phase: Phase, measured: Measured) -> None:
         """One step's numbers."""
-        if not self._layers:
-            self._layers = tuple(measured.stats)
+        if not self.sites:
+            self.sites = tuple(measured.stats)
             self._width = max(len(s.max_logit) for s in measured.stats.values())
-            self.recording = Recording(self._layers)
+            self.recording = Recording(self.sites)
         if self._about is not None:
             about, self._about = self._about(), None
             self._each(lambda sink: sink.open(about))
@@ -87,14 +87,14 @@ class Journal:
                 )
 
     def _sample(self, step: int, phase: Phase, measured: Measured) -> Sample:
-        rows = {name: [self._row(name, site, measured) for site in self._layers] for name in HEAD_FIELDS}
+        rows = {name: [self._row(name, site, measured) for site in self.sites] for name in HEAD_FIELDS}
         heads = {name: pad_layers(of, self._width) for name, of in rows.items() if any(row is not None for row in of)}
         values = {"step": float(step)}
         values |= {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in _WHOLE if name in heads}
         for (site, name), value in measured.numbers.items():
             if value.ndim == 0:
                 values[f"{name}/{site}" if site else name] = float(value)
-        return Sample(step=step, values=values, layers=self._layers, heads=heads, phase=phase)
+        return Sample(step=step, values=values, layers=self.sites, heads=heads, phase=phase)
 
     def _row(self, name: str, site: str, measured: Measured) -> np.ndarray | None:
         """[heads] of one layer, or None where it was not measured."""

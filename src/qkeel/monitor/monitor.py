@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel import dist
-from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
-from qkeel.functional.stats import LogitStats, merge
+from qkeel.errors import QkeelError, RefusedError, caution
+from qkeel.functional.stats import LogitStats
 from qkeel.handle import Handle
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.about import about
@@ -27,8 +25,10 @@ from qkeel.monitor.queries import QueryMask, with_query_mask
 from qkeel.monitor.rule import Alarm, Rule
 from qkeel.monitor.sample import Sample
 from qkeel.monitor.sinks import Sink
+from qkeel.monitor.steps import Steps
 from qkeel.monitor.table import sample_html, sample_table
-from qkeel.monitor.transfer import Layout, Measured, Transfer, agree, say_off
+from qkeel.monitor.together import Together
+from qkeel.monitor.transfer import Flag, Measured, Stats, Transfer, merged, on_host
 from qkeel.monitor.weights import Weights
 from qkeel.sites.find import find_sites
 from qkeel.sites.forwards import owners
@@ -36,8 +36,6 @@ from qkeel.sites.intercept import Seen, statistics
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import tensors
 from qkeel.sites.tap import Look, Phase, Tap, Visitor
-
-Stats = dict[str, LogitStats]
 
 
 @final
@@ -78,16 +76,15 @@ class Monitor(Handle):
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
         self._unread: dict[Phase, Stats] = {"train": {}, "eval": {}}
         self._under_way: list[_Step] = []
-        self._layout: Layout | None = None  # what all processes send
-        self._refused: RefusedError | None = None
-        self._broken = self._told = self._complete = False
+        self._together = Together()
+        self._untold: QkeelError | None = None  # why the sites are not known
+        self._broken = self._warned = self._complete = False
         self._journal = Journal(plan.sinks, plan.rules, lambda: about(self.model, self.sites, optimizer, plan.cadence))
         self._tap = Tap(model, due=self._due, measure=self._measure, visitor=_Eyes(self), on_fault=self._off)
         self.model = self._tap.model
-        self._hooks = []
+        self._steps: Steps | None = None
         if optimizer is not None:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._safely(self._before_step)))
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._safely(self._after_step)))
+            self._steps = Steps(optimizer, self._guard(self._before_step), self._guard(self._after_step))
         super().__init__(self._stop)
 
     def read(self, phase: Phase | None = None) -> Stats:
@@ -96,12 +93,11 @@ class Monitor(Handle):
         Training and eval passes are kept apart. Without a phase: the training passes', and where there were none, the
         eval passes'. Where several processes train, those of finished steps are over all of them.
         """
-        self._settle(wait=True)
+        self._settled()
         if phase is None:
             phase = "train" if self._unread["train"] or self._tap.has("train") else "eval"
-        recent = self._tap.read(phase)
+        recent = on_host(self._tap.read(phase))
         if recent:
-            recent = dict(Transfer(Measured(stats=recent, numbers={}), alone=True).result().stats)
             self._taken[phase].append(recent)
         closed, self._unread[phase] = self._unread[phase], {}
         return merged([closed, recent])
@@ -114,19 +110,19 @@ class Monitor(Handle):
     @property
     def sample(self) -> Sample | None:
         """The numbers of the step measured last; None before the first."""
-        self._settle(wait=True)
+        self._settled()
         return self._journal.sample
 
     @property
     def alarms(self) -> list[Alarm]:
         """What was warned of."""
-        self._settle(wait=True)
+        self._settled()
         return list(self._journal.log.alarms)
 
     @property
     def history(self) -> History:
         """The course of the run, for rules and plots."""
-        self._settle(wait=True)
+        self._settled()
         return self._journal.recording.history
 
     def table(self) -> str:
@@ -143,13 +139,15 @@ class Monitor(Handle):
         self.close(complete=exc[0] is None)
 
     def remove(self) -> None:
-        """Stop watching; the run counts as complete."""
+        """Stop watching; the run counts as complete. Where several processes train, all of them must."""
         self.close(complete=True)
 
     def close(self, *, complete: bool) -> None:
         """Stop watching; `complete` says whether training ended as planned."""
         self._complete = complete
         super().remove()
+        if self._steps is not None:
+            self._steps.remove()  # again, where the first was in the middle of a step
 
     # --- called by the tap -----------------------------------------------------------------------------------------
 
@@ -164,6 +162,7 @@ class Monitor(Handle):
         return "bracket" if self.plan.cadence.brackets and training and not compiled else "nothing"
 
     def _before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._means.begin()
         if self.plan.query_mask is not None:
             self._mask = self.plan.query_mask.of(args, kwargs)
         if self._hidden is None:
@@ -173,47 +172,68 @@ class Monitor(Handle):
         """Once: which sites there are, from one more forward pass."""
         try:
             self.sites = find_sites(self.model, *args, **kwargs)
-        except RefusedError as error:
-            self._refused = error  # told after the pass, if that shows nothing either
         except QkeelError as error:
-            caution(f"the weights behind the heads can't be told, so they are not watched: {error}")
+            self._untold = error  # told after the pass, if that goes through
         if self.optimizer is not None:
             self._weights = Weights(self.model, self.sites, self.optimizer)
-        self._hidden = Hidden(self.model, [site.name for site in self.sites], self._means)
+        self._hidden = Hidden(self.model, [site.name for site in self.sites], self._means, self._tap.fault)
 
     def _measure(self, call: Seen) -> LogitStats | None:
         return statistics(with_query_mask(call, self._mask), self.plan.threshold)
 
     def _after_pass(self, output: object, phase: Phase) -> None:
-        if self._full and not self._tap.has(phase) and not any(self._taken[phase]):
-            raise self._refused or RefusedError("no attention was seen in this forward pass")
+        seen = self._tap.has(phase) or any(self._taken[phase])
+        untold, self._untold = self._untold, None
+        if not seen and not self._journal.sites and (untold is not None or not self.sites):
+            raise untold or RefusedError("no attention was seen in this forward pass")
+        if untold is not None:
+            caution(f"the weights behind the heads can't be told, so they are not watched: {untold}")
         if phase == "train":
             losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point()]
             if len(losses) == 1:
                 self._means.add(("", "train_loss"), losses[0].detach())
-        if self.optimizer is None:
+        if self.optimizer is None and seen:
             self._close_step(phase, self._tap.passes[phase] - 1)
+
+    def _pass_failed(self) -> None:
+        self._means.drop()
+        if self._untold is not None:
+            self._untold = self._hidden = None  # the fault was the pass's: try again with the next
+
+    def _bracketed(self, bound: Tensor) -> None:
+        self._moved.see(bound)
+        if self.optimizer is None:
+            self._moved.step()
 
     # --- called by the optimizer -----------------------------------------------------------------------------------
 
     def _before_step(self) -> None:
-        if not self._broken and self._weights is not None and self._step_due():
+        # One that has switched itself off reads too: sharded weights are gathered, and the others would wait for it.
+        if self._weights is not None and self._step_due():
             self._numbers = self._weights.read()
+            scale = None if self._steps is None else self._steps.gradient_scale
+            if scale is not None:
+                self._numbers = {k: x / scale if "grad" in k[1] else x for k, x in self._numbers.items()}
 
     def _after_step(self) -> None:
+        if self._steps is not None and self._steps.skipped:
+            return  # what was measured counts for the next
         if self._step_due():
-            if self._broken:
-                self._take_part()
-            elif self._tap.has("train") or any(self._taken["train"]):
-                self._close_step("train", self.steps)
-            elif not self._tap.passes["train"] and self._last["train"] is None:
-                self._last["train"] = self.steps
-                caution(_NOT_SEEN)
+            self._end_step()
         self.steps += 1
         self._moved.step()
-        if self._tap.has("eval"):
-            self._close_step("eval", self.steps)
         self._settle(wait=False)
+
+    def _end_step(self) -> None:
+        if self._broken:
+            self._take_part()
+            return
+        if self._tap.has("eval") or self._taken["eval"]:
+            self._close_step("eval", self.steps)
+        if not self._tap.passes["train"] and not self._warned:
+            self._warned = True
+            caution(_NOT_SEEN)
+        self._close_step("train", self.steps)
 
     def _step_due(self) -> bool:
         return self.plan.cadence.due(self.steps, self._last["train"], self._moved.factor)
@@ -223,50 +243,56 @@ class Monitor(Handle):
     def _close_step(self, phase: Phase, step: int) -> None:
         taken, fresh = self._taken[phase], self._tap.read(phase)
         self._taken[phase] = []
-        numbers = {**self._numbers, **(self._means.read() if phase == "train" else {})}
-        self._numbers = {}
-        if self.optimizer is not None and phase == "train":
-            rate = self.optimizer.param_groups[0]["lr"]
-            numbers["", "lr"] = rate.detach() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
-        measured = Measured(stats=merged([*taken, fresh]), numbers=numbers)
-        together = phase == "train" and self.optimizer is not None and dist.world() > 1
-        if together:
-            self._agree(measured.layout())
-        transfer = Transfer(measured, alone=not together)
-        self._under_way.append(_Step(step=step, phase=phase, transfer=transfer, fresh=fresh if taken else None))
-        if phase == "train":
+        if taken:
+            fresh = on_host(fresh)
+        measured = self._measured(phase, merged([*taken, fresh]))
+        if phase == "eval" or self.optimizer is None:
+            transfer = None if measured is None else Transfer.of(measured, alone=True)
+        else:
+            self._settle(wait=self._together.several)  # who has stopped takes part in no further gather
+            transfer = self._together.send(step, measured)
+        if transfer is not None:
+            self._under_way.append(_Step(step=step, phase=phase, transfer=transfer, fresh=fresh if taken else None))
+        if phase == "train" and transfer is not None:
             self._last["train"] = step
             self._moved.measured()
         self._settle(wait=False)
 
-    def _agree(self, layout: Layout) -> None:
-        """Make sure that all processes send alike before they do: a gather of unlike sizes never ends."""
-        if self._layout is None and agree(layout):
-            self._layout = layout
-        elif self._layout != layout:
-            if self._layout is not None:
-                say_off(self._layout)
-            self._told = True
-            raise InvalidValueError("the processes of this run do not see the same attention, so nothing can be merged")
+    def _measured(self, phase: Phase, stats: Stats) -> Measured | None:
+        """The step's numbers, with those of the whole model; None where no attention was seen."""
+        numbers = {**self._numbers, **self._means.read()} if phase == "train" else {}
+        if phase == "train":
+            self._numbers = {}
+            if self._steps is not None:
+                numbers["", "lr"] = self._steps.rate
+        return Measured(stats=stats, numbers=numbers) if stats else None
+
+    def _settled(self) -> None:
+        self._guard(self._settle)(wait=True)
 
     def _settle(self, *, wait: bool) -> None:
         """Put on record what has arrived."""
         while self._under_way and (wait or self._under_way[0].transfer.arrived):
             done = self._under_way.pop(0)
+            if done.transfer.flagged(Flag.OFF):
+                self._together.over = True
             measured = done.transfer.result()
             if done.fresh != {}:
                 self._unread[done.phase] = merged([self._unread[done.phase], done.fresh or measured.stats])
-            self._journal.add(done.step, done.phase, measured)
+            if measured.stats:
+                self._journal.add(done.step, done.phase, measured)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
-    def _safely(self, act: Callable[[], None]) -> None:
-        if torch.compiler.is_compiling():
-            return  # inside a compiled step: nothing of this is to be traced
-        try:
-            act()
-        except Exception as error:
-            self._off(error)
+    def _guard(self, act: Callable[..., None]) -> Callable[..., None]:
+        def safely(*_: object, **options: Any) -> None:
+            try:
+                if self.active:
+                    act(**options)
+            except Exception as error:
+                self._off(error)
+
+        return safely
 
     def _off(self, error: Exception) -> None:
         if self._broken or not self.active:
@@ -276,23 +302,22 @@ class Monitor(Handle):
             f"qkeel's monitor switched itself off: {_words(error)}. The model runs on unwatched; what was recorded "
             "is kept"
         )
-        if self.optimizer is None or dist.world() == 1 or self._told:
+        if self.optimizer is None or not self._together.several:
             self.close(complete=False)
         else:
             self._tap.remove()  # the others wait for this process at the next step that is measured: _take_part
 
     def _take_part(self) -> None:
-        """Tell the other processes that this one has switched itself off; they do the same."""
-        agree(None) if self._layout is None else say_off(self._layout)
+        """Tell the other processes that this one has switched itself off, unless one of them was first."""
+        if not any(s.transfer.flagged(Flag.OFF) for s in self._under_way):
+            self._together.leave(self.steps)
         self.close(complete=False)
 
     def _stop(self) -> None:
         self._tap.remove()
-        for hook in self._hooks:
-            hook.remove()
         try:
             if not self._broken:
-                if self._tap.has("eval"):
+                if self._tap.has("eval") or self._taken["eval"]:
                     self._close_step("eval", self.steps)
                 self._settle(wait=True)
         except Exception as error:
@@ -317,8 +342,11 @@ class _Eyes(Visitor):
     def after(self, output: object) -> None:
         self.monitor._after_pass(output, self.phase)
 
+    def failed(self) -> None:
+        self.monitor._pass_failed()
+
     def bracket(self, bound: Tensor) -> None:
-        self.monitor._moved.see(bound)
+        self.monitor._bracketed(bound)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,15 +357,6 @@ class _Step:
     phase: Phase
     transfer: Transfer
     fresh: Stats | None
-
-
-def merged(parts: Iterable[Mapping[str, LogitStats]]) -> Stats:
-    """Statistics by site, those of one site merged."""
-    found: Stats = {}
-    for part in parts:
-        for name, stats in part.items():
-            found[name] = merge(found[name], stats) if name in found else stats
-    return found
 
 
 def _words(error: Exception) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import final
 
 import torch
@@ -16,6 +16,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.functional.stats import LogitStats, merge
 
 FIELDS = tuple(f.name for f in dataclasses.fields(LogitStats))
+Stats = dict[str, LogitStats]
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
@@ -34,12 +35,20 @@ class Measured:
         return tuple((site, name, tuple(x.shape)) for site, name, x in (*of_stats, *others))
 
     def pack(self, device: torch.device) -> Tensor:
-        """All of it as one vector; a flag, 0 for "all is well", in front."""
+        """All of it as one vector, a Flag in front."""
         of_stats = [getattr(s, field) for s in self.stats.values() for field in FIELDS]
         dtype = torch.float32 if device.type == "mps" else torch.float64  # exact for counts under 2^53
-        parts = [torch.zeros(1, dtype=dtype, device=device)]
+        parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
         parts += [x.detach().reshape(-1).to(device=device, dtype=dtype) for x in (*of_stats, *self.numbers.values())]
         return torch.cat(parts)
+
+
+class Flag(enum.IntEnum):
+    """What a process says before its numbers: here they are; I have none this time; I have switched myself off."""
+
+    WELL = 0
+    NOTHING = 1
+    OFF = 2
 
 
 @final
@@ -49,14 +58,10 @@ class Transfer:
     Statistics of processes are merged, other numbers averaged, so that each process ends with the same.
     """
 
-    def __init__(self, measured: Measured, *, alone: bool) -> None:
+    def __init__(self, packed: Tensor, layout: Layout, *, alone: bool) -> None:
         """`alone`: this process's numbers only."""
-        self.layout = measured.layout()
-        self.sites = tuple(measured.stats)
-        several = not alone and dist.world() > 1
-        device = dist.collective_device() if several else _device(measured)
-        packed = measured.pack(device)
-        gathered = dist.gather(packed) if several else packed[None]
+        self.layout = layout
+        gathered = packed[None] if alone else dist.gather(packed)
         self._event: torch.cuda.Event | None = None
         if gathered.device.type == "cuda":
             self._host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
@@ -66,21 +71,40 @@ class Transfer:
         else:
             self._host = gathered.cpu()
 
+    @classmethod
+    def of(cls, measured: Measured, *, alone: bool) -> Transfer:
+        """That of what was measured."""
+        device = _device(measured) if alone else dist.collective_device()
+        return cls(measured.pack(device), measured.layout(), alone=alone)
+
+    @classmethod
+    def say(cls, flag: Flag, layout: Layout) -> Transfer:
+        """Taking part in a gather of this layout with nothing but a word."""
+        vector = torch.zeros(1 + sum(math.prod(shape) for _, _, shape in layout), dtype=torch.float64)
+        vector[0] = flag
+        return cls(vector.to(dist.collective_device()), layout, alone=False)
+
     @property
     def arrived(self) -> bool:
         """Whether it can be read without waiting."""
         return self._event is None or self._event.query()
 
-    def result(self) -> Measured:
-        """The numbers, on the host; waits for them if need be.
-
-        Raises: InvalidValueError if another process has stopped measuring.
-        """
+    def flagged(self, flag: Flag) -> bool:
+        """Whether some process said so; waits for the numbers if need be."""
         if self._event is not None:
             self._event.synchronize()
-        if self._host[:, 0].any():
+        return bool((self._host[:, 0] == flag).any())
+
+    def result(self) -> Measured:
+        """The numbers of all processes that had some, on the host; waits for them if need be.
+
+        Raises: InvalidValueError if a process has stopped measuring.
+        """
+        if self.flagged(Flag.OFF):
             raise InvalidValueError("the monitor of another process of this run has switched itself off")
-        ranks = [self._unpacked(row) for row in self._host]
+        ranks = [self._unpacked(row) for row in self._host if row[0] == Flag.WELL]
+        if not ranks:
+            return Measured(stats={}, numbers={})
         stats = ranks[0][0]
         for other, _ in ranks[1:]:
             stats = {site: merge(s, other[site]) for site, s in stats.items()}
@@ -93,9 +117,10 @@ class Transfer:
             size = math.prod(shape)
             found[site, name] = row[start : start + size].view(shape)
             start += size
+        sites = dict.fromkeys(site for site, name, _ in self.layout if name == FIELDS[0])
         stats = {
             site: LogitStats(**{f: _counted(f, found.pop((site, f))) for f in FIELDS})  # type: ignore[arg-type]
-            for site in self.sites
+            for site in sites
         }
         return stats, found
 
@@ -110,19 +135,17 @@ def _device(measured: Measured) -> torch.device:
     return next((x.device for x in measured.numbers.values()), torch.device("cpu"))
 
 
-def agree(layout: Layout | None) -> bool:
-    """Whether all processes are about to send the same names and shapes; None says that this one has nothing to send.
+def merged(parts: Iterable[Mapping[str, LogitStats]]) -> Stats:
+    """Statistics by site, those of one site merged."""
+    found: Stats = {}
+    for part in parts:
+        for name, stats in part.items():
+            found[name] = merge(found[name], stats) if name in found else stats
+    return found
 
-    One small gather, made once at the first step that is measured.
-    """
-    digest = 0 if layout is None else zlib.crc32(repr(layout).encode()) + 1
-    answers = dist.gather(torch.tensor([float(digest)], dtype=torch.float64, device=dist.collective_device()))
-    return bool((answers == answers[0]).all()) and digest != 0
 
-
-def say_off(layout: Layout) -> None:
-    """Take part in a gather with nothing but the word that this process has switched itself off."""
-    size = 1 + sum(math.prod(shape) for _, _, shape in layout)
-    vector = torch.zeros(size, dtype=torch.float64, device=dist.collective_device())
-    vector[0] = 1.0
-    dist.gather(vector)
+def on_host(stats: Stats) -> Stats:
+    """The statistics on the CPU, in float64."""
+    if not stats:
+        return {}
+    return dict(Transfer.of(Measured(stats=stats, numbers={}), alone=True).result().stats)

@@ -98,7 +98,7 @@ class Interceptor(Watcher):
         on_fault: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()
-        self.stack = ModuleStack(model, keep_inputs=probing)
+        self.stack = ModuleStack(model, keep_inputs=probing, on_fault=on_fault)
         self.probing = probing
         self.unread: collections.Counter[str] = collections.Counter()
         self._on_fault = on_fault

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -174,8 +177,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with ExitStack() as undo, torch.random.fork_rng(devices=devices):
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
         for module in model.modules():
             undo.callback(_keep(module))
+            undo.callback(_keep_contents(module))
         for p in model.parameters():
             if not p.requires_grad and (p.is_floating_point() or p.is_complex()):
                 # The walk from q to its weights needs a graph, in frozen models too.
@@ -203,6 +209,30 @@ def _keep(module: nn.Module) -> Callable[[], None]:
         values()
 
     return restore
+
+
+def _keep_contents(module: nn.Module) -> Callable[[], None]:
+    """A function that puts back what a module's lists, dicts, sets and generators held."""
+    held = [v for v in vars(module).values() if isinstance(v, (list, dict, set))]
+    kept = [(x, x.copy()) for x in held if type(x) in _CONTAINERS]
+    streams = [(g, g.get_state()) for g in vars(module).values() if isinstance(g, torch.Generator)]
+
+    def restore() -> None:
+        for x, before in kept:
+            if [*map(id, x)] != [*map(id, before)] or (isinstance(x, dict) and _values(x) != _values(before)):
+                x.clear()
+                x.extend(before) if isinstance(x, list) else x.update(before)
+        for generator, state in streams:
+            generator.set_state(state)
+
+    return restore
+
+
+def _values(x: Any) -> list[int]:
+    return [*map(id, x.values())]
+
+
+_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -47,10 +47,18 @@ class ModuleStack:
     is not seen.
     """
 
-    def __init__(self, model: nn.Module, *, keep_inputs: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        keep_inputs: bool = False,
+        on_fault: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """on_fault: gets what goes wrong in the hooks, so that it never reaches the model's forward pass."""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = list(model.modules())
         self._keep = keep_inputs
+        self._on_fault = on_fault
         self._hooks: list[RemovableHandle] = []
         self.root = Frame(name="", module=model, parent=None)
         self.top = self.root
@@ -58,12 +66,24 @@ class ModuleStack:
     def __enter__(self) -> Self:
         scripted = [m for m in self._modules if isinstance(m, torch.jit.ScriptModule)]
         if scripted:
-            self._hooks.append(every.register_module_forward_pre_hook(self._push_scripted))
-            self._hooks.append(every.register_module_forward_hook(self._pop_scripted, always_call=True))
+            self._hooks.append(every.register_module_forward_pre_hook(self._safe(self._push_scripted)))
+            self._hooks.append(every.register_module_forward_hook(self._safe(self._pop_scripted), always_call=True))
         for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
-            self._hooks.append(module.register_forward_pre_hook(self.push, with_kwargs=True, prepend=True))
-            self._hooks.append(module.register_forward_hook(self._pop, always_call=True))
+            push, pop = self._safe(self.push), self._safe(self._pop)
+            self._hooks.append(module.register_forward_pre_hook(push, with_kwargs=True, prepend=True))
+            self._hooks.append(module.register_forward_hook(pop, always_call=True))
         return self
+
+    def _safe(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def safe(*args: Any) -> None:
+            try:
+                hook(*args)
+            except Exception as error:
+                if self._on_fault is None:
+                    raise
+                self._on_fault(error)
+
+        return safe
 
     def __exit__(self, *exc: object) -> None:
         for hook in self._hooks:

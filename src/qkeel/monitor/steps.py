@@ -1,0 +1,68 @@
+"""The steps of an optimizer, seen from outside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as home
+
+from qkeel.handle import Handle
+
+
+@final
+class Steps(Handle):
+    """Calls `before()` and `after()` around each step of an optimizer; what they raise reaches its caller.
+
+    In the middle of a step its hooks are being gone through and can't be taken away: `remove()` leaves them, idle, and
+    a later one takes them.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self.optimizer = optimizer
+        # Some compile the optimizer's step; nothing of these is to be compiled with it.
+        pre, post = (torch.compiler.disable(self._idle_once_removed(act)) for act in (before, after))
+        self._hooks = [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]
+        super().__init__(lambda: None)
+
+    def remove(self) -> None:
+        """See the class."""
+        super().remove()
+        if not _stepping():
+            for hook in self._hooks:
+                hook.remove()
+
+    @property
+    def skipped(self) -> bool:
+        """After a step: whether infinite gradients made it none. GradScaler calls a fused optimizer all the same."""
+        found = vars(self.optimizer).get("found_inf")
+        return isinstance(found, Tensor) and bool(found.any())
+
+    @property
+    def gradient_scale(self) -> Tensor | None:
+        """Before a step: by what the gradients are still multiplied; GradScaler leaves that to a fused optimizer."""
+        scale = vars(self.optimizer).get("grad_scale")
+        return scale if isinstance(scale, Tensor) else None
+
+    @property
+    def rate(self) -> Tensor:
+        """The learning rate of the first group."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        return rate.detach() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+
+    def _idle_once_removed(self, act: Callable[[], None]) -> Callable[..., None]:
+        return lambda *_: act() if self.active else None
+
+
+def _stepping() -> bool:
+    """Whether an optimizer's step is under way in this thread."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == home.__file__:
+            return True
+        frame = frame.f_back
+    return False
