@@ -80,6 +80,22 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1)[..., :-1] @ v
 
 
+def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -1e9)
+    return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)) @ v
+
+
+def log_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    return F.log_softmax(scores, dim=-1).exp() @ v
+
+
+def keys_in_two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    far = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, :2]).masked_fill(~causal()[:, :2], -torch.inf)
+    near = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, 2:]).masked_fill(~causal()[:, 2:], -torch.inf)
+    return (torch.cat([far, near], dim=-1) / math.sqrt(D)).softmax(-1) @ v
+
+
 def written_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.mT
     scores *= 1 / math.sqrt(D)
@@ -138,6 +154,9 @@ WAYS: dict[str, Attend] = {
         merged_heads,
         head_by_head,
         with_sink,
+        without_softmax,
+        log_softmax,
+        keys_in_two_parts,
         written_in_place,
         checkpointed,
         exp_over_sum,

@@ -50,10 +50,10 @@ class Spotter(Handle):
 
         # Torch has no hook for this; nobody compiles the making of an optimizer.
         spotter, Optimizer.__init__ = self, made
-        self._hooks = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._safely(self._before_step, optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._safely(self._after_step, optimizer)),
-        ]
+        # Some compile the optimizer's step; nothing of these is to be compiled with it.
+        before: Any = torch.compiler.disable(lambda optimizer, *_: self._safely(self._before_step, optimizer))
+        after: Any = torch.compiler.disable(lambda optimizer, *_: self._safely(self._after_step, optimizer))
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         super().__init__(self._stop)
 
     def _made(self, optimizer: Optimizer) -> None:
@@ -99,7 +99,7 @@ class Spotter(Handle):
             self._look(optimizer)
 
     def _safely(self, act: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
-        if torch.compiler.is_compiling() or os.getpid() != self._pid or not self.active:
+        if os.getpid() != self._pid or not self.active:
             return
         try:
             act(optimizer)
