@@ -25,7 +25,7 @@ from qkeel.monitor.plan import Plan
 from qkeel.monitor.queries import with_query_mask
 from qkeel.monitor.rule import Alarm
 from qkeel.monitor.sample import Sample
-from qkeel.monitor.steps import Steps
+from qkeel.monitor.steps import NOT_SEEN, Steps
 from qkeel.monitor.table import sample_html, sample_table
 from qkeel.monitor.together import Together
 from qkeel.monitor.transfer import Flag, Measured, Stats, Transfer, merged, on_host
@@ -254,7 +254,7 @@ class Monitor(Handle):
             return
         if not self._tap.passes["train"] and not self._warned:
             self._warned = True
-            caution(_NOT_SEEN)
+            caution(NOT_SEEN)
         if self._changes is not None and self._tap.has("train"):
             self._numbers |= self._changes.after()
         self._close_step("train", self.steps)
@@ -391,10 +391,3 @@ def watched(model: nn.Module) -> bool:
     """Whether a Monitor is on this model; a shallow copy of one that is shares its hooks, but is none."""
     taps = [tap for tap in owners(model) if isinstance(tap, Tap)]
     return any(isinstance(tap.visitor, _Eyes) and tap.model is unwrapped(model) for tap in taps)
-
-
-_NOT_SEEN = (
-    "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
-    "model.forward(...) nor one of its parts, and watch what you call: where that is what torch.compile returned, give "
-    "watch() that; where a compiled function calls the model, give torch.compile the model instead"
-)

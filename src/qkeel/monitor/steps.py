@@ -12,6 +12,12 @@ from torch.optim import Optimizer
 
 from qkeel.handle import Handle
 
+NOT_SEEN = (
+    "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
+    "model.forward(...) nor one of its parts, and watch what you call: where that is what torch.compile returned, give "
+    "watch() that; where a compiled function calls the model, give torch.compile the model instead"
+)
+
 
 @final
 class Steps(Handle):
