@@ -28,7 +28,7 @@ test: $(VENV)/.dev  ## everything but slow and GPU tests
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
 
-zoo: $(VENV)/.dev  ## every causal language model of transformers, tiny; writes docs/zoo.md
+zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes docs/zoo.md
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out docs/zoo.md
 
 gpu: $(VENV)/.dev  ## kernels on a CUDA device

@@ -21,12 +21,12 @@ MALLOC = {
 }
 
 
-def settle(threads: int = 1) -> None:
+def settle(threads: int = 1, module: str = "benchmarks") -> None:
     """Restart this process once with steady allocator settings and a fixed number of threads."""
     wanted = {**MALLOC, "OMP_NUM_THREADS": str(threads)}
     if any(os.environ.get(k) != v for k, v in wanted.items()):
         os.environ.update(wanted)
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from qkeel.metrics import (
     alarm_step,
     collapsed,
     first_above,
+    growth_exponent,
     largest_stable_lr,
     lr_sensitivity,
     paired_gain,
@@ -104,3 +105,12 @@ def test_gains_are_paired_by_seed_and_positive_when_the_remedy_is_better() -> No
     ]
     assert paired_gain(rows, "qk_norm", "none", 0.1) == pytest.approx([-0.2, 0.5])
     assert paired_gain(rows, "qk_norm", "none", 0.3) == []
+
+
+def test_the_exponent_of_a_power_law_is_found_and_few_points_give_none() -> None:
+    steps = [0, 1, 2, 4, 8, 16, 32]
+    values = [5.0, *(3.0 * step**0.25 for step in steps[1:])]
+    assert growth_exponent(steps, values) == pytest.approx(0.25, abs=1e-12)  # step 0 has no logarithm and is left out
+    assert math.isnan(growth_exponent(steps[:6], values[:6]))
+    assert math.isnan(growth_exponent([3] * 7, values))
+    assert growth_exponent([*steps, 64, 128], [*values, math.nan, -1.0]) == pytest.approx(0.25, abs=1e-12)

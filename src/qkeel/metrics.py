@@ -1,6 +1,6 @@
 """Scalars of recorded runs, each defined once: LR sensitivity, collapse, spikes, alarms, paired differences.
 
-Pure Python on lists and dicts, so the report and the command line read the same numbers.
+No torch, so the report and the command line read the same numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from qkeel.errors import InvalidValueError, unknown
 
@@ -71,9 +73,21 @@ def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int 
     0.5
     """
     fine = [(math.log(s), math.log(v)) for s, v in zip(steps, values) if s > 0 and v > 0 and math.isfinite(v)]
-    if len(fine) < max(2, least) or len({x for x, _ in fine}) < 2:
+    if len(fine) < least:
         return math.nan
-    return statistics.linear_regression([x for x, _ in fine], [y for _, y in fine]).slope
+    points = np.array(fine)
+    return slope(points[:, 0], points[:, 1])
+
+
+def slope(x: np.ndarray, y: np.ndarray) -> float:
+    """The slope of the line through points [n], by least squares; NaN where all x are the same.
+
+    >>> slope(np.array([1.0, 2.0, 3.0]), np.array([1.0, 3.0, 5.0]))
+    2.0
+    """
+    x = x - x.mean()
+    spread = float(x @ x)
+    return float(x @ y) / spread if spread > 0 else math.nan
 
 
 def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6.0) -> float:

@@ -15,6 +15,7 @@ from qkeel import find_sites
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.functional.stats import LogitStats
 from qkeel.sites import Tap
+from qkeel.sites.intercept import Interceptor
 
 B, H, T, D = 2, 4, 6, 8
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -79,6 +80,22 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1)[..., :-1] @ v
 
 
+def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -1e9)
+    return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True)) @ v
+
+
+def log_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(), -torch.inf)
+    return F.log_softmax(scores, dim=-1).exp() @ v
+
+
+def keys_in_two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    far = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, :2]).masked_fill(~causal()[:, :2], -torch.inf)
+    near = torch.einsum("bhqd,bhkd->bhqk", q, k[:, :, 2:]).masked_fill(~causal()[:, 2:], -torch.inf)
+    return (torch.cat([far, near], dim=-1) / math.sqrt(D)).softmax(-1) @ v
+
+
 def written_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.mT
     scores *= 1 / math.sqrt(D)
@@ -137,6 +154,9 @@ WAYS: dict[str, Attend] = {
         merged_heads,
         head_by_head,
         with_sink,
+        without_softmax,
+        log_softmax,
+        keys_in_two_parts,
         written_in_place,
         checkpointed,
         exp_over_sum,
@@ -340,14 +360,20 @@ def test_an_exception_in_the_model_leaves_no_mode_behind() -> None:
 
 
 @torch.no_grad()
-def test_a_transformer_encoder_in_eval_is_seen_and_computes_what_it_does_without_its_fast_path() -> None:
+def test_a_transformer_encoder_in_eval_keeps_its_fast_path_under_a_tap_and_not_under_an_interceptor() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, batch_first=True), 2).eval()
     x = torch.randn(2, 5, 16)
+    fast = model(x)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        expected = model(x)
+        slow = model(x)
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+    names = ["layers.0.self_attn", "layers.1.self_attn"]
     with Tap(model) as tap:
-        assert torch.equal(model(x), expected)
-        assert list(tap.read()) == ["layers.0.self_attn", "layers.1.self_attn"]
+        assert torch.equal(model(x), fast)
+        assert list(tap.read()) == names
+    found: list[str] = []
+    with Interceptor(model, lambda s: found.append(s.name)):
+        assert torch.equal(model(x), slow)
+    assert found == names

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
 import torch
-from tests.zoo.overrides import OVERRIDES, PARTS
+import transformers
+from tests.zoo.compose import COMPOSED, all_shared
+from tests.zoo.examples import PLACES
+from tests.zoo.overrides import OVERRIDES as CAUSAL
+from tests.zoo.overrides_others import OTHERS
+from tests.zoo.tables import Entry
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PretrainedConfig
 
 HEADS, GROUPS, HEAD_DIM, WIDTH, LAYERS, VOCAB = 4, 2, 8, 32, 2, 96
 
@@ -33,17 +35,39 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"(num_experts_per_tok|moe_top_?k|moe_k|num_experts_per_token|.*topk|top_k_experts)", 2),
     (r"(n_group|topk_group|n_shared_experts)", 1),
     (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length)", 64),
+    (r"((text|audio|vision|out|input|output|encoder|decoder|adapter|mm)_hidden_size|.*projection_dim|out_dim)", WIDTH),
+    (r"(image_size|input_size|img_size)", 32),
+    (r"patch_size", 8),
+    (r"(num_mel_bins|n_mels|input_feat_per_channel|feature_projection_input_dim)", 16),
+    (r"max_source_positions", 16),
+    (r"num_queries", 6),
+    (r"[lxr]_layers", 1),
 )
+OVERRIDES = {**CAUSAL, **OTHERS}
+
+# Values of lists with one entry per stage.
+LISTS = {"depths": 1, "num_heads": 2, "num_attention_heads": 2}
 
 
-def small(config_class: type[PretrainedConfig], model_type: str) -> PretrainedConfig:
-    """A configuration of that class with small sizes."""
-    if model_type in PARTS:
-        part = type(getattr(config_class(), PARTS[model_type]))
-        return part(**shrink(part(), model_type))
-    default = config_class()
-    values = shrink(default, model_type)
+def small(entry: Entry) -> PretrainedConfig:
+    """The configuration of its class with small sizes."""
+    maker = COMPOSED.get(entry.name)
+    if maker is not None:
+        return maker()
+    config_class = getattr(transformers, entry.class_name).config_class
+    values = shrink(config_class(), config_class.model_type)
+    for name in {entry.name, entry.class_name} - {config_class.model_type}:
+        _deepen(values, OVERRIDES.get(name, {}))
     return config_class(**values)
+
+
+def _deepen(values: dict[str, Any], more: dict[str, Any]) -> None:
+    """Put `more` into nested values."""
+    for name, value in more.items():
+        if isinstance(value, dict) and isinstance(values.get(name), dict):
+            _deepen(values[name], value)
+        else:
+            values[name] = value
 
 
 def shrink(config: PretrainedConfig, model_type: str) -> dict[str, Any]:
@@ -54,15 +78,19 @@ def shrink(config: PretrainedConfig, model_type: str) -> dict[str, Any]:
         if name in subs:
             sub = getattr(config, name)
             if isinstance(sub, PretrainedConfig):
-                values[name] = {**shrink(sub, sub.model_type), "model_type": sub.model_type}
+                # Which stages a convolutional backbone hands on; the others' stages are their layers.
+                known = sub.to_dict() if "net" in sub.model_type else {}
+                taken = {k: v for k in ("out_features", "out_indices") if (v := known.get(k)) is not None}
+                values[name] = {**taken, **shrink(sub, sub.model_type), "model_type": sub.model_type}
             continue
         new = _value(name, value, config)
         if new is not _SAME:
             values[name] = new
+    values.update({name: number for name, number in PLACES.items() if getattr(config, name, None) is not None})
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
         if isinstance(getattr(config, name, None), (int, list)):
             values[name] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}.get(name, 1)
-    values.update(OVERRIDES.get(model_type, {}))
+    _deepen(values, OVERRIDES.get(model_type, {}))
     return values
 
 
@@ -73,6 +101,10 @@ def _value(name: str, value: Any, config: PretrainedConfig) -> Any:
     if name == "layer_types" and isinstance(value, list):
         kinds = list(dict.fromkeys(value))
         return (kinds * LAYERS)[: max(LAYERS, len(kinds))] if len(kinds) <= LAYERS else kinds
+    if isinstance(value, (list, tuple)) and name in LISTS:
+        return [LISTS[name]] * len(value)
+    if isinstance(value, dict) and "mrope_section" in value:
+        return {**value, "mrope_section": [2, 1, 1]}
     if isinstance(value, bool) or not isinstance(value, int):
         return _SAME
     attribute = {v: k for k, v in getattr(type(config), "attribute_map", {}).items()}
@@ -97,34 +129,22 @@ def layers(config: PretrainedConfig) -> int:
     return max(LAYERS, len(set(kinds))) if isinstance(kinds, list) and kinds else LAYERS
 
 
-def build(model_type: str, implementation: str) -> nn.Module:
-    """A tiny causal language model of that type in eval mode, with large enough weights for uneven attention."""
-    config = small(CONFIG_MAPPING[model_type], model_type)
+def build(entry: Entry, implementation: str) -> nn.Module:
+    """A tiny model of that class in eval mode, with large enough weights for uneven attention."""
+    home = getattr(transformers, entry.class_name)
     torch.manual_seed(0)
-    home = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]._from_config if model_type in PARTS else None
-    model = (home or AutoModelForCausalLM.from_config)(config, attn_implementation=implementation, dtype=torch.float32)
+    config = small(entry)
+    chosen: str | dict[str, str] = implementation
+    if "net" in getattr(getattr(config, "backbone_config", None), "model_type", ""):
+        chosen = {"": implementation, "backbone_config": "eager"}  # convolutions refuse to be asked for sdpa
+    with all_shared(entry.name):
+        model = home._from_config(config, attn_implementation=chosen, dtype=torch.float32)
     model.eval()
-    if model_type == "xmod":
+    if entry.name == "xmod":
         model.set_default_language("en_XX")
     with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim >= 2 and p.is_floating_point():
-                nn.init.normal_(p, std=0.3)
+        for name, p in model.named_parameters():
+            if (p.ndim >= 2 or name.endswith("query")) and p.is_floating_point() and p.numel():
+                # Convolutions in a row with batch norms at rest would let the signal die.
+                nn.init.normal_(p, std=min(0.3, (1.7 if p.ndim == 2 else 3.0) / p[:1].numel() ** 0.5))
     return model
-
-
-def example(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Token numbers and, where the model takes one, a mask that hides the end of the second sequence."""
-    ids = torch.arange(14).view(2, 7) * 5 % 83 + 7
-    if type(model).__name__.startswith("Musicgen"):
-        batch_of_books = ids.repeat_interleave(model.config.num_codebooks, dim=0)  # type: ignore[union-attr]
-        return {"input_ids": batch_of_books, "use_cache": False}  # type: ignore[dict-item]
-    known = inspect.signature(model.forward).parameters
-    batch = {"input_ids": ids}
-    if "attention_mask" in known:
-        mask = torch.ones_like(ids)
-        mask[1, 5:] = 0
-        batch["attention_mask"] = mask
-    if "use_cache" in known:
-        batch["use_cache"] = False  # type: ignore[assignment]
-    return batch

@@ -1,6 +1,6 @@
-"""All causal language models of transformers, one forked process each, and the table of what was found.
+"""All architectures of both tables, one forked process each, and the page of what was found.
 
-python -m tests.zoo.census [--jobs 2] [--only llama,gpt2] [--out docs/zoo.md]
+python -m tests.zoo.census [--jobs 2] [--tables causal,others] [--only llama,gpt2] [--out docs/zoo.md]
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 
 import torch
 from tests.zoo.compare import compare
-from tests.zoo.overrides import NEEDS, REASONS, WITHOUT_ATTENTION
-from transformers import __version__
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from tests.zoo.page import IMPLEMENTATIONS, page, summary, verdict
+from tests.zoo.tables import TABLES, Entry, entries
 
 LIMIT = 60.0  # seconds for one architecture on one implementation
-IMPLEMENTATIONS = ("eager", "sdpa")
+
+Results = dict[Entry, dict[str, dict[str, Any]]]
 
 
-def judge(model_type: str, implementation: str) -> dict[str, Any]:
+def judge(entry: Entry, implementation: str) -> dict[str, Any]:
     """The result as a dict, or the reason why there is none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            r = compare(model_type, implementation)
+            r = compare(entry, implementation)
     except BaseException as error:
         tail = traceback.extract_tb(error.__traceback__)[-1]
         cause = error.__cause__
@@ -44,31 +44,33 @@ def judge(model_type: str, implementation: str) -> dict[str, Any]:
     return dataclasses.asdict(r)
 
 
-def in_child(task: tuple[str, str], folder: Path) -> int:
+def in_child(task: tuple[Entry, str], path: Path) -> int:
     """Fork a process for a task; it writes its result to a file."""
     pid = os.fork()
     if pid:
         return pid
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    (folder / ".".join(task)).write_text(json.dumps(judge(*task)))
+    path.write_text(json.dumps(judge(*task)))
     os._exit(0)
 
 
-def run(names: list[str], jobs: int, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Results per model type and implementation."""
+def run(architectures: list[Entry], jobs: int, folder: Path) -> Results:
+    """Results per architecture and implementation."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    compare("llama", "sdpa")  # what every architecture needs is imported once, before the forks
-    tasks = [(n, i) for n in names for i in IMPLEMENTATIONS]
-    running: dict[int, tuple[tuple[str, str], float]] = {}
-    late: set[tuple[str, str]] = set()
+    llama = next(e for e in entries("causal") if e.name == "llama")
+    compare(llama, "sdpa")  # what every architecture needs is imported once, before the forks
+    tasks = [(e, i) for e in architectures for i in IMPLEMENTATIONS]
+    paths = {task: folder / f"{task[0].class_name}.{task[0].name}.{task[1]}" for task in tasks}
+    running: dict[int, tuple[tuple[Entry, str], float]] = {}
+    late: set[tuple[Entry, str]] = set()
     queue = list(tasks)
     while queue or running:
         while queue and len(running) < jobs:
             task = queue.pop(0)
-            (folder / ".".join(task)).unlink(missing_ok=True)
-            running[in_child(task, folder)] = (task, time.monotonic())
+            paths[task].unlink(missing_ok=True)
+            running[in_child(task, paths[task])] = (task, time.monotonic())
         pid, _ = os.waitpid(-1, os.WNOHANG)
         running.pop(pid, None)
         for child, (task, start) in running.items():
@@ -77,98 +79,33 @@ def run(names: list[str], jobs: int, folder: Path) -> dict[str, dict[str, dict[s
                 os.kill(child, signal.SIGKILL)
         if not pid:
             time.sleep(0.05)
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, implementation in tasks:
-        path = folder / f"{name}.{implementation}"
+    results: Results = {}
+    for task, path in paths.items():
         got = json.loads(path.read_text()) if path.exists() else {"reason": f"no result within {LIMIT:.0f} s"}
-        results.setdefault(name, {})[implementation] = got
+        results.setdefault(task[0], {})[task[1]] = got
     return results
-
-
-def passed(result: dict[str, Any]) -> bool:
-    """Whether all layers were found, with the entropies of the weights returned.
-
-    A layer may make two calls (differential attention) and a module may run several times (shared, recurrent).
-    """
-    if "layers" not in result or not result["error"] < 1e-4:
-        return False
-    return 0 < result["layers"] in (result["sites"], result["modules"], result["calls"])
-
-
-def verdict(model_type: str, result: dict[str, Any]) -> str:
-    """ok, FAIL, or why it does not count."""
-    if model_type in WITHOUT_ATTENTION:
-        return "no attention" if "saw no attention" in result.get("reason", "") or _no_sdpa(result) else "FAIL"
-    if model_type in NEEDS and "ImportError" in result.get("reason", ""):
-        return f"needs {NEEDS[model_type]}"
-    if _no_sdpa(result):
-        return "no sdpa"
-    return "ok" if passed(result) else "FAIL"
-
-
-def _no_sdpa(result: dict[str, Any]) -> bool:
-    return "does not support an attention implementation through" in result.get("reason", "")
-
-
-def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The page docs/zoo.md."""
-    verdicts = {i: [verdict(n, r[i]) for n, r in results.items()] for i in IMPLEMENTATIONS}
-    lines = ["# The zoo", "", *_INTRODUCTION.splitlines(), ""]
-    for i in IMPLEMENTATIONS:
-        good, bad = verdicts[i].count("ok"), verdicts[i].count("FAIL")
-        share = f"{100 * good / max(1, good + bad):.1f} %"
-        others = len(verdicts[i]) - good - bad
-        lines.append(f"- {i}: {good} of {good + bad} pass ({share}); {others} of {len(verdicts[i])} do not count")
-    lines += [
-        "",
-        "| model type | layers | sites | weights told | error, eager | error, sdpa | remark |",
-        "|---|" + "---|" * 6,
-    ]
-    for name, result in results.items():
-        lines.append(_row(name, result))
-    return "\n".join(lines) + "\n"
-
-
-_INTRODUCTION = f"""Every causal language model class of transformers {__version__}, built tiny from its configuration
-class by `make zoo`. *layers*: attention weights that the model returns with `output_attentions=True`. *sites*: what
-`find_sites` found. *weights told*: sites whose heads' rows are known. *error*: largest distance, over layers and
-heads, of the entropy to that of the weights returned. A pass needs all layers and an error under 1e-4. *no sdpa*:
-transformers has no sdpa for the class."""
-
-
-def _row(name: str, result: dict[str, dict[str, Any]]) -> str:
-    got = next((r for r in result.values() if "layers" in r), {})
-    cells = [str(got.get(key, "")) for key in ("layers", "sites", "told")]
-    remarks: list[str] = []
-    for i in IMPLEMENTATIONS:
-        found = verdict(name, result[i])
-        error = result[i].get("error")
-        cells.append(f"{error:.1e}" if error is not None and found == "ok" else found)
-        if found == "FAIL":
-            remarks.append(f"{i}: {result[i].get('reason', f'error {error}')}"[:160])
-    if remarks and name in REASONS:
-        remarks = [f"-: {REASONS[name]}"]
-    remarks = remarks[:1] if len({r.split(": ", 1)[1] for r in remarks}) == 1 else remarks
-    return f"| {name} | " + " | ".join(cells) + " | " + "; ".join(remarks).replace("|", "/") + " |"
 
 
 def main() -> None:
     """Run the census and print or write it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--tables", default=",".join(TABLES))
     parser.add_argument("--only", default="")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/qkeel-zoo"))
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
-    names = given.only.split(",") if given.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    results = run(names, given.jobs, given.folder)
-    for name, result in results.items():
+    wanted = set(given.only.split(",")) if given.only else set()
+    tables = {t: [e for e in entries(t) if not wanted or e.name in wanted] for t in given.tables.split(",")}
+    results = run([e for found in tables.values() for e in found], given.jobs, given.folder)
+    for entry, result in results.items():
         for implementation in IMPLEMENTATIONS:
-            print(verdict(name, result[implementation]), name, implementation, result[implementation])
-    page = table(results)
-    print("\n".join(line for line in page.splitlines() if line.startswith("- ")))
+            print(verdict(entry.name, result[implementation]), entry.name, implementation, result[implementation])
+    parts = {t: {e.name: (e.class_name, results[e]) for e in found} for t, found in tables.items()}
+    for part in parts.values():
+        print("\n".join(summary(part)))
     if given.out is not None:
-        given.out.write_text(page)
+        given.out.write_text(page(parts))
 
 
 if __name__ == "__main__":

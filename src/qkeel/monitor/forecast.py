@@ -13,6 +13,7 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import ShapeError
+from qkeel.metrics import slope
 from qkeel.monitor.planned import PlannedRates
 
 LEAST_POINTS = 6
@@ -109,7 +110,7 @@ def forecast(
     if len(fine) < LEAST_POINTS or fine[-1] != len(steps) - 1 or values[-1] >= threshold:
         return None
     late = fine[(ticks[fine] >= ticks[-1] / WINDOW) | (np.arange(len(fine)) >= len(fine) - LEAST_POINTS)]
-    exponent = _slope(np.log(ticks[late]), np.log(values[late]))
+    exponent = slope(np.log(ticks[late]), np.log(values[late]))
     if not exponent > LEAST_EXPONENT:
         return None
     distance = math.log(threshold / float(values[-1])) / exponent
@@ -138,9 +139,3 @@ def _steady(steps: np.ndarray, ticks: np.ndarray, rates: np.ndarray | None) -> C
     now, tick = float(steps[-1]), float(ticks[-1])
     rate = tick / now if rates is None else float(rates[-1])
     return (lambda then: now + (then - tick) / rate) if rate > 0 else None
-
-
-def _slope(x: np.ndarray, y: np.ndarray) -> float:
-    x = x - x.mean()
-    spread = float(x @ x)
-    return float(x @ y) / spread if spread > 0 else math.nan

@@ -39,7 +39,8 @@ class Hidden:
         with ExitStack() as hooks:
             for name, module in self.model.named_modules() if self.blocks else ():
                 scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
-                if not scripted and (name in self.blocks.values() or not name.startswith(inside)):
+                # Not on the model itself: when its pass fails, torch is going through its hooks.
+                if name and not scripted and (name in self.blocks.values() or not name.startswith(inside)):
                     hooks.callback(module.register_forward_hook(self._hook(name)).remove)
             undo = hooks.pop_all()
         return Handle(lambda: self._detach(undo))
@@ -82,7 +83,7 @@ def _blocks(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
     found = {}
     for site in sites:
         parts = site.partition("#")[0].split(".")
-        for i in range(len(parts) - 1, 0, -1):
+        for i in (*range(len(parts) - 1, 0, -1), len(parts)):  # last of all, the site itself
             holder = model.get_submodule(".".join(parts[: i - 1]))
             if isinstance(holder, (nn.ModuleList, nn.Sequential)):
                 found[site] = ".".join(parts[:i])

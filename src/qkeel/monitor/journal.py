@@ -12,6 +12,7 @@ from qkeel import dist
 from qkeel.errors import AlarmWarning, caution
 from qkeel.functional.stats import LogitStats
 from qkeel.monitor.alarms import AlarmLog
+from qkeel.monitor.planned import PlannedRates
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rule import Rule
 from qkeel.monitor.sample import Sample, pad_layers, repeat_groups
@@ -42,11 +43,17 @@ _WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entrop
 class Journal:
     """Keeps the course of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning."""
 
-    def __init__(self, sinks: Sequence[Sink], rules: Sequence[Rule], about: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        rules: Sequence[Rule],
+        planned: PlannedRates | None,
+        about: Callable[[], Mapping[str, Any]],
+    ) -> None:
         self.sinks = list(sinks) if dist.rank() == 0 else []
         self.log = AlarmLog(rules)
         self.sample: Sample | None = None
-        self.recording = Recording()
+        self.recording = Recording(planned=planned)
         self._about: Callable[[], Mapping[str, Any]] | None = about
         self.sites: tuple[str, ...] = ()
         self._width = 0
@@ -56,7 +63,7 @@ class Journal:
         if not self.sites:
             self.sites = tuple(measured.stats)
             self._width = max(len(s.max_logit) for s in measured.stats.values())
-            self.recording = Recording(self.sites)
+            self.recording = Recording(self.sites, planned=self.recording.planned)
         if self._about is not None:
             about, self._about = self._about(), None
             self._each(lambda sink: sink.open(about))

@@ -9,45 +9,32 @@ from typing import Any, Self, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel.errors import QkeelError, RefusedError, caution
+from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.functional.stats import LogitStats
 from qkeel.handle import Handle
-from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.about import about
-from qkeel.monitor.alarms import DEFAULT
-from qkeel.monitor.cadence import Cadence, Every
+from qkeel.monitor.changes import Changes
+from qkeel.monitor.gains import Gains
 from qkeel.monitor.hidden import Hidden
 from qkeel.monitor.history import History
 from qkeel.monitor.journal import Journal
 from qkeel.monitor.means import Means
 from qkeel.monitor.moved import Moved
-from qkeel.monitor.queries import QueryMask, with_query_mask
-from qkeel.monitor.rule import Alarm, Rule
+from qkeel.monitor.plan import Plan
+from qkeel.monitor.queries import with_query_mask
+from qkeel.monitor.rule import Alarm
 from qkeel.monitor.sample import Sample
-from qkeel.monitor.sinks import Sink
 from qkeel.monitor.steps import Steps
 from qkeel.monitor.table import sample_html, sample_table
 from qkeel.monitor.together import Together
 from qkeel.monitor.transfer import Flag, Measured, Stats, Transfer, merged, on_host
 from qkeel.monitor.weights import Weights
 from qkeel.sites.find import find_sites
-from qkeel.sites.forwards import owners
+from qkeel.sites.forwards import owners, unwrapped
 from qkeel.sites.intercept import Seen, statistics
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import tensors
 from qkeel.sites.tap import Look, Phase, Tap, Visitor
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a Monitor is to do; see `qkeel.watch`."""
-
-    cadence: Cadence = dataclasses.field(default_factory=Every)
-    sinks: tuple[Sink, ...] = ()
-    rules: tuple[Rule, ...] = DEFAULT
-    query_mask: QueryMask | None = None
-    threshold: float = ALARM_THRESHOLD
 
 
 @final
@@ -71,6 +58,7 @@ class Monitor(Handle):
         self._moved = Moved()
         self._means = Means()
         self._weights: Weights | None = None
+        self._gains: Gains | None = None
         self._numbers: dict[tuple[str, str], Tensor] = {}
         self._hidden: Hidden | None = None
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
@@ -79,9 +67,12 @@ class Monitor(Handle):
         self._together = Together()
         self._untold: QkeelError | None = None  # why the sites are not known
         self._broken = self._warned = self._complete = False
-        self._journal = Journal(plan.sinks, plan.rules, lambda: about(self.model, self.sites, optimizer, plan.cadence))
+        self._journal = Journal(
+            plan.sinks, plan.rules, plan.planned, lambda: about(self.model, self.sites, optimizer, plan.cadence)
+        )
         self._tap = Tap(model, due=self._due, measure=self._measure, visitor=_Eyes(self), on_fault=self._off)
         self.model = self._tap.model
+        self._changes = None if plan.probe is None else Changes(self._tap, plan.probe)
         self._steps: Steps | None = None
         if optimizer is not None:
             self._steps = Steps(optimizer, self._guard(self._before_step), self._guard(self._after_step))
@@ -106,6 +97,19 @@ class Monitor(Handle):
     def passes(self) -> int:
         """How many forward passes of the model were seen, measured or not."""
         return sum(self._tap.passes.values())
+
+    def include(self, *sites: AttentionSite) -> Self:
+        """Watch sites that were described by hand too (`qkeel.sites.describe`); before the first pass.
+
+        Raises: InvalidValueError if one was not described by hand, or passes have been seen already.
+        """
+        if any(site.description is None for site in sites) or self._hidden is not None:
+            raise InvalidValueError(
+                "expected sites from qkeel.sites.describe(model, name, ...) before the first forward pass; all others "
+                "are found by themselves"
+            )
+        self._tap.described += sites
+        return self
 
     @property
     def sample(self) -> Sample | None:
@@ -174,8 +178,12 @@ class Monitor(Handle):
             self.sites = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._untold = error  # told after the pass, if that goes through
+        named = {site.name for site in self._tap.described}
+        self.sites = [*self._tap.described, *(site for site in self.sites if site.name not in named)]
+        self._tap.dispatch = any(site.below for site in self.sites)
         if self.optimizer is not None:
             self._weights = Weights(self.model, self.sites, self.optimizer)
+            self._gains = Gains(self.model, self.sites)
         self._hidden = Hidden(self.model, [site.name for site in self.sites], self._means, self._tap.fault)
 
     def _measure(self, call: Seen) -> LogitStats | None:
@@ -209,8 +217,12 @@ class Monitor(Handle):
 
     def _before_step(self) -> None:
         # One that has switched itself off reads too: sharded weights are gathered, and the others would wait for it.
-        if self._weights is not None and self._step_due():
-            self._numbers = self._weights.read()
+        if not self._step_due():
+            return
+        if self._changes is not None and self._tap.active:
+            self._changes.before()
+        if self._weights is not None and self._gains is not None:
+            self._numbers = {**self._weights.read(), **self._gains.read()}
             scale = None if self._steps is None else self._steps.gradient_scale
             if scale is not None:
                 self._numbers = {k: x / scale if "grad" in k[1] else x for k, x in self._numbers.items()}
@@ -218,6 +230,8 @@ class Monitor(Handle):
     def _after_step(self) -> None:
         if self._steps is not None and self._steps.skipped:
             return  # what was measured counts for the next
+        if not self._broken and (self._tap.has("eval") or self._taken["eval"]):
+            self._close_step("eval", self.steps)
         if self._step_due():
             self._end_step()
         self.steps += 1
@@ -228,11 +242,11 @@ class Monitor(Handle):
         if self._broken:
             self._take_part()
             return
-        if self._tap.has("eval") or self._taken["eval"]:
-            self._close_step("eval", self.steps)
         if not self._tap.passes["train"] and not self._warned:
             self._warned = True
             caution(_NOT_SEEN)
+        if self._changes is not None and self._tap.has("train"):
+            self._numbers |= self._changes.after()
         self._close_step("train", self.steps)
 
     def _step_due(self) -> bool:
@@ -268,7 +282,7 @@ class Monitor(Handle):
         return Measured(stats=stats, numbers=numbers) if stats else None
 
     def _settled(self) -> None:
-        self._guard(self._settle)(wait=True)
+        self._guard(lambda: self._settle(wait=True))()
 
     def _settle(self, *, wait: bool) -> None:
         """Put on record what has arrived."""
@@ -284,11 +298,11 @@ class Monitor(Handle):
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
-    def _guard(self, act: Callable[..., None]) -> Callable[..., None]:
-        def safely(*_: object, **options: Any) -> None:
+    def _guard(self, act: Callable[[], None]) -> Callable[[], None]:
+        def safely() -> None:
             try:
                 if self.active:
-                    act(**options)
+                    act()
             except Exception as error:
                 self._off(error)
 
@@ -364,11 +378,13 @@ def _words(error: Exception) -> str:
 
 
 def watched(model: nn.Module) -> bool:
-    """Whether a Monitor is on this model."""
-    return any(isinstance(tap, Tap) and isinstance(tap.visitor, _Eyes) for tap in owners(model))
+    """Whether a Monitor is on this model; a shallow copy of one that is shares its hooks, but is none."""
+    taps = [tap for tap in owners(model) if isinstance(tap, Tap)]
+    return any(isinstance(tap.visitor, _Eyes) and tap.model is unwrapped(model) for tap in taps)
 
 
 _NOT_SEEN = (
     "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
-    "model.forward(...) nor one of its parts; where a compiled function calls it, give torch.compile the model instead"
+    "model.forward(...) nor one of its parts, and watch what you call: where that is what torch.compile returned, give "
+    "watch() that; where a compiled function calls the model, give torch.compile the model instead"
 )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as home
 
 from qkeel.handle import Handle
 
@@ -25,6 +24,8 @@ class Steps(Handle):
     def __init__(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
         self.optimizer = optimizer
         # Some compile the optimizer's step; nothing of these is to be compiled with it.
+        pre: Any
+        post: Any
         pre, post = (torch.compiler.disable(self._idle_once_removed(act)) for act in (before, after))
         self._hooks = [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]
         super().__init__(lambda: None)
@@ -60,9 +61,10 @@ class Steps(Handle):
 
 def _stepping() -> bool:
     """Whether an optimizer's step is under way in this thread."""
+    home = sys.modules[Optimizer.__module__].__file__
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename == home.__file__:
+        if frame.f_code.co_filename == home:
             return True
         frame = frame.f_back
     return False

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError
-from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.alarms import DEFAULT
 from qkeel.monitor.cadence import Cadence, cadence
-from qkeel.monitor.monitor import Monitor, Plan, watched
+from qkeel.monitor.changes import arguments
+from qkeel.monitor.monitor import Monitor, watched
+from qkeel.monitor.plan import Plan
+from qkeel.monitor.planned import PlannedRates
 from qkeel.monitor.queries import Given, QueryMask
 from qkeel.monitor.rule import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink
@@ -24,9 +27,10 @@ def watch(
     *,
     every: int | Cadence = 1,
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
-    rules: Sequence[Rule] = DEFAULT,
+    rules: Rule | Sequence[Rule] = DEFAULT,
     query_mask: Given | None = None,
-    threshold: float = ALARM_THRESHOLD,
+    probe: object = None,
+    planned: PlannedRates | None = None,
 ) -> Monitor:
     """Watch every attention of a model, per layer and head, without changing one bit of what it computes.
 
@@ -37,40 +41,53 @@ def watch(
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
         sinks: where the numbers go besides memory: sinks, or paths of run directories for `qkeel report`.
         rules: the alarms; each warns once. An empty list for none.
-        query_mask: which query rows count, [b t]: the name of the forward's keyword argument that holds it
+        query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
-        threshold: nats; `share_above` is the share of logits over it.
+        probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments; with it the
+            change of its logits by each measured step is measured, by two passes of their own without gradients.
+        planned: the learning rates of the run, if known; with them alarms come earlier and forecasts follow the
+            schedule.
 
     Returns: the Monitor: `read()`, `table()`, `alarms`, `remove()`; a context manager.
 
     Raises:
-        InvalidTypeError: model or optimizer is something else.
-        InvalidValueError: the optimizer holds none of the model's parameters.
+        InvalidTypeError: an argument is something else.
+        InvalidValueError: the optimizer holds none of the model's parameters, the forward takes no `query_mask`.
         AlreadyAppliedError: the model is watched already.
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"expected a torch.nn.Module to watch, got {type(model).__name__}; give the model itself"
         )
-    given = (sinks,) if isinstance(sinks, (Sink, str, Path)) else tuple(sinks)
     plan = Plan(
         cadence=cadence(every),
-        sinks=tuple(_sink(s) for s in given),
-        rules=tuple(rules),
-        query_mask=None if query_mask is None else QueryMask(query_mask),
-        threshold=threshold,
+        sinks=tuple(_sink(s) for s in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")),
+        rules=_several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
+        query_mask=None if query_mask is None else QueryMask.on(model, query_mask),
+        probe=None if probe is None else arguments(probe),
+        planned=planned,
     )
+    if planned is not None and not isinstance(planned, PlannedRates):
+        raise InvalidTypeError(f"expected PlannedRates.of(rates) as the plan, got {type(planned).__name__}")
     if watched(model):
         raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or read from that one")
     return Monitor(model, None if optimizer is None else _optimizer(optimizer, model), plan)
 
 
-def _sink(given: object) -> Sink:
-    if isinstance(given, (str, Path)):
-        return RunDirectorySink(given)
-    if not isinstance(given, Sink):
-        raise InvalidTypeError(f"expected sinks or paths of run directories, got {type(given).__name__}")
-    return given
+def _several(given: object, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
+    """One or a sequence of these kinds, as a tuple."""
+    if isinstance(given, kinds):
+        return (given,)
+    if not isinstance(given, Sequence):
+        raise InvalidTypeError(f"expected {what}, got {type(given).__name__}; () for none")
+    for one in given:
+        if not isinstance(one, kinds):
+            raise InvalidTypeError(f"expected {what}, got {type(one).__name__} among them")
+    return tuple(given)
+
+
+def _sink(given: Sink | str | Path) -> Sink:
+    return given if isinstance(given, Sink) else RunDirectorySink(given)
 
 
 def _optimizer(given: object, model: nn.Module) -> torch.optim.Optimizer:

@@ -82,8 +82,15 @@ class Weights:
         return torch.cat(rows, -2)
 
     def _product(self, a: Chain, b: Chain) -> Tensor:
-        """(product of a)(product of b)ᵀ [heads r r'], from the input's side: nothing of its width is kept."""
-        inner = self._weight(a[0]) @ self._weight(b[0]).mT
+        """(product of a)(product of b)ᵀ [heads r r'], from the input's side: nothing of its width is kept.
+
+        Inputs of unequal width (MLA's normed latent and the tokens) are two inputs: nothing is shared.
+        """
+        first, second = self._weight(a[0]), self._weight(b[0])
+        if first.shape[-1] == second.shape[-1]:
+            inner = first @ second.mT
+        else:
+            inner = first.new_zeros(max(len(first), len(second)), first.shape[1], second.shape[1])
         for part in a[1:]:
             inner = self._weight(part) @ inner
         for part in b[1:]:

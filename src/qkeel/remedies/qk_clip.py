@@ -91,7 +91,7 @@ class _Clip:
     def __init__(self, remedy: QKClip, target: Target) -> None:
         self.remedy = remedy
         self.target = target
-        self.tap = Tap(target.model, when_training=True)
+        self.tap = Tap(target.model, when_training=True, parts=True)
         self.kept: dict[str, Tensor] = {}  # maxima of a step that a GradScaler skipped, else -inf
 
     @torch.no_grad()

@@ -20,9 +20,10 @@ class BracketMode(TorchFunctionMode):
 
     F.scaled_dot_product_attention on the CPU: its kernel computes row logsumexps anyway, so it is called one level
     below, where it hands them out; output and gradients are the same bits. lse - ln n <= max <= lse over n keys. Where
-    another kernel would be chosen (dropout, a GPU): scale·max|q|·max|k|, O(T d). Softmax over rows of scores: their
-    maximum. Attention inside torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor
-    is what torch.func transforms. `bound` is None until something was.
+    another kernel would be chosen (dropout, a GPU), and under autocast, which casts what enters it:
+    scale·max|q|·max|k|, O(T d). Softmax over rows of scores: their maximum. Attention inside
+    torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor is what torch.func transforms.
+    `bound` is None until something was.
     """
 
     def __init__(self, on_fault: Callable[[Exception], None]) -> None:
@@ -74,6 +75,8 @@ def _flash_on_cpu(given: Mapping[str, Any]) -> bool:
     """Whether SDPA would run torch's CPU flash kernel on these arguments."""
     q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     if not all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in (q, k, v)):
+        return False
+    if torch.is_autocast_enabled("cpu"):
         return False
     if given.get("dropout_p", 0.0) or (mask is not None and (mask.dtype == torch.bool or mask.requires_grad)):
         return False  # SDPA turns a boolean mask into an additive one of its own

@@ -10,6 +10,7 @@ from torch import nn
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import Attention
 from qkeel.nn.mla import MLA
+from qkeel.sites.gains import own_gains
 from qkeel.sites.probe import probe
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
 from qkeel.spec import NoNorm
@@ -44,6 +45,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSit
 
 def _site(name: str, module: Attention | MLA) -> AttentionSite:
     terms = _mla_terms(name, module) if isinstance(module, MLA) else _mha_terms(name, module)
+    norm, prefix = module.spec.norm, f"{name}." if name else ""
     return AttentionSite(
         name=name,
         module=module,
@@ -52,6 +54,8 @@ def _site(name: str, module: Attention | MLA) -> AttentionSite:
         n_kv_heads=module.n_kv_heads,
         head_dim=module.head_dim,
         terms=terms,
+        query_gains=own_gains(norm, prefix, "q", module.n_heads, module.head_dim),
+        key_gains=own_gains(norm, prefix, "k", module.n_kv_heads, module.head_dim),
     )
 
 

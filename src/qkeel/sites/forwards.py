@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -52,32 +54,42 @@ class Forwards(Handle):
         ]
         super().__init__(self._unhook)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a pass of the model, or an extra one, is under way."""
+        return self._depth > 0 or bool(_EXTRA.get())
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any, compiled: bool) -> None:
         if module is not self.model or not self._here():
             return
         self._end_abandoned()
+        if not self.active and not self._depth:
+            self._unhook()
+            return
         self._depth += 1
-        if self._depth == 1 and self.active:
+        if self._depth == 1:
             self._pass = _Running()
             self._guarded(lambda: self._before(args, kwargs, compiled or _holds_compiled(self.model)))
 
     def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
         if module is not self.model or not self._here() or not self._depth:
             return
-        self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 1:
             self._end(output, failed=self._pass is not None and self._pass.failing)
+        else:
+            self._depth -= 1
 
     def _end(self, output: object, *, failed: bool) -> None:
         self._pass = None
         self._guarded(lambda: self._after(output, failed))
-        if not self.active:
+        self._depth = 0
+        # After a failure torch goes through the hooks themselves, not through a copy: they stay, idle, for now.
+        if not self.active and not failed:
             self._unhook()
 
     def _end_abandoned(self) -> None:
         """An interrupt leaves a pass without calling its hooks."""
         if self._depth and self._pass is not None and self._pass.abandoned:
-            self._depth = 0
             self._end(None, failed=True)
 
     def _guarded(self, act: Callable[[], None]) -> None:
@@ -87,7 +99,7 @@ class Forwards(Handle):
             self._on_fault(error)
 
     def _here(self) -> bool:
-        return _graph_task() == -1 and os.getpid() == self._pid
+        return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid
 
     def _unhook(self) -> None:
         # In the middle of a forward pass its end must still be seen; the hooks go then.
@@ -95,6 +107,25 @@ class Forwards(Handle):
         if not self._depth:
             for hook in self._hooks:
                 hook.remove()
+
+
+@contextmanager
+def extra_pass(owner: object) -> Iterator[None]:
+    """While it lasts no pass is seen by anyone: it is one that `owner` makes to look at a model."""
+    token = _EXTRA.set((*_EXTRA.get(), owner))
+    try:
+        yield
+    finally:
+        _EXTRA.reset(token)
+
+
+def extra_of_another(owner: object) -> bool:
+    """Whether what runs now is an extra pass that somebody else makes."""
+    return bool(_EXTRA.get()) and _EXTRA.get()[-1] is not owner
+
+
+# Per thread: whose extra passes are under way.
+_EXTRA: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("qkeel_extra_passes", default=())
 
 
 class _Running:
@@ -144,15 +175,21 @@ class _Hook:
         return idle
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _get_idle, ()
+        return get_idle, ()
 
 
 def idle(*_: object) -> None:
     """What stands in a copy or a pickle of a watched model for the hook: it does nothing."""
 
 
-def _get_idle() -> Callable[..., None]:
+def get_idle() -> Callable[..., None]:
+    """By name, so that it pickles."""
     return idle
+
+
+def recomputing() -> bool:
+    """Whether this is a backward pass, where gradient checkpointing computes forward passes again."""
+    return _graph_task() != -1
 
 
 def owners(model: nn.Module) -> list[object]:

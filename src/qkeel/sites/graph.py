@@ -75,8 +75,10 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
             if node not in found or (normed and not found[node].normed):
                 found[node] = dataclasses.replace(projection, bias=projection.bias or added)
             continue
-        normed = normed or node.name() in NORMS
-        added = _added(node, names) or added
+        norm = node.name() in NORMS
+        normed = normed or norm
+        # What is added after a norm is the norm's bias, not the projection's.
+        added = None if norm else _added(node, names) or added
         if _mixes(node):
             mixers.append(node)
         queue += [(n, normed, added) for n, _ in node.next_functions if n is not None]
@@ -108,12 +110,13 @@ def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node
     return Projection(node=node, parameter=name, axis=axis, size=shape[axis], bias=bias, normed=normed, above=above)
 
 
-def _variable(node: Node) -> Any:
+def variable_of(node: Node) -> Any:
+    """The leaf tensor whose gradient a node collects; None for any other node."""
     return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
 
 
 def _bias(node: Node | None, names: dict[int, str]) -> str | None:
-    variable = None if node is None else _variable(node)
+    variable = None if node is None else variable_of(node)
     return None if variable is None else names.get(id(variable))
 
 
@@ -121,7 +124,7 @@ def _added(node: Node, names: dict[int, str]) -> str | None:
     """The bias that an addition adds to a product."""
     if node.name() != "AddBackward0":
         return None
-    biases = [_bias(n, names) for n, _ in node.next_functions if n is not None and _variable(n) is not None]
+    biases = [_bias(n, names) for n, _ in node.next_functions if n is not None and variable_of(n) is not None]
     return biases[0] if len(biases) == 1 and len(node.next_functions) == 2 else None
 
 
@@ -136,7 +139,7 @@ def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, .
     queue, found = [node], []
     while queue:
         at = queue.pop(0)
-        variable = _variable(at)
+        variable = variable_of(at)
         if variable is not None:
             if id(variable) not in names:
                 return None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from qkeel.sites.blockwise import HIDES
 from qkeel.sites.carriers import CARRIES, LOOKS, SHAPES
 from qkeel.sites.layout import fewest_keys, head_counts, layout
+from qkeel.sites.parts import CATS, joined
 from qkeel.sites.products import PRODUCTS, Product, product
 from qkeel.sites.ratios import OUTER, outer, over_last, raised, row_top
 from qkeel.sites.scores import ScoresCall
@@ -78,11 +79,21 @@ class Handwritten:
             self._raised(frame, tag, x, out)
             return
         new = self._less(tag, x, args, kwargs, out) if name in ("sub", "subtract", "isub", "rsub") else None
-        new = _step(name, tag, x, given, out) if new is None else new
+        if name in CATS:
+            new = self._joined(args, kwargs, out)
+        elif name == "log_softmax" and over_last(x, args, kwargs):
+            new = dataclasses.replace(tag, unshifted=x if tag.unshifted is None else tag.unshifted, normalised=True)
+        elif new is None:
+            new = _step(name, tag, x, given, out)
         if isinstance(new, Scores):
             self.tags.put(out, new)
         elif name not in LOOKS:
             self.stopped[new or name] += 1
+
+    def _joined(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores | None:
+        tags = [(x, self.tags.get(x)) for x in (args[0] if args else kwargs["tensors"])]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return joined([(x, tag if isinstance(tag, Scores) else None) for x, tag in tags], dim, out)
 
     def _others(self, name: str, frame: Frame, tag: object, x: Tensor, given: Given, out: Tensor) -> None:
         """`name(…)` of x, tagged as something that is not scores, made `out`."""
@@ -92,7 +103,7 @@ class Handwritten:
             if name == "sum" and over_last(x, args, kwargs):
                 self.tags.put(out, Scores(product=tag, frame=frame))
         elif isinstance(tag, Weights):
-            if moved or name in _MASKS:
+            if moved or name in _MASKS or name in CATS:
                 self.tags.put(out, tag)
         elif isinstance(tag, RowTop):
             # Together with another block's it is no longer the top of these scores.
@@ -132,9 +143,7 @@ class Handwritten:
     def _tagged(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tag] | tuple[None, None]:
-        given = (
-            list(args[0] if args else ()) if name in ("cat", "concat", "stack") and args else [*args, *kwargs.values()]
-        )
+        given = list(args[0] if args else ()) if name in (*CATS, "stack") and args else [*args, *kwargs.values()]
         for x in given:
             tag = self.tags.get(x)
             if tag is not None:
@@ -343,33 +352,6 @@ def _chosen(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
     return tag
 
 
-def _attached(tag: Scores, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Scores | None:
-    """cat: columns attached to the scores are sinks, which take weight and give no value."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if dim % out.ndim != out.ndim - 1:
-        return None
-    before = 0
-    for part in args[0] if args else kwargs["tensors"]:
-        if part is x:
-            break
-        before += part.shape[-1]
-    after = out.shape[-1] - before - x.shape[-1]
-
-    def padded(part: Tensor | None) -> Tensor | None:
-        if part is None:
-            return None
-        return torch.nn.functional.pad(part.detach().broadcast_to(x.shape), (before, after))
-
-    first, last = tag.keys or (0, x.shape[-1])
-    return dataclasses.replace(
-        tag,
-        hidden=padded(tag.hidden),
-        uncapped=padded(tag.uncapped),
-        unshifted=padded(tag.unshifted),
-        keys=(before + first, before + last),
-    )
-
-
 _Rule = Callable[[Scores, Tensor, tuple[Any, ...], dict[str, Any], Tensor], Scores | None]
 _MASKS: dict[str, _Rule] = {
     "add": _added,
@@ -380,6 +362,4 @@ _MASKS: dict[str, _Rule] = {
     "isub": _subtracted,
     "masked_fill": _filled,
     "where": _chosen,
-    "cat": _attached,
-    "concat": _attached,
 }

@@ -3,7 +3,8 @@
 A torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is active: torch turns it
 off under any function mode. The results then are those of `torch.backends.mha.set_fastpath_enabled(False)`, which
 differ from the fast path's by rounding; training never takes the fast path. Of visibility and the last bit in
-evaluation, visibility was chosen: inside the fast path one opaque operator would have to be read apart.
+evaluation, visibility was chosen here: inside the fast path one opaque operator would have to be read apart. A Tap
+looks at such models in a pass of its own, so that theirs keep both.
 """
 
 from __future__ import annotations

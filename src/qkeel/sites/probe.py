@@ -17,12 +17,15 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.sites.forwards import extra_pass
+from qkeel.sites.gains import NormGain, seen_gains
 from qkeel.sites.graph import names_of
 from qkeel.sites.intercept import Interceptor, Sighting
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import tensors
 from qkeel.sites.weights import UntoldError, logit_terms
+from qkeel.spec import AttentionCall, NoNorm
 
 
 def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, expected: bool) -> list[AttentionSite]:
@@ -30,7 +33,7 @@ def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     check_devices(model, args, kwargs)
-    with torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
+    with extra_pass(model), torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
         seen, watcher = _watched(model, args, kwargs)
         names = names_of(model)
         sites = [_site(calls, names) for calls in grouped(seen)]
@@ -115,6 +118,7 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
             terms, normed = logit_terms(q, k, first.frame, names)
         except UntoldError as error:
             why = str(error)
+    query_gains, key_gains = _gains(calls, q, k, names)
     call = first.call
     heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1] * len(calls)
     return AttentionSite(
@@ -128,7 +132,33 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
         why=why,
         normed=normed,
         below=first.below,
+        query_gains=query_gains,
+        key_gains=key_gains,
     )
+
+
+Gains = tuple[NormGain, ...]
+
+
+def _gains(calls: list[Sighting], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:
+    """The norms of q and k, where the logits are nothing but the spec's scale times their product."""
+    if q is None or k is None or not all(_is_product(s.call) for s in calls):
+        return (), ()
+    query = seen_gains(q, names)
+    return query, seen_gains(k, names) if query else ()
+
+
+@torch.no_grad()
+def _is_product(call: object) -> bool:
+    if not isinstance(call, ScoresCall):
+        return isinstance(call, AttentionCall) and isinstance(call.spec.norm, NoNorm)
+    if call.q is None or call.k is None:
+        return False
+    scale = call.spec.scale.factor(torch.zeros(1, 1, device=call.q.device), call.q.shape[-1], {})
+    products = call.q @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1).mT * scale
+    seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
+    rounding = 16 * torch.finfo(call.logits.dtype).eps * products.abs().max()
+    return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
 
 
 def _stacked(parts: list[Tensor | None]) -> Tensor | None:

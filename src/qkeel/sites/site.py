@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.sites.gains import NormGain
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
@@ -196,6 +197,8 @@ class AttentionSite:
     normed: bool = False
     below: bool = False
     description: Description | None = None
+    query_gains: tuple[NormGain, ...] = ()
+    key_gains: tuple[NormGain, ...] = ()
 
     @property
     def query(self) -> list[HeadSlice]:

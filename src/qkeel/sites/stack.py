@@ -74,6 +74,11 @@ class ModuleStack:
             self._hooks.append(module.register_forward_hook(pop, always_call=True))
         return self
 
+    def begun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before `__enter__`: the model's own call has begun already, and its end is of no interest."""
+        self._modules = [m for m in self._modules if m is not self.root.module]
+        self.push(self.root.module, args, kwargs)
+
     def _safe(self, hook: Callable[..., None]) -> Callable[..., None]:
         def safe(*args: Any) -> None:
             try:

@@ -16,10 +16,11 @@ from qkeel.functional.stats import LogitStats, merge
 from qkeel.handle import Handle
 from qkeel.nn.core import Observer, SpecModule
 from qkeel.sites.brackets import BracketMode
-from qkeel.sites.forwards import Forwards
+from qkeel.sites.forwards import Forwards, extra_of_another, extra_pass, get_idle, idle, recomputing
 from qkeel.sites.intercept import Interceptor, Seen, Sighting, statistics
 from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.scores import cat_heads
+from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
@@ -65,8 +66,9 @@ class Tap(Handle):
 
     What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
     exception nothing is. `due(training, compiled)` says what to look at in a pass: "bracket" is a bound on the largest
-    logit, see BracketMode. `measure` is what is
-    computed of a call; `visitor` sees those passes too. A fault in the tap warns once and switches it off.
+    logit, see BracketMode. With `parts` own modules report calls that are made outside a pass of the model too, by who
+    calls its parts one by one. `measure` is what is computed of a call; `visitor` sees those passes too. A fault in the
+    tap warns once and switches it off.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Tap(Handle):
         model: nn.Module,
         *,
         when_training: bool = False,
+        parts: bool = False,
         due: Callable[[bool, bool], Look] | None = None,
         measure: Measure = statistics,
         visitor: Visitor | None = None,
@@ -89,7 +92,14 @@ class Tap(Handle):
         self._running: _Pass | _Bracket | None = None
         self._forwards = Forwards(model, self._before, self._after, on_fault=self.fault, owner=self)
         self.model = self._forwards.inner
-        super().__init__(self._forwards.remove)
+        self.dispatch = False  # whether some attention is seen only below torch's functions; see Interceptor
+        self.described: list[AttentionSite] = []
+        super().__init__(self._detach)
+        self._parts: list[tuple[SpecModule, _Part]] = []
+        for name, module in self.model.named_modules() if parts else ():
+            if isinstance(module, SpecModule):
+                self._parts.append((module, _Part(self, name, module)))
+                module.observers.append(self._parts[-1][1])
 
     @property
     def phase(self) -> Phase:
@@ -111,6 +121,35 @@ class Tap(Handle):
         sites, self._stats[phase] = self._stats[phase], _Sites()
         return sites.joined()
 
+    def _detach(self) -> None:
+        self._forwards.remove()
+        for module, part in self._parts:
+            if part in module.observers:
+                module.observers.remove(part)
+
+    def take_part(self, name: str, call: AttentionCall, training: bool) -> None:
+        """A call of an own module outside a pass of the model."""
+        if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
+            return
+        try:
+            stats = self.measure(call)
+            if stats is not None:
+                self._stats["train" if training else "eval"].add(name, stats, None)
+        except Exception as error:
+            self.fault(error)
+
+    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Seen]:
+        """The first call of each site in a pass with these arguments, made for it eagerly and without gradients.
+
+        It counts nowhere, changes nothing, and draws the same random numbers each time.
+        """
+        kept: dict[str, Seen] = {}
+        look = _Pass(self, self.phase, kept)
+        self._aside(look, args, kwargs, seed=0)
+        if look.error is not None:
+            raise look.error
+        return kept
+
     def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
         phase = self.phase
         self.passes[phase] += 1
@@ -127,10 +166,12 @@ class Tap(Handle):
             else:
                 running.begin((args, kwargs) if self._forwards.model is self.model else None)
 
-    def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The pass that the model is about to make, made eagerly."""
+    def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None = None) -> None:
+        """The pass that the model is about to make, made eagerly; with a seed, from that."""
         eager = torch.compiler.set_stance("force_eager")
-        with torch.no_grad(), eager, undisturbed(self.model):
+        with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
+            if seed is not None:
+                torch.manual_seed(seed)
             try:
                 look.begin(None)
                 self.model(*copied(args), **copied(dict(kwargs)))
@@ -168,10 +209,13 @@ class Tap(Handle):
 
 
 class _Pass:
-    """One forward pass under observation: own modules report themselves, an interceptor sees the others."""
+    """One forward pass under observation: own modules report themselves, an interceptor sees the others.
 
-    def __init__(self, tap: Tap, phase: Phase) -> None:
-        self.tap = tap
+    With `kept` the first call of each site is put there, and nothing is measured.
+    """
+
+    def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None) -> None:
+        self.tap, self.kept = tap, kept
         self.phase: Phase = phase
         self.sites = _Sites()
         self.error: Exception | None = None
@@ -180,7 +224,7 @@ class _Pass:
 
     def begin(self, call: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
         """Start looking; `call` are the arguments of the model's own call, if that has begun already."""
-        visit = self.tap.visitor.looking()
+        visit = self.tap.visitor.looking() if self.kept is None else None
         if visit is not None:
             self._undo.callback(visit.remove)
         for name, module in self.tap.model.named_modules():
@@ -189,11 +233,17 @@ class _Pass:
                 module.observers.append(observer)
                 self._undo.callback(module.observers.remove, observer)
         if self.tap.foreign:
-            interceptor = Interceptor(self.tap.model, self._foreign, on_fault=self.tap.fault)
+            interceptor = Interceptor(
+                self.tap.model,
+                self._foreign,
+                on_fault=self.tap.fault,
+                dispatch=self.tap.dispatch,
+                described=self.tap.described,
+            )
+            if call is not None:
+                interceptor.stack.begun(call[0], dict(call[1]))
             interceptor.__enter__()
             self._undo.callback(_leave, interceptor)
-            if call is not None:
-                interceptor.stack.push(self.tap.model, call[0], dict(call[1]))
 
     def end(self) -> None:
         """Stop looking, once. Where all attention was of own modules, no interceptor is needed from now on."""
@@ -213,10 +263,31 @@ class _Pass:
 
     def _take(self, name: str, call: Seen, part_of: str | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""
-        if self.tap.active:
+        if extra_of_another(self.tap):
+            return
+        if self.kept is not None:
+            self.kept.setdefault(name, call)
+        elif self.tap.active:
             stats = self.tap.measure(call)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
+
+
+class _Part:
+    """An own module's standing connection to a tap; copies and pickles of the module leave it behind."""
+
+    def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
+        self.tap, self.name, self.module = tap, name, module
+
+    def __call__(self, call: AttentionCall) -> None:
+        if not torch.compiler.is_compiling():
+            self.tap.take_part(self.name, call, self.module.training)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return idle
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return get_idle, ()
 
 
 def _leave(mode: TorchFunctionMode) -> None:

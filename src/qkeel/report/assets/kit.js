@@ -96,7 +96,7 @@ const Kit = (() => {
       draw(name);
       observer.observe(document.getElementById(`chart-${name}`));
     }
-    document.addEventListener("report-data", () => {
+    document.addEventListener("fresh", () => {
       update(data());
       redraw();
     });

@@ -33,7 +33,7 @@
     mine.textContent = theirs.textContent;
     document.body.dataset.state = fresh.body.dataset.state;
     document.title = fresh.title;
-    document.dispatchEvent(new Event("report-data"));
+    document.dispatchEvent(new Event("fresh"));
   }
 
   async function look() {

@@ -53,7 +53,7 @@
 
   const ready = () => { makeSortable(); makeCopied(); };
   ready();
-  document.addEventListener("report-data", ready); // a live page has put new parts in place
+  document.addEventListener("fresh", ready); // a live page has put new parts in place
 
   // ── Saving ─────────────────────────────────────────────────────────────────────────────────────────────────────
   const SVG = "http://www.w3.org/2000/svg";

@@ -1,0 +1,135 @@
+"""The logit change of a fixed batch by one step: against logits by hand, and without a trace on training."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.monitor import PlannedRates
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out, self.drop = nn.Linear(16, 48), nn.Linear(16, 16), nn.Dropout(dropout)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.drop(x))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def logits(model: Attention, x: Tensor) -> Tensor:
+    q, k, _ = model.heads(x).detach().double()
+    return q @ k.mT / 2
+
+
+def test_the_root_mean_square_change_is_that_of_the_logits_by_hand() -> None:
+    torch.manual_seed(0)
+    model, x, probe = Attention(), torch.randn(2, 8, 16), torch.randn(3, 10, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = torch.ones(10, 10, dtype=torch.bool).tril()
+    with qkeel.watch(model, optimizer, probe=probe) as monitor:
+        for _ in range(3):
+            before = logits(model, probe)
+            model(x).square().sum().backward()
+            optimizer.step()
+            change = (logits(model, probe) - before)[..., seen]
+            assert monitor.sample is not None
+            found = monitor.sample.heads
+            rms, mean = change.square().mean((0, 2)).sqrt(), change.abs().mean((0, 2))
+            torch.testing.assert_close(torch.tensor(found["logit_change_rms"][0]), rms, rtol=1e-4, atol=1e-7)
+            # 10 rows are fewer than the sample takes: the mean is exact too.
+            torch.testing.assert_close(torch.tensor(found["logit_change_mean_abs"][0]), mean, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_probe_leaves_no_trace_on_training(every: int) -> None:
+    def trained(watched: bool) -> tuple[list[float], dict[str, Tensor], Tensor]:
+        torch.manual_seed(0)
+        model, x = Attention(dropout=0.3).train(), torch.randn(2, 8, 16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        monitor = qkeel.watch(model, optimizer, every=every, probe=(x[:1],)) if watched else None
+        losses = []
+        for _ in range(8):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        if monitor is not None:
+            assert monitor.sample is not None
+            assert (monitor.sample.heads["logit_change_rms"] > 0).all()
+            monitor.remove()
+        return losses, model.state_dict(), torch.get_rng_state()
+
+    (a, plain, state), (b, seen, after) = trained(False), trained(True)
+    assert a == b
+    assert torch.equal(state, after)
+    assert all(torch.equal(plain[name], seen[name]) for name in plain)
+
+
+def test_with_dropout_nothing_changes_where_no_weight_does() -> None:
+    model = Attention(dropout=0.5).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.watch(model, optimizer, probe={"x": torch.randn(1, 6, 16)}) as monitor:
+        model(torch.randn(1, 6, 16)).sum().backward()
+        optimizer.step()
+        assert monitor.sample is not None
+        assert (monitor.sample.heads["logit_change_rms"] == 0).all()
+
+
+def test_weights_changed_between_two_steps_are_looked_at_anew() -> None:
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(2, 6, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.watch(model, optimizer, probe=x) as monitor:
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.qkv.weight.mul_(2)
+        assert monitor.sample is not None
+        assert (monitor.sample.heads["logit_change_rms"] == 0).all()  # no step has changed anything
+
+
+def test_a_probe_that_is_no_batch_and_a_plan_that_is_none_are_refused() -> None:
+    model = Attention()
+    with pytest.raises(TypeError, match="probe batch as a tensor"):
+        qkeel.watch(model, probe=3)
+    with pytest.raises(TypeError, match=r"PlannedRates.of"):
+        qkeel.watch(model, planned=[0.1])  # type: ignore[arg-type]
+
+
+def test_with_planned_rates_the_outlook_rule_speaks() -> None:
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(2, 8, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    planned = PlannedRates.of([0.01] * 400)
+
+    def alarms(plan: PlannedRates | None) -> set[str]:
+        with torch.no_grad():
+            model.qkv.weight.copy_(torch.randn(48, 16))
+        with qkeel.watch(model, optimizer, planned=plan) as monitor:
+            for _ in range(12):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model.qkv.weight[:32] *= 1.25
+            return {alarm.rule for alarm in monitor.alarms}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with_plan, without = alarms(planned), alarms(None)
+    assert any("outlook" in rule for rule in with_plan), with_plan
+    assert not any("outlook" in rule for rule in without)
+    assert math.isfinite(planned.clock[-1])

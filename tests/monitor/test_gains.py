@@ -1,0 +1,297 @@
+"""gain_bound: no logit passes what the gains of the q/k norm allow, and one that is built for it reaches it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qkeel
+from qkeel import find_sites
+from qkeel.monitor.gains import Gains
+from qkeel.nn import MLA, Attention
+from qkeel.sites import Tap
+
+GROUPED = {
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 11,
+    "max_position_embeddings": 64,
+}
+WIDE = {**GROUPED, "head_dim": 16}
+MODELS = {
+    "qwen3": lambda: transformers.Qwen3Config(**WIDE),
+    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**WIDE, query_pre_attn_scalar=20),
+    "stablelm": lambda: transformers.StableLmConfig(**GROUPED, qk_layernorm=True),
+    "cohere": lambda: transformers.CohereConfig(**GROUPED, use_qk_norm=True),
+    "qwen3 yarn": lambda: transformers.Qwen3Config(
+        **WIDE,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 10_000.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+}
+KINDS = {
+    "qwen3": ("rms", (16, 16), 0.0),
+    "olmo2": ("rms", (32, 16), 0.0),
+    "gemma3": ("rms", (16, 16), 1.0),
+    "stablelm": ("layer", (8, 8), 0.0),
+    "cohere": ("rms", (8, 8), 0.0),  # of x - mean: a layer norm written out
+}
+TOKENS = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def built(name: str, attention: str = "sdpa") -> nn.Module:
+    config = MODELS[name]()
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def stir(model: nn.Module) -> None:
+    """Gains, biases and projections far from where they start."""
+    generator = torch.Generator().manual_seed(1)
+    for name, p in model.named_parameters():
+        if "norm" in name or name.endswith("bias") or "scale" in name:
+            p.add_(torch.randn(p.shape, generator=generator), alpha=0.5)
+        elif "q_proj" in name or "k_proj" in name:
+            p.mul_(50)
+
+
+def bound(model: nn.Module, *example: Tensor) -> Tensor:
+    (value,) = Gains(model, find_sites(model, *example)).read().values()
+    return value
+
+
+def reached(model: nn.Module, *example: Tensor) -> Tensor:
+    with Tap(model) as tap:
+        model(*example)
+        (stats,) = tap.read().values()
+    return stats.max_abs_logit
+
+
+@torch.no_grad()
+def aim(query: nn.Linear, key: nn.Linear, heads: tuple[int, int], places: list[tuple[int, int]]) -> None:
+    """Query head h and its key head of every token lie along one dimension, with one sign: places[h] = (q, k)."""
+    direction = 100 * torch.randn(query.in_features, generator=torch.Generator().manual_seed(2))
+    query.weight.zero_()
+    key.weight.zero_()
+    for h, (at_q, at_k) in enumerate(places):
+        query.weight.unflatten(0, (heads[0], -1))[h, at_q] = direction
+        key.weight.unflatten(0, (heads[1], -1))[h * heads[1] // heads[0], at_k] = direction
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_logit_passes_the_bound(name: str, attention: str) -> None:
+    model = built(name, attention)
+    at_start = bound(model, TOKENS)
+    stir(model)
+    now = bound(model, TOKENS)
+    assert now.shape == (4,)
+    assert not torch.equal(now, at_start)
+    top = reached(model, TOKENS)
+    assert (top <= now * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_norm_is_told_with_its_gain(name: str) -> None:
+    (site,) = find_sites(built(name), TOKENS)
+    kind, sizes, offset = KINDS[name]
+    for gains, side, heads, size in zip((site.query_gains, site.key_gains), "qk", (4, 2), sizes):
+        assert sorted(h for g in gains for h in g.heads) == list(range(heads))
+        for g in gains:
+            assert (g.kind, g.size, g.offset) == (kind, size, offset)
+            assert g.parameter is not None
+            assert f"{side}_" in g.parameter.rpartition("self_attn.")[2]
+            assert g.bias is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "stretch"), [("qwen3", 1.0), ("gemma3", 1.0), ("qwen3 yarn", None)])
+def test_a_query_and_key_along_the_largest_gain_reach_the_bound(name: str, stretch: float | None) -> None:
+    model = built(name)
+    attention = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight.copy_(torch.linspace(-0.5, 0.5, 16))
+        norm.weight[3] = 3.0
+    # Before: the walk needs heads that depend on all their numbers.
+    sites = find_sites(model, TOKENS)
+    aim(attention.q_proj, attention.k_proj, (4, 2), [(3, 3)] * 4)
+    gains = Gains(model, sites)
+    (now,) = gains.read().values()
+    gain = 4.0 if name == "gemma3" else 3.0
+    scale = 20**-0.5 if name == "gemma3" else 16**-0.5
+    expected = scale * 16 * gain**2 * (stretch or (0.1 * torch.tensor(4.0).log().item() + 1) ** 2)
+    assert now.tolist() == pytest.approx([expected] * 4, rel=1e-5)
+    assert reached(model, TOKENS).tolist() == pytest.approx([expected] * 4, rel=1e-3)
+
+
+@torch.no_grad()
+def test_a_norm_over_all_heads_gives_each_head_its_own_part_of_the_gain() -> None:
+    model = built("olmo2")
+    attention = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
+    query, key = torch.rand(4, 8), torch.rand(2, 8)
+    attention.q_norm.weight.copy_(query.flatten())
+    attention.k_norm.weight.copy_(key.flatten())
+    expected = 8**-0.5 * 32**0.5 * query.amax(1) * (16**0.5 * key.amax(1)).repeat_interleave(2)
+    assert torch.allclose(bound(model, TOKENS), expected, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_layer_norm_for_each_head_gives_each_head_its_own_gain() -> None:
+    model = built("stablelm")
+    attention = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
+    for h, norm in enumerate(attention.q_layernorm.norms):
+        norm.weight.fill_(h + 1.0)
+    for h, norm in enumerate(attention.k_layernorm.norms):
+        norm.weight.fill_(10.0 * (h + 1))
+    expected = 8**-0.5 * 8 * torch.tensor([1.0, 2.0, 3.0, 4.0]) * torch.tensor([10.0, 10.0, 20.0, 20.0])
+    assert torch.allclose(bound(model, TOKENS), expected, rtol=1e-5)
+
+
+PRESETS = ("qwen3", "qwen3_next", "gemma3", "olmo2", "cohere", "chameleon", "cosa", "cosa_logn", "qknorm_2020", "ngpt")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_logit_of_a_preset_passes_the_bound(preset: str) -> None:
+    torch.manual_seed(0)
+    spec = qkeel.preset(preset)
+    model = Attention(32, 4, 4 if preset == "ngpt" else 2, spec=spec)
+    stir(model)
+    x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3))
+    now, top = bound(model), reached(model, x)
+    assert now.shape == (4,)
+    assert (top <= now * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("over", ["head", "layer"])
+@torch.no_grad()
+def test_an_own_module_reaches_its_bound(over: str) -> None:
+    norm = qkeel.spec.RMSNorm(gain="head_dim", over=over, eps=0.0)
+    model = Attention(16, 2, spec=qkeel.AttentionSpec(norm=norm))
+    model.q_norm.copy_(torch.tensor([[1.0, 2, -5, 1, 1, 1, 1, 1], [1, 1, 1, 4, 1, 1, 1, 1]]))
+    model.k_norm.copy_(torch.tensor([[1.0, 2, -3, 1, 1, 1, 1, 1], [1, 1, 1, 2, 1, 1, 1, 1]]))
+    aim(model.q_proj, model.k_proj, (2, 2), [(2, 2), (3, 3)])
+    if over == "layer":  # head 0 has it all
+        model.q_proj.weight[8:] = 0
+        model.k_proj.weight[8:] = 0
+    x = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(4))
+    n = 8 if over == "head" else 16
+    assert bound(model).tolist() == pytest.approx([n * 15 / 8**0.5, n * 8 / 8**0.5])
+    top = reached(model, x).tolist()
+    assert top == pytest.approx([n * 15 / 8**0.5, n * 8 / 8**0.5 if over == "head" else 0.0])
+
+
+def test_mla_under_a_norm_is_bounded_over_the_whole_head() -> None:
+    torch.manual_seed(0)
+    model = MLA(32, 2, spec=qkeel.AttentionSpec(norm=qkeel.spec.RMSNorm(gain="dim")))
+    stir(model)
+    now = bound(model)
+    assert (reached(model, torch.randn(2, 6, 32)) <= now * (1 + 1e-5)).all()
+    d = model.head_dim
+    expected = d**0.5 * float(model.q_norm.detach().abs().max() * model.k_norm.detach().abs().max())
+    assert now.tolist() == pytest.approx([expected] * 2)
+
+
+class Written(nn.Module):
+    """Attention by hand, q and k through `norm`; `then` is done to the logits."""
+
+    def __init__(self, norm: str, then: float = 0.0) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.gain, self.bias = nn.Parameter(torch.rand(2, 1, 8)), nn.Parameter(torch.rand(2, 1, 8))
+        self.norm, self.then = norm, then
+
+    def normed(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        if self.norm == "l2":
+            return F.normalize(x, dim=-1) * self.gain
+        if self.norm == "l2 by hand, times √d":
+            return x / x.norm(dim=-1, keepdim=True) * 8**0.5 * self.gain
+        if self.norm == "layer with bias":
+            return F.layer_norm(x, (8,)) * self.gain + self.bias
+        if self.norm == "no gain":
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        if self.norm == "then a matrix":
+            return F.rms_norm(x, (8,)) @ self.v.weight[:8, :8]
+        if self.norm == "half of it":
+            return torch.cat([F.rms_norm(x[..., :4], (4,)), x[..., 4:]], -1)
+        return F.rms_norm(x, (8,), (1 + self.gain[0, 0]) * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.normed(self.q(x)), self.normed(self.k(x)), self.v(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        z = 0.5 * (q @ k.mT) + self.then
+        return z.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("norm", ["l2", "l2 by hand, times √d", "layer with bias", "no gain"])
+@torch.no_grad()
+def test_norms_written_by_hand_are_told(norm: str) -> None:
+    torch.manual_seed(0)
+    model, x = Written(norm), torch.randn(2, 9, 16)
+    gain, bias = model.gain.squeeze(1), model.bias.squeeze(1)
+    longest = {
+        "l2": gain.amax(1),
+        "l2 by hand, times √d": 8**0.5 * gain.amax(1),
+        "layer with bias": 8**0.5 * gain.amax(1) + bias.norm(dim=1),
+        "no gain": torch.full((2,), 8**0.5),
+    }[norm]
+    now = bound(model, x)
+    assert torch.allclose(now, 0.5 * longest.square(), rtol=1e-5)
+    assert (reached(model, x) <= now * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("norm", ["then a matrix", "half of it", "twice the gain"])
+def test_what_is_not_a_plain_norm_gives_no_bound(norm: str) -> None:
+    torch.manual_seed(0)
+    model, x = Written(norm), torch.randn(2, 9, 16)
+    (site,) = find_sites(model, x)
+    assert not site.query_gains
+    assert Gains(model, [site]).read() == {}
+
+
+def test_logits_that_are_more_than_a_product_give_no_bound() -> None:
+    x = torch.randn(2, 9, 16)
+    (site,) = find_sites(Written("l2", then=3.0), x)
+    assert not site.query_gains
+
+
+def test_one_side_normed_gives_no_bound() -> None:
+    model = Attention(16, 2, spec=qkeel.AttentionSpec(norm=qkeel.spec.L2Norm(on="k")))
+    assert Gains(model, find_sites(model)).read() == {}
+
+
+def test_a_norms_bias_is_not_the_projections() -> None:
+    for norm, bias in (("layer with bias", True), ("l2", False)):
+        (site,) = find_sites(Written(norm), torch.randn(2, 9, 16))
+        (term,) = site.terms
+        assert term.query[0].bias == "q.bias"
+        assert term.key[0].bias == "k.bias"
+        assert (site.key_gains[0].bias == "bias") is bias
+
+
+def test_the_monitor_records_it() -> None:
+    model = built("qwen3").train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with qkeel.watch(model, optimizer) as monitor:
+        for _ in range(2):
+            model(TOKENS, labels=TOKENS).loss.backward()
+            optimizer.step()
+        series, logits = monitor.history.series("gain_bound"), monitor.history.series("max_logit")
+        assert series is not None
+        assert logits is not None
+        assert series.shape == (2, 1, 4)
+        assert series[0].tolist() == [pytest.approx([4.0] * 4)]  # √16, gains of 1
+        assert (series != series[0]).any()
+        assert (logits <= series * (1 + 1e-5)).all()

@@ -1,0 +1,92 @@
+"""A monitor on models of transformers: caches, cross-attention, padded batches, latent keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.monitor.families import deepseek, hf_loss, ids, llama, t5
+
+from qkeel import watch
+
+
+def test_generating_with_a_cache_counts_every_token_once() -> None:
+    model = llama().eval()
+    prompt = ids(0, rows=2, t=5)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = model.generate(prompt, **options)  # type: ignore[operator]
+    reads = []
+    with watch(model) as monitor:
+        assert torch.equal(model.generate(prompt, **options), plain)  # type: ignore[operator]
+        stats = monitor.read()
+        for _ in range(2):
+            model.generate(prompt, **options)  # type: ignore[operator]
+            reads.append(monitor.read())
+    assert len(stats) == 2
+    for s in stats.values():
+        # The prompt's 5 rows, then one row for each token but the last; rows see 1..5, then 6, 7, 8 keys.
+        assert s.n_queries.tolist() == [2 * (5 + 3)] * 4
+        assert s.n_pairs.tolist() == [2 * (15 + 6 + 7 + 8)] * 4
+    for name, s in reads[0].items():
+        assert torch.equal(s.max_logit, reads[1][name].max_logit)
+    whole = model.eval()
+    with watch(whole) as monitor:
+        whole(plain[:, :-1])
+        for name, s in monitor.read().items():
+            torch.testing.assert_close(s.max_logit, stats[name].max_logit, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(s.entropy, stats[name].entropy, rtol=1e-5, atol=1e-6)
+
+
+def test_an_encoder_decoder_has_three_kinds_of_sites_and_its_cross_attention_sees_both_lengths() -> None:
+    model = t5().eval()
+    with watch(model) as monitor:
+        model(input_ids=ids(0, t=7), labels=ids(1, t=5))
+        stats = monitor.read()
+    pairs = {name: s.n_pairs[0].item() for name, s in stats.items()}
+    assert len(pairs) == 6
+    for name, n in pairs.items():
+        if name.startswith("encoder"):
+            assert n == 2 * 7 * 7
+        else:
+            assert n == 2 * (5 * 7 if "EncDec" in name else 15)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_change_what_is_said_of_the_real_tokens(side: str) -> None:
+    model = llama().eval()
+    tokens = ids(0, rows=2, t=6)
+    with watch(model) as monitor:
+        model(input_ids=tokens)
+        expected = monitor.read()
+    padding, zeros = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
+    order = (lambda a, b: [b, a]) if side == "left" else (lambda a, b: [a, b])
+    padded = torch.cat(order(tokens, padding), 1)
+    mask = torch.cat(order(torch.ones_like(tokens), zeros), 1)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with watch(model, query_mask="attention_mask") as monitor:
+        model(input_ids=padded, attention_mask=mask, position_ids=positions)
+        for name, s in monitor.read().items():
+            for field in ("max_logit", "min_logit", "mean_logit", "entropy", "query_norm", "key_norm", "cos_mean"):
+                value, reference = getattr(s, field), getattr(expected[name], field)
+                torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6, msg=f"{name} {field}")
+            assert torch.equal(s.n_pairs, expected[name].n_pairs)
+
+
+def test_the_spectral_norm_of_latent_keys_is_that_of_both_ways_into_the_key() -> None:
+    model = deepseek()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch(model, optimizer) as monitor:
+        hf_loss(model, 0).backward()
+        attention = model.model.layers[0].self_attn  # type: ignore[union-attr,index]
+        w_q = attention.q_b_proj.weight.detach().view(4, 12, 16).double()  # type: ignore[union-attr,operator]
+        w_k = attention.kv_b_proj.weight.detach().view(4, 16, 12)[:, :8].double()  # type: ignore[union-attr,operator]
+        w_r = attention.kv_a_proj_with_mqa.weight.detach()[12:].double()  # type: ignore[union-attr,index]
+        optimizer.step()
+        assert monitor.sample is not None
+        seen = monitor.sample.heads["qk_spectral_norm"][0]
+    for head in range(4):
+        key = torch.block_diag(w_k[head], w_r)  # rows: 8 from the latent [12], 4 from the hidden state [32]
+        expected = torch.linalg.matrix_norm(w_q[head].T @ key, 2).item()
+        assert seen[head] == pytest.approx(expected, rel=1e-5)
