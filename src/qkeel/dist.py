@@ -30,7 +30,9 @@ def gather(vector: Tensor) -> Tensor:
     if not _on():
         return vector[None]
     out = vector.new_empty(world() * vector.numel())
-    torch_distributed.all_gather_into_tensor(out, vector.contiguous())
+    # torch 2.13 renamed it and warns of the old name.
+    all_gather = getattr(torch_distributed, "all_gather_single", torch_distributed.all_gather_into_tensor)
+    all_gather(out, vector.contiguous())
     return out.view(world(), -1)
 
 

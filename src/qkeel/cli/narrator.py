@@ -75,7 +75,7 @@ class Voice(Handle):
             if not issubclass(category, QkeelWarning):
                 plain(message, category, *where)
             elif self.here and not issubclass(category, AlarmWarning):  # alarms are said already
-                self._print(f"warning{f' (rank {rank})' if rank else ''}: {message}")
+                self._print(f"warning{f' (rank {rank})' if rank else ''}: {' '.join(str(message).split())}")
 
         warnings.showwarning = show
         super().__init__(self._stop)

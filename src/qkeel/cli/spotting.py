@@ -150,9 +150,9 @@ def chains(optimizer: Optimizer) -> list[list[nn.Module]]:
     """
     left = {id(p) for group in optimizer.param_groups for p in group["params"]}
     least = LEAST_SHARE * len(left)
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
     parts = {id(part) for module in modules for part in _parts(module)}
-    roots = {id(root): root for root in map(unwrapped, (m for m in modules if id(m) not in parts))}
+    roots = {id(root): root for root in (_model(m) for m in modules if id(m) not in parts)}
     sizes = {key: sum(1 for _ in root.parameters()) for key, root in roots.items()}
     held = {key: left & {id(p) for p in root.parameters()} for key, root in roots.items()}
     found = []
@@ -175,6 +175,12 @@ def _inwards(module: nn.Module, own: set[int]) -> list[nn.Module]:
     return chain or [module]
 
 
+def _model(module: nn.Module) -> nn.Module:
+    try:
+        return unwrapped(module)
+    except AttributeError:  # a wrapper that is still being made
+        return module
+
+
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """Its children; also of a module that is still being made."""
-    return [part for part in (vars(module).get("_modules") or {}).values() if part is not None]
+    return [part for part in module._modules.values() if part is not None]

@@ -85,6 +85,7 @@ def _page(plan: Plan, live: bool | int, voice: Voice) -> Iterator[Plan]:
     if live is False or voice.rank:
         yield plan
         return
+    new = not plan.out.parent.exists()
     place = fresh_directory(plan.out)
     try:
         with serve(place, 0 if live is True else live) as server:
@@ -93,6 +94,8 @@ def _page(plan: Plan, live: bool | int, voice: Voice) -> Iterator[Plan]:
     finally:
         if voice.here and not any(place.iterdir()):
             place.rmdir()
+            if new:
+                place.parent.rmdir()
 
 
 def _become(words: list[str]) -> NoReturn:

@@ -1,0 +1,320 @@
+"""`qkeel watch -- python train.py`: training is to the bit what it is without, and a run directory is left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkeel.cli.app import main
+from qkeel.records import RunDirectory, RunStatus
+
+from .scripts import run, script, watched
+
+CASES = Path(__file__).with_name("watch_cases.py")
+Capture = pytest.CaptureFixture[str]
+
+
+def train(folder: Path, text: str, *options: str) -> RunDirectory:
+    """Watch a script in a process of its own; its run directory."""
+    result = watched(["python", script(folder, text).name], folder, "--every", "1", *options)
+    assert result.returncode == 0, result.stderr
+    return RunDirectory(folder / "qkeel-runs" / "train")
+
+
+def same_when_watched(folder: Path, *names: str) -> str:
+    result = run([str(CASES), str(folder), *names], folder)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def test_the_example_trains_to_the_same_bits_when_watched(tmp_path: Path) -> None:
+    said = same_when_watched(tmp_path, "plain", "handwritten", "aot_eager")
+    assert said.count("qkeel: watching 2 attention layers of GPT") == 3
+    for name in ("plain", "handwritten", "aot_eager"):
+        assert [line["step"] for line in RunDirectory(tmp_path / name).metrics()] == [0, 2]
+        assert len(RunDirectory(tmp_path / name).eval_metrics()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_trains_to_the_same_bits_when_watched_and_compiled(tmp_path: Path) -> None:
+    same_when_watched(tmp_path, "inductor", "inductor_handwritten")
+
+
+DRIFT = """
+net = Net(2)
+with torch.no_grad():
+    for layer in net.layers:
+        layer.qkv.weight.mul_(30)
+train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 4)
+print("done")
+"""
+
+
+def test_the_run_is_complete_and_the_terminal_says_where_it_is_and_what_is_wrong(tmp_path: Path) -> None:
+    result = watched(["python", script(tmp_path, DRIFT).name], tmp_path, "--every", "2", "--sink", "directory:path=copy")
+    assert (result.returncode, result.stdout) == (0, "done\n")
+    lines = result.stderr.splitlines()
+    assert all(line.startswith("qkeel: ") for line in lines), result.stderr
+    assert lines[0] == "qkeel: watching 2 attention layers of Net, run qkeel-runs/train"
+    alarm = re.compile(r"qkeel: (notice|alarm|critical) at step 0, layers\.\d, head \d: .* To act: qkeel\.apply\(")
+    assert sum(bool(alarm.match(line)) for line in lines) >= 1
+    assert lines[-2:] == [
+        "qkeel: run qkeel-runs/train",
+        "qkeel: for a page of it: qkeel report qkeel-runs/train",
+    ]
+    directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
+    assert directory.status is RunStatus.DONE
+    assert [line["step"] for line in directory.metrics()] == [0, 2]
+    assert directory.env()["command"] == "train.py"
+    assert RunDirectory(tmp_path / "copy").metrics() == directory.metrics()
+    (counts,) = (line for line in lines if line.startswith("qkeel: alarms: "))
+    assert sum(map(int, re.findall(r"\d+", counts))) == directory.summary()["alarms"]
+    assert main(["report", str(directory.path), "-o", str(tmp_path / "page.html")]) == 0
+
+
+def here(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
+    """`qkeel watch` in this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["qkeel", "watch", *words])
+    return main(["watch", *words])
+
+
+TWO = """
+one, two = Net(), Net(2)
+
+class Critic(Net):
+    pass
+
+critic = Critic()
+pairs = [(net, torch.optim.Adam(net.parameters())) for net in (one, critic, two)]
+for net, optimizer in pairs:
+    train(net, optimizer, 2)
+"""
+
+
+def test_each_model_has_a_directory_and_what_is_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    script(tmp_path, TWO)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "mine").write_text("x")
+    assert here(["--out", "r", "--log-spaced", "--", "python", "train.py"], monkeypatch, tmp_path) == 0
+    assert "qkeel report r-2 r-Critic r-3" in capsys.readouterr().err
+    models = {name: RunDirectory(tmp_path / name).config()["model"] for name in ("r-2", "r-3", "r-Critic")}
+    assert models == {"r-2": "Net", "r-3": "Net", "r-Critic": "Critic"}
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["mine"]
+
+
+REASONS = [
+    ("net = Net()", "the script made no torch.optim.Optimizer in this process"),
+    ("torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)", "no nn.Module was found"),
+    ("net = Net(); torch.optim.SGD(net.parameters(), lr=1)", "the script ended before Net was called"),
+    ("net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); net(batch(0))", "no step of its optimizer was seen"),
+    ("net = nn.Linear(2, 2); o = torch.optim.SGD(net.parameters(), lr=1); net(torch.ones(1, 2))", "see above"),
+    (
+        "net = Net(); o = torch.optim.SGD(net.parameters(), lr=1); train(net.forward, o)",
+        "no attention was seen in the passes of Net",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), REASONS)
+def test_where_nothing_is_measured_the_reason_is_said(
+    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    script(tmp_path, text)
+    assert here(["--", "python", "train.py"], monkeypatch, tmp_path) == 0
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("qkeel: nothing was measured: ")
+    assert reason in err
+    assert not (tmp_path / "qkeel-runs").exists()
+
+
+def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    script(tmp_path, "net = Net()\ntrain(net, torch.optim.SGD(net.parameters(), lr=1))\nraise SystemExit(9)")
+    assert here(["--", "train.py"], monkeypatch, tmp_path) == 9
+    directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
+    assert len(directory.metrics()) == 1
+    assert directory.status is RunStatus.STARTED
+
+
+def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
+    directory = train(
+        tmp_path,
+        """
+import os, sys
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+if os.fork() == 0:
+    train(net, optimizer)
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+train(net, optimizer)
+""",
+    )
+    assert len(directory.metrics()) == 3
+    assert directory.status is RunStatus.DONE
+
+
+LIVE = """
+import pathlib, urllib.request
+net = Net()
+train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+print(urllib.request.urlopen(pathlib.Path("url").read_text()).read().decode())
+"""
+
+
+def test_the_page_is_served_while_the_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkeel.cli import narrator
+
+    said: list[str] = []
+
+    def note(voice: narrator.Voice, line: str) -> None:
+        said.append(line)
+        if line.startswith("live page "):
+            (tmp_path / "url").write_text(line.removeprefix("live page "))
+
+    monkeypatch.setattr(narrator.Voice, "__call__", note)
+    script(tmp_path, LIVE)
+    with pytest.MonkeyPatch.context() as patch:
+        pages: list[str] = []
+        patch.setattr("builtins.print", lambda text: pages.append(text))
+        assert here(["--live", "--every", "1", "--", "python", "train.py"], monkeypatch, tmp_path) == 0
+    assert "<title>" in pages[0]
+    assert "layers.0" in pages[0]
+    with pytest.raises(OSError):
+        urllib.request.urlopen(said[0].removeprefix("live page "))
+    assert (tmp_path / "qkeel-runs" / "train" / "DONE").exists()
+
+
+WORKERS = """
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rows = [row for step in range(4) for row in batch(step)]
+    for x in DataLoader(rows, batch_size=4, num_workers=2, multiprocessing_context="CONTEXT"):
+        loss(net, x).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "context",
+    ["fork", *(pytest.param(c, marks=[pytest.mark.slow, pytest.mark.timeout(300)]) for c in ("spawn", "forkserver"))],
+)
+def test_the_workers_of_a_data_loader_are_left_alone(context: str, tmp_path: Path) -> None:
+    assert len(train(tmp_path, WORKERS.replace("CONTEXT", context)).metrics()) == 4
+
+
+PARALLEL = """
+import os, sys
+import torch.distributed as dist
+
+torch.manual_seed(0)
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+net = Net(2)
+model = net
+if world > 1:
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+if rank == 1 and "fault" in sys.argv:
+    from qkeel.monitor.monitor import Monitor
+
+    passes = []
+    real = Monitor._before_pass
+
+    def failing(self, *call):
+        passes.append(1)
+        if len(passes) > int(sys.argv[2]):
+            raise ZeroDivisionError("injected")
+        return real(self, *call)
+
+    Monitor._before_pass = failing
+for step in range(4):
+    loss(model, batch(step).chunk(world)[rank]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if rank == 0:
+    print(total(net))
+if world > 1:
+    dist.destroy_process_group()
+"""
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2", "train.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_record_what_one_records_on_the_whole_batch(tmp_path: Path) -> None:
+    one = train(tmp_path, PARALLEL)
+    result = watched(TORCHRUN, tmp_path, "--every", "1", "--out", "two")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("qkeel: run two\n") == 1
+    two = RunDirectory(tmp_path / "two")
+    assert (one.config()["processes"], two.config()["processes"]) == (1, 2)
+    assert two.status is RunStatus.DONE
+    heads, others = one.heads(), two.heads()
+    assert list(others.steps) == list(heads.steps) == [0, 1, 2, 3]
+    for name, values in heads.values.items():
+        np.testing.assert_allclose(others.values[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("passes", ["0", "2"])
+def test_a_fault_in_one_process_stops_the_measuring_and_not_the_training(passes: str, tmp_path: Path) -> None:
+    script(tmp_path, PARALLEL)
+    plain = run(["-m", "torch.distributed.run", *TORCHRUN[1:]], tmp_path)
+    seen = watched([*TORCHRUN, "fault", passes], tmp_path, "--every", "1")
+    assert seen.returncode == 0, seen.stderr
+    assert seen.stdout == plain.stdout
+    assert "qkeel: warning (rank 1): qkeel's monitor switched itself off: ZeroDivisionError: injected" in seen.stderr
+
+
+TRAINER = """
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+set_seed(0)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+data = [{"input_ids": row, "labels": row} for step in range(4) for row in batch(step)]
+arguments = TrainingArguments(
+    output_dir="out",
+    max_steps=3,
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=2,
+    report_to=[],
+    use_cpu=True,
+    save_strategy="no",
+    disable_tqdm=True,
+)
+Trainer(model=model, args=arguments, train_dataset=data).train()
+print("total", total(model))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer of transformers needs it")
+def test_the_trainer_of_transformers_is_watched_and_trains_to_the_same_bits(tmp_path: Path) -> None:
+    script(tmp_path, TRAINER)
+    plain = run(["train.py"], tmp_path)
+    seen = watched(["python", "train.py"], tmp_path, "--every", "1")
+    assert seen.returncode == plain.returncode == 0, seen.stderr
+    assert seen.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
+    directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
+    assert len(directory.metrics()) == 3
+    assert json.dumps(directory.config()["sites"]).count("transformer.h.") == 2

@@ -1,0 +1,198 @@
+"""A program under `qkeel watch` finds what it would find under python, and leaves what it would leave."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qkeel.cli.app import main
+from qkeel.cli.program import Program, parse, under_torchrun
+from qkeel.errors import InvalidValueError
+
+from .scripts import run, script, watched
+
+Result = tuple[int, str, str]
+Watch = Callable[..., Result]
+
+TALKER = """
+import os, sys
+print(sys.argv, sys.path[0], __file__, __name__, os.getcwd(), __spec__, __builtins__)
+import __main__
+print(__main__.__file__, sys.modules["__main__"] is __main__)
+
+class Pickled:
+    pass
+
+import pickle
+print(type(pickle.loads(pickle.dumps(Pickled()))))
+
+def fail():
+    raise ValueError("x")
+
+if sys.argv[1] == "raise":
+    fail()
+if sys.argv[1] == "chain":
+    try:
+        fail()
+    except ValueError as error:
+        raise KeyError("y") from error
+if sys.argv[1] == "exit":
+    sys.exit(7)
+if sys.argv[1] == "words":
+    sys.exit("sorry")
+if sys.argv[1] == "hook":
+    sys.excepthook = lambda kind, error, trace: print("hooked", kind, file=sys.stderr)
+    fail()
+if sys.argv[1] == "interrupt":
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Watch:
+    """`qkeel watch` in this process, whose state is put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def watch(*words: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["qkeel", "watch", *words])
+        code = main(["watch", *words])
+        return code, *capsys.readouterr()
+
+    return watch
+
+
+@pytest.mark.parametrize("mode", ["fine", "raise", "chain", "exit", "words", "hook"])
+def test_output_exit_code_and_traceback_are_those_of_python(mode: str, tmp_path: Path, here: Watch) -> None:
+    (tmp_path / "talk.py").write_text(TALKER)
+    words = ["talk.py", mode, "--out", "x", "--", "-v"]
+    plain = run(words, tmp_path)
+    code, out, err = here("--", "python", *words)
+    assert (code, out) == (plain.returncode, plain.stdout)
+    own = [line for line in err.splitlines() if line.startswith("qkeel: ")]
+    assert [line for line in err.splitlines() if line not in own] == plain.stderr.splitlines()
+    assert len(own) == 1
+    assert "made no torch.optim.Optimizer" in own[0]
+
+
+def test_an_interruption_is_130_with_the_traceback_of_the_script(tmp_path: Path, here: Watch) -> None:
+    (tmp_path / "talk.py").write_text(TALKER)
+    code, _, err = here("--", "python3", "talk.py", "interrupt")
+    assert code == 130
+    assert err.splitlines()[0] == "Traceback (most recent call last):"
+    assert err.splitlines()[1].startswith(f'  File "{tmp_path / "talk.py"}", line')
+    assert "qkeel/cli" not in err
+
+
+def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path, here: Watch) -> None:
+    (tmp_path / "bad.py").write_text("x = (\n")
+    code, _, err = here("--", "bad.py")
+    assert code == 1
+    assert err.startswith(run(["bad.py"], tmp_path).stderr)
+
+
+def test_a_future_import_of_the_watcher_does_not_reach_the_script(tmp_path: Path, here: Watch) -> None:
+    (tmp_path / "s.py").write_text("def f(x: int): ...\nprint(f.__annotations__)\n")
+    assert here("--", "python", "s.py")[1] == "{'x': <class 'int'>}\n"
+
+
+def test_a_module_is_run_as_python_does_with_stdin_and_unbuffered_output(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    text = "import sys\nprint(sys.argv, sys.path[0], __name__, __spec__.name, sys.stdout.write_through)\n"
+    (package / "go.py").write_text(text + "print(sys.stdin.read(), end='')\nsys.exit(5)\n")
+    words = ["-u", "-m", "package.go", "-m", "x"]
+    plain, seen = run(words, tmp_path, "a\nb"), watched(["python", *words], tmp_path, stdin="a\nb")
+    assert plain.stdout.endswith("True\na\nb")
+    assert (seen.stdout, seen.returncode) == (plain.stdout, 5)
+
+
+WRONG = [
+    ([], "expected the command that trains"),
+    (["--"], "expected the command that trains"),
+    (["python", "s.py"], "expected -- before the command"),
+    (["python", "s.py", "--out", "x"], "expected -- before the command"),
+    (["--", "python"], "expected a script after python"),
+    (["--", "python", "-m"], "expected the name of a module"),
+    (["--", "python", "-O", "s.py"], "python -O -m qkeel watch -- python train.py"),
+    (["--", "python", "-c", "pass"], "python's option -c"),
+    (["--", "bash", "s.sh"], "expected python, torchrun or a .py file, got 'bash'"),
+    (["--", "accelerate", "launch", "s.py"], "accelerate ... -m qkeel watch"),
+    (["--", "/nowhere/python", "s.py"], "expected this interpreter"),
+    (["--", "python", "nope.py"], "cannot read the script nope.py: No such file"),
+    (["--", "python", "."], "cannot read the script .: Is a directory"),
+    (["--", "python", "-m", "nope.at_all"], "expected a module that Python finds"),
+    (["--every", "0", "--", "python", "s.py"], "at least 1 step"),
+    (["--every", "2", "--adaptive", "--", "python", "s.py"], "expected one of --every"),
+    (["--sink", "wandbb", "--", "python", "s.py"], "Did you mean 'wandb'"),
+    (["--live", "99999", "--", "python", "s.py"], "cannot listen on"),
+    (["--", "torchrun", "--no-python", "x"], "--no-python"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_wrong_usage_is_one_line_and_exit_code_2(words: list[str], message: str, tmp_path: Path, here: Watch) -> None:
+    (tmp_path / "s.py").write_text("raise SystemExit('the script was run')")
+    code, out, err = here(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
+
+
+def test_a_command_is_read() -> None:
+    assert parse(["python3", "-u", "a/b.py", "-u"]) == Program(name="a/b.py", arguments=("-u",), unbuffered=True)
+    assert parse([sys.executable, "-ma.b", "c"]) == Program(name="a.b", arguments=("c",), module=True)
+    assert parse(["b.py"]) == Program(name="b.py")
+    assert parse(["torchrun", "b.py"]) == parse(["python", "-m", "torch.distributed.run", "b.py"]) == ["b.py"]
+    for words in (["python", "-u", "-m", "a", "b"], ["python", "a.py", "--", "-m"]):
+        program = parse(words)
+        assert isinstance(program, Program)
+        assert program.words == words
+
+
+def test_torchrun_starts_the_watcher_in_each_worker() -> None:
+    watcher = ["qkeel", "watch", "--every", "3", "--"]
+    head = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    got = under_torchrun(["--nproc-per-node", "2", "t.py", "--lr", "1"], watcher)
+    assert got == [*head, *watcher, "python", "-u", "t.py", "--lr", "1"]
+    got = under_torchrun(["--nproc-per-node", "2", "-m", "t", "-m"], watcher)
+    assert got == [*head, *watcher, "python", "-u", "-m", "t", "-m"]
+    with pytest.raises(InvalidValueError):
+        under_torchrun(["--no-python", "t"], watcher)
+
+
+def test_ctrl_c_reaches_the_script_and_what_was_recorded_stays(tmp_path: Path) -> None:
+    train = """
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+try:
+    train(net, optimizer)
+    print("ready", flush=True)
+    train(net, optimizer, 10**9)
+except KeyboardInterrupt:
+    print("tidied up", flush=True)
+    raise
+"""
+    command = [sys.executable, "-m", "qkeel", "watch", "--every", "1", "--", "python", script(tmp_path, train).name]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes)  # type: ignore[call-overload]
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == "tidied up\n"
+    assert "\nKeyboardInterrupt\n" in err
+    assert "qkeel: run qkeel-runs/train\n" in err
+    place = tmp_path / "qkeel-runs" / "train"
+    assert (place / "metrics.jsonl").exists()
+    assert not (place / "DONE").exists()

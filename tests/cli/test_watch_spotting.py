@@ -1,0 +1,220 @@
+"""Which models `qkeel watch` finds, from the optimizers that appear."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+import qkeel
+from qkeel.cli.spotting import Spotter, chains
+from qkeel.monitor.monitor import Monitor
+
+from .scripts import MODEL
+
+HOME: dict[str, Callable[..., nn.Module]] = {}
+exec(MODEL, HOME)
+Net, train, loss, batch = HOME["Net"], HOME["train"], HOME["loss"], HOME["batch"]
+
+
+class Found:
+    """The models that were watched, in order, and their monitors."""
+
+    def __init__(self) -> None:
+        self.models: list[weakref.ref[nn.Module]] = []
+        self.monitors: list[weakref.ref[Monitor]] = []
+        self.spotter = Spotter(self.start)
+
+    def start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
+        monitor = qkeel.watch(model, optimizer)
+        self.models.append(weakref.ref(model))
+        self.monitors.append(weakref.ref(monitor))
+        return monitor
+
+    def steps(self) -> list[int | None]:
+        """Per monitor the last step on record."""
+        alive = [ref() for ref in self.monitors]
+        return [None if m is None or m.sample is None else m.sample.step for m in alive]
+
+    def are(self, *models: nn.Module) -> bool:
+        """Whether just these were watched."""
+        return [ref() for ref in self.models] == list(models)
+
+
+@pytest.fixture
+def found() -> Iterator[Found]:
+    gc.collect()
+    plain = Optimizer.__init__
+    found = Found()
+    yield found
+    found.spotter.remove()
+    assert Optimizer.__init__ is plain
+    for ref in found.monitors:
+        monitor = ref()
+        if monitor is not None:
+            monitor.remove()
+
+
+def test_a_model_is_found_when_its_optimizer_is_made_and_seen_from_step_0(found: Found) -> None:
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    assert found.are(net)
+    train(net, optimizer, 1)
+    assert found.steps() == [0]
+
+
+def test_an_averaged_copy_is_not_taken_for_the_model(found: Found) -> None:
+    net = Net()
+    copies = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
+    train(net, Adam(net.parameters()), 2)
+    assert found.are(net)
+    assert found.steps() == [1]
+    assert len(copies) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when it loads its compiler
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda net: torch.compile(nn.DataParallel(net))])
+def test_a_wrapper_is_looked_into(wrap: Callable[[nn.Module], nn.Module], found: Found) -> None:
+    net = Net()
+    wrapper = wrap(net)
+    SGD(wrapper.parameters(), lr=0.1)
+    assert found.are(net)
+
+
+def test_several_optimizers_of_one_model_make_one_monitor_and_the_first_counts(found: Found) -> None:
+    net = Net()
+    inner, outer = SGD(net.layers.parameters(), lr=0.1), Adam([*net.embed.parameters(), *net.head.parameters()])
+    for step in range(3):
+        loss(net, batch(step)).backward()
+        inner.step()
+        outer.step()
+    assert found.are(net)
+    assert found.steps() == [2]
+
+
+def test_each_of_several_models_has_a_monitor(found: Found) -> None:
+    one, two = Net(), Net(2)
+    both = Adam([*one.parameters(), *two.parameters()])
+    (loss(one, batch(0)) + loss(two, batch(0))).backward()
+    both.step()
+    assert found.are(two, one)
+    assert found.steps() == [0, 0]
+
+
+def test_a_part_with_few_of_the_parameters_is_not_watched(found: Found) -> None:
+    net, temperature = Net(2), nn.ParameterList([torch.zeros(())])
+    Adam([*net.parameters(), *temperature.parameters()])
+    assert found.are(net)
+
+
+class Pair(nn.Module):
+    """A container whose forward nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Net(), Net(2)
+
+    def forward(self) -> None:
+        raise NotImplementedError
+
+
+def test_a_container_that_is_never_called_gives_way_to_its_parts(
+    found: Found, recwarn: pytest.WarningsRecorder
+) -> None:
+    pair = Pair()
+    first, second = SGD(pair.one.parameters(), lr=0.1), SGD(pair.two.parameters(), lr=0.1)
+    for _ in range(5):
+        train(pair.two, second, 1)
+        train(pair.one, first, 1)
+    assert {ref() for ref in found.models} == {pair, pair.one, pair.two}
+    assert sorted(step for step in found.steps() if step is not None) == [4, 4]  # numbered by the optimizer's steps
+    assert not recwarn.list
+
+
+def test_one_that_can_not_be_called_is_passed_over(found: Found) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+    holder = Holder()
+    SGD(holder.parameters(), lr=0.1)
+    assert found.are(holder.net)
+
+
+def test_a_model_made_after_its_optimizer_is_found_after_the_first_step(found: Found) -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    net = Net()
+    optimizer.add_param_group({"params": list(net.parameters())})
+    assert found.are()
+    train(net, optimizer, 3)
+    assert found.are(net)
+    assert found.steps() == [2]
+
+
+def test_an_optimizer_made_after_steps_begins_a_new_phase(found: Found) -> None:
+    net = Net()
+    train(net, SGD(net.parameters(), lr=0.1), 3)
+    train(net, Adam(net.parameters()), 2)
+    assert found.are(net, net)
+    assert found.steps() == [2, 1]
+    assert [ref().active for ref in found.monitors] == [False, True]  # type: ignore[union-attr]
+
+
+def test_models_and_optimizers_are_held_weakly(found: Found) -> None:
+    def phase() -> list[weakref.ref[object]]:
+        net = Net()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        train(net, optimizer, 2)
+        return [weakref.ref(net), weakref.ref(optimizer)]
+
+    refs = phase()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+    assert found.monitors[0]() is None
+    phase()
+    assert len(found.monitors) == 2
+
+
+def test_a_model_that_the_script_watches_is_left_alone(found: Found) -> None:
+    net = Net()
+    with qkeel.watch(net):
+        SGD(net.parameters(), lr=0.1)
+    assert found.are()
+
+
+def test_in_a_forked_process_nothing_is_looked_for(found: Found) -> None:
+    child = os.fork()
+    if child == 0:
+        SGD(Net().parameters(), lr=0.1)
+        os._exit(len(found.models))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_fault_is_said_once_and_the_script_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(model: nn.Module, optimizer: Optimizer) -> Monitor:
+        raise RuntimeError("no room")
+
+    plain = Optimizer.__init__
+    net = Net()
+    with Spotter(fails):
+        optimizer = SGD(net.parameters(), lr=0.1)  # warnings are errors here, so it goes to the log
+        assert Optimizer.__init__ is plain
+        train(net, optimizer, 2)
+    assert [record.message for record in caplog.records] == [
+        "qkeel looks for no more models to watch: RuntimeError: no room. The script runs on"
+    ]
+
+
+def test_a_module_under_construction_does_not_disturb_the_search() -> None:
+    blank = nn.Linear.__new__(nn.Linear)
+    net = Net()
+    assert chains(SGD(net.parameters(), lr=0.1))[0][0] is net
+    assert not vars(blank)
