@@ -59,7 +59,9 @@ print("done")
 
 
 def test_the_run_is_complete_and_the_terminal_says_where_it_is_and_what_is_wrong(tmp_path: Path) -> None:
-    result = watched(["python", script(tmp_path, DRIFT).name], tmp_path, "--every", "2", "--sink", "directory:path=copy")
+    result = watched(
+        ["python", script(tmp_path, DRIFT).name], tmp_path, "--every", "2", "--sink", "directory:path=copy"
+    )
     assert (result.returncode, result.stdout) == (0, "done\n")
     lines = result.stderr.splitlines()
     assert all(line.startswith("qkeel: ") for line in lines), result.stderr
