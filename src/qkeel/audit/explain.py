@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from qkeel.audit.sides import Side
 from qkeel.errors import RefusedError
 from qkeel.nn.core import SpecModule
 from qkeel.sites import AttentionSite, find_sites
+from qkeel.sites.example import arguments
 from qkeel.sites.forwards import unwrapped
 from qkeel.sites.probe import undisturbed
 
@@ -42,7 +42,7 @@ def explain_model(model: nn.Module, batch: Any) -> Explanation:
         RefusedError: there is no attention that can be seen. InvalidValueError: the forward pass fails.
     """
     model = unwrapped(model)
-    args, kwargs = _split(batch)
+    args, kwargs = arguments(batch, "batch")
     with undisturbed(model):
         model.eval()
         sites = [s for s in find_sites(model, *args, **kwargs) if not isinstance(s.module, SpecModule)]
@@ -55,12 +55,6 @@ def explain_model(model: nn.Module, batch: Any) -> Explanation:
             experiment = Experiment(model, args, kwargs, sites)
             recipes = [_recipe(experiment, site) for site in sites]
     return Explanation(model=type(model).__name__, sites=tuple(recipes), differences=differences(model, recipes))
-
-
-def _split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
 
 
 def _recipe(experiment: Experiment, site: AttentionSite) -> SiteRecipe:

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from qkeel.errors import InvalidTypeError
 from qkeel.kernels.statistics import logit_change
+from qkeel.sites.example import Arguments
 from qkeel.sites.intercept import Seen
 from qkeel.sites.scores import ScoresCall, scores_change
 from qkeel.sites.tap import Tap
 from qkeel.spec import AttentionCall
 
 MEAN_QUERIES = 64  # query rows that the mean absolute change is estimated from, the same ones at every step
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def arguments(probe: object) -> Arguments:
-    """A probe batch as arguments of the model's forward.
-
-    Raises: InvalidTypeError if it is neither a tensor, nor a tuple of arguments, nor a dict of keyword arguments.
-    """
-    if isinstance(probe, Mapping):
-        return (), {str(name): value for name, value in probe.items()}
-    if isinstance(probe, (Tensor, tuple)):
-        return ((probe,) if isinstance(probe, Tensor) else probe), {}
-    raise InvalidTypeError(
-        "expected the probe batch as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments, "
-        f"got {type(probe).__name__}"
-    )
 
 
 @final

@@ -12,7 +12,6 @@ from torch import nn
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError
 from qkeel.monitor.alarms import DEFAULT
 from qkeel.monitor.cadence import Cadence, cadence
-from qkeel.monitor.changes import arguments
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.plan import Plan
 from qkeel.monitor.planned import PlannedRates
@@ -64,7 +63,7 @@ def watch(
         sinks=tuple(_sink(s) for s in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")),
         rules=_several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask=None if query_mask is None else QueryMask.on(model, query_mask),
-        probe=None if probe is None else arguments(probe),
+        probe=None if probe is None else arguments(probe, "probe batch"),
         planned=planned,
     )
     if planned is not None and not isinstance(planned, PlannedRates):

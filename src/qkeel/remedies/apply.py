@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,7 +21,9 @@ from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.qkv_norm import QKVNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
 from qkeel.remedies.softcap import SoftcapRemedy
+from qkeel.sites.example import Arguments, arguments
 from qkeel.sites.find import find_sites
+from qkeel.sites.forwards import unwrapped
 from qkeel.sites.site import AttentionSite
 
 REMEDIES: dict[str, type[Remedy]] = {
@@ -98,6 +100,7 @@ def apply(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    example: object = None,
     train_length: int | None = None,
     **options: float | int | bool | str,
 ) -> Handle:
@@ -105,6 +108,8 @@ def apply(
 
     Args:
         named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list. Options of a single remedy may be keywords.
+        example: a batch that shows where the attention of a model is that does not consist of qkeel's own modules: a
+            tensor, a tuple of the forward's arguments or a dict of its keyword arguments; one pass is run on it.
         train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
 
     Raises:
@@ -116,43 +121,47 @@ def apply(
         raise InvalidTypeError(f"expected a torch.nn.Module to apply remedies to, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    return compose_all(_apply_one(remedy, model, optimizer, train_length) for remedy in found)
+    plain, shown = unwrapped(model), ((), {}) if example is None else arguments(example)
+    return compose_all(_apply_one(remedy, plain, optimizer, shown, train_length) for remedy in found)
 
 
-def _apply_one(remedy: Remedy, model: nn.Module, optimizer: Optimizer | None, train_length: int | None) -> Handle:
-    sites = find_sites(model)
+def _apply_one(
+    remedy: Remedy, model: nn.Module, optimizer: Optimizer | None, shown: Arguments, train_length: int | None
+) -> Handle:
+    sites = find_sites(model, *shown[0], **shown[1])
     for site in sites:
         if remedy.name in _applied(site):
             raise AlreadyAppliedError(f"{remedy.name} is on {_where(site)} already; remove() its handle first")
         refusal = remedy.supports(site)
         if refusal is not None:
             raise RefusedError(f"{remedy.name} at {_where(site)}: {refusal}")
-    target = Target(model=model, optimizer=optimizer, sites=sites, train_length=train_length)
+    target = Target(model=model, optimizer=optimizer, sites=sites, example=shown, train_length=train_length)
     if not isinstance(remedy, NoRemedy):
         check_weights(target, remedy.name)
     inner = remedy.apply(target)
     try:
-        _check_others(remedy, model)
+        _check_others(remedy, find_sites(model, *shown[0], **shown[1]))
     except BaseException:
         inner.remove()
         raise
-    for site in sites:
-        site.module.__dict__.setdefault(_MARK, {})[remedy.name] = remedy
+    modules = {id(site.module): site.module for site in sites}.values()  # one may make several calls
+    for module in modules:
+        module.__dict__.setdefault(_MARK, {})[remedy.name] = remedy
 
     def undo() -> None:
         inner.remove()
-        for site in sites:
-            marks = site.module.__dict__[_MARK]
+        for module in modules:
+            marks = module.__dict__[_MARK]
             del marks[remedy.name]
             if not marks:
-                del site.module.__dict__[_MARK]
+                del module.__dict__[_MARK]
 
     return Handle(undo, state=inner.state, load=inner.load)
 
 
-def _check_others(remedy: Remedy, model: nn.Module) -> None:
+def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
     """Raise if a remedy applied earlier means nothing at a site as this one left it: order decides nothing."""
-    for site in find_sites(model):
+    for site in sites:
         for other in _applied(site).values():
             refusal = other.holds(site)
             if refusal is not None:

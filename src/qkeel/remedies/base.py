@@ -15,16 +15,22 @@ from torch.optim import Optimizer
 from qkeel.errors import InvalidTypeError, InvalidValueError, NonFiniteError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
+from qkeel.sites.example import Arguments
 from qkeel.sites.site import AttentionSite, HeadSlice
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """What a remedy is applied to. `train_length`: tokens per training sequence, where a formula needs it."""
+    """What a remedy is applied to.
+
+    `example`: arguments of a forward pass that shows the sites; empty where all are qkeel's own modules.
+    `train_length`: tokens per training sequence, where a formula needs it.
+    """
 
     model: nn.Module
     optimizer: Optimizer | None
     sites: list[AttentionSite]
+    example: Arguments = ((), {})
     train_length: int | None = None
 
     def parameter(self, name: str) -> nn.Parameter:
