@@ -14,7 +14,7 @@ import qkeel
 from audit.explained import MODELS, RECIPES, ByHand, batch_for
 from qkeel.audit import Explanation
 from qkeel.audit.recipe import compress
-from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 
 # Per model and attention: norm of q (kind, over, eps, gain, bias, order), rotation (dims, pairing, base), scale, cap,
 # heads of keys. From the modeling files of transformers 5.23.
@@ -180,8 +180,10 @@ def test_other_arguments_and_failures_are_told() -> None:
     model = MODELS["llama"]().eval()
     batch = {"input_ids": batch_for("llama"), "attention_mask": torch.ones(2, 12, dtype=torch.int64)}
     assert qkeel.explain_model(model, batch).sites == qkeel.explain_model(model, (batch["input_ids"],)).sites
-    with pytest.raises(InvalidValueError, match="forward pass"):
+    with pytest.raises(InvalidTypeError, match="expected the batch as a tensor"):
         qkeel.explain_model(model, "lamp")
+    with pytest.raises(InvalidValueError, match="forward pass"):
+        qkeel.explain_model(model, torch.zeros(2, 3))
     with pytest.raises(RefusedError, match="no attention"):
         qkeel.explain_model(nn.Linear(4, 4), torch.ones(2, 4))
     own = qkeel.nn.Attention(32, 4, spec=qkeel.preset("qwen3"))

@@ -18,6 +18,7 @@ from qkeel.monitor.planned import PlannedRates
 from qkeel.monitor.queries import Given, QueryMask
 from qkeel.monitor.rule import Rule
 from qkeel.monitor.sinks import RunDirectorySink, Sink
+from qkeel.sites.example import arguments
 
 
 def watch(
