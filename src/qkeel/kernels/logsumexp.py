@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from qkeel.functional.stats import LogitBracket
 from qkeel.kernels.contract import folded, whole_and_plain
 from qkeel.spec.call import AttentionCall
+
+Price = Literal["bracket", "max", "entropy"]
 
 GUIDED_ROWS = 4  # rows per head whose logits are computed to find, and certify, the maximum
 
@@ -27,14 +31,14 @@ def attend_with_logsumexp(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
 
 
 @torch.no_grad()
-def bracket(call: AttentionCall, lse: Tensor, *, entropy: bool) -> LogitBracket:
+def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     """Bounds on the largest logit per head from lse [b h t].
 
-    lse_i - ln n_i <= max_j z_ij <= lse_i, n_i the keys row i sees. With `entropy` also H_i = lse_i - E_p[z_i],
-    E_p[z_i] from attention with keys in place of values; then lse_i - H_i <= max_j z_ij, and the maximum itself
-    is looked for in the rows of largest lse: if it is at least the next largest lse, no other row can beat it.
-    The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times that in sum. Rows that
-    the call's `query_mask` leaves out count nowhere.
+    lse_i - ln n_i <= max_j z_ij <= lse_i, n_i the keys row i sees. At the price "max" the maximum itself is looked for
+    in the rows of largest lse: if it is at least the next largest lse, no other row can beat it. At the price
+    "entropy" also H_i = lse_i - E_p[z_i], E_p[z_i] from attention with keys in place of values; then
+    lse_i - H_i <= max_j z_ij. The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times
+    that in sum. Rows that the call's `query_mask` leaves out count nowhere.
     """
     over = (
         torch.ones_like(lse, dtype=torch.bool) if call.query_mask is None else call.query_mask[:, None].expand_as(lse)
@@ -44,24 +48,32 @@ def bracket(call: AttentionCall, lse: Tensor, *, entropy: bool) -> LogitBracket:
     if call.causal:
         n = (call.pos_q + 1)[:, None]
     lower, upper = (lse - n.to(lse.dtype).log()).amax((0, 2)), lse.amax((0, 2))
-    if not entropy:
+    if price == "bracket":
         return LogitBracket(lower=lower, upper=upper)
+    q, k, _, scale = folded(call)
+    entropy = None
+    if price == "entropy":
+        rows = _entropies(call, lse).masked_fill(~over, 0.0)
+        lower = torch.maximum(lower, (lse - rows).amax((0, 2)))
+        entropy = rows.sum((0, 2)) / over.sum((0, 2)).clamp_min(1)
+    found, bar = _guided(q.to(lse.dtype) * scale, k, lse, call)
+    certified = found >= bar
+    return LogitBracket(
+        lower=torch.where(certified, found, torch.maximum(lower, found)),
+        upper=torch.where(certified, found, upper),
+        entropy=entropy,
+        certified=certified,
+    )
+
+
+def _entropies(call: AttentionCall, lse: Tensor) -> Tensor:
+    """H [b h t] of every row."""
     q, k, _, scale = folded(call)
     mean_key = torch.nn.functional.scaled_dot_product_attention(
         q, k, k, is_causal=call.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     mean = torch.linalg.vecdot(q.to(lse.dtype), mean_key.to(lse.dtype))
-    rows = (lse - scale * mean).masked_fill(~over, 0.0).clamp_min(0)
-    found, bar = _guided(q.to(lse.dtype) * scale, k, lse, call)
-    certified = found >= bar
-    lower = torch.maximum(torch.maximum(lower, (lse - rows).amax((0, 2))), found)
-    upper = torch.where(certified, found, upper)
-    return LogitBracket(
-        lower=torch.where(certified, found, lower),
-        upper=upper,
-        entropy=rows.sum((0, 2)) / over.sum((0, 2)).clamp_min(1),
-        certified=certified,
-    )
+    return (lse - scale * mean).clamp_min(0)
 
 
 def _guided(q: Tensor, k: Tensor, lse: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
