@@ -13,7 +13,7 @@ from qkeel.spec.call import AttentionCall
 
 Price = Literal["bracket", "max", "entropy"]
 
-GUIDED_ROWS = 4  # rows per head whose logits are computed to find, and certify, the maximum
+GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find, and certify, the maximum
 
 
 def attend_with_logsumexp(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
@@ -56,7 +56,7 @@ def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
         rows = _entropies(call, lse).masked_fill(~over, 0.0)
         lower = torch.maximum(lower, (lse - rows).amax((0, 2)))
         entropy = rows.sum((0, 2)) / over.sum((0, 2)).clamp_min(1)
-    found, bar = _guided(q.to(lse.dtype) * scale, k, lse, call)
+    found, bar = _guided(q, k, lse, scale, call)
     certified = found >= bar
     return LogitBracket(
         lower=torch.where(certified, found, torch.maximum(lower, found)),
@@ -76,19 +76,20 @@ def _entropies(call: AttentionCall, lse: Tensor) -> Tensor:
     return (lse - scale * mean).clamp_min(0)
 
 
-def _guided(q: Tensor, k: Tensor, lse: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The largest logit of the rows with the largest lse, and the largest lse of all the others, per head."""
-    b, h, t, _ = q.shape
-    m = min(GUIDED_ROWS, b * t)
-    flat = lse.transpose(0, 1).reshape(h, b * t)
-    top = flat.topk(min(m + 1, b * t), dim=1)
-    batch, row = top.indices[:, :m] // t, top.indices[:, :m] % t
-    head = torch.arange(h, device=q.device)[:, None]
-    keys = k[batch, head // (h // k.shape[1])].to(lse.dtype)
-    logits = (keys @ q[batch, head, row].to(lse.dtype)[..., None])[..., 0]
+def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The largest logit of the rows with the largest lse, some of each sequence, and the largest lse of all others.
+
+    Both per head. k [b g s d] is read once, as a whole: picking keys for rows of a few sequences costs more.
+    """
+    b, h, t, d = q.shape
+    m = min(GUIDED_ROWS, t)
+    top = lse.topk(min(m + 1, t), dim=-1)
+    row = top.indices[..., :m]
+    rows = q.gather(2, row[..., None].expand(b, h, m, d)).to(lse.dtype) * scale
+    groups = rows.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # the rows of all heads that share a key head
+    logits = (groups @ k.to(lse.dtype).mT).view(b, h, m, -1)
     if call.causal:
-        hidden = torch.arange(k.shape[2], device=q.device) > row[..., None]
-        logits = logits.masked_fill(hidden, -torch.inf)
-    logits = logits.masked_fill((top.values[:, :m] == -torch.inf)[..., None], -torch.inf)  # a row left out
-    others = top.values[:, m] if b * t > m else torch.full_like(top.values[:, 0], -torch.inf)
-    return logits.amax((1, 2)), others
+        logits.masked_fill_(torch.arange(k.shape[2], device=q.device) > row[..., None], -torch.inf)
+    logits.masked_fill_((top.values[..., :m] == -torch.inf)[..., None], -torch.inf)  # rows left out
+    others = top.values[..., m] if t > m else torch.full_like(top.values[..., 0], -torch.inf)
+    return logits.amax((0, 2, 3)), others.amax(0)
