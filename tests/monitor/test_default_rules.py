@@ -9,6 +9,7 @@ import torch
 from tests.monitor.small import batch, small
 from torch import Tensor, nn
 
+import qkeel
 from qkeel import watch
 from qkeel.errors import AlarmWarning
 from qkeel.monitor import DEFAULT, History, Severity, replay
@@ -110,3 +111,13 @@ def test_the_rate_on_record_is_that_of_the_step_just_done() -> None:
             schedule.step()
     # Step s, counted from 0, is made at rate 1/(s + 1); the model after s steps has just had step s - 1.
     assert monitor.history.values["lr"].tolist() == pytest.approx([1.0, 1 / 2, 1 / 4])
+
+
+@pytest.mark.parametrize("line", sorted({rule.remedy for rule in DEFAULT if rule.remedy.startswith("qkeel.")}))
+def test_the_line_that_an_alarm_ends_with_can_be_pasted(line: str) -> None:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    handle = eval(line, {"qkeel": qkeel, "model": model, "optimizer": optimizer, "batch": batch(0)})
+    model(batch(1)).square().mean().backward()
+    optimizer.step()
+    handle.remove()
