@@ -15,7 +15,8 @@ from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.updates import group_max, repeat_groups
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number
+from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
+from qkeel.remedies.masters import innermost
 from qkeel.remedies.steps import scale_steps
 from qkeel.sites.find import is_normed
 from qkeel.sites.site import AttentionSite
@@ -34,14 +35,16 @@ class LALR(Remedy):
     f, and where heads share it the largest product over those heads; this is the published algorithm 2 for MLA
     and its extension to grouped keys. A weight that layers share takes part in the terms of all of them. Biases
     keep the base rate. The whole step is scaled, decoupled weight decay included. A matrix of norm zero counts with
-    the norm it had at the start; one that was zero at the start never counts.
+    the norm it had at the start; one that was zero at the start never counts. Frozen weights count as partners.
 
     The norms are those of the weights when the remedy is applied; `state()` carries them across a checkpoint.
+    decay="plain" leaves decoupled weight decay at the base rate, η·λ, and scales the rest of the step only.
     norm="spectral" synchronises a GPU with the host at every step (an eigenvalue problem of size d per head).
     """
 
     tau: float = 0.1
     norm: Literal["frobenius", "spectral"] = "frobenius"
+    decay: Literal["scaled", "plain"] = "scaled"
 
     name = "lalr"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
@@ -51,6 +54,11 @@ class LALR(Remedy):
         check_number("lalr", "tau", self.tau)
         if self.norm not in ("frobenius", "spectral"):
             raise unknown("norm of lalr", self.norm, ("frobenius", "spectral"))
+        if self.decay not in ("scaled", "plain"):
+            raise unknown("decay of lalr", self.decay, ("scaled", "plain"))
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return self.holds(site) or refuse_untold(site)
 
     def holds(self, site: AttentionSite) -> Refusal | None:
         if is_normed(site):
@@ -58,19 +66,14 @@ class LALR(Remedy):
                 "a norm on q and k already makes the logit independent of the size of the weights",
                 "use one of the two, or qk_lr for a plain lower rate",
             )
-        if site.reparametrised:
-            return Refusal(
-                "the weight that makes the logit is computed from another, so the norm of what the optimizer steps "
-                "says nothing about the logit",
-                "use one of the two, or qk_lr for a plain lower rate",
-            )
-        return None
+        return refuse_rescaled(site, "the norm of what the optimizer steps says nothing about the logit")
 
     def apply(self, target: Target) -> Handle:
         weights = HeadWeights.of(target)
         uses = _uses(target.sites, weights)
         measure = spectral_norm if self.norm == "spectral" else frobenius_norm
-        start = [measure(s.heads(p.detach())) for s, p in zip(weights.slices, weights.parameters)]
+        read = weights.read(innermost(target.need_optimizer(self.name)), self.name)
+        start = [measure(s.heads(p.detach())) for s, p in zip(weights.slices, read)]
 
         def factors(now: list[Tensor]) -> list[Tensor]:
             start[:] = [s.to(n) for s, n in zip(start, now)]  # where the weights were moved to
@@ -90,7 +93,7 @@ class LALR(Remedy):
                 own.copy_(values[name])
 
         names = _names(weights)
-        steps = scale_steps(target, self.name, weights, measure, factors)
+        steps = scale_steps(target, self.name, weights, measure, factors, decay=self.decay == "scaled")
         return Handle(steps.remove, state=state, load=load)
 
 

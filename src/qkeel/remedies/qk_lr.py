@@ -8,8 +8,10 @@ from typing import final
 from torch import Tensor
 
 from qkeel.handle import Handle
-from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number
+from qkeel.kernels.contract import Refusal
+from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_untold
 from qkeel.remedies.steps import scale_steps
+from qkeel.sites.site import AttentionSite
 
 
 @final
@@ -25,6 +27,9 @@ class QKLearningRate(Remedy):
 
     def __post_init__(self) -> None:
         check_number("qk_lr", "factor", self.factor, zero=True)
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return refuse_untold(site)
 
     def apply(self, target: Target) -> Handle:
         def measure(heads: Tensor) -> Tensor:
