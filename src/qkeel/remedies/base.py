@@ -53,11 +53,15 @@ class Target:
 
 
 class Remedy(abc.ABC):
-    """A named, sourced change. Subclasses are frozen dataclasses; their fields are the remedy's options."""
+    """A named, sourced change. Subclasses are frozen dataclasses; their fields are the remedy's options.
+
+    `on_steps` says that it acts through hooks of the optimizer only: a copy of the model is without it.
+    """
 
     name: ClassVar[str]
     line: ClassVar[str]
     source: ClassVar[str]
+    on_steps: ClassVar[bool] = False
 
     __slots__ = ()
 

@@ -49,6 +49,7 @@ class LALR(Remedy):
     name = "lalr"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
+    on_steps = True
 
     def __post_init__(self) -> None:
         check_number("lalr", "tau", self.tau)

@@ -62,6 +62,17 @@ def pieces(weight: Tensor, shares: Sequence[Share]) -> list[Piece]:
     return [Piece(weight=weight, shares=tuple(g), whole=False) for g in alike]
 
 
+def owned(
+    tensors: Sequence[Tensor | None], slices: Sequence[HeadSlice]
+) -> list[tuple[Tensor, list[int], list[Piece]]]:
+    """Each tensor once, with its entries and the pieces that these make of it; None has none."""
+    found: dict[int, tuple[Tensor, list[int]]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor is not None:
+            found.setdefault(id(tensor), (tensor, []))[1].append(i)
+    return [(tensor, entries, pieces(tensor, [(i, slices[i]) for i in entries])) for tensor, entries in found.values()]
+
+
 def merge_lines(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -> Tensor:
     """Factors per head of every slice of one weight (or bias), as one tensor that broadcasts against it.
 

@@ -51,6 +51,7 @@ class QKClip(Remedy):
     name = "qk_clip"
     line = "after each step, shrinks query and key weights of heads whose largest logit passed the threshold"
     source = "Kimi K2, arXiv 2507.20534, section 2.1"
+    on_steps = True
 
     def __post_init__(self) -> None:
         check_number("qk_clip", "threshold", self.threshold)

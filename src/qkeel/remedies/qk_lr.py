@@ -24,6 +24,7 @@ class QKLearningRate(Remedy):
     name = "qk_lr"
     line = "a fixed, smaller learning rate for query and key weights"
     source = "the ablation of Anson & Aitchison 2025, arXiv 2511.21377, figure 1"
+    on_steps = True
 
     def __post_init__(self) -> None:
         check_number("qk_lr", "factor", self.factor, zero=True)

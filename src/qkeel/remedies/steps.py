@@ -13,7 +13,7 @@ from qkeel.handle import Handle
 from qkeel.remedies.base import HeadWeights, Target
 from qkeel.remedies.linear import check_linear, decay_rates
 from qkeel.remedies.masters import innermost
-from qkeel.remedies.pieces import Piece, pieces
+from qkeel.remedies.pieces import Piece, owned
 from qkeel.remedies.presence import Presence
 
 Measure = Callable[[Tensor], Tensor]
@@ -77,10 +77,7 @@ class _Steps:
         # A float32 copy, where there is one, is what is measured too: the weight is its rounding.
         self._read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
         self._slices = weights.slices
-        self._owners = [
-            (tensor, entries, pieces(tensor, [(i, weights.slices[i]) for i in entries]))
-            for tensor, entries in _owners(tensors)
-        ]
+        self._owners = owned(tensors, weights.slices)
         held = {i for _, entries, _ in self._owners for i in entries}
         self._frozen = [i for i in range(len(tensors)) if i not in held]
         self._saved: list[tuple[Piece, Tensor, Tensor]] = []
@@ -117,12 +114,3 @@ class _Steps:
 
     def _size(self, i: int) -> Tensor:
         return self._measure(self._slices[i].heads(self._read[i].detach()))
-
-
-def _owners(tensors: list[Tensor | None]) -> list[tuple[Tensor, list[int]]]:
-    """Each tensor that is stepped once, with its entries."""
-    found: dict[int, tuple[Tensor, list[int]]] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor is not None:
-            found.setdefault(id(tensor), (tensor, []))[1].append(i)
-    return list(found.values())
