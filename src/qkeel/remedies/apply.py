@@ -64,7 +64,7 @@ def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ..
     Keyword options go to the one remedy named.
 
     >>> parse("quack", tau=0.3)
-    (LALR(tau=0.3, norm='frobenius'),)
+    (LALR(tau=0.3, norm='frobenius', decay='scaled'),)
     """
     if isinstance(named, Remedy):
         _no_options(options, named)
