@@ -94,7 +94,8 @@ class QKClip(Remedy):
         """Which weights of a term take which part of γ; the last on each way is the head's own."""
         query, key, h = term.query[-1], term.key[-1], site.n_heads
         if query.n == key.n == h:
-            return [(query, gamma.sqrt()), (key, gamma.sqrt())]
+            root = gamma.sqrt()
+            return [(query, root), (key, root)]
         if query.n == h and (self.groups == "query" or key.n == 1 < site.n_kv_heads):
             return [(query, gamma)]
         if key.n == h:
@@ -191,29 +192,32 @@ class _Clip:
     def _factors(self, maxima: dict[str, Tensor]) -> dict[int, Tensor]:
         """The factor per head of every entry of the sites to scale."""
         factors: dict[int, Tensor] = {}
-        for site in self._over(maxima):
-            top = maxima[site.name]
-            # An infinite maximum is a breakdown, not a size: γ = 0 would kill the head for good.
-            gamma = qk_clip_gamma(top.masked_fill(top.isinf(), -torch.inf), self.remedy.threshold)
+        for site, gamma in self._gammas(maxima):
             for term in site.terms:
                 for s, factor in self.remedy.shares(site, term, gamma):
                     for i in self.plan.places[id(s)]:
                         factors[i] = factor if i not in factors else torch.minimum(factors[i], factor)
         return factors
 
-    def _over(self, maxima: dict[str, Tensor]) -> Sequence[AttentionSite]:
-        """The sites to scale. On a CPU those with a head over the threshold; reading that costs nothing there.
+    def _gammas(self, maxima: dict[str, Tensor]) -> list[tuple[AttentionSite, Tensor]]:
+        """γ of the sites to scale. On a CPU those with a head over the threshold; reading that costs nothing there.
 
         Elsewhere all of them: a multiplication by 1 leaves weights bit for bit, and waiting for the device would
         cost more.
         """
-        sites = [site for site in self.sites if site.name in maxima]
-        if not sites or not all(_readable(maxima[site.name]) for site in sites):
-            return sites
-        tops = [maxima[site.name] for site in sites]
-        if not bool((torch.cat(tops) > self.remedy.threshold).any()):
+        seen = [(site, maxima[site.name]) for site in self.sites if site.name in maxima]
+        if not seen:
             return []
-        return [site for site, top in zip(sites, tops) if bool((top > self.remedy.threshold).any())]
+        device = seen[0][1].device
+        row = torch.cat([top.to(device) for _, top in seen])
+        if _readable(row) and not bool((row > self.remedy.threshold).any()):
+            return []
+        # An infinite maximum is a breakdown, not a size: γ = 0 would kill the head for good.
+        gammas = qk_clip_gamma(row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold)
+        found = zip((site for site, _ in seen), gammas.split([len(top) for _, top in seen]))
+        if _readable(row):
+            return [(site, gamma) for site, gamma in found if min(gamma.tolist()) < 1]
+        return [(site, gamma.to(top.device)) for (site, gamma), (_, top) in zip(found, seen)]
 
     def _everyones(self, maxima: dict[str, Tensor]) -> dict[str, Tensor]:
         """The largest over all processes, by one gather of a size that never changes."""

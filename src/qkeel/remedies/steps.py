@@ -92,9 +92,11 @@ class _Steps:
         self.clear()  # of a step that raised
         sizes = {i: self._size(i) for i in self._frozen}
         copies: list[tuple[Piece, Tensor]] = []
-        for _, entries, parts in self._owners:  # measured, then copied at once: the second read comes from the cache
-            sizes.update((i, self._size(i)) for i in entries)
-            copies.extend((part, part.view().clone()) for part in parts)
+        for _, _, parts in self._owners:
+            for part in parts:  # measured, then copied at once: the second read comes from the cache
+                view = part.view()
+                sizes.update((i, self._size(i) if part.whole else self._measure(view)) for i, _ in part.shares)
+                copies.append((part, view.clone()))
         factors = self._rates([sizes[i] for i in range(len(sizes))])
         self._saved.extend((part, old, part.factor(factors).to(old.dtype)) for part, old in copies)
         if self._plain is not None:
