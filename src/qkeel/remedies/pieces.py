@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,24 +26,20 @@ class Piece:
     shares: tuple[Share, ...]
     whole: bool
 
-    def view(self) -> Tensor:
-        """The rows, as a view."""
-        weight = self.weight.detach()
+    def view(self, like: Tensor | None = None) -> Tensor:
+        """The rows, as a view; of another tensor of the weight's shape if there is one."""
+        weight = (self.weight if like is None else like).detach()
         return weight if self.whole else self.shares[0][1].heads(weight)
 
     def factor(self, factors: Mapping[int, Tensor] | Sequence[Tensor]) -> Tensor:
         """The factors of its entries, so that they broadcast against the view; the smallest where several apply."""
         if self.whole:
             return merge_lines([(s, factors[i]) for i, s in self.shares], self.weight)
-        one = self.per_head(factors)
-        return one.view(-1, *[1] * self.weight.ndim)
+        return self.per_head(factors).view(-1, *[1] * self.weight.ndim)
 
     def per_head(self, factors: Mapping[int, Tensor] | Sequence[Tensor]) -> Tensor:
         """The same per head [n], of a piece that is not whole."""
-        first, *others = (factors[i] for i, _ in self.shares)
-        for other in others:
-            first = torch.minimum(first, other)
-        return first
+        return functools.reduce(torch.minimum, [factors[i] for i, _ in self.shares])
 
 
 def pieces(weight: Tensor, shares: Sequence[Share]) -> list[Piece]:

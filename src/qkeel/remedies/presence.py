@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -21,7 +22,8 @@ class Presence:
 
     def check(self) -> None:
         """Raise RefusedError if one of the weights is no longer in the model."""
-        if all(table.get(key) is thing for table, key, thing in self._links):
+        tables, keys, things = self._links
+        if all(map(operator.is_, map(dict.get, tables, keys), things)):  # no loop in Python: some hundred per step
             return
         names = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
         gone = [name for name, p in self._weights.items() if id(p) not in names]
@@ -35,8 +37,8 @@ class Presence:
         self._links = _links(self._model, self._weights)
 
 
-def _links(model: nn.Module, weights: dict[str, nn.Parameter]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Every entry of a module's tables on the way from the model to the weights, once."""
+def _links(model: nn.Module, weights: dict[str, nn.Parameter]) -> tuple[list[dict[str, Any]], list[str], list[Any]]:
+    """Every entry of a module's tables on the way from the model to the weights, once: tables, keys, what they hold."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
     for name, parameter in weights.items():
         *path, leaf = name.split(".")
@@ -45,4 +47,4 @@ def _links(model: nn.Module, weights: dict[str, nn.Parameter]) -> list[tuple[dic
             table, module = module._modules, module.get_submodule(key)
             found[id(table), key] = (table, key, module)
         found[id(module._parameters), leaf] = (module._parameters, leaf, parameter)
-    return list(found.values())
+    return [table for table, _, _ in found.values()], [key for _, key, _ in found.values()], [x for *_, x in found.values()]

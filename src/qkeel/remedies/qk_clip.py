@@ -18,7 +18,7 @@ from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
 from qkeel.remedies.linear import check_keeps
 from qkeel.remedies.masters import LOW_PRECISION, copies_in_state, innermost
-from qkeel.remedies.pieces import Piece, merge_lines, pieces
+from qkeel.remedies.pieces import Piece, pieces
 from qkeel.remedies.presence import Presence
 from qkeel.sites.find import is_normed
 from qkeel.sites.intercept import maxima
@@ -253,19 +253,19 @@ def _shrink(parts: Sequence[tuple[Piece, Tensor]], factors: dict[int, Tensor]) -
     views: list[Tensor] = []
     numbers: list[float] = []
     for piece, tensor in parts:
-        mine = [(i, s) for i, s in piece.shares if i in factors]
-        if not mine:
+        known = sum(i in factors for i, _ in piece.shares)
+        if not known:
             continue
-        part = dataclasses.replace(piece, weight=tensor, shares=tuple(mine))
-        if part.whole:
-            tensor.mul_(merge_lines([(s, factors[i]) for i, s in mine], tensor))
-        elif not _readable(tensor):
-            part.view().mul_(part.factor(factors))
-        else:
-            heads = part.view()
-            over = [(h, f) for h, f in enumerate(part.per_head(factors).tolist()) if f != 1]
-            views.extend(heads[h] for h, _ in over)
-            numbers.extend(f for _, f in over)
+        if known < len(piece.shares):
+            piece = dataclasses.replace(piece, shares=tuple((i, s) for i, s in piece.shares if i in factors))
+        heads = piece.view(tensor)
+        if piece.whole or not _readable(tensor):
+            heads.mul_(piece.factor(factors))
+            continue
+        for head, factor in zip(heads.unbind(), piece.per_head(factors).tolist()):
+            if factor != 1:
+                views.append(head)
+                numbers.append(factor)
     if views:
         torch._foreach_mul_(views, numbers)
 
