@@ -20,7 +20,6 @@ from benchmarks.measure import Row, interleave, show
 from qkeel.functional.stats import LogitStats
 from qkeel.nn import Attention
 from qkeel.remedies import apply
-from qkeel.sites import Tap
 
 BASE = "AdamW, fused"
 THRESHOLD = 100.0
@@ -72,7 +71,9 @@ def bench_clip(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     clipped = torch.optim.SGD(model.parameters(), lr=0.0)  # only carries the hooks
     handle = apply(f"qk_clip:threshold={THRESHOLD}", model, clipped)
-    (before, after) = (list(h.values()) for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks))
+    (before, after) = (
+        list(h.values()) for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks)
+    )
     tap = next(hook.__self__.tap for hook in after)
 
     def clip(share: float) -> Callable[[], object]:

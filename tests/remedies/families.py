@@ -84,7 +84,9 @@ class Family:
         return [self.layer(i) for i in range(LAYERS)]
 
 
-def blocks(name: str, n: int, size: int, *, start: int = 0, step: int | None = None, axis: int = 0, bias: str = "") -> Any:
+def blocks(
+    name: str, n: int, size: int, *, start: int = 0, step: int | None = None, axis: int = 0, bias: str = ""
+) -> Any:
     """n parts of `size` rows, the first at `start`, `step` apart."""
     step = step or size
     return [Part(name, tuple(range(start + i * step, start + i * step + size)), axis, bias) for i in range(n)]

@@ -118,7 +118,8 @@ def test_with_adamw_it_is_adamw_with_that_decay_for_the_rows_of_queries_and_keys
     model, layers = FAMILIES[family].model(), FAMILIES[family].layers()
     plain, decayed = (FAMILIES[family].model() for _ in range(2))
     optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=w) for m, w in ((model, 0), (plain, 0), (decayed, DECAY))
+        torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=w)
+        for m, w in ((model, 0), (plain, 0), (decayed, DECAY))
     ]
     with qkeel.apply("qk_weight_decay", model, optimizers[0], decay=DECAY, example=batch()):
         for grads in gradients(model, 10):
@@ -151,7 +152,9 @@ def test_it_is_the_same_decay_with_any_optimizer_and_follows_its_rates() -> None
         assert torch.allclose(p, old * (1 - rate * 0.2) * (1 - rate * 0.1), rtol=1e-7), name
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(["lalr:tau=0.1", "qk_weight_decay", "qk_clip:threshold=1"])))
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations(["lalr:tau=0.1", "qk_weight_decay", "qk_clip:threshold=1"]))
+)
 def test_other_remedies_do_not_scale_it_in_any_order(order: tuple[str, ...]) -> None:
     x = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     results = []

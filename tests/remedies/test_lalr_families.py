@@ -199,7 +199,9 @@ def test_what_is_no_query_or_key_moves_as_without_lalr(family: str) -> None:
     axis = 1 if family == "gpt2" else 0
     for name, p in model.named_parameters():
         other = plain.get_parameter(name)
-        rest = torch.tensor([i for i in range(p.shape[-1] if axis and p.ndim > 1 else len(p)) if i not in parts.get(name, ())])
+        rest = torch.tensor(
+            [i for i in range(p.shape[-1] if axis and p.ndim > 1 else len(p)) if i not in parts.get(name, ())]
+        )
         if len(rest) and name in parts:
             assert torch.equal(p.index_select(axis, rest), other.index_select(axis, rest)), name
         elif name not in parts:

@@ -50,7 +50,10 @@ class InState(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state["master_param"], state["momentum"] = p.detach().float(), torch.zeros_like(p, dtype=torch.float)
+                    state["master_param"], state["momentum"] = (
+                        p.detach().float(),
+                        torch.zeros_like(p, dtype=torch.float),
+                    )
                 state["momentum"].mul_(0.9).add_(p.grad.float())
                 state["master_param"].sub_(state["momentum"], alpha=group["lr"])
                 p.copy_(state["master_param"])
@@ -113,7 +116,9 @@ def test_qk_clip_scales_copies_in_the_state_with_the_weights() -> None:
 def test_copies_that_cannot_be_told_are_refused_with_a_hint(remedy: str) -> None:
     model = FAMILIES["llama"].model(torch.bfloat16)
     flat = nn.Parameter(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
-    with pytest.raises(RefusedError, match=r"q_proj.weight, which this SGD does not hold; .*flattened, sharded or stale"):
+    with pytest.raises(
+        RefusedError, match=r"q_proj.weight, which this SGD does not hold; .*flattened, sharded or stale"
+    ):
         qkeel.apply(remedy, model, torch.optim.SGD([flat], lr=0.1), example=batch())
 
 

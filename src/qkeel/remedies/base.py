@@ -190,7 +190,8 @@ def refuse_rescaled(site: AttentionSite, so: str) -> Refusal | None:
     the magnitudes that it learns instead give it away.
     """
     dora = any(
-        module._modules.get("lora_magnitude_vector") and any(f".{name}." in s.parameter for s in (*site.query, *site.key))
+        module._modules.get("lora_magnitude_vector")
+        and any(f".{name}." in s.parameter for s in (*site.query, *site.key))
         for name, module in site.module.named_modules()
     )
     if not (dora or site.reparametrised):

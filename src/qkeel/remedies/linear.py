@@ -194,12 +194,11 @@ def twin(optimizer: Optimizer, weight: nn.Parameter, group: dict[str, Any]) -> O
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
     """The options without the choice of implementation, at the highest rate the group is known to reach."""
     flags = {flag: False for flag in ("fused", "foreach", "capturable", "differentiable") if flag in group}
-    known = (group.get(k) for k in ("lr", "initial_lr", "max_lr"))
-    rates = [float(rate) for rate in known if isinstance(rate, (int, float, Tensor))]
+    known: list[Any] = [group[k] for k in ("lr", "initial_lr", "max_lr") if group.get(k) is not None]
+    rates = [float(rate) for rate in known]
     # A warm-up may stand at rate 0; a rate of 1 leaves the arithmetic in a range where a half shows.
     rate = max(rates, default=0.0) or 1.0
     return {**group, **flags, "lr": torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate}
-
 
 
 def _now(value: Any) -> Any:

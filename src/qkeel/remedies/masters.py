@@ -12,7 +12,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that takes the steps: wrappers that never became optimizers themselves (accelerate's) have no hooks.
+    """The optimizer that takes the steps: wrappers that are none themselves (accelerate's) run no hooks.
 
     One that did, and steps another inside its own step, is kept: it may do more than the one inside.
     """

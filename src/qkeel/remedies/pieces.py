@@ -59,9 +59,7 @@ def pieces(weight: Tensor, shares: Sequence[Share]) -> list[Piece]:
     return [Piece(weight=weight, shares=tuple(g), whole=False) for g in alike]
 
 
-def owned(
-    tensors: Sequence[Tensor | None], slices: Sequence[HeadSlice]
-) -> list[tuple[Tensor, list[int], list[Piece]]]:
+def owned(tensors: Sequence[Tensor | None], slices: Sequence[HeadSlice]) -> list[tuple[Tensor, list[int], list[Piece]]]:
     """Each tensor once, with its entries and the pieces that these make of it; None has none."""
     found: dict[int, tuple[Tensor, list[int]]] = {}
     for i, tensor in enumerate(tensors):
@@ -83,4 +81,3 @@ def merge_lines(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -> T
         lines = torch.stack([s.lines(factor, rows, nobody=torch.inf) for s, factor in shares]).amin(0)
         lines = torch.where(lines.isinf(), 1.0, lines)
     return across(lines, axis) if weight.ndim > 1 else lines
-

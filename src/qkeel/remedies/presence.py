@@ -28,8 +28,9 @@ class Presence:
         names = {id(p): name for name, p in self._model.named_parameters(remove_duplicate=False)}
         gone = [name for name, p in self._weights.items() if id(p) not in names]
         if gone:
+            more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
             raise RefusedError(
-                f"{self._remedy} was applied to {gone[0]}{f' and {len(gone) - 1} more' if len(gone) > 1 else ''}, which "
+                f"{self._remedy} was applied to {gone[0]}{more}, which "
                 "has been replaced since: the step was not taken. remove() the remedy's handle and apply it again "
                 "to the model as it is now"
             )
@@ -47,4 +48,8 @@ def _links(model: nn.Module, weights: dict[str, nn.Parameter]) -> tuple[list[dic
             table, module = module._modules, module.get_submodule(key)
             found[id(table), key] = (table, key, module)
         found[id(module._parameters), leaf] = (module._parameters, leaf, parameter)
-    return [table for table, _, _ in found.values()], [key for _, key, _ in found.values()], [x for *_, x in found.values()]
+    return (
+        [table for table, _, _ in found.values()],
+        [key for _, key, _ in found.values()],
+        [x for *_, x in found.values()],
+    )

@@ -103,7 +103,7 @@ class _Steps:
             self._keeps = {key: 1 - rate for key, rate in decay_rates(self._plain).items()}
 
     def end(self, found_inf: Tensor | None) -> None:
-        """Scale. Nothing is saved when a subclass's step calls its parent's: both run the hooks, the inner is the step."""
+        """Scale. Nothing is saved when a subclass's step calls its parent's: both run hooks, the inner was the step."""
         for part, old, factor in self._saved:
             if self._plain is not None and part.weight.grad is not None:
                 keep = self._keeps[id(part.weight)]

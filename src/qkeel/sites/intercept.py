@@ -77,7 +77,7 @@ def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
 
 
 def maxima(call: Seen) -> LogitStats:
-    """The max_logit and min_logit of `statistics`, the rest as if nothing had been seen: for less than half its cost."""
+    """The max_logit and min_logit of `statistics`, the rest as if nothing was seen: for less than half its cost."""
     logits = call.logits if isinstance(call, ScoresCall) else call.q
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         if isinstance(call, ScoresCall):
