@@ -1,4 +1,4 @@
-"""Decoding with a cache of latents: one token's whole module, as a ratio to absorbed decoding without a norm on keys."""
+"""Decoding with a cache of latents: one token through the module, as a ratio to absorbed decoding without a norm."""
 
 from __future__ import annotations
 
