@@ -19,6 +19,7 @@ from qkeel.sites import Tap
 from qkeel.spec import (
     AttentionCall,
     AttentionSpec,
+    DynamicNTK,
     InverseSqrt,
     L2Norm,
     LayerNorm,
@@ -30,6 +31,7 @@ from qkeel.spec import (
     Sink,
     Softcap,
     Sqrt,
+    YaRN,
 )
 from qkeel.spec.norm import Norm
 
@@ -60,6 +62,7 @@ SPECS: dict[str, AttentionSpec] = {
     "rms, log n, sink": AttentionSpec(norm=RMSNorm(), scale=LogN(train_length=4), normalizer=Sink()),
     "rms, scale per head": AttentionSpec(norm=RMSNorm(), scale=Learned(init=0.7, per="head")),
     "sigmoid": AttentionSpec(normalizer=Sigmoid(bias=-2.0, learned=True)),
+    "yarn, rms dim": AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(stretch=YaRN(factor=4.0, train_length=4))),
     "qwen3": preset("qwen3"),
 }
 PIECES = [[1] * T, [5, 1, 1, 1, 1], [3, 2, 4], [T]]
@@ -255,7 +258,28 @@ def test_an_up_projection_that_is_no_plain_matrix_is_refused() -> None:
     module, x = make(SPECS["plain"]), torch.randn(1, 1, D, dtype=torch.float64)
     module.k_up = nn.Sequential(module.k_up)  # type: ignore[assignment]
     with pytest.raises(RefusedError, match="k_up is Sequential; merge adapters first"):
-        module(x, cache=module.new_cache())
+        module(x, cache=(cache := module.new_cache()))
+    assert cache.length == 0
+
+
+def test_a_rotation_that_follows_the_length_is_refused_with_the_reason() -> None:
+    spec = AttentionSpec(position=Rope(stretch=DynamicNTK(factor=2.0, train_length=4)))
+    with pytest.raises(RefusedError, match="every key turns anew"):
+        make(spec).new_cache()
+
+
+# torch's RMSNorm says so once where its input is low and its gain is not.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("name", ["plain", "rms dim"])
+@torch.no_grad()
+def test_under_autocast_decoding_is_no_worse_than_attending(name: str) -> None:
+    module, x = make(SPECS[name], dtype=torch.float32, latent_norm=True), torch.randn(2, T, D)
+    exact = module(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole, pieces = module(x), in_pieces(module, x, [4, 1, 1, 1, 1, 1])
+    assert pieces.dtype == whole.dtype
+    limit = 2 * (whole - exact).abs().max() + torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    assert (pieces - exact).abs().max() <= limit
 
 
 @pytest.mark.parametrize(

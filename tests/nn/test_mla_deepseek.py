@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from qkeel.nn import MLA, LatentSizes
-from qkeel.spec import AttentionSpec, Rope
+from qkeel.spec import AttentionSpec, InverseSqrt, Rope, YaRN
 
 pytest.importorskip("transformers")
 
@@ -25,7 +27,11 @@ KINDS = {
 }
 
 
-def config(sizes: LatentSizes, interleaved: bool) -> DeepseekV3Config:
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 10_000.0}
+
+
+def config(sizes: LatentSizes, interleaved: bool, rope: dict[str, object] | None = None) -> DeepseekV3Config:
     made = DeepseekV3Config(
         hidden_size=D,
         num_attention_heads=H,
@@ -37,6 +43,7 @@ def config(sizes: LatentSizes, interleaved: bool) -> DeepseekV3Config:
         v_head_dim=sizes.value_dim,
         rope_interleave=interleaved,
         max_position_embeddings=64,
+        **({"rope_parameters": rope} if rope else {}),
     )
     made._attn_implementation = "eager"
     return made
@@ -104,3 +111,26 @@ def test_same_weights_give_the_same_output_step_by_step_with_caches(kind: str) -
     if KINDS[kind][1]:
         rotated = torch.cat([rotated[..., ::2], rotated[..., 1::2]], dim=-1)
     assert torch.allclose(layer.values, rotated, atol=1e-5)
+
+
+@torch.no_grad()
+def test_yarn_as_deepseek_v3_uses_it_is_a_stretch_and_a_scale() -> None:
+    sizes, _ = KINDS["V3"]
+    made = config(sizes, True, YARN)
+    stock = DeepseekV3Attention(made, 0).eval()
+    for name, p in stock.named_parameters():
+        p.normal_(1.0 if "layernorm" in name else 0.0, 0.3)
+    mscale = 0.1 * math.log(8.0) + 1  # on the scale, squared; cos and sin stay
+    stretch = YaRN(factor=8.0, train_length=8, attention_factor=1.0)
+    spec = AttentionSpec(position=Rope(pairing="interleaved", stretch=stretch), scale=InverseSqrt(multiplier=mscale**2))
+    ours = MLA(D, H, sizes=sizes, spec=spec, latent_norm=True).eval()
+    copied(stock, ours)
+    x, rope = torch.randn(2, T, D), DeepseekV3RotaryEmbedding(made)
+    theirs = stock(x, rope(x, torch.arange(T)[None]), mask(slice(0, T)))[0]
+    plain = MLA(D, H, sizes=sizes, spec=AttentionSpec(position=Rope(pairing="interleaved")), latent_norm=True)
+    copied(stock, plain)
+    assert (plain(x) - theirs).abs().max() > 1e-2
+    assert (ours(x) - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    cache = ours.new_cache()
+    pieces = [ours(x[:, i : i + n], cache=cache) for i, n in ((0, 6), (6, 1), (7, 1), (8, 3))]
+    assert (torch.cat(pieces, 1) - theirs).abs().max() <= 1e-6 * theirs.abs().max()

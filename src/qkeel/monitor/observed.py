@@ -10,6 +10,7 @@ import torch
 from qkeel.monitor.setup_rules import Setting
 from qkeel.sites.gains import NormGain
 from qkeel.sites.intercept import Seen
+from qkeel.sites.norms import Kind
 from qkeel.sites.scores import ScoresCall
 from qkeel.sites.site import AttentionSite
 from qkeel.spec.scale import Fixed, InverseSqrt, Scale, Sqrt
@@ -48,7 +49,7 @@ class Observed:
         dtype, kernel = next(iter(self._formats)) if len(self._formats) == 1 else (None, None)
         scale = next(iter(self._scales)) if len(self._scales) == 1 else None
         told = kernel == "eager" or scale is not None
-        kinds = {gain.kind for site in sites for gain in _both(site)}
+        kinds: set[Kind] = {gain.kind for site in sites for gain in _both(site)}
         return Setting(
             dtype=_NAMES.get(dtype) if dtype is not None and told else None,
             kernel=kernel,

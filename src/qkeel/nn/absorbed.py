@@ -40,6 +40,11 @@ def key_norm(spec: AttentionSpec) -> RMSNorm | L2Norm | None:
 def refuse_latents(spec: AttentionSpec) -> Refusal | None:
     """Why attention under this spec cannot be computed from cached latents, if so."""
     norm = spec.norm
+    if not spec.position.keeps:
+        return Refusal(
+            f"under {spec.position.formula()} every key turns anew as the text grows, and only turned ones are cached",
+            "use a stretch that is fixed, such as YaRN or NTK",
+        )
     if not isinstance(norm, GainNorm) or norm.on == "q":
         return None
     if "v" in norm.on:
@@ -64,7 +69,7 @@ def check_latents(spec: AttentionSpec) -> None:
     """Raise RefusedError unless attention under this spec can be computed from cached latents."""
     refusal = refuse_latents(spec)
     if refusal is not None:
-        raise RefusedError(f"MLA cannot attend to cached latents under this norm: {refusal}")
+        raise RefusedError(f"MLA cannot attend to cached latents: {refusal}")
 
 
 def key_gain(spec: AttentionSpec, params: Params) -> Tensor | None:
@@ -116,9 +121,10 @@ def attend_latents(call: AttentionCall, inverse: Tensor | None, head_dim: int) -
     that of the formula, which the scale goes by.
     """
     kind = wide(call.q.dtype)
-    scale = call.spec.factor(call.pos_q, head_dim, call.params, kind)
-    q, k = call.q.to(kind) * scale, call.k.to(kind)
-    parts = [_block(call, q, k, inverse, rows) for rows in row_blocks(call, BLOCK)]
+    with torch.autocast(call.q.device.type, enabled=False):
+        scale = call.spec.factor(call.pos_q, head_dim, call.params, kind)
+        q, k = call.q.to(kind) * scale, call.k.to(kind)
+        parts = [_block(call, q, k, inverse, rows) for rows in row_blocks(call, BLOCK)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).to(call.q.dtype)
 
 

@@ -131,7 +131,7 @@ class MLA(SpecModule):
             for observer in self.observers:
                 observer(seen)
         gain = key_gain(self.spec, self.spec_params())
-        wide = absorb(q, self._up("k_up"), gain, self.sizes.rope_dim)
+        wide = absorb(q, self._up("k_up"), gain, self.sizes.rope_dim).to(q.dtype)
         dropout = self.dropout if self.training else 0.0
         call = make_call(core, wide, held, held[..., : self.sizes.kv_latent], params=left, dropout=dropout, **who)
         out = attend_latents(call, inverse, self.head_dim) @ self._up("v_up").mT
@@ -145,7 +145,7 @@ class MLA(SpecModule):
         inverse = None if norm is None else inverse_size(norm, self._keys(latent, shared))
         encoded, rotated = encode(self.spec, q, shared, at, self.spec_params())
         own = None if pos is None else at
-        held, inverse = cache.append(latent[:, None], rotated.to(latent.dtype), inverse, pos=own)
+        held, inverse = cache.append(latent[:, None].to(q.dtype), rotated.to(q.dtype), inverse, pos=own)
         return encoded.to(q.dtype), held, inverse, None if cache.pos is None else at
 
     def _materialised(self, held: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -161,11 +161,7 @@ class MLA(SpecModule):
     def _up(self, name: str) -> Tensor:
         """An up-projection's weight as [heads rows latent]."""
         layer = self.get_submodule(name)
-        if not isinstance(layer, nn.Linear) or layer.bias is not None:
-            raise RefusedError(
-                f"with a latent cache {name} is multiplied into the query and the output, which takes a plain "
-                f"nn.Linear without bias, and {name} is {type(layer).__name__}; merge adapters first"
-            )
+        assert isinstance(layer, nn.Linear)
         return layer.weight.unflatten(0, (self.n_heads, -1))
 
     def _check(self, cache: object, mask: Tensor | None, pos: Tensor | None) -> None:
@@ -175,6 +171,13 @@ class MLA(SpecModule):
             )
         check_latents(self.spec)
         cache.check_positions(pos, mask)
+        for name in ("k_up", "v_up"):
+            layer = self.get_submodule(name)
+            if not isinstance(layer, nn.Linear) or layer.bias is not None:
+                raise RefusedError(
+                    f"with a latent cache {name} is multiplied into the query and the output, which takes a plain "
+                    f"nn.Linear without bias, and {name} is {type(layer).__name__}; merge adapters first"
+                )
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
