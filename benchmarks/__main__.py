@@ -16,19 +16,29 @@ from pathlib import Path
 import torch
 
 import qkeel
-from benchmarks import modules, statistics, steps
+from benchmarks import latents, modules, statistics, steps
 from benchmarks.measure import Row, show
+from qkeel.nn import LatentSizes
 
 SIZES = {
     "full": {
         "modules": {"dim": 512, "heads": 8, "batch": 4, "length": 512},
         "statistics": [(4, 8, 512, 64), (2, 8, 2048, 64), (1, 32, 1024, 64)],
         "steps": {"layers": 14, "heads": 32, "dim": 1024},
+        # The sizes of DeepSeek-V3, but for its 128 heads and width 7168.
+        "latents": {
+            "batch": 1,
+            "length": 4096,
+            "dim": 2048,
+            "heads": 16,
+            "sizes": LatentSizes(q_latent=1536, kv_latent=512, rope_dim=64, nope_dim=128, value_dim=128),
+        },
     },
     "toy": {
         "modules": {"dim": 64, "heads": 4, "batch": 2, "length": 32},
         "statistics": [(1, 2, 40, 16)],
         "steps": {"layers": 2, "heads": 4, "dim": 64},
+        "latents": {"batch": 2, "length": 40, "dim": 64, "heads": 4, "sizes": LatentSizes()},
     },
 }
 
@@ -53,6 +63,12 @@ def run(size: str, rounds: int, compiled: bool) -> dict[str, object]:
         table(f"statistics, batch heads tokens dim = {shape}", statistics.bench(shape, rounds), statistics.BASE)
     table(f"optimizer step, {sizes['steps']}", steps.bench(**sizes["steps"], rounds=rounds), steps.BASE)
     table(f"qk_clip beside the step, {sizes['steps']}", steps.bench_clip(**sizes["steps"], rounds=rounds), steps.BASE)
+    decoding, size = latents.bench(**sizes["latents"], rounds=rounds)
+    table(f"one token with a cache, {sizes['latents']}", decoding, latents.BASE)
+    found["cache, bytes per token and layer, float32"] = size
+    print("\nbytes that a token takes in the cache of one layer, float32")
+    for name, number in size.items():
+        print(f"  {name:<40} {number:6}")
     return found
 
 

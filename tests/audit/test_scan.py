@@ -209,6 +209,26 @@ def test_own_models_are_known(tmp_path: Path) -> None:
         assert (site.query_gain_max is not None) == (attention == "qwen3")
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("q_latent", [12, None])
+def test_the_bound_of_latent_attention_holds_with_and_without_a_latent_of_queries(
+    q_latent: int | None, tmp_path: Path
+) -> None:
+    from qkeel.nn import Decoder, DecoderConfig, LatentSizes
+    from qkeel.sites import Tap
+
+    sizes = LatentSizes(q_latent=q_latent, kv_latent=10, rope_dim=4, nope_dim=6, value_dim=6)
+    model = Decoder(DecoderConfig(vocab_size=50, d_model=32, attention="mla", latent=sizes, latent_norm=True)).eval()
+    for p in model.parameters():
+        p.add_(0.3 * torch.randn_like(p))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    bounds = {s.name: s.logit_bound for s in scan(tmp_path / "model.safetensors", flags=Geometry(n_heads=4)).sites}
+    with Tap(model) as tap:
+        model(torch.randint(50, (4, 20)))
+        for name, stats in tap.read().items():
+            assert (stats.max_abs_logit <= torch.tensor(bounds[name])).all()
+
+
 def test_progress_ends_at_all_bytes_and_json_has_no_nan(tmp_path: Path) -> None:
     save("qwen3", tmp_path)
     seen: list[tuple[int, int]] = []

@@ -17,6 +17,6 @@ def test_every_benchmark_runs_at_toy_size(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(next(tmp_path.glob("*.json")).read_text())
     titles = " ".join(results["tables"])
-    for part in ("forward + backward", "activation memory", "statistics", "optimizer step"):
+    for part in ("forward + backward", "activation memory", "statistics", "optimizer step", "one token with a cache"):
         assert part in titles
     assert "qkeel rope + norm" in done.stdout

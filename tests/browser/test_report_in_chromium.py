@@ -276,3 +276,27 @@ def test_a_page_whose_server_is_gone_says_so_and_stays(tmp_path: Path):
     html, _ = browse(page, "--virtual-time-budget=5000", "--dump-dom")  # from a file there is no server at all
     assert "The server of this page is gone; the run may go on" in html
     assert "8 samples" in html
+
+
+def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path: Path):
+    first = [dataclasses.replace(m, role="mla, adamw") for m in grid(lrs=(0.01, 0.1))]
+    second = [dataclasses.replace(m, role="mha, muon", val_loss=m.val_loss + 1) for m in grid(("none", "qk_norm"))]
+    page = qkeel.report.write(make_study(tmp_path / "study", [*first, *second], name="mla"), tmp_path / "page.html")
+    html = dom(page)
+    script = """
+      const select = document.querySelector("[data-controls=part] select");
+      const chosen = [...select.options].map((o) => o.value).join("|");
+      document.querySelector("[data-controls=heads] select").value = "LR 0.1, seed 1";
+      select.value = "mha, muon";
+      select.dispatchEvent(new Event("change"));
+      document.body.dataset.chosen = chosen;
+    """
+    other = dom(with_script(page, script))
+    assert 'data-chosen="mla, adamw|mha, muon"' in other
+    remedies = len({m.remedy for m in first})
+    for text, shown in ((html, remedies), (other, 2)):
+        for name in ("loss", "logits", "entropy", "train", "heads"):
+            assert "NaN" not in chart(text, name), name
+        assert text.split('data-legend="loss"')[1].split("</figure>")[0].count('class="key"') == shown
+    assert chart(html, "loss") != chart(other, "loss")
+    assert "held-out loss" in html.split("<h2>mla, adamw</h2>")[1].split("<h2>")[0].lower()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from qkeel import preset
-from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.nn import Attention, Decoder, DecoderConfig, KVCache
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError
+from qkeel.nn import Attention, Decoder, DecoderConfig, KVCache, LatentCache
 from qkeel.spec import (
     PRESETS,
     ALiBi,
@@ -109,8 +109,7 @@ def test_a_cache_grows_by_doubling_and_keeps_what_it_holds() -> None:
         k = torch.randn(1, 2, 1, 4)
         seen.append(k)
         keys, values = cache.append(k, 2 * k)
-        assert cache._k is not None
-        rooms.append(cache._k.shape[2])
+        rooms.append(cache._held[0].shape[2])
         assert torch.equal(keys, torch.cat(seen, 2))
         assert torch.equal(values, 2 * keys)
     assert rooms == [1, 2, 4, 4, 8, 8, 8, 8, 16]
@@ -120,8 +119,7 @@ def test_a_cache_with_a_limit_reserves_it_at_once_and_refuses_one_token_more() -
     cache = KVCache(max_length=3)
     k = torch.randn(1, 2, 2, 4)
     cache.append(k, k)
-    assert cache._k is not None
-    assert cache._k.shape[2] == 3
+    assert cache._held[0].shape[2] == 3
     with pytest.raises(InvalidValueError, match="holds 3 tokens and 4 would be needed"):
         cache.append(k, k)
     assert cache.length == 2
@@ -134,11 +132,11 @@ def test_reset_forgets_and_keeps_the_memory() -> None:
     cache = KVCache()
     with torch.no_grad():
         first = module(x, cache=cache)
-        memory = cache._k
+        memory = cache._held[0]
         cache.reset()
         assert cache.length == 0
         assert torch.equal(module(x, cache=cache), first)
-    assert cache._k is memory
+    assert cache._held[0] is memory
 
 
 def test_after_a_reset_own_positions_start_anew() -> None:
@@ -186,6 +184,24 @@ def test_positions_of_another_shape_are_refused() -> None:
 def test_own_positions_without_a_mask_are_refused_with_a_cache() -> None:
     with pytest.raises(InvalidValueError, match="mask that hides the padding"):
         make("qwen3")(torch.randn(2, 3, 16).double(), cache=KVCache(), pos=torch.arange(3))
+
+
+def test_a_token_takes_what_its_keys_and_values_take() -> None:
+    cache = KVCache()
+    assert cache.bytes_per_token == 0
+    cache.append(torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6))
+    assert cache.bytes_per_token == 4 * 2 * (4 + 6)
+
+
+def test_a_cache_of_the_wrong_kind_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match=r"expected a qkeel\.nn\.KVCache, got LatentCache"):
+        make("qwen3")(torch.randn(2, 3, 16).double(), cache=LatentCache())  # type: ignore[arg-type]
+
+
+def test_a_decoder_makes_the_caches_its_attention_takes() -> None:
+    for attention, kind in (("mha", KVCache), ("mla", LatentCache)):
+        caches = Decoder(DecoderConfig(vocab_size=5, d_model=16, attention=attention)).new_caches(max_length=7)
+        assert [(type(c), c.max_length) for c in caches] == [(kind, 7)] * 2
 
 
 def test_a_decoder_wants_one_cache_per_layer() -> None:

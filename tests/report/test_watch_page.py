@@ -77,7 +77,7 @@ def test_an_alarm_leads_with_its_place_and_its_remedy_can_be_copied(tmp_path: Pa
     html = page(run, tmp_path)
     section = html[html.index('id="section-alarms"') : html.index('id="section-charts"')]
     assert section.count("<li") == 2
-    assert "qkeel.apply(&quot;lalr:tau=0.1+qk_clip:threshold=100&quot;, model, optimizer)" in section
+    assert "qkeel.apply(&quot;lalr:tau=0.1+qk_clip:threshold=100&quot;, model, optimizer, example=batch)" in section
     assert section.count('class="copy"') == 2
     assert "2309.14322" in section
 

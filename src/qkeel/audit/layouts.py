@@ -340,11 +340,14 @@ def _with_norms(tensors: Tensors, plan: SitePlan, geometry: Geometry) -> SitePla
     query, key = next((pair for pair in gains if pair[0] or pair[1]), (None, None))
     before = None if geometry.model_type in NOT_BEFORE else _norm_before(tensors, plan.name)
     mla = plan.query_rope is not None
+    # Queries without a latent of their own (DeepSeek-V2-Lite) read what the module reads.
+    own_query = f"{at}q_up.weight" == plan.query.tensor and f"{at}q_down.weight" not in tensors
+    latent = mla and not own_query and not plan.query.tensor.endswith("q_proj.weight")
     return dataclasses.replace(
         plan,
         query_gain=query,
         key_gain=key,
-        query_input=plan.query_input if mla and not plan.query.tensor.endswith("q_proj.weight") else before,
+        query_input=plan.query_input if latent else before,
         key_input=plan.key_input if mla else before,
         rope_input=before if mla else None,
     )

@@ -16,12 +16,13 @@ from cyclopts import App, CycloptsError, Parameter
 from qkeel.cli.exits import COLLAPSED, FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.cli.flags import AXES, as_toml, configure, view
 from qkeel.cli.scanning import scan
-from qkeel.cli.studying import AxisFlags, HowFlags, run_study
+from qkeel.cli.studying import AxisFlags, HowFlags, PartFlags, run_study
 from qkeel.cli.watching import watch
 from qkeel.errors import QkeelError
 
 RunFlags: Any = view("RunFlags")
 BaseFlags: Any = view("BaseFlags", without=AXES)
+PartlessFlags: Any = view("PartlessFlags", without=AXES | {("model", "block"), ("optim", "name")})
 
 Several = Parameter(consume_multiple=True, negative_iterable=())
 Flat = Parameter(name="*")
@@ -144,7 +145,8 @@ def study_lr(
 ) -> int:
     """Remedies × learning rates × seeds: which remedies widen the range of rates that train well.
 
-    Finished runs are kept, killed ones go on, and the directory takes more remedies, rates and seeds later.
+    By default none, qk_norm and lalr:tau=0.1 at 0.01, 0.03, 0.1 and 0.3. Finished runs are kept, killed ones go on, and
+    the directory takes more remedies, rates and seeds later.
 
     Args:
         out: Directory of the study.
@@ -152,6 +154,31 @@ def study_lr(
     """
     config, study = configure(flags, recipe)
     return run_study("lr", config, axes.grid(study), out, how)
+
+
+@study_app.command(name="mla")
+def study_mla(
+    *,
+    axes: Annotated[AxisFlags, Flat] = AxisFlags(),  # noqa: B008
+    parts: Annotated[PartFlags, Flat] = PartFlags(),  # noqa: B008
+    out: Path = Path("runs/mla"),
+    recipe: Path | None = None,
+    how: Annotated[HowFlags, Flat] = HowFlags(),  # noqa: B008
+    flags: Annotated[PartlessFlags, Flat] = PartlessFlags(),  # type: ignore[valid-type]  # noqa: B008
+) -> int:
+    """Latent and multi-head attention × AdamW and Muon × remedies × learning rates × seeds.
+
+    By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and qk_lr:factor=0.1 at 0.01, 0.1 and 0.3.
+    Finished runs are kept, killed ones go on, and the directory takes more of everything later.
+
+    Args:
+        out: Directory of the study.
+        recipe: TOML file of settings, a table [study] for the grid; flags go over it.
+    """
+    from qkeel.lab.studies.mla import DEFAULT
+
+    config, study = configure(flags, recipe)
+    return run_study("mla", config, axes.grid(parts.over(study), DEFAULT), out, how)
 
 
 @app.command

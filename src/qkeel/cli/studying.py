@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.console import Console
 from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
 from qkeel.errors import unknown
 from qkeel.lab.config import RunConfig
-from qkeel.lab.plan import FULL_GRID, Grid, Plan
+from qkeel.lab.plan import AXES, FULL_GRID, Grid, Plan
 from qkeel.lab.studies.lr import DEFAULT
 
 _SWITCH = Parameter(negative=(), show_default=False)
@@ -41,24 +41,40 @@ class AxisFlags:
     """What a study is a product of."""
 
     remedies: Annotated[list[str] | None, _SEVERAL] = None
-    """Remedies as spec strings [default: none qk_norm lalr:tau=0.1]."""
+    """Remedies as spec strings."""
     lrs: Annotated[list[float] | None, _SEVERAL] = None
-    """Peak learning rates [default: 0.01 0.03 0.1 0.3]."""
+    """Peak learning rates."""
     seeds: Annotated[list[int] | None, _SEVERAL] = None
     """Seeds of weights and batches [default: 0 1 2]."""
     full_grid: Annotated[bool, Parameter(negative=(), show_default=False, group="Grid")] = False
     """Seven rates over three decades, 0.0003 to 0.3."""
 
-    def grid(self, recipe: Mapping[str, Any]) -> Grid:
+    def grid(self, recipe: Mapping[str, Any], default: Grid = DEFAULT) -> Grid:
         """The grid of these flags over those of a recipe's [study] table over the default."""
-        names = ("remedies", "lrs", "seeds")
+        names = [name for name in AXES if name in AXES[:3] or getattr(default, name)]
         for key in recipe:
             if key not in names:
                 raise unknown("key in [study]", key, names)
-        values = {name: getattr(self, name) or recipe.get(name) or getattr(DEFAULT, name) for name in names}
+        given = {name: getattr(self, name, None) or recipe.get(name) for name in names}
+        values = {name: given[name] or getattr(default, name) for name in names}
         if self.full_grid:
             values["lrs"] = FULL_GRID
         return Grid(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartFlags:
+    """Of which models and optimizers a study has a part each."""
+
+    blocks: Annotated[list[Literal["mla", "mha"]] | None, _SEVERAL] = None
+    """Attention: latent and multi-head [default: mla mha]."""
+    optimizers: Annotated[list[Literal["adamw", "sgd", "muon"]] | None, _SEVERAL] = None
+    """Optimizers [default: adamw muon]."""
+
+    def over(self, recipe: Mapping[str, Any]) -> dict[str, Any]:
+        """A recipe's [study] table with these flags over it."""
+        given = {"blocks": self.blocks, "optimizers": self.optimizers}
+        return {**recipe, **{name: value for name, value in given.items() if value}}
 
 
 def default_jobs() -> int:
@@ -89,9 +105,11 @@ def run_study(name: str, base: RunConfig, grid: Grid | None, out: Path, how: How
     with view.following():
         result = run_plan(plan, out, execution)
     write(out, out / "report.html")
-    console.print("mean val_loss over seeds (largest max logit):", highlight=False)
-    grid_ids = {run.config.run_id for run in plan.runs if run.role == "grid"}
-    console.print(ranking([row for row in result.table if row["run_id"] in grid_ids]))
+    for role in dict.fromkeys(run.role for run in plan.runs if run.role != "drift"):
+        ids = {run.config.run_id for run in plan.runs if run.role == role}
+        title = "" if role == "grid" else f"{role}: "
+        console.print(f"{title}mean val_loss over seeds (largest max logit):", highlight=False)
+        console.print(ranking([row for row in result.table if row["run_id"] in ids]))
     for failure in result.failures:
         console.print(f"failed: {failure.directory}: {failure.error}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"report {out / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
@@ -108,10 +126,10 @@ def _dry_run(console: Console, plan: Plan, out: Path, left: list[Any], jobs: int
     from qkeel.lab.progress import estimate_seconds
 
     for run in plan.runs:
-        config = run.config
+        config, part = run.config, "" if run.role == "grid" else f"{run.role}, "
         state = "to do" if run in left else "done, or another shard's"
         console.print(
-            f"{run_directory(out, run).name}  {config.remedy}, lr {config.optim.lr:g}, seed {config.seed}, "
+            f"{run_directory(out, run).name}  {part}{config.remedy}, lr {config.optim.lr:g}, seed {config.seed}, "
             f"{config.steps} steps: {state}",
             highlight=False,
             markup=False,

@@ -50,6 +50,35 @@ def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor,
     return F.layer_norm(x.to(wide(x.dtype)), (x.shape[-1],), eps=eps).to(x.dtype)
 
 
+def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch 1"]:
+    """1 / max(‖x‖₂, eps), what `l2_norm` multiplies by, in float32 or wider.
+
+    >>> inverse_l2(torch.tensor([3.0, 4.0]))
+    tensor([0.2000])
+    """
+    return _one_over(_norm(x), None, eps)
+
+
+def inverse_rms(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch 1"]:
+    """1 / sqrt(mean(x²) + eps), what `rms_norm` multiplies by, in float32 or wider.
+
+    >>> inverse_rms(torch.tensor([3.0, 4.0]), eps=0.0)
+    tensor([0.2828])
+    """
+    return _one_over(_norm(x), x.shape[-1], eps)
+
+
+def _one_over(norm: Tensor, mean_over: int | None, eps: float) -> Tensor:
+    """1 over the size of a vector of that L2 norm: its root mean square over so many numbers, or the norm itself."""
+    if mean_over is None:
+        return norm.clamp_min(eps).reciprocal()
+    return torch.rsqrt(norm.square() / mean_over + eps)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x.to(wide(x.dtype)), dim=-1, keepdim=True)
+
+
 class _Resize(torch.autograd.Function):
     """y = x · r with r one over a size of x: sqrt(mean(x²) + eps) if `mean`, else max(‖x‖₂, eps).
 
@@ -62,13 +91,9 @@ class _Resize(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, eps: float, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        if mean:
-            r = torch.rsqrt(norm.square() / x.shape[-1] + eps)
-            c = torch.full_like(r, 1 / x.shape[-1])
-        else:
-            r = norm.clamp_min(eps).reciprocal()
-            c = (norm > eps).to(x.dtype)
+        norm = _norm(x)
+        r = _one_over(norm, x.shape[-1] if mean else None, eps)
+        c = torch.full_like(r, 1 / x.shape[-1]) if mean else (norm > eps).to(x.dtype)
         return x * r, r, c
 
     @staticmethod

@@ -13,8 +13,8 @@ from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.data import load
 from qkeel.lab.model import check, resolve
-from qkeel.lab.plan import Grid, Plan, PlannedRun
-from qkeel.lab.studies import demo, lr
+from qkeel.lab.plan import AXES, Grid, Plan, PlannedRun
+from qkeel.lab.studies import demo, lr, mla
 from qkeel.lab.table import rows, write_table
 from qkeel.lab.workers import Job, Outcome, Shard, execute
 from qkeel.records import RunDirectory, RunStatus, read_json, write_json
@@ -22,7 +22,11 @@ from qkeel.records.files import remove_leftovers
 from qkeel.records.rundir import differences, locked
 from qkeel.registry import lookup
 
-STUDIES: dict[str, Callable[[RunConfig, Grid | None], Plan]] = {"lr": lr.plan, "demo": demo.plan}
+STUDIES: dict[str, Callable[[RunConfig, Grid | None], Plan]] = {
+    "lr": lr.plan,
+    "mla": mla.plan,
+    "demo": demo.plan,
+}
 
 
 def _ignore(outcome: Outcome) -> None:
@@ -61,12 +65,12 @@ def make_plan(name: str, base: RunConfig | None = None, grid: Grid | None = None
     """
     plan = lookup("study", STUDIES, name)(base or RunConfig(), grid)
     runs = [PlannedRun(config=resolve(run.config), role=run.role) for run in plan.runs]
-    unlike = {run.config.remedy: run.config for run in runs}
+    unlike = {(run.role, run.config.remedy): run.config for run in runs}
     for config in unlike.values():
         check(config)
     for config in {run.role: run.config for run in runs}.values():
         load(config.data)
-    axes = dataclasses.replace(plan.grid, remedies=[r.config.remedy for r in runs if r.role == "grid"])
+    axes = dataclasses.replace(plan.grid, remedies=[r.config.remedy for r in runs if r.role != "drift"])
     return Plan(name=plan.name, grid=axes, runs=list({run.config.run_id: run for run in runs}.values()))
 
 
@@ -146,7 +150,7 @@ def _merge(out: Path, plan: Plan, command: str) -> dict[str, Any]:
     """study.json of the plan together with what stands there already."""
     entries = [run.entry() for run in plan.runs]
     grid = plan.grid
-    axes: dict[str, list[Any]] = {"remedies": list(grid.remedies), "lrs": list(grid.lrs), "seeds": list(grid.seeds)}
+    axes: dict[str, list[Any]] = {name: list(getattr(grid, name)) for name in AXES}
     bases, commands = plan.bases(), [command]
     if (out / "study.json").exists():
         old = read_json(out / "study.json")
@@ -155,8 +159,8 @@ def _merge(out: Path, plan: Plan, command: str) -> dict[str, Any]:
         new = [entry for entry in entries if entry["run_id"] not in known]
         commands = [*old["command"].splitlines(), *([command] if new else [])]
         entries = [*old["runs"], *new]
-        axes = {name: list(dict.fromkeys([*old[name], *values])) for name, values in axes.items()}
-        axes = {name: values if name == "remedies" else sorted(values) for name, values in axes.items()}
+        axes = {name: list(dict.fromkeys([*old.get(name, ()), *values])) for name, values in axes.items()}
+        axes = {name: sorted(values) if name in ("lrs", "seeds") else values for name, values in axes.items()}
         bases = {**old["base"], **bases}
     elif out.exists() and any(not p.name.startswith("lock") for p in out.iterdir()):
         raise RunDirectoryError(

@@ -1,4 +1,4 @@
-"""What a study is: a product of remedies, learning rates and seeds over one configuration."""
+"""What a study is: a product of remedies, learning rates and seeds over one configuration or a few."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from typing import Any, final
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.lab.config import RunConfig
 
+AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers")
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The three axes. Remedies keep their order, rates and seeds are sorted; what is named twice counts once."""
+    """The axes. Remedies keep their order, rates and seeds are sorted; what is named twice counts once.
+
+    With blocks (mha, mla) and optimizers, where not empty, there is a product of its own for each pair of them: they
+    stand side by side, for a learning rate does not mean the same to two optimizers.
+    """
 
     remedies: Sequence[str]
     lrs: Sequence[float]
     seeds: Sequence[int]
+    blocks: Sequence[str] = ()
+    optimizers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name in ("remedies", "lrs", "seeds"):
+        for name in AXES:
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, Iterable):
                 raise InvalidTypeError(f"expected a list of {name}, got {values!r}")
-            if not tuple(values):
+            if not tuple(values) and name in AXES[:3]:
                 raise InvalidValueError(f"expected at least one of {name}, got none")
-        object.__setattr__(self, "remedies", tuple(dict.fromkeys(self.remedies)))
+        for name in ("remedies", "blocks", "optimizers"):
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
         object.__setattr__(self, "seeds", tuple(sorted(set(self.seeds))))
 
@@ -36,7 +44,7 @@ class Grid:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One run of a study. `role` keeps runs of another length apart from the grid."""
+    """One run of a study. `role` keeps runs of another length, model or optimizer apart from the grid."""
 
     config: RunConfig
     role: str = "grid"
@@ -67,6 +75,19 @@ def shared(config: RunConfig) -> dict[str, Any]:
     values = config.identity()
     optim = {k: v for k, v in values["optim"].items() if k != "lr"}
     return {**{k: v for k, v in values.items() if k not in ("remedy", "seed")}, "optim": optim}
+
+
+def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
+    """A product for each of the grid's blocks and optimizers, its role their names; one "grid" where it has neither."""
+    if not grid.blocks and not grid.optimizers:
+        return product(base, grid)
+    runs = []
+    for optimizer in grid.optimizers or (base.optim.name,):
+        for block in grid.blocks or (base.model.block,):
+            model = dataclasses.replace(base.model, block=block)
+            optim = dataclasses.replace(base.optim, name=optimizer)
+            runs += product(dataclasses.replace(base, model=model, optim=optim), grid, f"{block}, {optimizer}")
+    return runs
 
 
 def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]:

@@ -31,6 +31,8 @@ def summarize(config: RunConfig, records: Sequence[Mapping[str, Any]], cpu_secon
         "max_abs_logit": largest(record["max_abs_logit"] for record in records),
         "init_loss": first["val_loss"],
         "spike_score": metrics.spike_score(losses),
+        "block": config.model.block,
+        "optimizer": config.optim.name,
         "status": "done",
     }
 

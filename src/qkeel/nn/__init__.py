@@ -2,8 +2,19 @@
 
 from qkeel.nn.attention import Attention
 from qkeel.nn.block import MLP, Block
-from qkeel.nn.cache import KVCache
+from qkeel.nn.cache import Cache, KVCache, LatentCache
 from qkeel.nn.decoder import Decoder, DecoderConfig
-from qkeel.nn.mla import MLA
+from qkeel.nn.mla import MLA, LatentSizes
 
-__all__ = ["MLA", "MLP", "Attention", "Block", "Decoder", "DecoderConfig", "KVCache"]
+__all__ = [
+    "MLA",
+    "MLP",
+    "Attention",
+    "Block",
+    "Cache",
+    "Decoder",
+    "DecoderConfig",
+    "KVCache",
+    "LatentCache",
+    "LatentSizes",
+]

@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError
 from qkeel.nn.cache import KVCache
 from qkeel.nn.core import SpecModule
 from qkeel.spec import AttentionSpec, preset
@@ -93,6 +93,10 @@ class Attention(SpecModule):
         )
         return self.o_proj(out)
 
+    def new_cache(self, max_length: int | None = None) -> KVCache:
+        """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling."""
+        return KVCache(max_length)
+
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
@@ -118,8 +122,9 @@ class Attention(SpecModule):
 
 
 def _next(cache: KVCache, like: Tensor, pos: Tensor | None, mask: Tensor | None) -> Tensor:
-    if mask is None and (pos is not None or cache.pos is not None):
-        raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b 1 1 keys]")
+    if not isinstance(cache, KVCache):
+        raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() makes one")
+    cache.check_positions(pos, mask)
     return cache.next_positions(like, pos)
 
 

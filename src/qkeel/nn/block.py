@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from qkeel.errors import unknown
 from qkeel.nn.attention import Attention
-from qkeel.nn.cache import KVCache
+from qkeel.nn.cache import Cache
 from qkeel.nn.mla import MLA
 
 NormOrder = Literal["pre", "post", "swin", "peri"]
@@ -61,7 +61,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         *,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         mask: Tensor | None = None,
         pos: Tensor | None = None,
     ) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.nn.attention import Attention, check_heads
 from qkeel.nn.block import MLP, NORM_ORDERS, Block, NormOrder
-from qkeel.nn.cache import KVCache
+from qkeel.nn.cache import Cache
 from qkeel.nn.core import check_dropout
 from qkeel.nn.mla import MLA, LatentSizes
 from qkeel.spec import AttentionSpec, preset
@@ -73,7 +74,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         *,
-        caches: list[KVCache] | None = None,
+        caches: Sequence[Cache] | None = None,
         mask: Tensor | None = None,
         pos: Tensor | None = None,
     ) -> Tensor:
@@ -88,6 +89,10 @@ class Decoder(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, cache=caches[i] if caches else None, mask=mask, pos=pos)
         return self.head(self.norm(x))
+
+    def new_caches(self, max_length: int | None = None) -> list[Cache]:
+        """An empty cache per layer, of the kind its attention takes: keys and values, or latents (MLA)."""
+        return [block.attention.new_cache(max_length) for block in self.blocks]  # type: ignore[union-attr, operator]
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, materialised: q and k come from small latents, a part of each rotated."""
+"""Multi-head latent attention: q and k come from small latents, a part of each rotated; a cache holds the latents."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError, RefusedError, ShapeError
-from qkeel.nn.cache import KVCache
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError
+from qkeel.nn.absorbed import absorb, attend_latents, check_latents, encode, inverse_size, key_gain, key_norm
+from qkeel.nn.cache import LatentCache
 from qkeel.nn.core import SpecModule
 from qkeel.spec import AttentionSpec, NoPosition, Rope
+from qkeel.spec.call import make_call
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """Sizes of multi-head latent attention: latents of q and kv, and per head rotated, plain and value dims."""
+    """Sizes of multi-head latent attention: latents of q and kv, and per head rotated, plain and value dims.
 
-    q_latent: int = 32
+    q_latent=None: queries straight from the input (DeepSeek-V2-Lite).
+    """
+
+    q_latent: int | None = 32
     kv_latent: int = 24
     rope_dim: int = 8
     nope_dim: int = 8
@@ -29,9 +34,12 @@ class LatentSizes:
 class MLA(SpecModule):
     """q_h = [R W_qr^h c_q ; W_uq^h c_q], k_h = [R W_kr x ; W_uk^h c_kv], v_h = W_uv^h c_kv, c = W_d x.
 
-    The rotated key is one for all heads. `latent_norm` puts an RMS norm on both latents (DeepSeek-V2/V3);
-    then the down-projections no longer scale the logits. The order inside a head is [rotated, plain], so the spec's
-    RoPE (base 10,000 if it has no position) rotates just the first part; only its share is set here.
+    The rotated key is one for all heads. `latent_norm` puts an RMS norm on the latents (DeepSeek-V2/V3); then the
+    down-projections no longer scale the logits. The order inside a head is [rotated, plain], so the spec's RoPE (base
+    10,000 if it has no position) rotates just the first part; only its share is set here.
+
+    Without a cache keys and values of every head are made. With one (`new_cache()`) a token leaves c_kv and R W_kr x
+    behind, and later tokens attend to those as they are: see `qkeel.nn.absorbed`, also for the norms that allow it.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -48,65 +56,143 @@ class MLA(SpecModule):
         impl: str = "auto",
     ) -> None:
         sizes = sizes or LatentSizes()
-        if min(dataclasses.astuple(sizes)) < 1 or n_heads < 1:
+        if min(n for n in (*dataclasses.astuple(sizes), n_heads) if n is not None) < 1:
             raise InvalidValueError(f"expected sizes of at least 1, got {sizes}, n_heads={n_heads}")
         head_dim = sizes.rope_dim + sizes.nope_dim
-        spec = spec or AttentionSpec()
-        rope = Rope() if isinstance(spec.position, NoPosition) else spec.position
-        if not isinstance(rope, Rope):
-            raise RefusedError(f"MLA rotates a part of each head by RoPE, which {rope.formula()} cannot do; use Rope")
-        position = dataclasses.replace(rope, rotary=sizes.rope_dim / head_dim)
-        spec = spec.replace(position=position)
-        position.check(head_dim)
-        super().__init__(spec, (n_heads, n_heads, head_dim), dropout, impl)
+        super().__init__(_rotating(spec or AttentionSpec(), sizes), (n_heads, n_heads, head_dim), dropout, impl)
         self.d_model, self.sizes = d_model, sizes
-        self.q_down = nn.Linear(d_model, sizes.q_latent, bias=False)
-        self.q_up = nn.Linear(sizes.q_latent, n_heads * sizes.nope_dim, bias=False)
-        self.q_rope = nn.Linear(sizes.q_latent, n_heads * sizes.rope_dim, bias=False)
+        width = d_model if sizes.q_latent is None else sizes.q_latent
+        self.q_down = nn.Identity() if sizes.q_latent is None else nn.Linear(d_model, width, bias=False)
+        self.q_up = nn.Linear(width, n_heads * sizes.nope_dim, bias=False)
+        self.q_rope = nn.Linear(width, n_heads * sizes.rope_dim, bias=False)
         self.kv_down = nn.Linear(d_model, sizes.kv_latent, bias=False)
         self.k_up = nn.Linear(sizes.kv_latent, n_heads * sizes.nope_dim, bias=False)
         self.k_rope = nn.Linear(d_model, sizes.rope_dim, bias=False)
         self.v_up = nn.Linear(sizes.kv_latent, n_heads * sizes.value_dim, bias=False)
         self.o_proj = nn.Linear(n_heads * sizes.value_dim, d_model, bias=False)
         self.latent_norm = latent_norm
-        self.q_latent_norm = nn.RMSNorm(sizes.q_latent, eps=1e-6) if latent_norm else nn.Identity()
-        self.kv_latent_norm = nn.RMSNorm(sizes.kv_latent, eps=1e-6) if latent_norm else nn.Identity()
+        self.q_latent_norm = _norm(sizes.q_latent if latent_norm else None)
+        self.kv_latent_norm = _norm(sizes.kv_latent if latent_norm else None)
 
     def forward(
         self,
         x: Tensor,
         *,
-        cache: KVCache | None = None,
+        cache: LatentCache | None = None,
         causal: bool = True,
         mask: Tensor | None = None,
         pos: Tensor | None = None,
     ) -> Tensor:
-        """x [b t m] -> [b t m]."""
+        """x [b t m] -> [b t m]. cache: latents of earlier tokens; x are the tokens after them. pos [b t]: of x."""
         if x.ndim != 3 or x.shape[-1] != self.d_model:
             raise ShapeError(f"expected x of shape [batch tokens {self.d_model}], got {tuple(x.shape)}")
-        if cache is not None:
-            raise RefusedError(
-                "nn.MLA computes keys and values anew: its latent cache is not built yet, and a cache of full "
-                "keys would hide what it costs. Call it without a cache."
-            )
-        b, t, _ = x.shape
-        q_latent, kv_latent = self.q_latent_norm(self.q_down(x)), self.kv_latent_norm(self.kv_down(x))
+        q_latent, latent = self.q_latent_norm(self.q_down(x)), self.kv_latent_norm(self.kv_down(x))
         q = torch.cat([self._heads(self.q_rope(q_latent)), self._heads(self.q_up(q_latent))], dim=-1)
-        shared = self.k_rope(x)[:, None].expand(b, self.n_heads, t, self.sizes.rope_dim)
-        k = torch.cat([shared, self._heads(self.k_up(kv_latent))], dim=-1)
-        v = self._heads(self.v_up(kv_latent))
-        out = self.attend(
-            q,
-            k,
-            v,
-            spec=self.spec,
-            params=self.spec_params(),
-            causal=causal,
-            mask=mask,
-            pos_q=pos,
-            pos_k=pos,
-        )
+        shared = self.k_rope(x)[:, None]
+        if cache is not None:
+            return self.o_proj(self._cached(cache, (q, latent, shared), causal=causal, mask=mask, pos=pos))
+        k, v = self._keys(latent, shared), self._heads(self.v_up(latent))
+        params = self.spec_params()
+        out = self.attend(q, k, v, spec=self.spec, params=params, causal=causal, mask=mask, pos_q=pos, pos_k=pos)
         return self.o_proj(out)
+
+    def new_cache(self, max_length: int | None = None) -> LatentCache:
+        """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling.
+
+        Raises: RefusedError where the norm needs more of a key than a cache of latents has.
+        """
+        check_latents(self.spec)
+        return LatentCache(max_length)
+
+    def _keys(self, latent: Tensor, shared: Tensor) -> Tensor:
+        """Keys of every head [b h s d] of latents [b s l] and the shared part [b 1 s r]."""
+        return torch.cat([shared.expand(-1, self.n_heads, -1, -1), self._heads(self.k_up(latent))], dim=-1)
+
+    def _cached(
+        self,
+        cache: LatentCache,
+        new: tuple[Tensor, Tensor, Tensor],
+        *,
+        causal: bool,
+        mask: Tensor | None,
+        pos: Tensor | None,
+    ) -> Tensor:
+        """Attention of new queries, latents and shared keys to all tokens so far: [b t h·d']."""
+        self._check(cache, mask, pos)
+        first, (core, left) = not cache.length, self.spec.core(self.spec_params())
+        q, held, inverse, at = self._remember(cache, *new, pos)
+        # A single query at the end sees every key, so there is no mask to make.
+        who = {"causal": causal and (at is not None or q.shape[2] > 1), "mask": mask, "pos_q": at, "pos_k": cache.pos}
+        if first and q.shape[2] > 1:
+            # Among the first tokens a pair costs less with keys of d numbers than with latents.
+            return self.attend(q, *self._materialised(held, inverse), spec=core, params=left, **who)
+        if self.observers:
+            seen = make_call(core, q, *self._materialised(held, inverse), params=left, **who)
+            for observer in self.observers:
+                observer(seen)
+        gain = key_gain(self.spec, self.spec_params())
+        wide = absorb(q, self._up("k_up"), gain, self.sizes.rope_dim).to(q.dtype)
+        dropout = self.dropout if self.training else 0.0
+        call = make_call(core, wide, held, held[..., : self.sizes.kv_latent], params=left, dropout=dropout, **who)
+        out = attend_latents(call, inverse, self.head_dim) @ self._up("v_up").mT
+        return out.transpose(1, 2).flatten(2)
+
+    def _remember(
+        self, cache: LatentCache, q: Tensor, latent: Tensor, shared: Tensor, pos: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Put new tokens into the cache: encoded q, all that is held, inverse sizes, own positions of q."""
+        norm, at = key_norm(self.spec), cache.next_positions(q, pos)
+        inverse = None if norm is None else inverse_size(norm, self._keys(latent, shared))
+        encoded, rotated = encode(self.spec, q, shared, at, self.spec_params())
+        own = None if pos is None else at
+        held, inverse = cache.append(latent[:, None].to(q.dtype), rotated.to(q.dtype), inverse, pos=own)
+        return encoded.to(q.dtype), held, inverse, None if cache.pos is None else at
+
+    def _materialised(self, held: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Encoded keys [b h s d] and values [b h s d'] of cached tokens, as they would be without the cache."""
+        latent, rotated = held[:, 0].split([self.sizes.kv_latent, self.sizes.rope_dim], dim=-1)
+        k, gain = self._keys(latent, rotated[:, None]), key_gain(self.spec, self.spec_params())
+        if gain is not None:
+            plain = gain[self.sizes.rope_dim :] if gain.ndim else gain
+            k[..., self.sizes.rope_dim :] *= plain.to(k.dtype)  # that of the rotated part is in the cache
+        v = self._heads(self.v_up(latent))
+        return k if inverse is None else (k * inverse[..., None]).to(k.dtype), v
+
+    def _up(self, name: str) -> Tensor:
+        """An up-projection's weight as [heads rows latent]."""
+        layer = self.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        return layer.weight.unflatten(0, (self.n_heads, -1))
+
+    def _check(self, cache: object, mask: Tensor | None, pos: Tensor | None) -> None:
+        if not isinstance(cache, LatentCache):
+            raise InvalidTypeError(
+                f"expected a qkeel.nn.LatentCache, got {type(cache).__name__}; new_cache() makes one"
+            )
+        check_latents(self.spec)
+        cache.check_positions(pos, mask)
+        for name in ("k_up", "v_up"):
+            layer = self.get_submodule(name)
+            if not isinstance(layer, nn.Linear) or layer.bias is not None:
+                raise RefusedError(
+                    f"with a latent cache {name} is multiplied into the query and the output, which takes a plain "
+                    f"nn.Linear without bias, and {name} is {type(layer).__name__}; merge adapters first"
+                )
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+
+
+def _rotating(spec: AttentionSpec, sizes: LatentSizes) -> AttentionSpec:
+    """The spec with a RoPE that rotates the first part of each head."""
+    rope = Rope() if isinstance(spec.position, NoPosition) else spec.position
+    if not isinstance(rope, Rope):
+        raise RefusedError(f"MLA rotates a part of each head by RoPE, which {rope.formula()} cannot do; use Rope")
+    head_dim = sizes.rope_dim + sizes.nope_dim
+    position = dataclasses.replace(rope, rotary=sizes.rope_dim / head_dim)
+    position.check(head_dim)
+    return spec.replace(position=position)
+
+
+def _norm(size: int | None) -> nn.Module:
+    return nn.Identity() if size is None else nn.RMSNorm(size, eps=1e-6)

@@ -49,6 +49,19 @@ class StudyData:
         """The table lines of the finished runs of a role."""
         return [run.row for run in self.runs if run.row is not None and run.role == role]
 
+    def parts(self) -> dict[str, StudyData]:
+        """What stands side by side in the study, by name: runs of other models or optimizers; empty where all are one.
+
+        Each is a study whose runs are its grid. The remedies keep their order, hence their colours.
+        """
+        roles = dict.fromkeys(run.role for run in self.runs if run.role not in ("grid", "drift"))
+        return {
+            role: dataclasses.replace(
+                self, runs=[dataclasses.replace(run, role="grid") for run in self.runs if run.role == role]
+            )
+            for role in roles
+        }
+
     def lrs(self) -> list[float]:
         """The learning rates of the grid's finished runs."""
         return sorted({row["lr"] for row in self.rows()})

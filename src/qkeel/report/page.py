@@ -14,15 +14,19 @@ from qkeel.report.markup import Markup, join, tag
 from qkeel.report.shell import document
 from qkeel.report.summary import Finding, findings
 
-TITLES = {"lr": "Learning-rate study", "demo": "Learning-rate demo"}
+TITLES = {"lr": "Learning-rate study", "demo": "Learning-rate demo", "mla": "Latent-attention study"}
 
 
 def study_page(study: StudyData, *, live: str = "") -> str:
     """The text of the page about a study or runs of the lab; `live`: see shell.document."""
     title = heading(study)
-    present = charts(study)
+    drawn = {name: part for name, part in study.parts().items() if charts(part)}
+    # Of a study in parts those charts that every part can fill; charts.js draws one part at a time.
+    each = [charts(part) for part in drawn.values()] or [charts(study)]
+    present = [chart for chart in each[0] if all(chart in others for others in each)]
+    data = {"parts": {name: chart_data(part) for name, part in drawn.items()}} if drawn else chart_data(study)
     body = join([_header(study, title), tag("main", {}, *_main(study, present)), _footer(study)])
-    return document(title, body, chart_data(study) if present else None, ("charts.js",), live=live)
+    return document(title, body, data if present else None, ("charts.js",), live=live)
 
 
 def heading(study: StudyData) -> str:
@@ -36,12 +40,8 @@ def heading(study: StudyData) -> str:
 
 
 def _header(study: StudyData, title: str) -> Markup:
-    lead = [f for f in findings(study) if f.kind == "lead"]
-    rest = [f for f in findings(study) if f.kind != "lead"]
-    differs = sections.unlike(study)
-    if differs:
-        text = f"These runs differ in {differs}: their losses are not comparable."
-        rest.insert(0, Finding("caution", text))
+    found = _findings(study)
+    lead, rest = [f for f in found if f.kind == "lead"], [f for f in found if f.kind != "lead"]
     return tag(
         "header",
         {},
@@ -55,6 +55,21 @@ def _header(study: StudyData, title: str) -> Markup:
             tag("ul", {"class": "findings"}, *(_item(finding, study.remedies) for finding in rest)) if rest else "",
         ),
     )
+
+
+def _findings(study: StudyData) -> list[Finding]:
+    """The first screen's; of a study in parts what each part has to say first, the rest stands with the part."""
+    parts = study.parts()
+    if parts:
+        return [
+            Finding(f.kind, f"{name}: {f.text}")
+            for name, part in parts.items()
+            for f in findings(part)
+            if f.kind == "lead"
+        ]
+    differs = sections.unlike(study)
+    text = f"These runs differ in {differs}: their losses are not comparable."
+    return [*([Finding("caution", text)] if differs else []), *findings(study)]
 
 
 def _item(finding: Finding, remedies: Sequence[str]) -> Markup:
@@ -87,10 +102,19 @@ def _meta(study: StudyData) -> str:
     return " · ".join(size for size in sizes if size)
 
 
+def _part(part: StudyData) -> Markup:
+    """One part of a study: what it has to say beside its lead, and its ranking."""
+    notes = [_item(f, part.remedies) for f in _findings(part) if f.kind != "lead"]
+    return join([tag("ul", {"class": "findings"}, *notes) if notes else "", _ranking(part)])
+
+
 def _main(study: StudyData, present: Sequence[Chart]) -> list[Markup]:
+    own = study.parts()
+    choice = tag("div", {"class": "controls", "data-controls": "part"}) if own and present else ""
     parts = [
-        ("charts", "Charts", figures(study, present)),
+        ("charts", "Charts", join([choice, figures(study, present)])),
         ("ranking", "Ranking", _ranking(study)),
+        *((f"part-{i}", name, _part(part)) for i, (name, part) in enumerate(own.items())),
         ("without", "Runs without a result", tables.without_result(study)),
         ("remedies", "What each remedy does", sections.remedies(study)),
         ("runs", "Every run", tables.every_run(study)),

@@ -133,7 +133,7 @@ def every_run(study: StudyData) -> Markup:
 def _run_line(study: StudyData, run: RunData) -> Markup:
     row = run.row or {}
     cells = [
-        tag("th", {"scope": "row"}, swatch(study, run.remedy)),
+        tag("th", {"scope": "row"}, swatch(study, run.remedy), tag("small", {}, _role(run)) if _role(run) else ""),
         cell(rate(run.lr), run.lr),
         cell(str(run.seed), run.seed),
     ]
@@ -168,8 +168,11 @@ WAITING = {
 
 
 def _run_name(study: StudyData, run: RunData) -> Markup:
-    role = " (drift)" if run.role == "drift" else ""
-    return join([swatch(study, run.remedy), f", LR {rate(run.lr)}, seed {run.seed}{role}"])
+    return join([swatch(study, run.remedy), f", LR {rate(run.lr)}, seed {run.seed}{_role(run)}"])
+
+
+def _role(run: RunData) -> str:
+    return "" if run.role == "grid" else f" ({run.role})"
 
 
 def _reached(run: RunData) -> str:

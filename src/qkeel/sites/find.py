@@ -80,7 +80,8 @@ def _mla_terms(name: str, module: MLA) -> tuple[LogitTerm, ...]:
     up_q, rope_q = _slice(name, module, "q_up", h), _slice(name, module, "q_rope", h)
     up_k, rope_k = _slice(name, module, "k_up", h), _slice(name, module, "k_rope", 1)
     # With a norm on the latents the size of the down-projections never reaches the logit.
-    down_q = () if module.latent_norm else (_slice(name, module, "q_down", 1),)
+    direct = module.latent_norm or module.sizes.q_latent is None
+    down_q = () if direct else (_slice(name, module, "q_down", 1),)
     down_k = () if module.latent_norm else (_slice(name, module, "kv_down", 1),)
     return (
         LogitTerm(query=(*down_q, up_q), key=(*down_k, up_k)),

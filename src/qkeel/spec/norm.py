@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError, unknown
-from qkeel.functional.norms import l2_norm, layer_norm, rms_norm
+from qkeel.errors import InvalidValueError, RefusedError, unknown
+from qkeel.functional.norms import inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm
 from qkeel.functional.scaling import apply_gain
 from qkeel.spec.slot import Geometry, Params, Slot
 
@@ -64,6 +64,11 @@ class GainNorm(Norm):
     symbol = "norm"
 
     def __post_init__(self) -> None:
+        if self.over == "nope":
+            raise RefusedError(
+                "a norm over the part of a head that is not rotated leaves the rotated part, hence the logit, "
+                "unbounded, and is reported to hurt long contexts; use over='head', the whole of it"
+            )
         for kind, value, known in (
             ("part to normalise", self.on, ("q", "k", "qk", "qkv")),
             ("extent of a norm", self.over, ("head", "layer")),
@@ -90,15 +95,24 @@ class GainNorm(Norm):
             y = flat.view(b, t, h, d).transpose(1, 2)
         else:
             y = self.normalise(x)
-        name = "q" if self.shared and part == "k" else part
-        gain = self._gain(part)
-        if gain != "none":
-            weight = params[f"{name}_norm"]
-            y = apply_gain(y, 1 + weight if gain == "one_plus_dim" else weight)
+        gain = self.weight(part, params)
+        if gain is not None:
+            y = apply_gain(y, gain)
         if self.bias:
-            bias = params[f"{name}_norm_bias"]
+            bias = params[f"{self._owner(part)}_norm_bias"]
             y = y + (bias[:, None, :] if bias.ndim == 2 else bias).to(y.dtype)
         return y
+
+    def weight(self, part: Part, params: Params) -> Tensor | None:
+        """What a part is multiplied by after the normalisation, None for nothing."""
+        gain = self._gain(part)
+        if part not in self.on or gain == "none":
+            return None
+        stored = params[f"{self._owner(part)}_norm"]
+        return 1 + stored if gain == "one_plus_dim" else stored
+
+    def _owner(self, part: Part) -> Part:
+        return "q" if self.shared and part == "k" else part
 
     def _gain(self, part: Part) -> Gain:
         return self.value_gain if part == "v" and self.value_gain is not None else self.gain
@@ -159,6 +173,10 @@ class L2Norm(GainNorm):
     def normalise(self, x: Tensor) -> Tensor:
         return l2_norm(x, self.eps)
 
+    def inverse(self, x: Tensor) -> Tensor:
+        """What `normalise` multiplies x by, [... 1], float32 or wider."""
+        return inverse_l2(x, self.eps)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RMSNorm(GainNorm):
@@ -168,6 +186,10 @@ class RMSNorm(GainNorm):
 
     def normalise(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.eps)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """What `normalise` multiplies x by, [... 1], float32 or wider."""
+        return inverse_rms(x, self.eps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

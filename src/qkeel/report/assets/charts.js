@@ -1,8 +1,8 @@
 // Draws the charts of the page from #report-data into [data-chart], and again when the width changes.
 (() => {
   "use strict";
-  const {human, finite, unique, ascending, logTicks, frame, controls, ramp, draw, start} = Kit;
-  let data = Kit.data();
+  const {human, finite, unique, ascending, logTicks, frame, controls, ramp, draw, redraw, start} = Kit;
+  let data;
   const SYMBOLS = ["circle", "square", "triangle", "diamond2", "cross", "wye", "hexagon", "star"];
   const COLOURS = 8; // --series-0 … --series-7 in report.css; the ninth remedy starts over with dashes
   const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
@@ -283,5 +283,24 @@
   // ── Drawing ────────────────────────────────────────────────────────────────────────────────────────────────────
   const DRAWERS = {drift, loss, logits, entropy, train, heads};
 
-  start(DRAWERS, (fresh) => (data = fresh));
+  // A study in parts (other models, other optimizers) is drawn one part at a time.
+  const shown = {part: null};
+  function take(fresh) {
+    if (!fresh.parts) {
+      data = fresh;
+      return;
+    }
+    const names = Object.keys(fresh.parts);
+    shown.part ??= names[0];
+    data = fresh.parts[shown.part];
+    controls("part", shown, [["Charts of", "part", names.map((name) => [name, name])]], () => {
+      data = fresh.parts[shown.part];
+      choice.group = null;
+      document.querySelector('[data-controls="heads"]')?.replaceChildren();
+      redraw();
+    });
+  }
+
+  take(Kit.data());
+  start(DRAWERS, take);
 })();
