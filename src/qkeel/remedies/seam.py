@@ -134,12 +134,13 @@ class Seam(StandIn):
         x: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
-        if dim not in (-1, x.ndim - 1) or x.ndim not in (3, 4):
+        heads = self.geometry.n_heads
+        if dim not in (-1, x.ndim - 1) or x.ndim not in (3, 4) or (x.ndim == 3 and x.shape[0] % heads):
             raise RefusedError(
                 f"expected scores [b h t s] normalised over the keys, got a softmax over dimension {dim} of "
                 f"{tuple(x.shape)}; the remedy can't tell its heads"
             )
-        z = (x if x.ndim == 4 else x.unflatten(0, (-1, self.geometry.n_heads))).to(wide(dtype or x.dtype))
+        z = (x if x.ndim == 4 else x.unflatten(0, (-1, heads))).to(wide(dtype or x.dtype))
         low = max(self.low, torch.finfo(x.dtype).min / 2)
         visible = z > low
         if self.seen is not None:
