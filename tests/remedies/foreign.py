@@ -175,7 +175,9 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in model.state_dict().items()}
 
 
-def jolted(model: nn.Module, names: tuple[str, ...] = ("q_norm.weight", "k_norm.weight", "q_norm", "k_norm"), by: float = 0.3) -> None:
+def jolted(
+    model: nn.Module, names: tuple[str, ...] = ("q_norm.weight", "k_norm.weight", "q_norm", "k_norm"), by: float = 0.3
+) -> None:
     """Gains off their start."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -31,7 +31,7 @@ CHANGES: dict[str, AttentionSpec] = {
     "sink": AttentionSpec(normalizer=Sink()),
     "sink:learned=false,init=1": AttentionSpec(normalizer=Sink(learned=False, init=1.0)),
 }
-FAMILIES = list(itertools.product(("llama", "gpt2", "neox", "bert", "t5", "deepseek"), HOW)) + [("encoder", "")]
+FAMILIES = [*itertools.product(("llama", "gpt2", "neox", "bert", "t5", "deepseek"), HOW), ("encoder", "")]
 SCALES = ("log_n", "attention")
 
 

@@ -20,7 +20,7 @@ from .foreign import COPIES, LAYOUTS, Hand, build, calls, everything, example, h
 KINDS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
 HOW = ("eager", "sdpa")
-FAMILIES = list(itertools.product(("llama", "qwen2", "gpt2", "neox", "bert", "vit", "t5"), HOW)) + [("encoder", "")]
+FAMILIES = [*itertools.product(("llama", "qwen2", "gpt2", "neox", "bert", "vit", "t5"), HOW), ("encoder", "")]
 
 
 def oracle(model: Hand, spec: AttentionSpec, x: Tensor, params: Params) -> Tensor:
@@ -262,7 +262,7 @@ def test_gains_are_saved_and_come_back(tmp_path: Any) -> None:
 def test_a_model_that_is_normed_already_is_refused() -> None:
     model, x = hf("qwen3", "sdpa"), example("qwen3")
     before = everything(model)
-    with pytest.raises(RefusedError, match="qk_norm at model.layers.0.self_attn: q and k are normed already"):
+    with pytest.raises(RefusedError, match=r"qk_norm at model.layers.0.self_attn: q and k are normed already"):
         qkeel.apply("qk_norm", model, example=x)
     assert everything(model) == before
 
@@ -282,7 +282,7 @@ def test_what_a_norm_makes_pointless_is_refused_in_both_orders(second: str) -> N
 def test_latent_attention_takes_norms_that_commute_with_the_rotation(how: str) -> None:
     model, x = hf("deepseek", how), example("deepseek")
     before = everything(model)
-    with pytest.raises(RefusedError, match="the keys are no one module's output: they are made by .*kv_a_proj"):
+    with pytest.raises(RefusedError, match=r"the keys are no one module's output: they are made by .*kv_a_proj"):
         qkeel.apply("qk_norm", model, example=x)
     assert everything(model) == before
     if how == "eager":
