@@ -30,7 +30,7 @@ def refusal_of(name: str, kind: str) -> str:
     """Why a remedy cannot be applied to that kind of attention; empty if it can."""
     model = model_of(kind)
     try:
-        apply(name, model, torch.optim.AdamW(model.parameters())).remove()
+        apply(name, model, torch.optim.AdamW(model.parameters()), train_length=16).remove()
     except QkeelError as error:
         return str(error)
     return ""

@@ -109,7 +109,7 @@ def gain_of(model: nn.Module, name: str, part: str) -> Tensor | None:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("remedy", ["qk_norm", "qk_norm:over=layer", "cosine", "key_norm", "query_norm:gain=dim"])
+@pytest.mark.parametrize("remedy", ["qk_norm:over=layer", "cosine", "key_norm"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_generation_with_a_cache_equals_generation_without(name: str, how: str, remedy: str) -> None:
     model, x = hf(name, how), example("llama", tokens=4)
@@ -201,11 +201,9 @@ def test_under_autocast_the_norm_is_taken_in_float32() -> None:
     assert torch.allclose(lengths, torch.full_like(lengths, 2.0), rtol=0.01)
 
 
-@pytest.mark.parametrize("remedy", ["qk_norm", "qk_norm:gain=none", "cosine", "key_norm:gain=head"])
+@pytest.mark.parametrize("remedy", ["qk_norm", "key_norm:gain=none"])
 @pytest.mark.parametrize(("name", "how"), FAMILIES)
 def test_removal_leaves_no_trace(name: str, how: str, remedy: str) -> None:
-    if name == "t5" and remedy == "cosine":
-        pytest.skip("refused: T5 has no 1/√d to replace")
     model, x = build(name, how), example(name)
     optimizer = torch.optim.AdamW(model.parameters())
     before, state, y = everything(model), values(model), out(model, x)

@@ -26,7 +26,7 @@ class ChangeScale(ChangeSpec):
     __slots__ = ()
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        written = biased(target.model, target.example[0], target.example[1])
+        written = biased(target.model, target.example[0], target.example[1]) if sites else set()
         for site in sites:
             seams = any(isinstance(s, Seam) for s in standing_in(site.module))
             # A cap of the model's own bends what it is scaled by here; one that qkeel put there comes after the scale.
