@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 import torch
+from tests.remedies.foreign import D, Hand, encoder, example, hf, out
 from torch import nn
 
 import qkeel
-from tests.remedies.foreign import D, Hand, encoder, example, hf, out
 
 REMEDIES = {
     "linear": ("qk_norm", "softcap:cap=0.5", "log_n:length=3", "sink"),

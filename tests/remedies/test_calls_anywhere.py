@@ -167,7 +167,10 @@ def own(m: nn.Module, spec: AttentionSpec) -> dict[str, Tensor]:
     return {n: p for n, p in m._parameters.items() if n in spec.init_params(4, 4, 4) and p is not None}
 
 
-@pytest.mark.parametrize("change", ["softcap:cap=0.5", "softpick", "sink", "qk_norm", "qk_norm:kind=layer,over=layer"])
+@pytest.mark.parametrize(
+    "change",
+    ["softcap:cap=0.5", "softpick", "sink", "qk_norm", "qk_norm:kind=layer,over=layer", "qkv_norm:drop_pre_norm=false"],
+)
 @pytest.mark.parametrize("cross", [False, True])
 def test_multihead_attention_is_changed_with_masks_and_weights(change: str, cross: bool) -> None:
     torch.manual_seed(0)
@@ -179,6 +182,8 @@ def test_multihead_attention_is_changed_with_masks_and_weights(change: str, cros
     spec = CHANGES.get(change, AttentionSpec())
     if change == "qk_norm":
         spec = AttentionSpec(norm=qkeel.spec.RMSNorm(gain="dim"))
+    elif change.startswith("qkv_norm"):
+        spec = AttentionSpec(norm=qkeel.spec.LayerNorm(on="qkv", gain="dim"))
     elif change.startswith("qk_norm"):
         spec = AttentionSpec(norm=qkeel.spec.LayerNorm(over="layer", gain="dim"))
     padding = torch.zeros(2, y.shape[1], dtype=torch.bool)
@@ -213,6 +218,16 @@ def test_torchs_encoder_leaves_its_fast_path(nested: bool) -> None:
 
 
 # --- handles, copies, refusals
+
+
+@pytest.mark.parametrize(("remedy", "message"), [
+    ("qkv_norm", "dropped in qkeel's own blocks only"),
+    ("qkv_norm:drop_pre_norm=false", "which weights make the values"),
+])  # fmt: skip
+def test_qkv_norm_is_refused_where_values_or_blocks_are_not_told(remedy: str, message: str) -> None:
+    model, x = hf("llama", "sdpa"), example("llama")
+    with pytest.raises(RefusedError, match=message):
+        qkeel.apply(remedy, model, example=x)
 
 
 @pytest.mark.parametrize("change", ["softcap:cap=0.5", "log_n:length=3", "sink"])
