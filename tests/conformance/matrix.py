@@ -102,8 +102,8 @@ def matrix() -> str:
         "## Remedies and kinds of attention\n",
         table("remedy", list(KINDS), remedies) + "\n",
         "## Remedies and attention of other people's models\n",
-        "With an example batch, in training; generation with a cache, `torch.compile` before and after and copies of the\n"
-        "model are tested on the layouts of the first columns and on models of transformers.\n",
+        "With an example batch, in training. Generation with a cache, copies, and `torch.compile` before and after are\n"
+        "tested on the layouts of the first columns, torch's encoder, and models of transformers.\n",
         table("remedy", list(FOREIGN), foreign) + "\n",
         "## Why not\n",
         "\n".join(why) if why else "Nothing is refused.",
