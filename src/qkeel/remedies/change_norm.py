@@ -87,7 +87,7 @@ def _norm_projections(
         norms = _norms(remedy, target, site, plan)
         yield _held(target, site, norms)
         for module in owners.values():
-            parts = [part for part, heads in plan.items() if heads.module is module]
+            parts: list[Part] = [part for part, heads in plan.items() if heads.module is module]
             new = NormedProjection([plan[part] for part in parts], [norms[part] for part in parts])
             place(new)
             yield Handle(lambda new=new: take_out(new))

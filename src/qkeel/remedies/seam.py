@@ -7,6 +7,7 @@ While the module's forward runs, a torch function mode exchanges `F.scaled_dot_p
 from __future__ import annotations
 
 import math
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, final
@@ -59,12 +60,14 @@ class Seam(StandIn):
             place(self)
             if isinstance(self.module, nn.MultiheadAttention):
                 self.module.register_forward_pre_hook(_not_the_fast_path)
+                _forget_compiled()
         self.changes, self.specs = changes, specs
         if not changes:
             take_out(self)
             hooks = self.module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if hook is _not_the_fast_path]:
                 del hooks[key]
+                _forget_compiled()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward."""
@@ -217,6 +220,12 @@ class _Exchange(TorchFunctionMode):
 
 def _not_the_fast_path(module: nn.Module, args: object) -> None:
     """A hook without a purpose: with one, nn.TransformerEncoderLayer computes its attention in the open."""
+
+
+def _forget_compiled() -> None:
+    """Code compiled for the fast path does not notice that hook; everything compiled so far is compiled anew."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 class SpecChange(Protocol):
