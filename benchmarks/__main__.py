@@ -52,6 +52,7 @@ def run(size: str, rounds: int, compiled: bool) -> dict[str, object]:
     for shape in sizes["statistics"]:
         table(f"statistics, batch heads tokens dim = {shape}", statistics.bench(shape, rounds), statistics.BASE)
     table(f"optimizer step, {sizes['steps']}", steps.bench(**sizes["steps"], rounds=rounds), steps.BASE)
+    table(f"qk_clip beside the step, {sizes['steps']}", steps.bench_clip(**sizes["steps"], rounds=rounds), steps.BASE)
     return found
 
 

@@ -1,17 +1,28 @@
-"""What lalr and qk_clip add to an optimizer step: ratios to torch's fused AdamW on the same weights."""
+"""What lalr and qk_clip add to an optimizer step: ratios to torch's fused AdamW on the same weights.
+
+`python -m benchmarks.steps` prints both tables at the shapes of the goals, or at others: --layers, --heads, --dim.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 
-import torch
-from torch import nn
+from benchmarks.measure import settle
 
-from benchmarks.measure import Row, interleave
+if __name__ == "__main__":
+    settle(module="benchmarks.steps")  # before torch: the allocator reads its settings when the process starts
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import Row, interleave, show
+from qkeel.functional.stats import LogitStats
 from qkeel.nn import Attention
 from qkeel.remedies import apply
 
 BASE = "AdamW, fused"
+THRESHOLD = 100.0
 
 
 def _model(layers: int, heads: int, dim: int) -> nn.Module:
@@ -25,22 +36,88 @@ def _model(layers: int, heads: int, dim: int) -> nn.Module:
     return nn.ModuleList(blocks)
 
 
+def _case(layers: int, heads: int, dim: int, remedy: str, **options: bool) -> Callable[[], object]:
+    model = _model(layers, heads, dim)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) * 1e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
+    apply(remedy, model, optimizer)
+    return optimizer.step
+
+
 def bench(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
     """One optimizer step each: the same weights, the same fixed gradients."""
-
-    def case(remedy: str, **options: bool) -> Callable[[], object]:
-        model = _model(layers, heads, dim)
-        for p in model.parameters():
-            p.grad = torch.randn_like(p) * 1e-3
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
-        apply(remedy, model, optimizer)
-        return optimizer.step
-
+    sizes = (layers, heads, dim)
     cases = {
-        BASE: case("none", fused=True),
-        "AdamW, fused + lalr": case("lalr", fused=True),
-        "AdamW, fused + lalr (spectral)": case("lalr:norm=spectral", fused=True),
-        "AdamW, fused + qk_lr": case("qk_lr", fused=True),
-        "AdamW, foreach": case("none", foreach=True),
+        BASE: _case(*sizes, "none", fused=True),
+        "AdamW, fused + lalr": _case(*sizes, "lalr", fused=True),
+        "AdamW, fused + lalr (plain decay)": _case(*sizes, "lalr:decay=plain", fused=True),
+        "AdamW, fused + lalr (spectral)": _case(*sizes, "lalr:norm=spectral", fused=True),
+        "AdamW, fused + qk_lr": _case(*sizes, "qk_lr", fused=True),
+        "AdamW, fused + qk_weight_decay": _case(*sizes, "qk_weight_decay", fused=True),
+        "AdamW, foreach": _case(*sizes, "none", foreach=True),
     }
     return interleave(cases, BASE, rounds)
+
+
+def bench_clip(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
+    """What qk_clip does after a step, its statistic aside: maxima put where the tap would have put them.
+
+    The clip is timed alone beside the step, since its part of a step is below what steps differ by.
+    """
+    model = _model(layers, heads, dim)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) * 1e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    clipped = torch.optim.SGD(model.parameters(), lr=0.0)  # only carries the hooks
+    handle = apply(f"qk_clip:threshold={THRESHOLD}", model, clipped)
+    (before, after) = (
+        list(h.values()) for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks)
+    )
+    tap = next(hook.__self__.tap for hook in after)
+
+    def clip(share: float) -> Callable[[], object]:
+        top = torch.full((layers, heads), THRESHOLD / 2)
+        top.view(-1)[:: round(1 / share) if share else top.numel() + 1] = THRESHOLD * (1 + 1e-6 if share else 0.5)
+        stats = {site: _only(row) for site, row in zip(_names(layers), top)}
+
+        def run() -> None:
+            tap._stats["train"].stats.update(stats)
+            for hook in (*before, *after):
+                hook(clipped, (), {})
+
+        return run
+
+    cases = {BASE: optimizer.step, "qk_clip, nothing over": clip(0), "qk_clip, 17 % of heads over": clip(1 / 6)}
+    rows = interleave(cases, BASE, rounds)
+    handle.remove()
+    return rows
+
+
+def _names(layers: int) -> list[str]:
+    return [f"{i}.attention" for i in range(layers)]
+
+
+def _only(top: Tensor) -> LogitStats:
+    stats = LogitStats.empty(len(top), len(top), top)
+    object.__setattr__(stats, "max_logit", top)
+    return stats
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
+    for name, default in (("layers", 14), ("heads", 32), ("dim", 1024), ("rounds", 15)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = vars(parser.parse_args())
+    torch.set_num_threads(1)
+    show(f"optimizer step, {args}", bench(**args), BASE)
+    rows = bench_clip(**args)
+    show(f"qk_clip beside the step, {args}", rows, BASE)
+    for row in rows[1:]:
+        part = sorted(row.ratios)[len(row.ratios) // 2]
+        print(f"  {row.name}: {100 * part:.3f} % of a step")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,13 +14,14 @@ from qkeel.kernels.contract import Kernel, average
 from qkeel.kernels.logsumexp import Price, attend_with_logsumexp, bracket
 from qkeel.kernels.sdpa import Sdpa
 from qkeel.kernels.statistics import logit_stats
+from qkeel.kernels.windowed import Windowed
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.slot import Params
 
 # In the order "auto" tries them: the fastest first; the last takes everything.
-KERNELS: dict[str, Kernel] = {"sdpa": Sdpa(), "chunked": Chunked()}
+KERNELS: dict[str, Kernel] = {"sdpa": Sdpa(), "windowed": Windowed(), "chunked": Chunked()}
 # What `stats` may say beside True.
 PRICES: dict[str, Price] = {"bracket": "bracket", "max": "max", "entropy": "entropy"}
 

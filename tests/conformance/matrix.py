@@ -71,6 +71,20 @@ def foreign_refusal(name: str, kind: str) -> str:
     return ""
 
 
+def _grouped() -> dict[str, str]:
+    """Each reason of a kernel once, with the presets it concerns."""
+    found: dict[str, list[str]] = {}
+    for kernel in KERNELS:
+        for name in PRESETS:
+            text = kernel_refusal(name, kernel).replace(preset(name).position.formula(), "its position")
+            if text:
+                found.setdefault(text, [f"`{kernel}`"]).append(f"`{name}`")
+    return {
+        text: f"{kernel} with every preset" if len(names) == len(PRESETS) else f"{kernel} with {', '.join(names)}"
+        for text, (kernel, *names) in found.items()
+    }
+
+
 def kernel_refusal(name: str, kernel: str) -> str:
     """Why a kernel cannot compute a preset; empty if it can."""
     spec = preset(name)
@@ -91,7 +105,7 @@ def matrix() -> str:
     remedies = {name: ["" if refusal_of(name, kind) else "✓" for kind in KINDS] for name in REMEDIES}
     foreign = {name: ["" if foreign_refusal(name, kind) else "✓" for kind in FOREIGN] for name in REMEDIES}
     why = [f"- `{name}` on {kind}: {text}" for name in REMEDIES for kind in KINDS if (text := refusal_of(name, kind))]
-    why += [f"- `{name}` with {k}: {text}" for name in PRESETS for k in KERNELS if (text := kernel_refusal(name, k))]
+    why += [f"- {names}: {text}" for text, names in _grouped().items()]
     why += [f"- `{name}` on {kind}: {said}" for name in REMEDIES for kind in FOREIGN
             if (said := foreign_refusal(name, kind))]  # fmt: skip
     parts = [

@@ -256,6 +256,7 @@ def test_what_a_remedy_refuses_it_refuses_with_a_reason_and_changes_nothing(name
 NEUTRAL: dict[str, tuple[str, str]] = {
     "none": ("none", "bit for bit over steps"),
     "qk_lr": ("qk_lr:factor=1", "bit for bit over steps"),
+    "qk_weight_decay": ("qk_weight_decay:decay=0", "bit for bit over steps"),
     "qk_clip": ("qk_clip:threshold=1e30", "bit for bit over steps"),
     "lalr": ("lalr:tau=1", "bit for bit over one step"),
     "softcap": ("softcap:cap=1e30", "to rounding over steps"),

@@ -244,7 +244,7 @@ def test_a_wrong_name_or_option_is_one_clear_error(named: Any, options: Any, err
     assert_same(before, snapshot(model))
 
 
-@pytest.mark.parametrize("name", ["lalr", "qk_lr", "qk_clip"])
+@pytest.mark.parametrize("name", ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"])
 def test_what_acts_on_steps_asks_for_the_optimizer(name: str) -> None:
     model = decoder()
     before = snapshot(model)

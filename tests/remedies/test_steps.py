@@ -16,7 +16,8 @@ import qkeel
 from qkeel.errors import InvalidValueError
 from qkeel.remedies import Target
 from qkeel.remedies.base import HeadWeights
-from qkeel.remedies.steps import merge_lines, scale_steps
+from qkeel.remedies.pieces import merge_lines
+from qkeel.remedies.steps import scale_steps
 from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
 from qkeel.spec import AttentionSpec
 

@@ -22,6 +22,7 @@ from qkeel.remedies.none import NoRemedy
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_lr import QKLearningRate
 from qkeel.remedies.qk_norm import QKNorm
+from qkeel.remedies.qk_weight_decay import QKWeightDecay
 from qkeel.remedies.qkv_norm import QKVNorm
 from qkeel.remedies.query_norm import QueryNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
@@ -50,6 +51,7 @@ REMEDIES: dict[str, type[Remedy]] = {
     "qk_clip": QKClip,
     "lalr": LALR,
     "qk_lr": QKLearningRate,
+    "qk_weight_decay": QKWeightDecay,
     "sigma_reparam": SigmaReparam,
 }
 ALIASES: dict[str, str] = {"quack": "lalr"}
@@ -78,7 +80,7 @@ def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ..
     Keyword options go to the one remedy named.
 
     >>> parse("quack", tau=0.3)
-    (LALR(tau=0.3, norm='frobenius'),)
+    (LALR(tau=0.3, norm='frobenius', decay='scaled'),)
     """
     if isinstance(named, Remedy):
         _no_options(options, named)
@@ -144,7 +146,7 @@ def apply(
 def _apply_one(
     remedy: Remedy, model: nn.Module, optimizer: Optimizer | None, shown: Arguments, train_length: int | None
 ) -> Handle:
-    sites = find_sites(model, *shown[0], **shown[1])
+    sites = _sites(remedy, model, shown)
     for site in sites:
         if remedy.name in _applied(site):
             raise AlreadyAppliedError(f"{remedy.name} is on {_where(site)} already; remove() its handle first")
@@ -162,7 +164,7 @@ def _apply_one(
         raise
     modules = {id(site.module): site.module for site in sites}.values()  # one may make several calls
     for module in modules:
-        module.__dict__.setdefault(_MARK, {})[remedy.name] = remedy
+        module.__dict__.setdefault(_MARK, _Marks())[remedy.name] = remedy
 
     def undo() -> None:
         inner.remove()
@@ -173,6 +175,28 @@ def _apply_one(
                 del module.__dict__[_MARK]
 
     return Handle(undo, state=inner.state, load=inner.load)
+
+
+def _sites(remedy: Remedy, model: nn.Module, shown: Arguments) -> list[AttentionSite]:
+    try:
+        return find_sites(model, *shown[0], **shown[1])
+    except RefusedError as error:
+        if shown != ((), {}):
+            raise
+        raise RefusedError(
+            f"{error} For apply: qkeel.apply({remedy.name!r}, model, optimizer, example=batch), with a batch as the "
+            "model takes it"
+        ) from error
+
+
+class _Marks(dict[str, Remedy]):
+    """The remedies in force at a module. A copy of the module has those that changed the module itself."""
+
+    def __deepcopy__(self, memo: object) -> _Marks:
+        return _Marks({name: remedy for name, remedy in self.items() if not remedy.on_steps})
+
+    def __reduce__(self) -> tuple[type[_Marks], tuple[dict[str, Remedy]]]:
+        return _Marks, ({name: remedy for name, remedy in self.items() if not remedy.on_steps},)
 
 
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:

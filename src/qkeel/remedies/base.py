@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, NonFiniteError, RefusedError
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
+from qkeel.remedies.masters import LOW_PRECISION, stepped
 from qkeel.sites.example import Arguments
 from qkeel.sites.site import AttentionSite, HeadSlice
 
@@ -51,11 +53,15 @@ class Target:
 
 
 class Remedy(abc.ABC):
-    """A named, sourced change. Subclasses are frozen dataclasses; their fields are the remedy's options."""
+    """A named, sourced change. Subclasses are frozen dataclasses; their fields are the remedy's options.
+
+    `on_steps` says that it acts through hooks of the optimizer only: a copy of the model is without it.
+    """
 
     name: ClassVar[str]
     line: ClassVar[str]
     source: ClassVar[str]
+    on_steps: ClassVar[bool] = False
 
     __slots__ = ()
 
@@ -126,15 +132,71 @@ class HeadWeights:
             found.setdefault(id(parameter), (parameter, []))[1].append(i)
         return list(found.values())
 
-    def check_held(self, optimizer: Optimizer, remedy: str) -> None:
-        """Raise unless the optimizer steps every one of the weights."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    def of_optimizer(self, optimizer: Optimizer, remedy: str) -> list[Tensor | None]:
+        """What the optimizer steps for each entry: the weight, its float32 copy, or None for a frozen weight.
+
+        Raises: RefusedError unless it steps every weight that is trained, and one at least.
+        """
         for s, p in zip(self.slices, self.parameters):
-            if id(p) not in held:
+            if not _plain(p):
+                raise RefusedError(
+                    f"{s.parameter} is quantised or sharded ({type(p).__name__} of {p.dtype}), so its rows are not at "
+                    f"hand; apply {remedy} to plain floating point weights"
+                )
+        tensors = [stepped(optimizer, p) for p in self.parameters]
+        for s, p, tensor in zip(self.slices, self.parameters, tensors):
+            if tensor is None and (p.requires_grad or not any(t is not None for t in tensors)):
                 raise RefusedError(
                     f"{remedy} acts on steps of {s.parameter}, which this {type(optimizer).__name__} does not hold; "
-                    "give the optimizer that does"
+                    f"give the optimizer that does{self._strangers(optimizer)}"
                 )
+        return tensors
+
+    def read(self, optimizer: Optimizer, remedy: str) -> list[Tensor]:
+        """The most exact tensor there is for each entry: its float32 copy, else the weight."""
+        return [p if t is None else t for p, t in zip(self.parameters, self.of_optimizer(optimizer, remedy))]
+
+    def _strangers(self, optimizer: Optimizer) -> str:
+        """A hint where the optimizer steps tensors that may be float32 copies in another form."""
+        shapes = {p.shape for p in self.parameters}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p.dtype in LOW_PRECISION for p in self.parameters) or all(p.shape in shapes for p in held):
+            return ""
+        return (
+            ". Float32 copies are known by their shape and values; flattened, sharded or stale ones are not: copy the "
+            "weights over first, or use float32 weights under autocast"
+        )
+
+
+def _plain(p: Tensor) -> bool:
+    """Whether its rows can be read and scaled as they are."""
+    return p.is_floating_point() and not is_traceable_wrapper_subclass(p)
+
+
+def refuse_untold(site: AttentionSite) -> Refusal | None:
+    """The refusal where the weights that make the heads are not known."""
+    if site.terms:
+        return None
+    return Refusal(
+        f"which rows of which weights make its heads could not be told: {site.why or 'no reason is known'}",
+        "apply the remedy to a part of the model without this attention",
+    )
+
+
+def refuse_rescaled(site: AttentionSite, so: str) -> Refusal | None:
+    """The refusal where the weight that makes the logit is another than the one that is stored; `so` says what follows.
+
+    Parametrizations show in the weight's name. DoRA divides by a norm of its weights that no gradient passes, so only
+    the magnitudes that it learns instead give it away.
+    """
+    dora = any(
+        module._modules.get("lora_magnitude_vector")
+        and any(f".{name}." in s.parameter for s in (*site.query, *site.key))
+        for name, module in site.module.named_modules()
+    )
+    if not (dora or site.reparametrised):
+        return None
+    return Refusal(f"the weight that makes the logit is computed from another, so {so}", "use one of the two")
 
 
 def check_weights(target: Target, remedy: str) -> None:
@@ -142,7 +204,7 @@ def check_weights(target: Target, remedy: str) -> None:
     for s, p in zip((weights := HeadWeights.of(target)).slices, weights.parameters):
         if p.is_meta:
             raise RefusedError(f"{s.parameter} is on the meta device; give it values before {remedy} is applied")
-        if not bool(torch.isfinite(p).all()):
+        if _plain(p) and not bool(torch.isfinite(p).all()):
             raise NonFiniteError(f"{s.parameter} holds NaN or infinity before {remedy} is applied; load sound weights")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, final
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from qkeel.errors import InvalidValueError, unknown
 from qkeel.functional.bounds import spectral_norm
-from qkeel.functional.updates import group_max, repeat_groups
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number
+from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
+from qkeel.remedies.masters import innermost
 from qkeel.remedies.steps import scale_steps
 from qkeel.sites.find import is_normed
 from qkeel.sites.site import AttentionSite
@@ -34,23 +34,31 @@ class LALR(Remedy):
     f, and where heads share it the largest product over those heads; this is the published algorithm 2 for MLA
     and its extension to grouped keys. A weight that layers share takes part in the terms of all of them. Biases
     keep the base rate. The whole step is scaled, decoupled weight decay included. A matrix of norm zero counts with
-    the norm it had at the start; one that was zero at the start never counts.
+    the norm it had at the start; one that was zero at the start never counts. Frozen weights count as partners.
 
     The norms are those of the weights when the remedy is applied; `state()` carries them across a checkpoint.
+    decay="plain" leaves decoupled weight decay at the base rate, η·λ, and scales the rest of the step only.
     norm="spectral" synchronises a GPU with the host at every step (an eigenvalue problem of size d per head).
     """
 
     tau: float = 0.1
     norm: Literal["frobenius", "spectral"] = "frobenius"
+    decay: Literal["scaled", "plain"] = "scaled"
 
     name = "lalr"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
+    on_steps = True
 
     def __post_init__(self) -> None:
         check_number("lalr", "tau", self.tau)
         if self.norm not in ("frobenius", "spectral"):
             raise unknown("norm of lalr", self.norm, ("frobenius", "spectral"))
+        if self.decay not in ("scaled", "plain"):
+            raise unknown("decay of lalr", self.decay, ("scaled", "plain"))
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return self.holds(site) or refuse_untold(site)
 
     def holds(self, site: AttentionSite) -> Refusal | None:
         if is_normed(site):
@@ -58,23 +66,14 @@ class LALR(Remedy):
                 "a norm on q and k already makes the logit independent of the size of the weights",
                 "use one of the two, or qk_lr for a plain lower rate",
             )
-        if site.reparametrised:
-            return Refusal(
-                "the weight that makes the logit is computed from another, so the norm of what the optimizer steps "
-                "says nothing about the logit",
-                "use one of the two, or qk_lr for a plain lower rate",
-            )
-        return None
+        return refuse_rescaled(site, "the norm of what the optimizer steps says nothing about the logit")
 
     def apply(self, target: Target) -> Handle:
         weights = HeadWeights.of(target)
-        uses = _uses(target.sites, weights)
         measure = spectral_norm if self.norm == "spectral" else frobenius_norm
-        start = [measure(s.heads(p.detach())) for s, p in zip(weights.slices, weights.parameters)]
-
-        def factors(now: list[Tensor]) -> list[Tensor]:
-            start[:] = [s.to(n) for s, n in zip(start, now)]  # where the weights were moved to
-            return [self.tau * rate for rate in rates(uses, start, now)]
+        read = weights.read(innermost(target.need_optimizer(self.name)), self.name)
+        start = [measure(s.heads(p.detach())) for s, p in zip(weights.slices, read)]
+        rates = Rates(_uses(target.sites, weights), start)
 
         def state() -> dict[str, Any]:
             return {name: norm.clone() for name, norm in zip(names, start)}
@@ -88,9 +87,12 @@ class LALR(Remedy):
                 )
             for name, own in zip(names, start):
                 own.copy_(values[name])
+            rates.start_from(start)
 
         names = _names(weights)
-        steps = scale_steps(target, self.name, weights, measure, factors)
+        steps = scale_steps(
+            target, self.name, weights, measure, lambda now: rates(now, self.tau), decay=self.decay == "scaled"
+        )
         return Handle(steps.remove, state=state, load=load)
 
 
@@ -99,24 +101,70 @@ def frobenius_norm(heads: Tensor) -> Tensor:
     return torch.linalg.vector_norm(heads, dim=(1, 2))
 
 
-def rates(uses: Sequence[Sequence[Use]], start: Sequence[Tensor], now: Sequence[Tensor]) -> list[Tensor]:
-    """f(now) / f(start) per head of every weight, before τ."""
-    counts = [s > 0 for s in start]
-    # What was zero has no start to compare with: it counts as unchanged. What is zero now could blow its partner up.
-    old = [torch.where(c, s, 1.0) for c, s in zip(counts, start)]
-    new = [torch.where(c & (n > 0), n, o) for c, n, o in zip(counts, now, old)]
-    return [_product(u, old, len(s)) / _product(u, new, len(s)) for u, s in zip(uses, start)]
+@final
+class Rates:
+    """f(now) / f(start) per head of every weight, of all weights of a model by a few operations.
+
+    The norms of all entries stand in one row, 1 at its end. A table of places in it says for each number of the row
+    whose norms to multiply: [n uses repeats others], the largest product over uses and repeats being 1/f. Tables of
+    one shape are one.
+    """
+
+    def __init__(self, uses: Sequence[Sequence[Use]], start: Sequence[Tensor]) -> None:
+        self._counts = [len(s) for s in start]
+        firsts = [0, *itertools.accumulate(self._counts)]
+        alike: dict[torch.Size, list[tuple[int, Tensor]]] = {}
+        for i, own in enumerate(uses):
+            table = _table(own, self._counts, firsts, i)
+            alike.setdefault(table.shape[1:], []).append((firsts[i], table))
+        self._tables = [torch.cat([table for _, table in group]) for group in alike.values()]
+        order = [torch.arange(first, first + len(t)) for group in alike.values() for first, t in group]
+        self._back = torch.cat(order).argsort()
+        self.start_from(start)
+
+    def start_from(self, start: Sequence[Tensor]) -> None:
+        """Take these norms for those at the start."""
+        row = self._row(start)
+        # What was zero has no start to compare with: it counts as unchanged.
+        self._counted, self._old = row > 0, torch.where(row > 0, row, 1.0)
+        self._to(row.device)
+        self._first = self._products(self._old)
+
+    def __call__(self, now: Sequence[Tensor], tau: float = 1.0) -> list[Tensor]:
+        row = self._row(now)
+        if row.device != self._old.device:  # where the weights were moved to
+            self._counted, self._old, self._first = (x.to(row.device) for x in (self._counted, self._old, self._first))
+            self._to(row.device)
+        # What is zero now could blow its partner up.
+        new = torch.where(self._counted & (row > 0), row, self._old)
+        factors = tau * (self._first / self._products(new))
+        return [f.to(n.device) for f, n in zip(factors.split(self._counts), now)]
+
+    def _row(self, norms: Sequence[Tensor]) -> Tensor:
+        """All norms side by side on one device, and a 1."""
+        device = norms[0].device
+        return torch.cat([*(n.to(device) for n in norms), torch.ones(1, dtype=norms[0].dtype, device=device)])
+
+    def _products(self, row: Tensor) -> Tensor:
+        """1/f for every number of the row but the last."""
+        return torch.cat([row[table].prod(-1).amax((1, 2)) for table in self._tables])[self._back]
+
+    def _to(self, device: torch.device) -> None:
+        self._tables, self._back = [table.to(device) for table in self._tables], self._back.to(device)
 
 
-def _product(uses: Sequence[Use], norms: Sequence[Tensor], n: int) -> Tensor:
-    """1/f: the largest product of the other norms, over the terms and, where heads share the weight, over them."""
-    largest: Tensor | None = None
+def _table(uses: Sequence[Use], counts: Sequence[int], firsts: Sequence[int], i: int) -> Tensor:
+    """[n uses repeats others] places of the norms that the rate of entry i depends on; 1 fills up."""
+    most = max(len(others) for others, _ in uses)
+    repeats = max(n_heads for _, n_heads in uses) // counts[i]
+    found = []
     for others, n_heads in uses:
-        product = functools.reduce(torch.mul, [repeat_groups(norms[i], n_heads) for i in others])
-        product = group_max(product, n)
-        largest = product if largest is None else torch.maximum(largest, product)
-    assert largest is not None
-    return largest
+        heads = torch.arange(n_heads)
+        places = [firsts[j] + heads // (n_heads // counts[j]) for j in others]
+        places += [torch.full((n_heads,), firsts[-1])] * (most - len(others))
+        table = torch.stack(places, -1).view(counts[i], -1, most)
+        found.append(table.repeat(1, -(-repeats // table.shape[1]), 1)[:, :repeats])
+    return torch.stack(found, 1)
 
 
 def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use]]:

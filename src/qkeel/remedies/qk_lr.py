@@ -8,8 +8,10 @@ from typing import final
 from torch import Tensor
 
 from qkeel.handle import Handle
-from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number
+from qkeel.kernels.contract import Refusal
+from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_untold
 from qkeel.remedies.steps import scale_steps
+from qkeel.sites.site import AttentionSite
 
 
 @final
@@ -22,9 +24,13 @@ class QKLearningRate(Remedy):
     name = "qk_lr"
     line = "a fixed, smaller learning rate for query and key weights"
     source = "the ablation of Anson & Aitchison 2025, arXiv 2511.21377, figure 1"
+    on_steps = True
 
     def __post_init__(self) -> None:
         check_number("qk_lr", "factor", self.factor, zero=True)
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return refuse_untold(site)
 
     def apply(self, target: Target) -> Handle:
         def measure(heads: Tensor) -> Tensor:

@@ -2,58 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from qkeel.handle import Handle
 from qkeel.remedies.base import HeadWeights, Target
-from qkeel.remedies.linear import check_linear
-from qkeel.sites.site import HeadSlice, across
+from qkeel.remedies.linear import check_linear, decay_rates
+from qkeel.remedies.masters import innermost
+from qkeel.remedies.pieces import Piece, owned
+from qkeel.remedies.presence import Presence
 
 Measure = Callable[[Tensor], Tensor]
 Rates = Callable[[list[Tensor]], list[Tensor]]
 
 
-def scale_steps(target: Target, remedy: str, weights: HeadWeights, measure: Measure, rates: Rates) -> Handle:
+def scale_steps(
+    target: Target, remedy: str, weights: HeadWeights, measure: Measure, rates: Rates, *, decay: bool = True
+) -> Handle:
     """Scale every optimizer step of the weights, per head, until the handle is removed.
 
-    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included, is scaled. Before the step,
-    `measure` gets each entry's weight as [n r m] and gives a number per head [n]; `rates` turns those of all
-    entries into factors f per head, entry by entry. Factor 1 leaves the new weight bit for bit. Exact for every
-    optimizer linear in the learning rate. The one copy of the weights lives only inside the step. Nothing is read
-    back to the host, and there is no loop over heads.
+    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included. With decay=False that keeps its
+    full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). Before the step, `measure` gets each entry's
+    weight as [n r m] and gives a number per head [n]; `rates` turns those of all entries into factors f per head,
+    entry by entry. Factor 1 leaves the new weight bit for bit. Exact for every optimizer linear in the learning rate.
+    The one copy of the rows of heads lives only inside the step. Nothing is read back to the host, and there is no
+    loop over heads. Frozen weights are measured only.
 
     The scaling comes before every other post hook of the step (a clip, an average), in whatever order they came.
     """
-    optimizer = target.need_optimizer(remedy)
-    check_linear(optimizer, remedy, weights)
-    owners = weights.owners()
-    saved: list[Tensor] = []
-    scale: list[Tensor] = []
+    optimizer = innermost(target.need_optimizer(remedy))
+    tensors = check_linear(optimizer, remedy, weights, decay=decay)
+    presence = Presence(target.model, remedy, (s.parameter for s in weights.slices))
+    steps = _Steps(weights, tensors, measure, rates, None if decay else optimizer)
 
     @torch.no_grad()
     def before(*_: Any) -> None:
-        saved.clear()  # of a step that raised
-        scale.clear()
-        sizes: dict[int, Tensor] = {}
-        for p, entries in owners:  # measured, then copied at once: the second read comes from the cache
-            sizes.update((i, measure(weights.slices[i].heads(p.detach()))) for i in entries)
-            saved.append(p.detach().clone())
-        factors = rates([sizes[i] for i in range(len(sizes))])
-        for p, entries in owners:
-            scale.append(merge_lines([(weights.slices[i], factors[i].to(p.dtype)) for i in entries], p))
+        presence.check()
+        steps.begin()
 
     @torch.no_grad()
-    def after(*_: Any) -> None:
-        # Empty when a subclass's step calls its parent's: both run the hooks, and the inner one was the step.
-        for owner, old, factor in zip(owners, saved, scale):
-            new = owner[0].detach()
-            torch.lerp(old, new, factor, out=new)
-        saved.clear()
-        scale.clear()
+    def after(optimizer: Any, *_: Any) -> None:
+        steps.end(getattr(optimizer, "found_inf", None))
 
     first, last = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
     hooks = last.hooks_dict_ref()
@@ -63,21 +56,63 @@ def scale_steps(target: Target, remedy: str, weights: HeadWeights, measure: Meas
     def undo() -> None:
         first.remove()
         last.remove()
-        saved.clear()
+        steps.clear()
 
     return Handle(undo)
 
 
-def merge_lines(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -> Tensor:
-    """Factors per head of every slice of one weight (or bias), as one tensor that broadcasts against it.
+@final
+class _Steps:
+    """The weights before a step, and what is made of them after it. `plain` is the optimizer whose decay is kept."""
 
-    Rows that no head owns get 1. Rows that several slices own (a weight that layers share) get the smallest.
-    """
-    axis = shares[0][0].axis if weight.ndim > 1 else 0
-    rows = weight.shape[axis]
-    if len(shares) == 1:
-        lines = shares[0][0].lines(shares[0][1], rows)
-    else:
-        lines = torch.stack([s.lines(factor, rows, nobody=torch.inf) for s, factor in shares]).amin(0)
-        lines = torch.where(lines.isinf(), 1.0, lines)
-    return across(lines, axis) if weight.ndim > 1 else lines
+    def __init__(
+        self,
+        weights: HeadWeights,
+        tensors: list[Tensor | None],
+        measure: Measure,
+        rates: Rates,
+        plain: Optimizer | None,
+    ) -> None:
+        self._measure, self._rates, self._plain = measure, rates, plain
+        # A float32 copy, where there is one, is what is measured too: the weight is its rounding.
+        self._read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
+        self._slices = weights.slices
+        self._owners = owned(tensors, weights.slices)
+        held = {i for _, entries, _ in self._owners for i in entries}
+        self._frozen = [i for i in range(len(tensors)) if i not in held]
+        self._saved: list[tuple[Piece, Tensor, Tensor]] = []
+        self._keeps: dict[int, Any] = {}
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self._saved.clear()
+
+    def begin(self) -> None:
+        """Measure and copy."""
+        self.clear()  # of a step that raised
+        sizes = {i: self._size(i) for i in self._frozen}
+        copies: list[tuple[Piece, Tensor]] = []
+        for _, _, parts in self._owners:
+            for part in parts:  # measured, then copied at once: the second read comes from the cache
+                view = part.view()
+                sizes.update((i, self._size(i) if part.whole else self._measure(view)) for i, _ in part.shares)
+                copies.append((part, view.clone()))
+        factors = self._rates([sizes[i] for i in range(len(sizes))])
+        self._saved.extend((part, old, part.factor(factors).to(old.dtype)) for part, old in copies)
+        if self._plain is not None:
+            self._keeps = {key: 1 - rate for key, rate in decay_rates(self._plain).items()}
+
+    def end(self, found_inf: Tensor | None) -> None:
+        """Scale. Nothing is saved when a subclass's step calls its parent's: both run hooks, the inner was the step."""
+        for part, old, factor in self._saved:
+            if self._plain is not None and part.weight.grad is not None:
+                keep = self._keeps[id(part.weight)]
+                # A fused optimizer runs its hooks though a GradScaler let nothing move.
+                old.mul_(keep if found_inf is None else torch.where(found_inf.to(old.device) != 0, 1.0, keep))
+            if part.weight.grad is not None or self._plain is None:
+                new = part.view()
+                torch.lerp(old, new, factor, out=new)
+        self.clear()
+
+    def _size(self, i: int) -> Tensor:
+        return self._measure(self._slices[i].heads(self._read[i].detach()))

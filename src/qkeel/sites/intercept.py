@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from qkeel.functional.stats import LogitStats, merge
-from qkeel.kernels.statistics import logit_stats
+from qkeel.kernels.statistics import logit_maxima, logit_stats
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.nn.core import SpecModule
 from qkeel.sites.below import Below, bare, in_vmap
@@ -33,7 +33,7 @@ from qkeel.sites.doors import Watcher, watched
 from qkeel.sites.fused import FUSED, Seen
 from qkeel.sites.handwritten import Handwritten
 from qkeel.sites.plain import PLAIN, UnreadError
-from qkeel.sites.scores import ScoresCall, scores_stats
+from qkeel.sites.scores import ScoresCall, scores_maxima, scores_stats
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import Frame, ModuleStack
 
@@ -74,6 +74,19 @@ def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
             return scores_stats(call, threshold)
         parts = call.parts() if isinstance(call, PackedCall) else [call]
         return reduce(merge, (logit_stats(part, threshold) for part in parts))
+
+
+def maxima(call: Seen) -> LogitStats:
+    """The max_logit and min_logit of `statistics`, the rest as if nothing was seen: for less than half its cost."""
+    logits = call.logits if isinstance(call, ScoresCall) else call.q
+    with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+        if isinstance(call, ScoresCall):
+            found = [scores_maxima(call)]
+        else:
+            found = [logit_maxima(part) for part in (call.parts() if isinstance(call, PackedCall) else [call])]
+        top, low = (reduce(pick, ends) for pick, ends in zip((torch.maximum, torch.minimum), zip(*found)))
+        nothing = LogitStats.empty(len(top), len(top), top)
+        return dataclasses.replace(nothing, max_logit=top, min_logit=low)
 
 
 class Interceptor(Watcher):

@@ -84,7 +84,7 @@ class HeadSlice:
         if first + (n - 1) * head + (r - 1) * row >= rows.shape[0]:
             raise ShapeError(f"{self.parameter} has {rows.shape[0]} rows, too few for {n} heads of {r}")
         if (first, head, row) == (0, r, 1) and rows.shape[0] == n * r:
-            return rows.unflatten(0, (n, r))
+            return rows.view(n, r, *rows.shape[1:])
         step = rows.stride(0)
         return rows.as_strided(
             (n, r, *rows.shape[1:]),

@@ -1,0 +1,136 @@
+"""ReRoPE and its leaky forms without a T×T matrix: fused calls near the query and far from it, merged by logsumexp."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from qkeel.kernels.contract import Kernel, Refusal, whole_and_plain
+from qkeel.spec.call import AttentionCall
+from qkeel.spec.cap import NoCap
+from qkeel.spec.normalizer import Softmax
+from qkeel.spec.rerope import ReRope
+
+_ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@final
+class Windowed(Kernel):
+    """Causal softmax attention under ReRope, on a CPU.
+
+    With blocks of w tokens, w the window, the visible pairs are three causal triangles: far ones are those of
+    queries w … T-1 and keys 0 … T-1-w; near ones lie in the query's own block, or, reversed in time, in the block
+    before. Together they are as many as in plain causal attention.
+    """
+
+    def supports(self, call: AttentionCall) -> Refusal | None:
+        spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
+        if not isinstance(spec.position, ReRope):
+            return Refusal(f"the windowed kernel is for ReRope, not for {spec.position.formula()}", out)
+        if not isinstance(spec.normalizer, Softmax) or not isinstance(spec.cap, NoCap):
+            return Refusal("the windowed kernel is for softmax without a cap", out)
+        if not (call.causal and whole_and_plain(call)):
+            return Refusal("the windowed kernel is for causal attention of a whole sequence without a mask", out)
+        if call.q.device.type != "cpu" or call.dropout or call.q.shape[-1] != call.v.shape[-1]:
+            return Refusal("the windowed kernel runs on a CPU, without dropout, with values as wide as keys", out)
+        if torch.compiler.is_compiling():
+            return Refusal("the windowed kernel cannot be compiled", out)
+        return None
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        position = call.spec.position
+        assert isinstance(position, ReRope)
+        q, k = call.encoded()
+        v, dtype = call.spec.values(call.v, call.params), call.q.dtype
+        q = q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
+        pos, w, t = call.pos_q, position.window, q.shape[2]
+        near = [x.to(dtype) for x in (position.near(q, pos), position.near(k, pos))]
+        if t <= w:
+            return _ATTEND(*near, v, 0.0, True, scale=1.0)[0]
+        far = [position.far_query(q[:, :, w:], pos[:, w:]), position.far_key(k[:, :, :-w], pos[:, :-w])]
+        return _Merged.apply(w, *near, *(x.to(dtype) for x in far), v)[0]
+
+
+class _Merged(torch.autograd.Function):
+    """softmax over the pairs of several fused calls; each one's derivative needs but the whole's output and lse."""
+
+    @staticmethod
+    def forward(w: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        shape = tensors[0].shape
+        outs, lses = [], []
+        for back, part in zip(_BACK, _parts(w, *tensors)):
+            out, lse = _ATTEND(*part, 0.0, True, scale=1.0)
+            outs.append(back(out, shape, w, 0.0))
+            lses.append(back(lse[..., None], shape, w, -torch.inf))
+        lse = torch.stack(lses).logsumexp(0)
+        whole = torch.zeros_like(outs[0])
+        for out, part_lse in zip(outs, lses):
+            whole.addcmul_(out, (part_lse - lse).exp().to(out.dtype))
+        return whole, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.w = inputs[0]
+        ctx.save_for_backward(*inputs[1:], *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        with torch.enable_grad():  # how the parts were cut out is undone by autograd
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            parts = _parts(ctx.w, *leaves)
+        grads: list[Tensor] = []
+        for rows, (q, k, v) in zip(_ROWS, parts):
+            ours = [rows(x, ctx.w) for x in (grad_outputs[0], out, lse)]
+            grad, whole, sums = (x.contiguous() for x in ours)
+            grads += _BACKWARD(grad, q, k, v, whole, sums[..., 0], 0.0, True, scale=1.0)
+        cut = [x for part in parts for x in part]
+        return None, *torch.autograd.grad(cut, leaves, grads)
+
+
+def _parts(w: int, q: Tensor, k: Tensor, far_q: Tensor, far_k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
+    """q, k, v of each triangle; far_q, far_k [b h T-w d] are cut already."""
+    own = tuple(_blocks(x, w) for x in (q, k, v))
+    before = _before(q, w), *(_behind(x, w) for x in (k, v))
+    return [(far_q, far_k, v[:, :, :-w]), own, *([before] if w > 1 else [])]
+
+
+def _blocks(x: Tensor, w: int) -> Tensor:
+    """[b h T d] -> [b·n h w d], the last block filled up with zeros."""
+    return pad(x, (0, 0, 0, -x.shape[2] % w)).unflatten(2, (-1, w)).transpose(1, 2).flatten(0, 1)
+
+
+def _before(x: Tensor, w: int) -> Tensor:
+    """Queries of all blocks but the first, reversed in time, without the last, whose window ends at its own block."""
+    return _blocks(x[:, :, w:], w).flip(2)[:, :, 1:]
+
+
+def _behind(x: Tensor, w: int) -> Tensor:
+    """The keys in the block before, reversed in time, without the first, which is a window away from all."""
+    whole = (x.shape[2] - 1) // w * w
+    return _blocks(x[:, :, :whole], w).flip(2)[:, :, :-1]
+
+
+def _from_far(x: Tensor, shape: torch.Size, w: int, fill: float) -> Tensor:
+    return pad(x, (0, 0, w, 0), value=fill)
+
+
+def _from_blocks(x: Tensor, shape: torch.Size, w: int, fill: float) -> Tensor:
+    b, _, t, _ = shape
+    return x.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
+
+
+def _from_before(x: Tensor, shape: torch.Size, w: int, fill: float) -> Tensor:
+    rows = _from_blocks(pad(x, (0, 0, 1, 0), value=fill).flip(2), shape, w, fill)
+    return pad(rows, (0, 0, w, 0), value=fill)[:, :, : shape[2]]
+
+
+_ROWS = (lambda x, w: x[:, :, w:], _blocks, _before)
+_BACK = (_from_far, _from_blocks, _from_before)

@@ -1,0 +1,222 @@
+"""Tiny models of families nobody prepared, with their heads written down by hand: what a remedy has to find out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, D, HEADS, LAYERS = 32, 32, 4, 2
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": D,
+    "intermediate_size": 16,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LATENT = {
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 6,
+    "first_k_dense_replace": LAYERS,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows (axis 0) or columns (axis 1) of a parameter."""
+
+    name: str
+    index: tuple[int, ...]
+    axis: int = 0
+    bias: str = ""
+
+    def of(self, model: nn.Module) -> Tensor:
+        p = model.get_parameter(self.name).detach()
+        return p.index_select(self.axis, torch.tensor(self.index))
+
+    def of_bias(self, model: nn.Module) -> Tensor:
+        return model.get_parameter(self.bias).detach()[list(self.index)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The parts that make the heads of one attention; with `q_rope` and `k_rope` it is latent attention."""
+
+    site: str
+    q: list[Part]
+    k: list[Part]
+    q_rope: list[Part] = dataclasses.field(default_factory=list)
+    k_rope: list[Part] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    build: Callable[[], nn.Module]
+    layer: Callable[[int], Layer]
+
+    def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """Weights with heads of different sizes, and biases that are not zero."""
+        torch.manual_seed(0)
+        model = self.build().to(dtype)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                p.copy_(p + noise * (0.1 if p.ndim == 1 else 0.15))
+                assert p.isfinite().all(), name
+        return model.train()
+
+    def layers(self) -> list[Layer]:
+        return [self.layer(i) for i in range(LAYERS)]
+
+
+def blocks(
+    name: str, n: int, size: int, *, start: int = 0, step: int | None = None, axis: int = 0, bias: str = ""
+) -> Any:
+    """n parts of `size` rows, the first at `start`, `step` apart."""
+    step = step or size
+    return [Part(name, tuple(range(start + i * step, start + i * step + size)), axis, bias) for i in range(n)]
+
+
+class Encoder(nn.Module):
+    """torch.nn.TransformerEncoder: one fused in_proj_weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, D)
+        layer = nn.TransformerEncoderLayer(D, HEADS, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, LAYERS)
+        self.head = nn.Linear(D, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(x)))
+
+
+class OneByOne(nn.Module):
+    """A matrix per head, an attention call per head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in ("query", "key", "value"):
+            setattr(self, part, nn.ModuleList(nn.Linear(D, 8, bias=False) for _ in range(HEADS)))
+        self.out = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            functional.scaled_dot_product_attention(*(f(x)[:, None] for f in three), is_causal=True)[:, 0]
+            for three in zip(self.query, self.key, self.value)
+        ]
+        return x + self.out(torch.cat(heads, -1))
+
+
+def tower(kind: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCAB, D), *(kind() for _ in range(LAYERS)), nn.Linear(D, VOCAB))
+
+
+def _plain(prefix: str, kv: int, *, bias: bool = False) -> Callable[[int], Layer]:
+    def layer(i: int) -> Layer:
+        site = f"{prefix}.{i}.self_attn"
+        q, k = (f"{site}.{p}_proj" for p in "qk")
+        return Layer(
+            site,
+            blocks(f"{q}.weight", HEADS, 8, bias=f"{q}.bias" if bias else ""),
+            blocks(f"{k}.weight", kv, 8, bias=f"{k}.bias" if bias else ""),
+        )
+
+    return layer
+
+
+def _gpt2(i: int) -> Layer:
+    name, bias = (f"transformer.h.{i}.attn.c_attn.{kind}" for kind in ("weight", "bias"))
+    q, k = (blocks(name, HEADS, 8, start=start, axis=1, bias=bias) for start in (0, D))
+    return Layer(f"transformer.h.{i}.attn", q, k)
+
+
+def _neox(i: int) -> Layer:
+    site = f"gpt_neox.layers.{i}.attention"
+    name, bias = (f"{site}.query_key_value.{kind}" for kind in ("weight", "bias"))
+    q, k = (blocks(name, HEADS, 8, start=start, step=24, bias=bias) for start in (0, 8))
+    return Layer(site, q, k)
+
+
+def _latent(query: str) -> Callable[[int], Layer]:
+    def layer(i: int) -> Layer:
+        site = f"model.layers.{i}.self_attn"
+        q, up, down = f"{site}.{query}.weight", f"{site}.kv_b_proj.weight", f"{site}.kv_a_proj_with_mqa.weight"
+        return Layer(
+            site,
+            blocks(q, HEADS, 6, step=10),
+            blocks(up, HEADS, 6, step=12),
+            blocks(q, HEADS, 4, start=6, step=10),
+            blocks(down, 1, 4, start=10),
+        )
+
+    return layer
+
+
+def _encoder(i: int) -> Layer:
+    site = f"encoder.layers.{i}.self_attn"
+    q, k = (blocks(f"{site}.in_proj_weight", HEADS, 8, start=s, bias=f"{site}.in_proj_bias") for s in (0, D))
+    return Layer(site, q, k)
+
+
+def _causal(config: Any) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        lambda: _causal(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)), _plain("model.layers", 2)
+    ),
+    "qwen2": Family(
+        lambda: _causal(transformers.Qwen2Config(**SIZES, num_key_value_heads=2)), _plain("model.layers", 2, bias=True)
+    ),
+    "gpt2": Family(
+        lambda: _causal(
+            transformers.GPT2Config(
+                vocab_size=VOCAB,
+                n_embd=D,
+                n_layer=LAYERS,
+                n_head=HEADS,
+                bos_token_id=1,
+                eos_token_id=2,
+                attn_pdrop=0.0,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+            )
+        ),
+        _gpt2,
+    ),
+    "gpt_neox": Family(lambda: _causal(transformers.GPTNeoXConfig(**SIZES)), _neox),
+    "deepseek_v3": Family(
+        lambda: _causal(transformers.DeepseekV3Config(**SIZES, **LATENT, q_lora_rank=12)), _latent("q_b_proj")
+    ),
+    "deepseek_v3 without a query latent": Family(
+        lambda: _causal(transformers.DeepseekV3Config(**SIZES, **LATENT, q_lora_rank=None)), _latent("q_proj")
+    ),
+    "nn.TransformerEncoder": Family(Encoder, _encoder),
+}
+
+
+def batch(seed: int = 0, length: int = 9) -> Tensor:
+    return torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: nn.Module, x: Tensor) -> Tensor:
+    """Logits of the vocabulary."""
+    out = model(x)
+    return out if isinstance(out, Tensor) else out.logits

@@ -1,0 +1,218 @@
+"""Weights that are not stepped as they are: float32 copies of low-precision weights, frozen bases with adapters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import RefusedError, UnknownNameError
+
+from .families import FAMILIES, batch, run
+from .models import gradients
+from .test_qk_clip_families import louder, maxima
+
+LAYERS = FAMILIES["llama"].layers()
+
+
+class Copies:
+    """Float32 copies in the optimizer's groups, copied back after each step: the way of apex and Megatron."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        self.model = model
+        self.copies = {n: nn.Parameter(p.detach().float()) for n, p in model.named_parameters()}
+        self.optimizer = torch.optim.AdamW(self.copies.values(), lr=lr, weight_decay=0.1)
+
+    def step(self, grads: dict[str, Tensor]) -> None:
+        for name, copy_ in self.copies.items():
+            copy_.grad = grads[name].float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(self.copies[name])
+
+
+class InState(torch.optim.Optimizer):
+    """A float32 copy in the state of each low-precision weight: the way of Transformer Engine's FusedAdam."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["master_param"], state["momentum"] = (
+                        p.detach().float(),
+                        torch.zeros_like(p, dtype=torch.float),
+                    )
+                state["momentum"].mul_(0.9).add_(p.grad.float())
+                state["master_param"].sub_(state["momentum"], alpha=group["lr"])
+                p.copy_(state["master_param"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lalr_scales_the_steps_of_float32_copies(dtype: torch.dtype) -> None:
+    model = FAMILIES["llama"].model(dtype)
+    twin = FAMILIES["llama"].model(torch.float32)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), twin.parameters()):
+            q.copy_(p)
+    own, plain = Copies(model, 0.01), torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.1)
+    with (
+        qkeel.apply("lalr:tau=0.3", model, own.optimizer, example=batch()),
+        qkeel.apply("lalr:tau=0.3", twin, plain, example=batch()),
+    ):
+        for grads in gradients(twin, 5):
+            own.step(grads)
+            for name, p in twin.named_parameters():
+                p.grad = grads[name]
+            plain.step()
+    for name, p in twin.named_parameters():
+        assert torch.equal(own.copies[name], p), name
+        assert torch.equal(model.get_parameter(name), p.to(dtype)), name
+
+
+@pytest.mark.parametrize("groups", ["query", "group"])
+def test_qk_clip_scales_copies_in_the_groups_with_the_weights(groups: str) -> None:
+    model, x = louder(FAMILIES["llama"].model(torch.bfloat16), LAYERS), batch()
+    own = Copies(model, 0.0)
+    before, (top, *_) = {n: p.detach().clone() for n, p in own.copies.items()}, maxima(model, x).values()
+    threshold = float(top[0]) / 2
+    with qkeel.apply(f"qk_clip:threshold={threshold},groups={groups}", model, own.optimizer, example=x):
+        run(model, x)
+        own.step({n: torch.zeros_like(p) for n, p in model.named_parameters()})
+    part = LAYERS[0].q[0]
+    ratio = own.copies[part.name][:8] / before[part.name][:8]
+    assert torch.allclose(ratio, torch.tensor(0.5 if groups == "query" else 0.5**0.5), rtol=1e-5)
+    assert torch.equal(model.get_parameter(part.name), own.copies[part.name].bfloat16())
+    (now, *_) = maxima(model, x).values()
+    assert float(now[0]) == pytest.approx(threshold, rel=0.02)  # bfloat16 weights
+
+
+def test_qk_clip_scales_copies_in_the_state_with_the_weights() -> None:
+    model, x = louder(FAMILIES["llama"].model(torch.bfloat16), LAYERS), batch()
+    optimizer = InState(model.parameters(), 0.0)
+    (top, *_) = maxima(model, x).values()
+    with qkeel.apply(f"qk_clip:threshold={float(top[0]) / 2}", model, optimizer, example=x):
+        for _ in range(3):  # what the first step clipped the later ones do not bring back
+            run(model, x).float().sum().backward()
+            optimizer.step()
+    (now, *_) = maxima(model, x).values()
+    assert float(now[0]) == pytest.approx(float(top[0]) / 2, rel=0.02)
+    weight = model.get_parameter(LAYERS[0].q[0].name)
+    assert torch.equal(weight, optimizer.state[weight]["master_param"].bfloat16())
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_clip", "qk_weight_decay"])
+def test_copies_that_cannot_be_told_are_refused_with_a_hint(remedy: str) -> None:
+    model = FAMILIES["llama"].model(torch.bfloat16)
+    flat = nn.Parameter(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
+    with pytest.raises(
+        RefusedError, match=r"q_proj.weight, which this SGD does not hold; .*flattened, sharded or stale"
+    ):
+        qkeel.apply(remedy, model, torch.optim.SGD([flat], lr=0.1), example=batch())
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_lr", "qk_weight_decay"])
+def test_pure_low_precision_is_refused(remedy: str) -> None:
+    model = FAMILIES["llama"].model(torch.bfloat16)
+    with pytest.raises(RefusedError, match=rf"{remedy} .*torch.bfloat16"):
+        qkeel.apply(remedy, model, torch.optim.AdamW(model.parameters()), example=batch())
+
+
+# --- adapters
+
+peft = pytest.importorskip("peft")
+# peft asks transformers by a name that is on its way out.
+PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def adapted(family: str, *targets: str, **options: Any) -> nn.Module:
+    layers = FAMILIES[family].layers()
+    base = louder(FAMILIES[family].model(), layers)
+    config = peft.LoraConfig(r=2, target_modules=list(targets), fan_in_fan_out=family == "gpt2", **options)
+    model = peft.get_peft_model(base, config).double()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return model.train()
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@PEFT
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("llama", ["q_proj", "k_proj"]), ("llama", ["q_proj"]), ("gpt2", ["c_attn"]), ("gpt_neox", ["query_key_value"])],
+)
+def test_a_clip_of_adapted_weights_is_exact_where_the_base_may_be_scaled(family: str, targets: list[str]) -> None:
+    model, x = adapted(family, *targets), batch()
+    before, top = copy.deepcopy(model), maxima(model, x)
+    optimizer = torch.optim.SGD(trained(model), lr=0.0)
+    site, was = next(iter(top.items()))
+    threshold = float(was[0]) / 3
+    with qkeel.apply(f"qk_clip:threshold={threshold},frozen=scale", model, optimizer, example=x):
+        run(model, x)
+        optimizer.step()
+    now = maxima(model, x)[site]  # the first layer's: its input is the same
+    assert torch.allclose(now, was.clamp(max=threshold), rtol=1e-6)
+    for name, p in model.named_parameters():
+        assert "lora_A" not in name or torch.equal(p, before.get_parameter(name))
+
+
+@PEFT
+def test_a_frozen_base_is_not_scaled_unless_asked() -> None:
+    model = adapted("llama", "q_proj", "k_proj")
+    optimizer = torch.optim.AdamW(trained(model))
+    with pytest.raises(RefusedError, match=r"q_proj.base_layer.weight, which is frozen, .*say frozen=scale"):
+        qkeel.apply("qk_clip", model, optimizer, example=batch())
+    with pytest.raises(UnknownNameError, match="Did you mean 'scale'"):
+        qkeel.apply("qk_clip:frozen=scales", model, optimizer, example=batch())
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@PEFT
+def test_lalr_of_adapters_counts_the_frozen_base_as_a_partner() -> None:
+    """Terms: (W_q + B_q A_q)·(W_k): f(A) = 1/max_h ‖B^h‖‖W_k‖, f(B^h) = 1/‖A‖‖W_k‖."""
+    model = adapted("llama", "q_proj")
+    optimizer = torch.optim.SGD(trained(model), lr=0.5)
+    a, b = (next(p for n, p in model.named_parameters() if f"layers.0.self_attn.q_proj.lora_{x}" in n) for x in "AB")
+    k = next(p for n, p in model.named_parameters() if "layers.0.self_attn.k_proj" in n)
+    norms = [float(w.norm()) for w in b.detach().chunk(4)]
+    keys = [float(w.norm()) for w in k.detach().chunk(2)]
+    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch()):
+        with torch.no_grad():
+            b[:8] *= 10
+            a *= 3
+        old_a, old_b, old_k = a.detach().clone(), b.detach().clone(), k.detach().clone()
+        for p in trained(model):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert torch.equal(k, old_k)
+    moved = (old_b - b.detach())[::8, 0] / 0.5
+    assert torch.allclose(moved, torch.full((4,), 1 / 3, dtype=moved.dtype))
+    before = max(n * keys[h // 2] for h, n in enumerate(norms))
+    now = max(n * keys[h // 2] * (10 if h == 0 else 1) for h, n in enumerate(norms))
+    assert float((old_a - a.detach())[0, 0] / 0.5) == pytest.approx(before / now)
+
+
+@PEFT
+@pytest.mark.parametrize("remedy", ["lalr", "qk_clip:frozen=scale"])
+def test_dora_is_refused(remedy: str) -> None:
+    model = adapted("llama", "q_proj", use_dora=True)
+    optimizer = torch.optim.AdamW(trained(model))
+    with pytest.raises(RefusedError, match="self_attn: the weight that makes the logit is computed from another"):
+        qkeel.apply(remedy, model, optimizer, example=batch())

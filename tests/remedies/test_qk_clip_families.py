@@ -1,0 +1,199 @@
+"""qk_clip on models nobody prepared: every head ends at the threshold, nothing else moves by a bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import RefusedError
+from qkeel.sites import Tap
+
+from .families import FAMILIES, Layer, OneByOne, Part, batch, run, tower
+
+TOO_MUCH = 1 + 1e-5
+
+
+def maxima(model: nn.Module, *xs: Tensor) -> dict[str, Tensor]:
+    """Largest logit per head of each site; in evaluation, which no clip counts."""
+    model.eval()
+    # torch's encoder has a fast path in evaluation with logits of its own rounding.
+    with Tap(model) as tap, torch.no_grad():
+        for x in xs:
+            run(model, x)
+        found = {name: stats.max_logit for name, stats in tap.read().items()}
+    model.train()
+    return found
+
+
+def clip_once(model: nn.Module, remedy: str, *xs: Tensor) -> None:
+    """Forwards, then a step at rate 0: only the clip moves weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply(remedy, model, optimizer, example=xs[0]):
+        for x in xs:
+            run(model, x)
+        optimizer.step()
+
+
+def alone(before: nn.Module, after: nn.Module, layer: Layer, *xs: Tensor) -> Tensor:
+    """A layer's maxima with its own weights clipped and the others' not: a clip below changes its input."""
+    model = copy.deepcopy(before)
+    with torch.no_grad():
+        for part in (*layer.q, *layer.k, *layer.q_rope, *layer.k_rope):
+            model.get_parameter(part.name).copy_(after.get_parameter(part.name))
+            if part.bias:
+                model.get_parameter(part.bias).copy_(after.get_parameter(part.bias))
+    return maxima(model, *xs)[layer.site]
+
+
+def ratio(before: nn.Module, after: nn.Module, part: Part) -> list[Tensor]:
+    """By what a part's weight (and bias) was multiplied."""
+    found = [part.of(after) / part.of(before)]
+    return found + ([part.of_bias(after) / part.of_bias(before)] if part.bias else [])
+
+
+def same(before: nn.Module, after: nn.Module, part: Part) -> bool:
+    kept = torch.equal(part.of(before), part.of(after))
+    return kept and (not part.bias or torch.equal(part.of_bias(before), part.of_bias(after)))
+
+
+def louder(model: nn.Module, layers: list[Layer]) -> nn.Module:
+    """Head 0 of every layer far above the others."""
+    with torch.no_grad():
+        for part in (p for layer in layers for p in (*layer.q[:1], *layer.q_rope[:1])):
+            w = model.get_parameter(part.name)
+            rows = torch.tensor(part.index)
+            w.index_copy_(part.axis, rows, w.index_select(part.axis, rows) * 6)
+            if part.bias:
+                model.get_parameter(part.bias)[rows] *= 6
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_head_over_ends_at_the_threshold_and_the_rest_are_bit_identical(family: str, dtype: torch.dtype) -> None:
+    layers = FAMILIES[family].layers()
+    model, x = louder(FAMILIES[family].model(dtype), layers), batch()
+    before, top = copy.deepcopy(model), maxima(model, x)
+    assert list(top) == [layer.site for layer in layers]
+    every = torch.cat(list(top.values())).sort(descending=True).values
+    threshold = float(every[2:4].mean())  # 3 of 8 heads are over
+    clip_once(model, f"qk_clip:threshold={threshold}", x)
+    touched = set()
+    for layer in layers:
+        was, now = top[layer.site], alone(before, model, layer, x)
+        over = was > threshold
+        assert (now <= threshold * TOO_MUCH).all()
+        assert torch.allclose(now[over], torch.tensor(threshold, dtype=dtype), rtol=1e-5)
+        assert torch.equal(now[~over], was[~over])
+        gamma = (threshold / was).clamp(max=1)
+        power = 0.5 if len(layer.k) == len(layer.q) else 1.0  # grouped: all of it on the query
+        for parts, exponent in ((layer.q, power), (layer.q_rope, 1.0), (layer.k if power == 0.5 else [], 0.5)):
+            for h, part in enumerate(parts):
+                assert same(before, model, part) is not bool(over[h]), part
+                for by in ratio(before, model, part):
+                    assert torch.allclose(by, gamma[h] ** exponent, rtol=1e-5), part
+                touched.add(part.name)
+        assert all(same(before, model, part) for part in layer.k_rope)
+        assert power == 0.5 or all(same(before, model, part) for part in layer.k)
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before.get_parameter(n))}
+    assert {n for n in changed if n.endswith("weight")} <= touched
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_group_policy_clips_a_group_by_its_worst_head(family: str) -> None:
+    layers = FAMILIES[family].layers()
+    model, x = louder(FAMILIES[family].model(), layers), batch()
+    before, top = copy.deepcopy(model), maxima(model, x)
+    threshold = float(min(t[0] for t in top.values())) / 2
+    clip_once(model, f"qk_clip:threshold={threshold},groups=group", x)
+    for layer in layers:
+        was, now = top[layer.site], alone(before, model, layer, x)
+        gamma = (threshold / was).clamp(max=1).view(2, 2).amin(1)
+        assert torch.allclose(now, was * gamma.repeat_interleave(2))
+        assert float(now[0]) == pytest.approx(threshold)
+        for g, part in enumerate(layer.k):
+            assert all(torch.allclose(by, gamma[g].sqrt()) for by in ratio(before, model, part))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_count_together(family: str) -> None:
+    layers = FAMILIES[family].layers()
+    model, xs = louder(FAMILIES[family].model(), layers), [batch(1), batch(2, 12), batch(3, 5)]
+    before, top = copy.deepcopy(model), maxima(model, *xs)
+    threshold = float(torch.cat(list(top.values())).max()) / 3
+    clip_once(model, f"qk_clip:threshold={threshold}", *xs)
+    for layer in layers:
+        assert torch.allclose(alone(before, model, layer, *xs), top[layer.site].clamp(max=threshold))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_negative_maxima_beside_a_head_that_is_over_stay_as_they_are(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = FAMILIES[family].layers()
+    model = FAMILIES[family].model(torch.float32)
+    before, real = copy.deepcopy(model), Tap.read
+
+    def read(self: Tap, phase: object = None) -> object:
+        found = real(self)
+        for stats in found.values():
+            object.__setattr__(stats, "max_logit", torch.tensor([40.0, -3.0, 0.0, -torch.inf]))
+        return found
+
+    monkeypatch.setattr(Tap, "read", read)
+    clip_once(model, "qk_clip:threshold=10", batch())
+    assert all(p.isfinite().all() for p in model.parameters())
+    for layer in layers:
+        assert [same(before, model, part) for part in layer.q] == [False, True, True, True]
+
+
+def test_heads_that_are_computed_one_by_one_are_clipped_one_by_one() -> None:
+    torch.manual_seed(0)
+    model, x = tower(OneByOne).double(), batch()
+    with torch.no_grad():
+        for i in (1, 2):
+            model.get_parameter(f"{i}.query.0.weight").mul_(30)
+    before, top = copy.deepcopy(model), maxima(model, x)
+    assert list(top)[:2] == ["1", "1#2"]
+    threshold = float(min(top["1"], top["2"])) / 2
+    clip_once(model, f"qk_clip:threshold={threshold}", x)
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before.get_parameter(n))}
+    assert changed == {f"{i}.{side}.0.weight" for i in (1, 2) for side in ("query", "key")}
+    assert float(maxima(model, x)["1"]) == pytest.approx(threshold)
+
+
+def test_an_additive_bias_is_part_of_the_logit_but_is_not_scaled() -> None:
+    """BLOOM adds slope · key position ≥ 0: γ·s + b exceeds γ·(s + b) = τ by (1 - γ)·b at most."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=32, hidden_size=32, n_layer=1, n_head=4, hidden_dropout=0.0)
+    model, x = transformers.BloomForCausalLM(config).double(), batch()
+    with torch.no_grad():
+        model.get_parameter("transformer.h.0.self_attention.query_key_value.weight").mul_(60)
+    (top,) = maxima(model, x).values()
+    threshold = float(top.median())
+    clip_once(model, f"qk_clip:threshold={threshold}", x)
+    (now,) = maxima(model, x).values()
+    gamma = (threshold / top).clamp(max=1)
+    bias = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625]) * (x.shape[1] - 1)
+    assert (now <= top.clamp(max=threshold) * TOO_MUCH + (1 - gamma) * bias).all()
+    assert (now[top > threshold] >= threshold / TOO_MUCH).all()
+
+
+def test_normed_sites_are_refused_and_the_model_left_as_it_was() -> None:
+    transformers = pytest.importorskip("transformers")
+    from .families import SIZES
+
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for remedy in ("qk_clip", "lalr"):
+        with pytest.raises(RefusedError, match=rf"{remedy} at model.layers.0.self_attn: a norm on q"):
+            qkeel.apply(remedy, model, optimizer, example=batch())
+    assert not optimizer._optimizer_step_post_hooks
+    assert not model._forward_hooks
+    assert "_qkeel_applied" not in model.model.layers[0].self_attn.__dict__

@@ -1,0 +1,434 @@
+"""Step remedies on models and optimizers in odd states: one clear error each, or the same numbers as ever."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import qkeel
+from qkeel.errors import AlreadyAppliedError, InvalidValueError, RefusedError
+
+from .families import FAMILIES, Encoder, batch, run
+from .models import gradients, step_by
+
+STEP = ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"]
+every_remedy = pytest.mark.parametrize("remedy", STEP)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, **options)
+
+
+def taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What a refusal and a removal must leave alone."""
+    return [
+        {n: p.detach().clone() for n, p in model.state_dict().items()},
+        [(n, sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()],
+        (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)),
+    ]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return a[1:] == b[1:] and a[0].keys() == b[0].keys() and all(torch.equal(a[0][n], b[0][n]) for n in a[0])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for i in range(steps):
+        x = batch(i)
+        optimizer.zero_grad()
+        functional.cross_entropy(run(model, x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
+class Cached(nn.Module):
+    """Its keys are a constant: no weight makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(32, 32)
+        self.register_buffer("keys", torch.randn(1, 4, 9, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.query(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        keys = self.get_buffer("keys").expand(len(x), -1, -1, -1)
+        return functional.scaled_dot_product_attention(q, keys, keys).transpose(1, 2).flatten(2)
+
+
+@every_remedy
+def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(remedy: str) -> None:
+    model = nn.Sequential(nn.Embedding(32, 32), Cached())
+    optimizer = adamw(model)
+    before = taken(model, optimizer)
+    with pytest.raises(RefusedError, match=rf"{remedy} at 1: which rows .* could not be told: k has no gradient"):
+        qkeel.apply(remedy, model, optimizer, example=batch())
+    assert same(before, taken(model, optimizer))
+
+
+@every_remedy
+def test_without_an_example_a_foreign_model_is_refused_and_told_what_to_say(remedy: str) -> None:
+    model = Encoder()
+    with pytest.raises(RefusedError, match=rf"qkeel.apply\('{remedy}', model, optimizer, example=batch\)"):
+        qkeel.apply(remedy, model, adamw(model))
+
+
+@every_remedy
+def test_a_foreign_model_on_the_meta_device_is_one_clear_error(remedy: str) -> None:
+    model = Encoder().to("meta")
+    with pytest.raises((RefusedError, InvalidValueError), match="meta"):
+        qkeel.apply(remedy, model, adamw(model), example=batch())
+
+
+@every_remedy
+def test_quantised_weights_are_refused_by_name(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored as integers: torch lets such a weight be a parameter without a gradient."""
+    from qkeel.remedies import base
+
+    model = FAMILIES["llama"].model(torch.float32)
+    optimizer, name = adamw(model), "model.layers.1.self_attn.k_proj.weight"
+    integers = nn.Parameter(torch.ones(16, 32, dtype=torch.int8), requires_grad=False)
+    real = base.Target.parameter
+    monkeypatch.setattr(base.Target, "parameter", lambda self, n: integers if n == name else real(self, n))
+    with pytest.raises(RefusedError, match=rf"{name} is quantised or sharded \(Parameter of torch.int8\)"):
+        qkeel.apply(remedy, model, optimizer, example=batch())
+
+
+@every_remedy
+def test_a_refusal_at_a_later_site_leaves_everything_as_it_was(remedy: str) -> None:
+    model = FAMILIES["gpt_neox"].model(torch.float32)
+    optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "layers.1.attention.q" not in n], lr=0.1)
+    before = taken(model, optimizer)
+    with pytest.raises(RefusedError, match=r"layers.1.attention.query_key_value.weight, which this SGD does not hold"):
+        qkeel.apply(remedy, model, optimizer, example=batch())
+    assert same(before, taken(model, optimizer))
+
+
+@every_remedy
+@pytest.mark.parametrize("family", FAMILIES)
+def test_removal_restores_everything_after_training_too(remedy: str, family: str) -> None:
+    model = FAMILIES[family].model(torch.float32)
+    optimizer = adamw(model)
+    before = taken(model, optimizer)
+    handle = qkeel.apply(remedy, model, optimizer, example=batch())
+    assert same([before[0], [], ()], [taken(model, optimizer)[0], [], ()])  # weights are not touched by applying
+    train(model, optimizer)
+    handle.remove()
+    assert taken(model, optimizer)[1:] == before[1:]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# --- weights that go away, and wrappers
+
+
+@every_remedy
+def test_a_weight_that_was_replaced_is_an_error_before_the_step_moves_anything(remedy: str) -> None:
+    model = FAMILIES["llama"].model(torch.float32)
+    optimizer = adamw(model)
+    handle = qkeel.apply(remedy, model, optimizer, example=batch())
+    model.model.layers[1].self_attn.q_proj = nn.Linear(32, 32, bias=False)
+    run(model, batch()).sum().backward()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(
+        RefusedError, match=rf"{remedy} was applied to model.layers.1.self_attn.q_proj.weight, .*apply it again"
+    ):
+        optimizer.step()
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    handle.remove()
+    optimizer.step()
+
+
+@every_remedy
+def test_a_layer_that_was_replaced_is_an_error(remedy: str) -> None:
+    model = FAMILIES["gpt2"].model(torch.float32)
+    optimizer = adamw(model)
+    qkeel.apply(remedy, model, optimizer, example=batch())
+    model.transformer.h[0] = FAMILIES["gpt2"].model(torch.float32).transformer.h[0]
+    with pytest.raises(RefusedError, match=r"h.0.attn.c_attn.weight.* has been replaced since"):
+        optimizer.step()
+
+
+def test_a_weight_that_only_moved_to_another_name_is_followed() -> None:
+    model = FAMILIES["llama"].model(torch.float32)
+    optimizer = adamw(model)
+    with qkeel.apply("qk_lr:factor=0", model, optimizer, example=batch()):
+        model.model.layers[0].self_attn.q_proj = nn.Sequential(model.model.layers[0].self_attn.q_proj)
+        kept = model.model.layers[0].self_attn.q_proj[0].weight.detach().clone()
+        train(model, optimizer)
+        assert torch.equal(kept, model.model.layers[0].self_attn.q_proj[0].weight)
+
+
+def wrapped(kind: str, model: nn.Module) -> nn.Module:
+    if kind == "DataParallel":
+        return nn.DataParallel(model)
+    compiled = torch.compile(model, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+@pytest.mark.parametrize("kind", ["DataParallel", "torch.compile"])
+@every_remedy
+def test_a_wrapper_is_looked_through(remedy: str, kind: str) -> None:
+    results = []
+    for wrap in (False, True):
+        model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
+        optimizer = adamw(model)
+        outer = wrapped(kind, model) if wrap else model
+        option = ":threshold=0.5" if remedy == "qk_clip" else ""
+        with qkeel.apply(remedy + option, outer, optimizer, example=batch()):
+            run(model if kind == "torch.compile" else outer, batch()).square().sum().backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+@every_remedy
+def test_compiled_before_or_after_apply_the_same_weights_come_out(remedy: str, when: str) -> None:
+    torch._dynamo.reset()
+    results = []
+    for treated in (False, True):
+        model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
+        optimizer = adamw(model)
+        option = {"qk_clip": ":threshold=0.5", "lalr": ":tau=0.5"}.get(remedy, "")
+        outer = torch.compile(model, backend="aot_eager") if treated and when == "before" else model
+        with qkeel.apply(remedy + option, outer, optimizer, example=batch()):
+            if treated and when == "after":
+                outer = torch.compile(model, backend="aot_eager")
+            train(outer, optimizer, 3)
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results))
+
+
+# --- copies
+
+
+@every_remedy
+def test_a_copy_of_the_model_is_without_the_remedy_and_can_have_its_own(remedy: str) -> None:
+    model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
+    optimizer = adamw(model)
+    with qkeel.apply(remedy, model, optimizer, example=batch()):
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other = adamw(twin)
+            with pytest.raises(AlreadyAppliedError):
+                qkeel.apply(remedy, model, optimizer, example=batch())
+            with qkeel.apply(remedy, twin, other, example=batch()):
+                train(twin, other, 1)
+        again = copy.deepcopy(optimizer)
+        assert not again._optimizer_step_post_hooks
+        buffer = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+
+
+@every_remedy
+def test_an_average_of_the_weights_goes_on_beside_a_remedy(remedy: str) -> None:
+    model = FAMILIES["nn.TransformerEncoder"].model(torch.float32)
+    optimizer = adamw(model)
+    with qkeel.apply(remedy, model, optimizer, example=batch()):
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        start = {n: p.detach().clone() for n, p in average.module.named_parameters()}
+        train(model, optimizer, 1)
+        average.update_parameters(model)
+        average.update_parameters(model)
+        for n, p in average.module.named_parameters():
+            assert torch.allclose(p, 0.5 * model.get_parameter(n) + 0.5 * model.get_parameter(n)) or n not in start
+    assert torch.equal(run(average, batch()), run(average.module, batch()))
+
+
+# --- optimizers
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD on z while gradients are taken at y, which is pulled towards z: weights live in two places."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    z = state.setdefault("z", p.detach().clone())
+                    state["k"] = state.get("k", 0) + 1
+                    p.lerp_(z, 1 / (state["k"] + 1))
+                    z.sub_(p.grad, alpha=group["lr"])
+                    p.sub_(p.grad, alpha=group["lr"] * 0.9)
+
+
+class Lookahead(torch.optim.SGD):
+    """Every fifth step goes back half the way to slow weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                slow = state.setdefault("slow", p.detach().clone())
+                state["n"] = state.get("n", 0) + 1
+                if state["n"] % 5 == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
+@pytest.mark.parametrize("kind", [ScheduleFree, Lookahead])
+@pytest.mark.parametrize("remedy", ["qk_clip", "qk_weight_decay"])
+def test_optimizers_that_would_bring_scaled_weights_back_are_refused(remedy: str, kind: Any) -> None:
+    model = FAMILIES["llama"].model(torch.float32)
+    optimizer = kind(model.parameters(), lr=0.1)
+    before = taken(model, optimizer)
+    with pytest.raises(
+        RefusedError, match=f"{remedy} changes weights after the step, and {kind.__name__} keeps a copy"
+    ):
+        qkeel.apply(remedy, model, optimizer, example=batch())
+    assert same(before, taken(model, optimizer))
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_lr"])
+def test_schedule_free_is_not_linear_in_the_rate(remedy: str) -> None:
+    model = FAMILIES["llama"].model(torch.float32)
+    with pytest.raises(RefusedError, match="ScheduleFree at half the rate was not half as long"):
+        qkeel.apply(remedy, model, ScheduleFree(model.parameters(), lr=0.1), example=batch())
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_clip"])
+@pytest.mark.parametrize(
+    ("package", "name", "options"),
+    [
+        ("schedulefree", "AdamWScheduleFree", {}),
+        ("schedulefree", "SGDScheduleFree", {"lr": 0.1}),
+        ("lion_pytorch", "Lion", {}),
+        ("optimi", "StableAdamW", {"lr": 1e-3}),
+        ("optimi", "Adan", {"lr": 1e-3}),
+        ("prodigyopt", "Prodigy", {}),
+    ],
+)
+def test_third_party_optimizers_are_taken_or_refused_by_what_they_do(
+    package: str, name: str, options: dict[str, Any], remedy: str
+) -> None:
+    module = pytest.importorskip(package)
+    model = FAMILIES["llama"].model(torch.float32)
+    optimizer = getattr(module, name)(model.parameters(), **options)
+    if package == "schedulefree":
+        optimizer.train()
+    if package == "schedulefree":
+        with pytest.raises(RefusedError, match=name):
+            qkeel.apply(remedy, model, optimizer, example=batch())
+    else:
+        with qkeel.apply(remedy, model, optimizer, example=batch()):
+            train(model, optimizer)
+
+
+def test_a_wrapper_that_is_no_optimizer_itself_is_looked_through() -> None:
+    """As accelerate's: an Optimizer by name, whose constructor never ran and whose hooks nobody calls."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        @property
+        def param_groups(self) -> Any:
+            return self.optimizer.param_groups
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            self.optimizer.step()
+
+    results = []
+    for wrap in (False, True):
+        model = FAMILIES["llama"].model(torch.float32)
+        inner = adamw(model)
+        optimizer = Wrapper(inner) if wrap else inner
+        with qkeel.apply("lalr:tau=0.1+qk_clip:threshold=1+qk_weight_decay", model, optimizer, example=batch()):
+            for grads in gradients(model, 3):
+                run(model, batch())
+                step_by(model, optimizer, grads)
+        results.append([p.detach().clone() for p in model.parameters()])
+        assert not inner._optimizer_step_post_hooks
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@every_remedy
+def test_a_step_that_a_scaler_skips_changes_nothing_on_a_foreign_model(remedy: str, fused: bool) -> None:
+    model = FAMILIES["gpt2"].model(torch.float32)
+    optimizer = adamw(model, fused=fused, weight_decay=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    option = {"qk_clip": ":threshold=0.1", "lalr": ":decay=plain"}.get(remedy, "")
+    with qkeel.apply(remedy + option, model, optimizer, example=batch()):
+        for overflow in (True, False):
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            optimizer.zero_grad()
+            scaler.scale(run(model, batch()).mean()).backward()
+            if overflow:
+                model.get_parameter("transformer.ln_f.weight").grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            moved = [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
+            assert bool(moved) is not overflow
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# --- weights used twice
+
+
+class Shared(nn.Module):
+    """One matrix makes q and k; `again` is another call with a matrix of its own: two sites of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.other, self.value = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, o, v = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.both, self.other, self.value))
+        first = functional.scaled_dot_product_attention(z, z, v)
+        again = functional.scaled_dot_product_attention(o, z, v)
+        return (first + again).transpose(1, 2).flatten(2)
+
+
+def test_a_weight_that_makes_q_and_k_of_several_sites_is_scaled_once_by_the_smallest_factor() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 32), Shared()).double()
+    model[1].both.weight.data.mul_(4)
+    assert [site.name for site in qkeel.find_sites(model, batch())] == ["1", "1#2"]
+    optimizer, old = torch.optim.SGD(model.parameters(), lr=0.0), model[1].both.weight.detach().clone()
+    with qkeel.sites.Tap(model) as tap:
+        model(batch())
+        top = torch.stack([stats.max_logit for stats in tap.read().values()])
+        threshold = float(top.min()) / 2
+        with qkeel.apply(f"qk_clip:threshold={threshold}", model, optimizer, example=batch()):
+            tap.read()
+            model(batch())
+            optimizer.step()
+        tap.read()
+        model(batch())
+        now = torch.stack([stats.max_logit for stats in tap.read().values()])
+    gamma = (threshold / top).clamp(max=1).amin(0)
+    ratio = (model[1].both.weight / old).view(4, 8, 32)[:, 0, 0]
+    assert torch.allclose(ratio, gamma.sqrt())
+    assert (now <= threshold * (1 + 1e-5)).all()
+
+
+def test_lalr_of_a_weight_shared_by_sites_takes_all_its_partners_into_account() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 32), Shared()).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with torch.no_grad():
+        model[1].other.weight.mul_(0.01)  # at the start its partner in the first site, itself, binds
+    norms = [float(w.norm()) for w in model[1].both.weight.detach().chunk(4)]
+    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch()):
+        with torch.no_grad():
+            model[1].other.weight.mul_(1e4)
+        partners = [float(w.norm()) for w in model[1].other.weight.detach().chunk(4)]
+        old = model[1].both.weight.detach().clone()
+        step_by(model, optimizer, {n: torch.ones_like(p) for n, p in model.named_parameters()})
+    moved = (old - model[1].both.weight.detach()).view(4, 8, 32)[:, 0, 0] / 0.5
+    assert moved.tolist() == pytest.approx([a / b for a, b in zip(norms, partners)])
