@@ -12,16 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qkeel import remedies
 from qkeel.errors import AlreadyAppliedError, QkeelError, RefusedError, UnknownNameError
 from qkeel.handle import Handle
 from qkeel.nn import MLA, MLP, Attention, Block
 from qkeel.nn.mla import LatentSizes
-from qkeel.remedies import ALIASES, REMEDIES, Remedy, Target, apply, parse
+from qkeel.remedies import ALIASES, REMEDIES, Remedy, Target, parse
 from qkeel.sites import find_sites
 
 from .matrix import KINDS, refusal_of
 
 D, T = 16, 7
+
+
+def apply(*args: Any, **options: Any) -> Handle:
+    """With what some formulas need."""
+    return remedies.apply(*args, **{"train_length": 16, **options})
 
 
 class Model(nn.Module):
@@ -254,9 +260,20 @@ NEUTRAL: dict[str, tuple[str, str]] = {
     "qk_clip": ("qk_clip:threshold=1e30", "bit for bit over steps"),
     "lalr": ("lalr:tau=1", "bit for bit over one step"),
     "softcap": ("softcap:cap=1e30", "to rounding over steps"),
+    "attention_temperature": ("attention_temperature:alpha=0", "to rounding over steps"),
+    "sink": ("sink:learned=false,init=-1e30", "to rounding over steps"),
     "sigma_reparam": ("sigma_reparam:init=keep", "to rounding at the start"),
 }
-NOT_NEUTRAL = {"qk_norm": "a norm fixes the size of q and k", "qkv_norm": "a norm fixes the size of q, k and v"}
+NOT_NEUTRAL = {
+    "qk_norm": "a norm fixes the size of q and k",
+    "qkv_norm": "a norm fixes the size of q, k and v",
+    "key_norm": "a norm fixes the size of k",
+    "query_norm": "a norm fixes the size of q",
+    "cosine": "it fixes the size of q and k",
+    "log_n": "a factor that is 1 at one length only",
+    "sigmoid": "no sigmoid is a softmax",
+    "softpick": "it has no parameter",
+}
 
 
 def test_every_remedy_says_whether_it_has_a_neutral_setting() -> None:
