@@ -13,14 +13,19 @@ from qkeel.handle import Handle
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
 from qkeel.remedies.base import Remedy, Target, check_weights, compose_all
+from qkeel.remedies.final_softcap import FinalSoftcap
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.none import NoRemedy
+from qkeel.remedies.peri_norm import PeriNorm
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_lr import QKLearningRate
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.qkv_norm import QKVNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
 from qkeel.remedies.softcap import SoftcapRemedy
+from qkeel.remedies.spectral_cap import SpectralCap
+from qkeel.remedies.swin_norm import SwinNorm
+from qkeel.remedies.z_loss import ZLoss
 from qkeel.sites.example import Arguments, arguments
 from qkeel.sites.find import find_sites
 from qkeel.sites.forwards import unwrapped
@@ -35,6 +40,11 @@ REMEDIES: dict[str, type[Remedy]] = {
     "lalr": LALR,
     "qk_lr": QKLearningRate,
     "sigma_reparam": SigmaReparam,
+    "spectral_cap": SpectralCap,
+    "z_loss": ZLoss,
+    "final_softcap": FinalSoftcap,
+    "swin_norm": SwinNorm,
+    "peri_norm": PeriNorm,
 }
 ALIASES: dict[str, str] = {"quack": "lalr"}
 
@@ -151,10 +161,11 @@ def _apply_one(
     def undo() -> None:
         inner.remove()
         for module in modules:
-            marks = module.__dict__[_MARK]
-            del marks[remedy.name]
-            if not marks:
-                del module.__dict__[_MARK]
+            marks = module.__dict__.get(_MARK, {})  # fold() takes them away too
+            if marks.get(remedy.name) is remedy:
+                del marks[remedy.name]
+                if not marks:
+                    del module.__dict__[_MARK]
 
     return Handle(undo, state=inner.state, load=inner.load)
 
