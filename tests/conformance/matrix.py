@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from qkeel.errors import QkeelError
-from qkeel.nn import MLA, Attention
+from qkeel.nn import Decoder, DecoderConfig
 from qkeel.ops import KERNELS
 from qkeel.remedies import REMEDIES, apply
 from qkeel.spec import PRESETS, preset
@@ -22,8 +22,9 @@ Each cell is asked of the code by a test. An empty cell is a refusal: the error 
 
 
 def model_of(kind: str) -> torch.nn.Module:
-    """One attention of that kind."""
-    return MLA(32, 4) if kind == "MLA" else Attention(32, 4, 2 if kind == "GQA" else None)
+    """A small decoder with that kind of attention."""
+    attention, groups = "mla" if kind == "MLA" else "mha", 2 if kind == "GQA" else None
+    return Decoder(DecoderConfig(vocab_size=7, d_model=32, n_layers=1, n_kv_heads=groups, attention=attention))  # type: ignore[arg-type]
 
 
 def refusal_of(name: str, kind: str) -> str:

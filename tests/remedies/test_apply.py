@@ -35,9 +35,14 @@ CONFLICTS = {
     for pair in (
         *itertools.product(("qk_norm", "qkv_norm"), ("lalr", "qk_clip")),
         ("qk_norm", "qkv_norm"),
-        *itertools.product(("sigma_reparam",), ("lalr", "qk_clip")),
+        *itertools.product(("sigma_reparam",), ("lalr", "qk_clip", "spectral_cap")),
+        *itertools.product(("qk_norm", "qkv_norm"), ("spectral_cap",)),
+        ("swin_norm", "peri_norm"),
+        ("swin_norm", "qkv_norm"),
     )
 }
+
+NEEDS_MORE = ("z_loss", "final_softcap", "swin_norm", "peri_norm")
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -47,6 +52,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 @EVERY
 @pytest.mark.parametrize("kind", ["decoder", "mla", "bare module"])
 def test_a_handle_restores_outputs_state_and_optimizer_bit_for_bit(name: str, kind: str) -> None:
+    if kind == "bare module" and name in NEEDS_MORE:
+        pytest.skip(f"{name} needs a block or a head around the attention")
     model: nn.Module = decoder() if kind != "bare module" else attention(torch.float32)
     if kind == "mla":
         model = decoder(attention="mla")
@@ -64,7 +71,7 @@ def test_a_handle_restores_outputs_state_and_optimizer_bit_for_bit(name: str, ki
 
 @EVERY
 def test_every_remedy_trains_under_every_block_layout(name: str) -> None:
-    for order in ("pre", "post", "swin", "peri"):
+    for order in ("pre",) if name in ("swin_norm", "peri_norm") else ("pre", "post", "swin", "peri"):
         model = decoder(norm_order=order, n_kv_heads=2)
         optimizer = adamw(model)
         with qkeel.apply(name, model, optimizer):

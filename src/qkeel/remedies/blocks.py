@@ -65,29 +65,29 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
     """
     blocks = {id(m.attention): (name, m) for name, m in target.model.named_modules() if isinstance(m, Block)}
     foreign = [site for site in target.sites if id(site.module) not in blocks]
-    seen = _observed(target, foreign) if foreign else {}
+    seen = _observed(target, foreign) if foreign and any(target.example) else {}
     branches: dict[tuple[str, str], Branch] = {}
     for site in target.sites:
         own = blocks.get(id(site.module))
-        found = _own(*own, remedy) if own is not None else _fitting(site, seen)
+        found = _own(*own, site, remedy) if own is not None else _fitting(site, seen)
         if found is None:
             raise RefusedError(
                 f"{remedy} at {site.name or 'the model itself'}: expected a block x + A(N₁(x)), then x + M(N₂(x)), with "
                 "A, M and both norms direct children of it, and saw none around this attention (post-norm, parallel "
-                "and fused blocks are of another form); build the model with the order you mean"
+                "and fused blocks are of another form; blocks that are not qkeel's show theirs on an example batch only: "
+                "apply(..., example=batch)); build the model with the order you mean"
             )
         branches.update({(b.name, b.function): b for b in found})
     return list(branches.values())
 
 
-def _own(name: str, block: Block, remedy: str) -> tuple[Branch, Branch]:
-    bare = [n for n in ("attention_norm", "mlp_norm") if isinstance(block.get_submodule(n), nn.Identity)]
-    if block.norm_order != "pre" or bare:
-        what = f"is {block.norm_order}-norm" if block.norm_order != "pre" else f"has no {bare[0]}"
+def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Branch, Branch]:
+    if block.norm_order != "pre":
         raise RefusedError(
-            f"{remedy} re-orders pre-norm blocks, and {name or 'the block'} {what}; leave it, or build it anew"
+            f"{remedy} at {site.name}: it re-orders pre-norm blocks, and {name or 'this block'} is {block.norm_order}-norm; "
+            "leave it, or build it anew"
         )
-    width = next(block.attention_norm.parameters()).shape[-1]
+    width = next(block.mlp_norm.parameters()).shape[-1]
 
     def branch(function: str) -> Branch:
         norm, post = f"{function}_norm", f"{function}_post_norm"
@@ -154,7 +154,7 @@ def _ancestors(name: str) -> Iterator[str]:
 def _fitting(site: AttentionSite, seen: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
     """The branches of the innermost block around a site that computes the formula."""
     name = site.name.partition("#")[0]
-    for parent in _ancestors(name):
+    for parent in (p for p in _ancestors(name) if p in seen):
         child = name.removeprefix(f"{parent}.").partition(".")[0]
         found = _matched(parent, seen[parent], child)
         if found is not None:
