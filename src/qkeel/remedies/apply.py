@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -159,15 +159,26 @@ def _apply_one(
         module.__dict__.setdefault(_MARK, {})[remedy.name] = remedy
 
     def undo() -> None:
+        marks = [(module, module.__dict__.get(_MARK, {})) for module in modules]
+        if any(own.get(remedy.name) is not remedy for _, own in marks):  # folded into the weights
+            return
         inner.remove()
-        for module in modules:
-            marks = module.__dict__.get(_MARK, {})  # fold() takes them away too
-            if marks.get(remedy.name) is remedy:
-                del marks[remedy.name]
-                if not marks:
-                    del module.__dict__[_MARK]
+        for module, own in marks:
+            del own[remedy.name]
+            if not own:
+                del module.__dict__[_MARK]
 
     return Handle(undo, state=inner.state, load=inner.load)
+
+
+def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
+    """These remedies are part of the weights now: in force nowhere, and their handles find nothing to undo."""
+    for module in model.modules():
+        marks = module.__dict__.get(_MARK, {})
+        for name in [name for name, remedy in marks.items() if folded(remedy)]:
+            del marks[name]
+            if not marks:
+                del module.__dict__[_MARK]
 
 
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:

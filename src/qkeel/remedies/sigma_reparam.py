@@ -143,8 +143,6 @@ def _reparametrise(layer: nn.Module, init: Literal["keep", "one"]) -> tuple[Spec
     _register(layer, scale)
 
     def undo() -> None:
-        if layer._modules.get("parametrizations") is None:  # folded meanwhile
-            return
         del layer._modules["parametrizations"]
         layer.__class__ = cls
         for extra in set(layer.__dict__) - attributes:
