@@ -51,7 +51,9 @@ def before(kind: str) -> tuple[nn.Module, dict[str, Tensor], Any]:
         options = {**SIZES, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 13}
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
         both = {"full_attention": rope, "sliding_attention": rope}
-        config = transformers.Gemma3TextConfig(**options, layer_types=kinds, rope_parameters=both, final_logit_softcapping=9.0)
+        config = transformers.Gemma3TextConfig(
+            **options, layer_types=kinds, rope_parameters=both, final_logit_softcapping=9.0
+        )
         model = moved(transformers.Gemma3ForCausalLM(config))
         weights = {n: w + 1 if "self_attn" in n and "norm" in n else w for n, w in model.state_dict().items()}
         source = transformers.Gemma2Config(
@@ -59,7 +61,9 @@ def before(kind: str) -> tuple[nn.Module, dict[str, Tensor], Any]:
         )
         return model, {n: w for n, w in weights.items() if n != "lm_head.weight"}, source
     if kind == "llama to olmo2":
-        model = moved(transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES, rope_parameters=rope, rms_norm_eps=1e-5)))
+        model = moved(
+            transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES, rope_parameters=rope, rms_norm_eps=1e-5))
+        )
         names = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
         weights = {}
         for name, w in model.state_dict().items():
@@ -68,7 +72,9 @@ def before(kind: str) -> tuple[nn.Module, dict[str, Tensor], Any]:
             weights[name] = w
         return model, weights, transformers.LlamaConfig(**SIZES, rope_parameters=rope, rms_norm_eps=1e-5)
     options = {**SIZES, "rope_parameters": rope, "rms_norm_eps": 1e-5}
-    more: dict[str, Any] = {"llama with biases": {"attention_bias": True}, "qwen2": {"attention_bias": True}}.get(kind, {})
+    more: dict[str, Any] = {"llama with biases": {"attention_bias": True}, "qwen2": {"attention_bias": True}}.get(
+        kind, {}
+    )
     if kind == "mistral":
         more = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0}
     tied = kind == "llama tied"
@@ -139,7 +145,9 @@ def test_old_configs_without_rope_parameters_are_understood(tmp_path: Path) -> N
     source = stored(tmp_path / "in", weights, config)
     old = json.loads((source / "config.json").read_text())
     del old["rope_parameters"], old["head_dim"], old["tie_word_embeddings"]
-    (source / "config.json").write_text(json.dumps({**old, "rope_theta": 5000.0, "rope_scaling": None, "torch_dtype": "float32"}))
+    (source / "config.json").write_text(
+        json.dumps({**old, "rope_theta": 5000.0, "rope_scaling": None, "torch_dtype": "float32"})
+    )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(convert(source, "qwen3", tmp_path / "out")).eval()
     assert (loaded(TOKENS).logits - model(TOKENS).logits).abs().max() <= 1e-6
 
@@ -156,7 +164,9 @@ def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(dtype
             convert(source, "qwen3", tmp_path / "out", norm_eps=4e-3)
         assert sorted(f.name for f in tmp_path.iterdir()) == ["in"]
         return
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(convert(source, "qwen3", tmp_path / "out", norm_eps=4e-3))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        convert(source, "qwen3", tmp_path / "out", norm_eps=4e-3)
+    )
     assert (loaded.eval()(TOKENS).logits - model(TOKENS).logits).abs().max() <= 2e-6
     plain = transformers.AutoModelForCausalLM.from_pretrained(convert(source, "qwen3", tmp_path / "plain"))
     assert (plain.eval()(TOKENS).logits - model(TOKENS).logits).abs().max() > 1e-4
@@ -164,12 +174,17 @@ def test_another_eps_of_the_norm_goes_into_the_weights_where_that_is_exact(dtype
 
 def test_gains_alike_for_all_heads_become_one_gain_and_others_are_refused(tmp_path: Path) -> None:
     model, weights, config = before("llama")
-    alike = {n: w.expand(4 if "q_norm" in n else 2, 4) if "self_attn" in n and "norm" in n else w for n, w in weights.items()}
+    alike = {
+        n: w.expand(4 if "q_norm" in n else 2, 4) if "self_attn" in n and "norm" in n else w for n, w in weights.items()
+    }
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         convert(stored(tmp_path / "alike", alike, config), "qwen3", tmp_path / "out")
     )
     assert torch.equal(loaded.eval()(TOKENS).logits, model(TOKENS).logits)
-    unlike = {n: w * torch.arange(1, len(w) + 1)[:, None] if w.shape[-1] == 4 and w.ndim == 2 and "norm" in n else w for n, w in alike.items()}
+    unlike = {
+        n: w * torch.arange(1, len(w) + 1)[:, None] if w.shape[-1] == 4 and w.ndim == 2 and "norm" in n else w
+        for n, w in alike.items()
+    }
     with pytest.raises(RefusedError, match="differs from head to head"):
         convert(stored(tmp_path / "unlike", unlike, config), "qwen3", tmp_path / "other")
 
@@ -276,7 +291,9 @@ def test_the_command_writes_the_same_and_says_where(tmp_path: Path, capsys: pyte
     assert main(["retrofit", str(source), "--to", "qwen3", "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert torch.equal(file.get_tensor("model.layers.1.self_attn.q_norm.weight"), weights["model.layers.1.self_attn.q_norm.weight"])
+        assert torch.equal(
+            file.get_tensor("model.layers.1.self_attn.q_norm.weight"), weights["model.layers.1.self_attn.q_norm.weight"]
+        )
     assert main(["retrofit", str(source), "--to", "olmo2", "--out", str(tmp_path / "no")]) == 2
     assert "olmo2 has no such norm" in capsys.readouterr().err
 

@@ -12,17 +12,25 @@ from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
+from qkeel.remedies.attention_temperature import AttentionTemperature
 from qkeel.remedies.base import Remedy, Target, check_weights, compose_all
+from qkeel.remedies.cosine import Cosine
 from qkeel.remedies.final_softcap import FinalSoftcap
+from qkeel.remedies.key_norm import KeyNorm
 from qkeel.remedies.lalr import LALR
+from qkeel.remedies.log_n import LogNRemedy
 from qkeel.remedies.none import NoRemedy
 from qkeel.remedies.peri_norm import PeriNorm
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_lr import QKLearningRate
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.qkv_norm import QKVNorm
+from qkeel.remedies.query_norm import QueryNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
+from qkeel.remedies.sigmoid import SigmoidRemedy
+from qkeel.remedies.sink import SinkRemedy
 from qkeel.remedies.softcap import SoftcapRemedy
+from qkeel.remedies.softpick import SoftpickRemedy
 from qkeel.remedies.spectral_cap import SpectralCap
 from qkeel.remedies.swin_norm import SwinNorm
 from qkeel.remedies.z_loss import ZLoss
@@ -35,7 +43,15 @@ REMEDIES: dict[str, type[Remedy]] = {
     "none": NoRemedy,
     "qk_norm": QKNorm,
     "qkv_norm": QKVNorm,
+    "key_norm": KeyNorm,
+    "query_norm": QueryNorm,
+    "cosine": Cosine,
     "softcap": SoftcapRemedy,
+    "log_n": LogNRemedy,
+    "attention_temperature": AttentionTemperature,
+    "sigmoid": SigmoidRemedy,
+    "softpick": SoftpickRemedy,
+    "sink": SinkRemedy,
     "qk_clip": QKClip,
     "lalr": LALR,
     "qk_lr": QKLearningRate,

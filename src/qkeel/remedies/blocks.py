@@ -122,7 +122,9 @@ def _observed(target: Target, sites: list[AttentionSite]) -> dict[str, _Calls]:
     for calls in seen.values():
         for child, module in calls.block.named_children():
 
-            def note(_: nn.Module, args: Any, kwargs: Any, out: Any, to: Any = calls.inside, child: str = child) -> None:
+            def note(
+                _: nn.Module, args: Any, kwargs: Any, out: Any, to: Any = calls.inside, child: str = child
+            ) -> None:
                 to(child, (args, kwargs), out)
 
             hooks.append(module.register_forward_hook(note, with_kwargs=True))

@@ -26,7 +26,9 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
         try:
             return target.model.get_submodule(named)
         except AttributeError as error:
-            raise RefusedError(f"{remedy}: this model has no module {named!r}; name the one that makes logits") from error
+            raise RefusedError(
+                f"{remedy}: this model has no module {named!r}; name the one that makes logits"
+            ) from error
     if isinstance(target.model, Decoder):
         return target.model.head
     args, kwargs = target.example

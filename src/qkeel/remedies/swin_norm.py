@@ -28,7 +28,9 @@ class SwinNorm(Remedy):
 
     name = "swin_norm"
     line = "moves the norms of a pre-norm block behind attention and MLP"
-    source = "Swin V2, arXiv 2111.09883, section 3.2; Chameleon, arXiv 2405.09818, section 2.3; OLMo 2, arXiv 2501.00656"
+    source = (
+        "Swin V2, arXiv 2111.09883, section 3.2; Chameleon, arXiv 2405.09818, section 2.3; OLMo 2, arXiv 2501.00656"
+    )
 
     def holds(self, site: AttentionSite) -> Refusal | None:
         norm = site.spec.norm

@@ -9,16 +9,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, QkeelError, RefusedError
+from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.core import SpecModule
 from qkeel.remedies.apply import forget
-from qkeel.remedies.base import Remedy
-from qkeel.remedies.change_spec import ChangeSpec
+from qkeel.remedies.change_spec import ChangeSpec, settle
 from qkeel.remedies.sigma_reparam import SigmaReparam, folded
 from qkeel.sites.find import find_sites
 from qkeel.sites.forwards import unwrapped
 from qkeel.sites.site import AttentionSite, HeadSlice
-from qkeel.spec import AttentionSpec, InverseSqrt, Learned, LogN
+from qkeel.spec import InverseSqrt, Learned, LogN
 from qkeel.spec.norm import GainNorm
 from qkeel.spec.scale import FloorLogTemperature, Scale
 
@@ -44,8 +43,8 @@ def fold(model: nn.Module) -> Folded:
       or, behind a norm with a gain of q's own, into that gain; a factor that depends on the position stays
       (own modules).
 
-    Gains of a q/k norm are not folded: the norm stands between the weights and the gain. Handles of remedies that were
-    folded do nothing from now on.
+    Gains of a q/k norm are not folded: the norm stands between the weights and the gain. Where something was folded,
+    the model is what it is from now on: handles of remedies that changed the spec of that site do nothing any more.
 
     Raises:
         RefusedError: nothing here can be folded; the message says why.
@@ -96,16 +95,9 @@ def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
         return reason
     module._parameters.pop("logit_scale", None)
     module.spec = spec.replace(scale=_with_inner(spec.scale))
-    forget(module, _scales)
+    settle(module)
+    forget(module, lambda remedy: isinstance(remedy, ChangeSpec))
     return ""
-
-
-def _scales(remedy: Remedy) -> bool:
-    """Whether a remedy puts another scale in force."""
-    try:
-        return isinstance(remedy, ChangeSpec) and remedy.changed(AttentionSpec(), 512).scale != InverseSqrt()
-    except QkeelError:  # it asks for more than that; leave its handle alone
-        return False
 
 
 def _innermost(scale: Scale) -> Scale:
@@ -151,5 +143,3 @@ def _into_gain(module: SpecModule, norm: GainNorm, ratio: Tensor) -> str:
         bias = module.get_parameter("q_norm_bias")
         bias.copy_(bias.double() * by.to(bias.device))
     return ""
-
-

@@ -134,9 +134,7 @@ class _Sizes:
 
 def _sizes(config: Mapping[str, Any], shapes: Shapes) -> _Sizes:
     try:
-        heads, width, layers = (
-            int(config[n]) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-        )
+        heads, width, layers = (int(config[n]) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     except (KeyError, TypeError, ValueError) as error:
         raise RefusedError(f"config.json does not give {error}; expected that of a transformers model") from error
     key = shapes.get("model.layers.0.self_attn.k_proj.weight")
@@ -159,7 +157,9 @@ def _check_source(to: str, shape: Shape, config: Mapping[str, Any]) -> None:
         )
     for key, right in (("mlp_bias", (False, None)), ("attn_logit_softcapping", (None,))):
         if key in config and config[key] not in right:
-            raise RefusedError(f"config.json says {key} = {config[key]!r}, which {to} does not have; train it away first")
+            raise RefusedError(
+                f"config.json says {key} = {config[key]!r}, which {to} does not have; train it away first"
+            )
     if to == "gemma3" and "attn_logit_softcapping" not in config:
         raise RefusedError("config.json of a Gemma 2 without attn_logit_softcapping means 50; gemma3 has no such cap")
     if to == "olmo2" and config.get("sliding_window"):
@@ -196,9 +196,7 @@ def _flat(name: str, size: tuple[int, ...], heads: int, sizes: _Sizes) -> Change
 def _per_head(to: str, name: str, size: tuple[int, ...], heads: int, sizes: _Sizes) -> Change:
     d = sizes.head_dim
     if size not in ((d,), (), (1,), (heads, 1), (heads, d)):
-        raise RefusedError(
-            f"{name} has shape {size}; {to} has one gain of {d} numbers for all heads: qk_norm:gain=dim"
-        )
+        raise RefusedError(f"{name} has shape {size}; {to} has one gain of {d} numbers for all heads: qk_norm:gain=dim")
 
     def change(gain: Tensor) -> Tensor:
         if gain.ndim == 2:

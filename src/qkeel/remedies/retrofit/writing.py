@@ -43,7 +43,9 @@ def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float
     """
     source = Path(checkpoint)
     if source.exists() and not source.is_dir():
-        raise DataError(f"{source} is a file; expected a folder with config.json and safetensors, as save_pretrained writes")
+        raise DataError(
+            f"{source} is a file; expected a folder with config.json and safetensors, as save_pretrained writes"
+        )
     found = open_checkpoint(source)
     if not found.config:
         raise DataError(f"{source} has no config.json, which says what the tensors mean; restore it")
@@ -112,7 +114,9 @@ def _stored(checkpoint: Checkpoint, file: Path) -> dict[str, Tensor]:
     inside = [t for t in checkpoint.tensors.values() if t.file == file]
     for tensor in inside:
         if tensor.dtype not in DTYPES:
-            raise RefusedError(f"{tensor.name} is stored as {tensor.dtype}, which torch cannot hold; dequantise it first")
+            raise RefusedError(
+                f"{tensor.name} is stored as {tensor.dtype}, which torch cannot hold; dequantise it first"
+            )
     return {t.name: mapped.view(t) for t in inside}
 
 
