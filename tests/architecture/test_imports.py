@@ -44,7 +44,21 @@ def test_a_broken_floor_plan_is_noticed(line: str, instead: str, contract: str, 
 
 # Rooms whose files are variants of one thing, and the files in them that all may build on.
 SHARED = {
-    "qkeel.remedies": {"apply", "base", "after_projection", "blocks", "change_norm", "change_scale", "change_spec", "head", "join", "linear", "seam", "stand_in", "steps"},
+    "qkeel.remedies": {
+        "apply",
+        "base",
+        "after_projection",
+        "blocks",
+        "change_norm",
+        "change_scale",
+        "change_spec",
+        "head",
+        "join",
+        "linear",
+        "seam",
+        "stand_in",
+        "steps",
+    },
     "qkeel.kernels": {"contract"},
     "qkeel.lab.studies": set(),
     "qkeel.integrations": {"table"},

@@ -240,7 +240,7 @@ def test_a_llama_is_no_olmo_2_and_no_gemma_3(to: str, tmp_path: Path) -> None:
 def test_a_gemma_2_with_its_cap_is_no_gemma_3(tmp_path: Path) -> None:
     _, weights, config = before("gemma2 to gemma3")
     config.attn_logit_softcapping = 50.0
-    with pytest.raises(RefusedError, match="attn_logit_softcapping = 50.0"):
+    with pytest.raises(RefusedError, match=r"attn_logit_softcapping = 50.0"):
         convert(stored(tmp_path / "in", weights, config), "gemma3", tmp_path / "out")
 
 

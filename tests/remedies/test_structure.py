@@ -101,7 +101,7 @@ def test_spectral_cap_caps_fused_columns_of_a_foreign_model_per_head() -> None:
 def test_spectral_cap_is_refused_where_the_stored_weight_does_not_size_the_logit(other: str) -> None:
     model = decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with qkeel.apply(other, model, optimizer), pytest.raises(RefusedError, match="spectral_cap at blocks.0"):
+    with qkeel.apply(other, model, optimizer), pytest.raises(RefusedError, match=r"spectral_cap at blocks.0"):
         qkeel.apply("spectral_cap", model, optimizer)
     for cap in (0.0, -1.0, float("nan")):
         with pytest.raises(InvalidValueError, match="above 0"):
@@ -179,7 +179,7 @@ def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(remedy: s
         with pytest.raises(RefusedError, match=rf"{remedy} at .*layers.0.*expected a block x \+ A\(N₁\(x\)\)"):
             qkeel.apply(remedy, model, example=tokens())
     with pytest.raises(
-        RefusedError, match="blocks.0.attention: it re-orders pre-norm blocks, and blocks.0 is post-norm"
+        RefusedError, match=r"blocks.0.attention: it re-orders pre-norm blocks, and blocks.0 is post-norm"
     ):
         qkeel.apply(remedy, decoder(norm_order="post"))
     with pytest.raises(RefusedError, match="example=batch"):
@@ -214,7 +214,7 @@ def test_what_makes_the_final_logits_is_observed_or_named() -> None:
         qkeel.apply("final_softcap", Odd(), example=tokens())
     with pytest.raises(RefusedError, match="give an example batch"):
         qkeel.apply("z_loss", Odd())
-    with pytest.raises(RefusedError, match="no module 'inner.hed'"):
+    with pytest.raises(RefusedError, match=r"no module 'inner.hed'"):
         qkeel.apply("z_loss:module=inner.hed", Odd())
     with qkeel.apply("final_softcap:cap=0.05,module=inner.head", model := Odd()):
         assert model(tokens()).abs().max() <= 0.1

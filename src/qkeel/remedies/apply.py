@@ -187,6 +187,11 @@ def _apply_one(
     return Handle(undo, state=inner.state, load=inner.load)
 
 
+def in_force(model: nn.Module) -> set[str]:
+    """Names of the remedies applied to this model."""
+    return {name for module in model.modules() for name in module.__dict__.get(_MARK, {})}
+
+
 def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
     """These remedies are part of the weights now: in force nowhere, and their handles find nothing to undo."""
     for module in model.modules():

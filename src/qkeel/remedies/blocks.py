@@ -72,9 +72,9 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
         found = _own(*own, site, remedy) if own is not None else _fitting(site, seen)
         if found is None:
             raise RefusedError(
-                f"{remedy} at {site.name or 'the model itself'}: expected a block x + A(N₁(x)), then x + M(N₂(x)), with "
-                "A, M and both norms direct children of it, and saw none around this attention (post-norm, parallel "
-                "and fused blocks are of another form; blocks that are not qkeel's show theirs on an example batch only: "
+                f"{remedy} at {site.name or 'the model itself'}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
+                "with A, M and both norms direct children of it, and saw none around this attention (post-norm, parallel "
+                "and fused blocks are of another form; blocks that are not qkeel's show theirs on an example batch: "
                 "apply(..., example=batch)); build the model with the order you mean"
             )
         branches.update({(b.name, b.function): b for b in found})
@@ -84,8 +84,8 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
 def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Branch, Branch]:
     if block.norm_order != "pre":
         raise RefusedError(
-            f"{remedy} at {site.name}: it re-orders pre-norm blocks, and {name or 'this block'} is {block.norm_order}-norm; "
-            "leave it, or build it anew"
+            f"{remedy} at {site.name}: it re-orders pre-norm blocks, and {name or 'this block'} is "
+            f"{block.norm_order}-norm; leave it, or build it anew"
         )
     width = next(block.mlp_norm.parameters()).shape[-1]
 

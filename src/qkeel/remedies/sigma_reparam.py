@@ -172,7 +172,7 @@ def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:
 
 
 def _restored(cls: type[nn.Module], state: dict[str, object], weight: nn.Parameter, scale: SpectralScale) -> nn.Module:
-    layer = cls.__new__(cls)
+    layer = object.__new__(cls)
     layer.__dict__.update(state)
     layer._parameters = {"weight": weight, **layer._parameters}
     _register(layer, scale)
@@ -182,11 +182,12 @@ def _restored(cls: type[nn.Module], state: dict[str, object], weight: nn.Paramet
 @torch.no_grad()
 def folded(layer: nn.Module) -> bool:
     """Write Ŵ as evaluation computes it into the stored weight and make the layer a plain one; False if it is one."""
-    parts = layer._modules.get("parametrizations")
-    found = parts._modules.get("weight") if parts is not None else None
+    try:
+        found = layer.get_submodule("parametrizations.weight")
+    except AttributeError:
+        return False
     if not isinstance(found, parametrize.ParametrizationList) or not isinstance(found[0], SpectralScale):
         return False
-    assert parts is not None
     training = found.training
     found.eval()
     value = found()

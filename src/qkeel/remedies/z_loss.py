@@ -23,8 +23,8 @@ class ZLoss(Remedy):
     """Trains on loss + coefficient · Σ_i c_i (ln Z_i)², ln Z_i = logsumexp of token i's final logits.
 
     The forward pass, and the loss that is logged, stay bit for bit what they were: on its way back the gradient of the
-    final logits z gets 2 · coefficient · c_i · ln Z_i · softmax(z_i) more. c_i is what the cross-entropy of token i counts
-    in the loss: weight="loss" reads it off the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (there g_i = c_i
+    final logits z gets 2 · coefficient · c_i · ln Z_i · softmax(z_i) more. c_i is what the cross-entropy of token i
+    counts in the loss: weight="loss" reads it off the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (there g_i = c_i
     (p_i - e_y), y = argmin g_i), so masked tokens, sums or means, accumulation, token weights and GradScaler all count
     as they do in the loss. It needs a cross-entropy with one right answer per token; the first backward pass checks
     that it is one. weight="mean" takes c_i = 1/(number of tokens) whatever the loss is, and knows nothing of scales.

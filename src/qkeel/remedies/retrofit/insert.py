@@ -21,9 +21,8 @@ from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.retrofit.blend import Blend
 from qkeel.remedies.retrofit.gains import Gains, descend, fit
 from qkeel.remedies.retrofit.outputs import Reference, divergence, predictions
-from qkeel.remedies.retrofit.replay import Rows, capture, rows_of
+from qkeel.remedies.retrofit.replay import Rows, capture, mean, rows_of
 from qkeel.remedies.retrofit.replay import divergence as attention_divergence
-from qkeel.remedies.retrofit.replay import mean
 from qkeel.remedies.retrofit.report import Gap, LayerGap, RetrofitReport
 from qkeel.sites.example import Arguments, arguments
 from qkeel.sites.find import find_sites
@@ -41,7 +40,7 @@ class Fitting:
     iterations: of L-BFGS per site after the least-squares start; 0 keeps that. distil: steps of AdamW at rate `lr` on
     the q and k weights and the gains against the old model's predictions. anneal: optimizer steps over which the norm
     is blended in, from the old model to the new. eps: of the norm; by default rms_norm_eps of the model's config, if it
-    has that, so that it can be exported as it is.
+    has that, so that it can be exported as it is. Not both distil and anneal: training goes on while it is blended in.
     """
 
     iterations: int = 20
@@ -55,6 +54,11 @@ class Fitting:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise InvalidValueError(f"expected {name} to be a whole number of at least 0, got {value!r}")
+        if self.distil and self.anneal:
+            raise InvalidValueError(
+                "distilled q and k belong to the whole norm, and a norm that is blended in starts from the old ones: "
+                "give distil or anneal, not both"
+            )
         if not self.lr > 0 or (self.eps is not None and not self.eps > 0):
             raise InvalidValueError(f"expected lr and eps above 0, got {self.lr} and {self.eps}")
 
@@ -78,12 +82,9 @@ class Retrofit(Handle):
         """How much of the norm is in force."""
         return min(1.0, self.step / self._steps) if self._steps else 1.0
 
-    def advance(self, *_: Any) -> None:
-        """One step of blending more; called by the optimizer where one was given."""
-        self.step += 1
-        self._set()
-
-    def _set(self) -> None:
+    def advance(self, steps: int = 1) -> None:
+        """So many steps of blending more; each step of the optimizer, where one was given, is one."""
+        self.step += steps
         for blend in self._blends:
             if blend.active:
                 blend.set(self.share)
@@ -92,7 +93,7 @@ class Retrofit(Handle):
 
     def _load(self, state: dict[str, Any]) -> None:
         self.step = int(state["step"])
-        self._set()
+        self.advance(0)
 
 
 def retrofit(
@@ -109,9 +110,9 @@ def retrofit(
     q and k are distilled for some steps, and the gap to the old model is measured: before, after, and layer by layer.
 
     Args:
-        named: "qk_norm" with its options, such as "qk_norm:gain=head". batches: a few, as for `apply(example=)`: tensors
-        of tokens, tuples or dicts of arguments; what is measured is measured on them. optimizer: the gains join it; with
-        fitting.anneal its steps blend the norm in.
+        named: "qk_norm" with its options, such as "qk_norm:gain=head_dim". batches: a few, as for `apply(example=)`:
+            tensors of tokens, tuples or dicts of arguments; what is measured is measured on them.
+        optimizer: the gains join it; with fitting.anneal its steps blend the norm in.
 
     Raises:
         RefusedError: q and k are normed already, the norm has no gains, or the attention cannot be read; the model is
@@ -122,8 +123,6 @@ def retrofit(
         raise InvalidTypeError(f"expected a torch.nn.Module to retrofit, got {type(model).__name__}")
     remedy = _remedy(named)
     given = _batches(batches)
-    if fitting.anneal and optimizer is None:
-        raise InvalidTypeError("anneal counts optimizer steps: give the optimizer, or call advance() of a Retrofit")
     plain = unwrapped(model)
     with _evaluating(plain):
         reference = Reference(plain, given)
@@ -145,9 +144,10 @@ def retrofit(
                 blend.remove()
         undone = undo.pop_all()
         found = Retrofit(undone.close, report, blends, fitting.anneal)
-        if fitting.anneal and optimizer is not None:
-            undone.callback(optimizer.register_step_post_hook(found.advance).remove)
-            found._set()
+        if fitting.anneal:
+            found.advance(0)
+            if optimizer is not None:
+                undone.callback(optimizer.register_step_post_hook(lambda *_: found.advance()).remove)
         return found
 
 
@@ -225,22 +225,25 @@ def _distil(
     optimizer = torch.optim.AdamW(moved, lr=fitting.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, fitting.distil)
     grads = [p.grad for p in moved]
-    before = reference.gap().kl
-    for step in range(fitting.distil):
-        i = step % len(reference.batches)
-        with torch.enable_grad():
-            new = predictions(model, reference.batches[i])
-            loss = divergence(reference.old[i], new, reference.batches[i])
-        for p, g in zip(moved, torch.autograd.grad(loss, moved)):
+    before, better = reference.gap().kl, False
+    try:
+        for step in range(fitting.distil):
+            i = step % len(reference.batches)
+            with torch.enable_grad():
+                new = predictions(model, reference.batches[i])
+                loss = divergence(reference.old[i], new, reference.batches[i])
+            for p, g in zip(moved, torch.autograd.grad(loss, moved)):
+                p.grad = g
+            optimizer.step()
+            schedule.step()
+        better = reference.gap().kl < before
+    finally:
+        if not better:
+            _put_back(moved, kept)
+        for p, g in zip(moved, grads):
             p.grad = g
-        optimizer.step()
-        schedule.step()
-    for p, g in zip(moved, grads):
-        p.grad = g
-    for p in frozen:
-        p.requires_grad_(False)
-    if not reference.gap().kl < before:
-        _put_back(moved, kept)
+        for p in frozen:
+            p.requires_grad_(False)
     return functools.partial(_put_back, weights, kept[: len(weights)])
 
 

@@ -26,7 +26,7 @@ ROWS = 256  # query rows of each sequence that are compared, evenly spread
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Log weights [b h r s] of some query rows, and which keys they see; `counted` [b h r]: rows that see two or more."""
+    """Logits [b h r s] of some query rows, and which keys they see; `counted` [b h r]: rows that see two or more."""
 
     logits: Tensor
     visible: Tensor

@@ -35,7 +35,9 @@ class LayerGap:
 
     def __str__(self) -> str:
         before, after = (sum(v) / len(v) for v in (self.attention_kl_naive, self.attention_kl))
-        return f"{self.name}: attention KL {before:.4g} -> {after:.4g} (head {max(self.attention_kl):.4g}); {self.alone}"
+        return (
+            f"{self.name}: attention KL {before:.4g} -> {after:.4g} (head {max(self.attention_kl):.4g}); {self.alone}"
+        )
 
 
 @final

@@ -1,4 +1,4 @@
-"""Which architecture of transformers a model with q/k norms has: what is renamed, what is added, what its config says."""
+"""Which architecture of transformers a model with q/k norms has: what is renamed or added, what its config says."""
 
 from __future__ import annotations
 

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from qkeel.errors import DataError, InvalidTypeError, RefusedError, RunDirectoryError
 from qkeel.records.files import write_json
-from qkeel.remedies.retrofit.shapes import Plan, plan
+from qkeel.remedies.after_projection import HeadNorm
+from qkeel.remedies.apply import in_force
+from qkeel.remedies.retrofit.blend import Share
+from qkeel.remedies.retrofit.shapes import SHAPES, Plan, plan
 from qkeel.sites.forwards import unwrapped
+from qkeel.spec import RMSNorm
 from qkeel.stored import DTYPES, INDEX, PICKLES, Checkpoint, MappedFile, open_checkpoint
 
 SHARD = 5_000_000_000  # bytes
@@ -62,9 +66,9 @@ def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float
 
 
 def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None = None) -> Path:
-    """Write a transformers model in memory, whose q and k are normed, as one of the architecture `to`.
+    """Write a transformers model in memory, whose q and k were normed by `qk_norm`, as one of the architecture `to`.
 
-    Args and raises as for `convert`; the model needs its `config`.
+    Args and raises as for `convert`; the model needs its `config`. norm_eps: by default that of the norms in it.
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to export, got {type(model).__name__}")
@@ -75,7 +79,18 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
             f"expected a model of transformers, with a config, to export as {to}; this {type(plain).__name__} has none"
         )
     config: dict[str, Any] = to_dict()
+    strange = in_force(plain) - _HARMLESS
+    if strange:
+        raise RefusedError(
+            f"{', '.join(sorted(strange))} is in force on this model, and the files of {to} would not say so; remove() "
+            "its handle, or fold() what can be folded, first"
+        )
     weights = _unshared(plain.state_dict(), tied=bool(config.get("tie_word_embeddings")))
+    found = _gains(plain, to)
+    weights = {n: x for n, x in weights.items() if not n.endswith("self_attn.q_norm.logit_scale")}
+    weights |= {name: gain for name, (gain, _) in found.items()}
+    if norm_eps is None and found:
+        norm_eps = next(iter(found.values()))[1]
     dtypes = {x.dtype for x in weights.values() if x.is_floating_point()}
     if len(dtypes) == 1:
         config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
@@ -90,6 +105,36 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
             sizes |= {name: (f"model{last}.safetensors", x.nbytes) for name, x in tensors.items()}
         _finish(part, planned.config, sizes)
     return Path(out)
+
+
+# What leaves no trace in the forward pass, or stands in the names and shapes of the weights.
+_HARMLESS = frozenset(
+    ("none", "qk_norm", "swin_norm", "lalr", "qk_lr", "qk_weight_decay", "qk_clip", "spectral_cap", "z_loss")
+)
+
+
+def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
+    """The gains of norms that qk_norm put in, as plain factors, and their eps."""
+    flat = to in SHAPES and SHAPES[to].flat
+    found: dict[str, tuple[Tensor, float]] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, HeadNorm):
+            continue
+        norm = module.norm
+        if not isinstance(norm, RMSNorm) or (norm.over == "layer") != flat:
+            raise RefusedError(f"{name} is {norm}; {to} has an RMS norm over {'all heads' if flat else 'each head'}")
+        if any(isinstance(hook, Share) and bool(hook.value != 1) for hook in module._forward_hooks.values()):
+            raise RefusedError(f"{name} is still being blended in; export when its share is 1")
+        like = next(p for p in model.parameters())
+        gain = torch.ones((), dtype=like.dtype) if module.weight is None else module.weight.detach()
+        if module.gain == "one_plus_dim":
+            gain = 1 + gain
+        if module.logit_scale is not None:
+            gain = gain * module.logit_scale.detach()
+        found[f"{name}.weight"] = (gain * module.factor, norm.eps)
+    if len({eps for _, eps in found.values()}) > 1:
+        raise RefusedError(f"the q/k norms of this model have unlike eps, and {to} has one")
+    return found
 
 
 def _unshared(state: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
