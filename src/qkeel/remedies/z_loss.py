@@ -24,10 +24,10 @@ class ZLoss(Remedy):
 
     The forward pass, and the loss that is logged, stay bit for bit what they were: on its way back the gradient of the
     final logits z gets 2 · coefficient · c_i · ln Z_i · softmax(z_i) more. c_i is what the cross-entropy of token i
-    counts in the loss: weight="loss" reads it off the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (there g_i = c_i
-    (p_i - e_y), y = argmin g_i), so masked tokens, sums or means, accumulation, token weights and GradScaler all count
-    as they do in the loss. It needs a cross-entropy with one right answer per token; the first backward pass checks
-    that it is one. weight="mean" takes c_i = 1/(number of tokens) whatever the loss is, and knows nothing of scales.
+    counts in the loss: weight="loss" reads it off the gradient itself, c_i = Σ_{j≠y} g_ij / Σ_{j≠y} p_ij (there
+    g_i = c_i (p_i - e_y), y = argmin g_i), so masked tokens, sums or means, accumulation, token weights and GradScaler
+    all count as they do in the loss. It needs a cross-entropy with one right answer per token; the first backward pass
+    checks that it is one. weight="mean" takes c_i = 1/(number of tokens) whatever the loss is, and knows no scales.
 
     Source: Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322
     (coefficient 1e-4). The function is `functional.losses.z_loss`.
