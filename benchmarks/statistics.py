@@ -49,6 +49,7 @@ def bench(shape: tuple[int, int, int, int], rounds: int) -> list[Row]:
         BASE: plain,
         "qkeel, no statistics": ours(False),
         "qkeel, bracket from the logsumexp": ours("bracket"),
+        "qkeel, certified maximum": ours("max"),
         "qkeel, entropy + certified maximum": ours("entropy"),
         "qkeel, exact LogitStats, O(T) memory": ours(True),
         "SDPA + the full matrix (maximum, entropy)": full_matrix,

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import argparse
 import datetime
+import functools
 import json
 import statistics
 import time
@@ -39,6 +40,7 @@ class Block(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
+        self.attend: Callable[..., Tensor] = functools.partial(scaled_dot_product_attention, is_causal=True)
         self.heads = dim // 64
         self.one, self.two = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
@@ -46,7 +48,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.one(x)).unflatten(-1, (3, self.heads, 64)).permute(2, 0, 3, 1, 4).unbind(0)
-        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.mlp(self.two(x))
 
 
@@ -67,11 +69,18 @@ class GPT(nn.Module):
 
 
 def trained(
-    size: dict[str, int], every: Every | Adaptive | None, *, compiled: bool, remove: bool = False
+    size: dict[str, int],
+    every: Every | Adaptive | None,
+    *,
+    compiled: bool,
+    remove: bool = False,
+    attend: Callable[..., Tensor] | None = None,
 ) -> Callable[[], None]:
     """A function that makes one training step."""
     torch.manual_seed(0)
-    model: nn.Module = GPT(size["dim"], size["layers"])
+    model = GPT(size["dim"], size["layers"])
+    for block in model.blocks if attend is not None else ():
+        block.attend = attend
     tokens = torch.randint(0, VOCABULARY, (size["batch"], size["length"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model) if compiled else model
@@ -98,6 +107,18 @@ def steps(size: dict[str, int], rounds: int, *, compiled: bool) -> list[Row]:
     if not compiled:
         adaptive = Adaptive(least=NEVER, most=NEVER)
         cases["a bracket every step (Adaptive)"] = trained(size, adaptive, compiled=False)
+    return interleave(cases, "ten training steps", rounds, calls=10, warmup=0)
+
+
+def maximum(size: dict[str, int], rounds: int) -> list[Row]:
+    """Training steps whose attention tells the largest logit of every head at every step, found through the lse."""
+    spec = qkeel.AttentionSpec()
+    cases: dict[str, Callable[[], object]] = {
+        "ten training steps": trained(size, None, compiled=False, attend=functools.partial(qkeel.attention, spec=spec)),
+        "certified maximum every step": trained(
+            size, None, compiled=False, attend=lambda *qkv: qkeel.attention(*qkv, spec=spec, stats="max")[0]
+        ),
+    }
     return interleave(cases, "ten training steps", rounds, calls=10, warmup=0)
 
 
@@ -177,6 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     found: dict[str, object] = {}
     tables = {"bracket on one SDPA call": lambda: bracket(size, 2 * args.rounds + 1)}
+    tables["lse-guided maximum, qkeel.attention"] = lambda: maximum(size, args.rounds)
     tables["training steps, eager"] = lambda: steps(size, args.rounds, compiled=False)
     if not (toy or args.no_compile):
         tables["training steps, compiled"] = lambda: steps(size, args.rounds, compiled=True)

@@ -11,7 +11,7 @@ from qkeel.errors import RefusedError
 from qkeel.functional.stats import LogitBracket, LogitStats
 from qkeel.kernels.chunked import Chunked
 from qkeel.kernels.contract import Kernel
-from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.logsumexp import Price, attend_with_logsumexp, bracket
 from qkeel.kernels.sdpa import Sdpa
 from qkeel.kernels.statistics import logit_stats
 from qkeel.registry import lookup
@@ -21,6 +21,8 @@ from qkeel.spec.slot import Params
 
 # In the order "auto" tries them: the fastest first; the last takes everything.
 KERNELS: dict[str, Kernel] = {"sdpa": Sdpa(), "chunked": Chunked()}
+# What `stats` may say beside True.
+PRICES: dict[str, Price] = {"bracket": "bracket", "max": "max", "entropy": "entropy"}
 
 
 @overload
@@ -69,7 +71,7 @@ def attention(
     pos_k: Tensor | None = ...,
     dropout: float = ...,
     impl: str = ...,
-    stats: Literal["bracket", "entropy"],
+    stats: Price,
 ) -> tuple[Tensor, LogitBracket]: ...
 def attention(
     q: Tensor,
@@ -84,7 +86,7 @@ def attention(
     pos_k: Tensor | None = None,
     dropout: float = 0.0,
     impl: str = "auto",
-    stats: bool | Literal["bracket", "entropy"] = False,
+    stats: bool | Price = False,
 ) -> Tensor | tuple[Tensor, LogitStats] | tuple[Tensor, LogitBracket]:
     """Attention of raw (unnormed, unrotated) q, k, v under `spec`; formula: `spec.explain()`.
 
@@ -97,9 +99,9 @@ def attention(
         dropout: probability of dropping a weight. Statistics are taken before it.
         impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
         stats: True also returns LogitStats, exact, without a T×T matrix, detached. "bracket" returns bounds on
-            the largest logit (LogitBracket), free where the kernel hands out the logsumexp; "entropy" adds the
-            entropy and, for most heads with large logits, the certified maximum. Where no logsumexp is to be
-            had, both fall back to the exact statistics, so the bracket closes.
+            the largest logit (LogitBracket), free where the kernel hands out the logsumexp; "max" adds, for most
+            heads with logits over 12 to 20, the certified maximum, "entropy" that and the entropy. Where no
+            logsumexp is to be had, all fall back to the exact statistics, so the bracket closes.
 
     Returns:
         out [b h t d'] in q's dtype; with `stats`, (out, LogitStats) or (out, LogitBracket).
@@ -109,16 +111,16 @@ def attention(
     """
     call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout)
     if isinstance(stats, str):
-        return _bracketed(call, impl, lookup("statistics", {"bracket": False, "entropy": True}, stats))
+        return _bracketed(call, impl, lookup("statistics", PRICES, stats))
     out = run(call, impl)
     return (out, logit_stats(call)) if stats else out
 
 
-def _bracketed(call: AttentionCall, impl: str, entropy: bool) -> tuple[Tensor, LogitBracket]:
+def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, LogitBracket]:
     kernel = choose(call, impl)
     pair = attend_with_logsumexp(call) if isinstance(kernel, Sdpa) else None
     if pair is not None:
-        return pair[0], bracket(call, pair[1], entropy=entropy)
+        return pair[0], bracket(call, pair[1], price)
     exact = logit_stats(call)
     sure = torch.ones_like(exact.max_logit, dtype=torch.bool)
     top = exact.max_logit

@@ -20,6 +20,7 @@ WIDE = {
 }
 # **options of a named thing: read against its own literal list of options, never passed through unread.
 OPTIONS = {
+    "qkeel.spec.attention.AttentionSpec.extrapolate": "options of one method; an unknown one names the nearest",
     "qkeel.spec.presets.preset": "options of the preset's own constants; an unknown one names the nearest",
     "qkeel.spec.attention.AttentionSpec.replace": "slots by name; an unknown one names the nearest",
     "qkeel.remedies.apply.parse": "options of one remedy",

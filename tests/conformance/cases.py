@@ -12,11 +12,19 @@ from torch import Tensor
 from qkeel import preset, reference
 from qkeel.errors import InvalidValueError
 from qkeel.spec import (
+    NTK,
+    PI,
     PRESETS,
+    ALiBi,
     AttentionCall,
     AttentionSpec,
+    DynamicNTK,
+    Kerple,
+    LeakyReRope,
     Learned,
+    Llama3,
     LogN,
+    ReRope,
     RMSNorm,
     Rope,
     Sigmoid,
@@ -24,6 +32,8 @@ from qkeel.spec import (
     Softcap,
     Softpick,
     SquaredReLU,
+    XPos,
+    YaRN,
 )
 from qkeel.spec.call import make_call
 from qkeel.spec.slot import Params
@@ -40,6 +50,18 @@ EXTRA: dict[str, AttentionSpec] = {
     "capped_log_n": AttentionSpec(
         cap=Softcap(5.0), scale=LogN(inner=Learned(init=0.4, per="head"), train_length=4, clip=True)
     ),
+    "pi": AttentionSpec(position=Rope(stretch=PI(factor=8))),
+    "ntk_mixed": AttentionSpec(position=Rope(stretch=NTK(factor=8, kind="mixed"))),
+    "dynamic_ntk": AttentionSpec(position=Rope(stretch=DynamicNTK(train_length=4))),
+    "yarn": AttentionSpec(norm=RMSNorm(), position=Rope(stretch=YaRN(factor=8, train_length=512))),
+    "llama3": AttentionSpec(position=Rope(stretch=Llama3(factor=8, train_length=512))),
+    "rerope": AttentionSpec(norm=RMSNorm(), position=ReRope(window=3)),
+    "leaky_rerope": AttentionSpec(position=LeakyReRope(window=3, factor=4)),
+    "self_extend": AttentionSpec(position=LeakyReRope(window=3, factor=2, rounded=True)),
+    "alibi": AttentionSpec(position=ALiBi()),
+    "kerple_log": AttentionSpec(position=Kerple()),
+    "kerple_power": AttentionSpec(norm=RMSNorm(), position=Kerple(kind="power")),
+    "xpos": AttentionSpec(position=XPos()),
 }
 SPECS: dict[str, AttentionSpec] = {**{name: preset(name) for name in PRESETS}, **EXTRA}
 

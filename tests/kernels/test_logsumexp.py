@@ -9,6 +9,7 @@ from qkeel import attention, preset
 from qkeel.errors import UnknownNameError
 from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.statistics import logit_stats
+from qkeel.ops import PRICES
 from qkeel.spec import AttentionCall, AttentionSpec, Rope, Sink, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -30,15 +31,17 @@ def test_the_bracket_holds_the_exact_maximum(name: str, causal: bool, size: floa
     pair = attend_with_logsumexp(call)
     assert pair is not None
     exact = logit_stats(call)
-    for entropy in (False, True):
-        found = bracket(call, pair[1], entropy=entropy)
+    for price in PRICES.values():
+        found = bracket(call, pair[1], price)
         assert (found.lower <= exact.max_logit + 1e-9).all()
         assert (found.upper >= exact.max_logit - 1e-9).all()
+        assert (found.entropy is None) == (price != "entropy")
+        assert (found.certified is None) == (price == "bracket")
+        if found.certified is not None:
+            assert torch.allclose(found.lower[found.certified], exact.max_logit[found.certified], rtol=1e-12)
+            assert torch.equal(found.lower[found.certified], found.upper[found.certified])
     assert found.entropy is not None
-    assert found.certified is not None
     assert torch.allclose(found.entropy, exact.entropy, atol=1e-9)
-    assert torch.allclose(found.lower[found.certified], exact.max_logit[found.certified], rtol=1e-12)
-    assert torch.equal(found.lower[found.certified], found.upper[found.certified])
 
 
 def test_large_logits_are_certified_and_small_ones_only_bracketed() -> None:
@@ -47,7 +50,7 @@ def test_large_logits_are_certified_and_small_ones_only_bracketed() -> None:
         call = call_of("baseline", size)
         pair = attend_with_logsumexp(call)
         assert pair is not None
-        certified[size] = bracket(call, pair[1], entropy=True).certified
+        certified[size] = bracket(call, pair[1], "max").certified
     assert certified[30.0] is not None
     assert certified[30.0].all()
     assert certified[0.01] is not None
@@ -62,8 +65,8 @@ def test_the_bracket_leaves_out_the_rows_that_a_query_mask_does(causal: bool) ->
             masked = with_query_mask(call, mask)
             pair = attend_with_logsumexp(masked)
             assert pair is not None
-            exact, found = logit_stats(masked), bracket(masked, pair[1], entropy=True)
-            for bounds in (found, bracket(masked, pair[1], entropy=False)):
+            exact, found = logit_stats(masked), bracket(masked, pair[1], "entropy")
+            for bounds in (found, bracket(masked, pair[1], "bracket")):
                 assert (bounds.lower <= exact.max_logit + 1e-9).all()
                 assert (bounds.upper >= exact.max_logit - 1e-9).all()
             assert found.entropy is not None
@@ -74,12 +77,12 @@ def test_entropy_tightens_the_bracket() -> None:
     call = call_of("baseline", 3.0)
     pair = attend_with_logsumexp(call)
     assert pair is not None
-    free, tight = bracket(call, pair[1], entropy=False), bracket(call, pair[1], entropy=True)
+    free, tight = bracket(call, pair[1], "bracket"), bracket(call, pair[1], "entropy")
     assert (tight.upper - tight.lower <= free.upper - free.lower).all()
     assert (tight.upper - tight.lower < free.upper - free.lower).any()
 
 
-@pytest.mark.parametrize("stats", ["bracket", "entropy"])
+@pytest.mark.parametrize("stats", PRICES)
 @pytest.mark.parametrize(
     ("spec", "how"),
     [
@@ -105,7 +108,7 @@ def test_gradients_are_those_without_statistics() -> None:
     q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     spec = preset("baseline")
     plain = torch.autograd.grad(attention(q, k, v, spec=spec).cos().sum(), (q, k, v))
-    for stats in ("bracket", "entropy"):
+    for stats in PRICES:
         out, _ = attention(q, k, v, spec=spec, stats=stats)  # type: ignore[call-overload]
         ours = torch.autograd.grad(out.cos().sum(), (q, k, v))
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, plain))

@@ -118,6 +118,7 @@ def test_a_replay_raises_what_was_raised_live_however_long_the_run() -> None:
         "ceiling 1000",
         "ceiling 10000",
         "forecast 10000",
+        "not finite",
     }
     assert replay(whole, log.rules) == log.alarms
 

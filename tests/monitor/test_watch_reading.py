@@ -408,7 +408,7 @@ BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[QkeelError], str]] = [
     ((MODEL,), {"sinks": [3]}, InvalidTypeError, "sinks"),
     ((MODEL,), {"sinks": None}, InvalidTypeError, "sinks"),
     ((MODEL,), {"rules": ["ceiling"]}, InvalidTypeError, "rules"),
-    ((MODEL,), {"rules": None}, InvalidTypeError, "rules"),
+    ((MODEL,), {"rules": 3}, InvalidTypeError, "rules"),
     ((MODEL,), {"query_mask": 3}, InvalidTypeError, "query_mask"),
     ((MODEL,), {"query_mask": "no such name"}, InvalidValueError, "no such name"),
     ((MODEL,), {"query_mask": torch.ones(3)}, InvalidValueError, "shape"),
@@ -436,7 +436,7 @@ class Quiet(Rule):
 
 def test_one_rule_is_a_list_of_one() -> None:
     with watch(small(), rules=Quiet(source="")) as monitor:  # type: ignore[arg-type]
-        assert [r.name for r in monitor._journal.log.rules] == ["quiet"]
+        assert [r.name for r in monitor._rules()] == ["quiet"]
 
 
 def test_a_model_is_watched_once() -> None:

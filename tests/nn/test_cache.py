@@ -9,7 +9,22 @@ from torch import Tensor
 from qkeel import preset
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.nn import Attention, Decoder, DecoderConfig, KVCache
-from qkeel.spec import PRESETS, AttentionSpec, LogN, Rope, Sigmoid, Sink
+from qkeel.spec import (
+    PRESETS,
+    ALiBi,
+    AttentionSpec,
+    DynamicNTK,
+    Kerple,
+    LeakyReRope,
+    LogN,
+    ReRope,
+    RMSNorm,
+    Rope,
+    Sigmoid,
+    Sink,
+    XPos,
+    YaRN,
+)
 
 T = 9
 SPECS = {
@@ -17,6 +32,14 @@ SPECS = {
     "sink": AttentionSpec(position=Rope(), normalizer=Sink()),
     "sigmoid": AttentionSpec(position=Rope(), normalizer=Sigmoid(bias=-2.0, learned=True)),
     "log_n": AttentionSpec(position=Rope(rotary=0.5), scale=LogN(train_length=4, clip=True)),
+    "yarn": AttentionSpec(norm=RMSNorm(), position=Rope(stretch=YaRN(factor=8, train_length=512))),
+    # These keep raw keys.
+    "rerope": AttentionSpec(norm=RMSNorm(), position=ReRope(window=3)),
+    "leaky_rerope": AttentionSpec(position=LeakyReRope(window=3, factor=4)),
+    "self_extend": AttentionSpec(position=LeakyReRope(window=3, factor=2, rounded=True)),
+    "alibi": AttentionSpec(position=ALiBi()),
+    "kerple": AttentionSpec(position=Kerple(kind="power")),
+    "xpos": AttentionSpec(position=XPos()),
 }
 every_spec = pytest.mark.parametrize("name", SPECS)
 
@@ -169,3 +192,13 @@ def test_a_decoder_wants_one_cache_per_layer() -> None:
     model = Decoder(DecoderConfig(vocab_size=5, d_model=16, n_layers=2))
     with pytest.raises(InvalidValueError, match="one cache per layer, 2, got 1"):
         model(torch.zeros(1, 2, dtype=torch.int64), caches=[KVCache()])
+
+
+@torch.no_grad()
+def test_frequencies_that_follow_the_length_turn_all_cached_keys_anew() -> None:
+    module = Attention(16, 4, 2, 8, spec=AttentionSpec(position=Rope(stretch=DynamicNTK(train_length=4)))).double()
+    x, cache = torch.randn(2, T, 16, dtype=torch.float64), KVCache()
+    for end in range(1, T + 1):
+        last = module(x[:, end - 1 : end], cache=cache)
+        # The last token of a pass over everything so far: its frequencies are those of this length.
+        assert torch.allclose(last, module(x[:, :end])[:, -1:], rtol=0, atol=1e-12)

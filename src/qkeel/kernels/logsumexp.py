@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,9 @@ from qkeel.functional.stats import LogitBracket
 from qkeel.kernels.contract import folded, whole_and_plain
 from qkeel.spec.call import AttentionCall
 
-GUIDED_ROWS = 4  # rows per head whose logits are computed to find, and certify, the maximum
+Price = Literal["bracket", "max", "entropy"]
+
+GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find, and certify, the maximum
 
 
 def attend_with_logsumexp(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
@@ -27,14 +31,14 @@ def attend_with_logsumexp(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
 
 
 @torch.no_grad()
-def bracket(call: AttentionCall, lse: Tensor, *, entropy: bool) -> LogitBracket:
+def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     """Bounds on the largest logit per head from lse [b h t].
 
-    lse_i - ln n_i <= max_j z_ij <= lse_i, n_i the keys row i sees. With `entropy` also H_i = lse_i - E_p[z_i],
-    E_p[z_i] from attention with keys in place of values; then lse_i - H_i <= max_j z_ij, and the maximum itself
-    is looked for in the rows of largest lse: if it is at least the next largest lse, no other row can beat it.
-    The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times that in sum. Rows that
-    the call's `query_mask` leaves out count nowhere.
+    lse_i - ln n_i <= max_j z_ij <= lse_i, n_i the keys row i sees. At the price "max" the maximum itself is looked for
+    in the rows of largest lse: if it is at least the next largest lse, no other row can beat it. At the price
+    "entropy" also H_i = lse_i - E_p[z_i], E_p[z_i] from attention with keys in place of values; then
+    lse_i - H_i <= max_j z_ij. The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times
+    that in sum. Rows that the call's `query_mask` leaves out count nowhere.
     """
     over = (
         torch.ones_like(lse, dtype=torch.bool) if call.query_mask is None else call.query_mask[:, None].expand_as(lse)
@@ -44,39 +48,48 @@ def bracket(call: AttentionCall, lse: Tensor, *, entropy: bool) -> LogitBracket:
     if call.causal:
         n = (call.pos_q + 1)[:, None]
     lower, upper = (lse - n.to(lse.dtype).log()).amax((0, 2)), lse.amax((0, 2))
-    if not entropy:
+    if price == "bracket":
         return LogitBracket(lower=lower, upper=upper)
+    q, k, _, scale = folded(call)
+    entropy = None
+    if price == "entropy":
+        rows = _entropies(call, lse).masked_fill(~over, 0.0)
+        lower = torch.maximum(lower, (lse - rows).amax((0, 2)))
+        entropy = rows.sum((0, 2)) / over.sum((0, 2)).clamp_min(1)
+    found, bar = _guided(q, k, lse, scale, call)
+    certified = found >= bar
+    return LogitBracket(
+        lower=torch.where(certified, found, torch.maximum(lower, found)),
+        upper=torch.where(certified, found, upper),
+        entropy=entropy,
+        certified=certified,
+    )
+
+
+def _entropies(call: AttentionCall, lse: Tensor) -> Tensor:
+    """H [b h t] of every row."""
     q, k, _, scale = folded(call)
     mean_key = torch.nn.functional.scaled_dot_product_attention(
         q, k, k, is_causal=call.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     mean = torch.linalg.vecdot(q.to(lse.dtype), mean_key.to(lse.dtype))
-    rows = (lse - scale * mean).masked_fill(~over, 0.0).clamp_min(0)
-    found, bar = _guided(q.to(lse.dtype) * scale, k, lse, call)
-    certified = found >= bar
-    lower = torch.maximum(torch.maximum(lower, (lse - rows).amax((0, 2))), found)
-    upper = torch.where(certified, found, upper)
-    return LogitBracket(
-        lower=torch.where(certified, found, lower),
-        upper=upper,
-        entropy=rows.sum((0, 2)) / over.sum((0, 2)).clamp_min(1),
-        certified=certified,
-    )
+    return (lse - scale * mean).clamp_min(0)
 
 
-def _guided(q: Tensor, k: Tensor, lse: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The largest logit of the rows with the largest lse, and the largest lse of all the others, per head."""
-    b, h, t, _ = q.shape
-    m = min(GUIDED_ROWS, b * t)
-    flat = lse.transpose(0, 1).reshape(h, b * t)
-    top = flat.topk(min(m + 1, b * t), dim=1)
-    batch, row = top.indices[:, :m] // t, top.indices[:, :m] % t
-    head = torch.arange(h, device=q.device)[:, None]
-    keys = k[batch, head // (h // k.shape[1])].to(lse.dtype)
-    logits = (keys @ q[batch, head, row].to(lse.dtype)[..., None])[..., 0]
+def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The largest logit of the rows with the largest lse, some of each sequence, and the largest lse of all others.
+
+    Both per head. k [b g s d] is read once, as a whole: picking keys for rows of a few sequences costs more.
+    """
+    b, h, t, d = q.shape
+    m = min(GUIDED_ROWS, t)
+    top = lse.topk(min(m + 1, t), dim=-1)
+    row = top.indices[..., :m]
+    rows = q.gather(2, row[..., None].expand(b, h, m, d)).to(lse.dtype) * scale
+    groups = rows.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # the rows of all heads that share a key head
+    logits = (groups @ k.to(lse.dtype).mT).view(b, h, m, -1)
     if call.causal:
-        hidden = torch.arange(k.shape[2], device=q.device) > row[..., None]
-        logits = logits.masked_fill(hidden, -torch.inf)
-    logits = logits.masked_fill((top.values[:, :m] == -torch.inf)[..., None], -torch.inf)  # a row left out
-    others = top.values[:, m] if b * t > m else torch.full_like(top.values[:, 0], -torch.inf)
-    return logits.amax((1, 2)), others
+        logits.masked_fill_(torch.arange(k.shape[2], device=q.device) > row[..., None], -torch.inf)
+    logits.masked_fill_((top.values[..., :m] == -torch.inf)[..., None], -torch.inf)  # rows left out
+    others = top.values[..., m] if t > m else torch.full_like(top.values[..., 0], -torch.inf)
+    return logits.amax((0, 2, 3)), others.amax(0)

@@ -8,6 +8,7 @@ from qkeel.monitor.alarms import (
     EntropyCollapse,
     EntropyDrop,
     Growth,
+    NonFinite,
     Outlook,
     replay,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "IdleNorm",
     "LogSpaced",
     "LoggingSink",
+    "NonFinite",
     "Outlook",
     "PlannedRates",
     "Recording",

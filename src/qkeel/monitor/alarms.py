@@ -16,7 +16,8 @@ from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY
 from qkeel.monitor.forecast import Forecast
 from qkeel.monitor.history import History, Place
 from qkeel.monitor.recording import Recording
-from qkeel.monitor.rule import Alarm, Extreme, Rule, Severity, ahead, first, largest, trend
+from qkeel.monitor.rule import HOLD, Alarm, Extreme, Rule, Severity, ahead, first, largest, trend
+from qkeel.records import NON_FINITE
 
 
 @final
@@ -215,6 +216,35 @@ def _layer_means(history: History) -> np.ndarray | None:
     return np.where(counts, np.nansum(both, -1) / np.maximum(counts, 1), np.nan)
 
 
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NonFinite(Rule):
+    """The logits of a head are NaN or infinite.
+
+    Named is the first layer with such a head: what comes after it takes the numbers over.
+    """
+
+    severity: Severity = Severity.CRITICAL
+    source: str = "by definition"
+    remedy: str = f"go back to the last checkpoint before it, then {HOLD}"
+
+    @property
+    def name(self) -> str:
+        """One name."""
+        return "not finite"
+
+    def check(self, history: History) -> Alarm | None:
+        """See the class."""
+        broken = history.series(NON_FINITE)
+        if broken is not None and len(broken) and (broken[-1] > 0).any():
+            layer, head = (int(x) for x in np.argwhere(broken[-1] > 0)[0])
+            count = int((broken[-1] > 0).sum())
+            heads = "this head" if count == 1 else f"{count} heads, this the first,"
+            text = f"the logits of {heads} are NaN or infinite"
+            return self.alarm(history, text, np.nan, at=Place(NON_FINITE, layer, head))
+        return None
+
+
 K2 = "Kimi K2, arXiv 2507.20534, section 2.1: the threshold of QK-Clip"
 HARM = "Wortsman et al. 2023, arXiv 2309.14322: with transplanted logits of 1e3 the loss degrades"
 DIVERGED = "Wortsman et al. 2023, arXiv 2309.14322: every run with a max logit over 1e4 diverged"
@@ -227,6 +257,7 @@ DEFAULT: tuple[Rule, ...] = (
     Approach(threshold=1e3, source=HARM),
     Approach(threshold=1e4, severity=Severity.CRITICAL, source=DIVERGED),
     EntropyCollapse(),
+    NonFinite(),
 )
 
 

@@ -18,7 +18,7 @@ from qkeel.monitor.rule import Rule
 from qkeel.monitor.sample import Sample, pad_layers, repeat_groups
 from qkeel.monitor.sinks import Sink
 from qkeel.monitor.transfer import Measured
-from qkeel.records import HEAD_FIELDS, fold_heads
+from qkeel.records import HEAD_FIELDS, NON_FINITE, fold_heads
 from qkeel.sites.tap import Phase
 
 # Which count says that a field was measured at all, where it is not the number of query rows.
@@ -41,17 +41,21 @@ _WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entrop
 
 @final
 class Journal:
-    """Keeps the course of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning."""
+    """Keeps the course of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
+
+    `rules` and `about` are asked once, when the first numbers come: some of them need to have seen the model run.
+    """
 
     def __init__(
         self,
         sinks: Sequence[Sink],
-        rules: Sequence[Rule],
+        rules: Callable[[], Sequence[Rule]],
         planned: PlannedRates | None,
         about: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.sinks = list(sinks) if dist.rank() == 0 else []
-        self.log = AlarmLog(rules)
+        self.log = AlarmLog(())
+        self._rules = rules
         self.sample: Sample | None = None
         self.recording = Recording(planned=planned)
         self._about: Callable[[], Mapping[str, Any]] | None = about
@@ -66,6 +70,7 @@ class Journal:
             self.recording = Recording(self.sites, planned=self.recording.planned)
         if self._about is not None:
             about, self._about = self._about(), None
+            self.log = AlarmLog(self._rules())
             self._each(lambda sink: sink.open(about))
         sample = self.sample = self._sample(step, phase, measured)
         self._each(lambda sink: sink.write(sample))
@@ -109,8 +114,11 @@ class Journal:
         value: Tensor | None = measured.numbers.get((site, name))
         if value is not None:
             return value.double().numpy()
-        if stats is None or name not in _OF_STATS:
+        if stats is None or name not in (*_OF_STATS, NON_FINITE):
             return None
+        if name == NON_FINITE:
+            broken = ~(stats.max_logit.isfinite() & stats.min_logit.isfinite() & stats.entropy.isfinite())
+            return np.where(stats.n_queries.numpy() > 0, broken.double().numpy(), np.nan)
         row = getattr(stats, name).double().numpy()
         row = np.where(getattr(stats, _COUNTS.get(name, "n_queries")).numpy() > 0, row, np.nan)
         return repeat_groups(row, len(stats.max_logit))

@@ -21,10 +21,12 @@ from qkeel.monitor.history import History
 from qkeel.monitor.journal import Journal
 from qkeel.monitor.means import Means
 from qkeel.monitor.moved import Moved
+from qkeel.monitor.observed import Observed
 from qkeel.monitor.plan import Plan
 from qkeel.monitor.queries import with_query_mask
-from qkeel.monitor.rule import Alarm
+from qkeel.monitor.rule import Alarm, Rule
 from qkeel.monitor.sample import Sample
+from qkeel.monitor.setup_rules import rules_for
 from qkeel.monitor.steps import NOT_SEEN, Steps
 from qkeel.monitor.table import sample_html, sample_table
 from qkeel.monitor.together import Together
@@ -44,20 +46,18 @@ class Monitor(Handle):
 
     With an optimizer a step is one of its steps, numbered by the steps done before it: what is measured at step s is
     the model after s steps, over all the micro-batches that go into the next. Without one each training pass is a
-    step. Passes in eval mode are kept apart.
-
-    Nothing in here stops training: a fault warns once and switches the monitor off.
+    step. Passes in eval mode are kept apart. A fault in here warns once and switches the monitor off.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         self.optimizer, self.plan = optimizer, plan
         self.steps = 0  # done so far
         self.sites: list[AttentionSite] = []  # known from the first pass on
-        self._full = False  # whether this pass is measured in full
         self._last: dict[Phase, int | None] = {"train": None, "eval": None}
         self._mask: Tensor | None = None
         self._moved = Moved()
         self._means = Means()
+        self._observed = Observed()
         self._weights: Weights | None = None
         self._gains: Gains | None = None
         self._numbers: dict[tuple[str, str], Tensor] = {}
@@ -69,7 +69,7 @@ class Monitor(Handle):
         self._untold: QkeelError | None = None  # why the sites are not known
         self._broken = self._warned = self._complete = False
         self._journal = Journal(
-            plan.sinks, plan.rules, plan.planned, lambda: about(self.model, self.sites, optimizer, plan.cadence)
+            plan.sinks, self._rules, plan.planned, lambda: about(self.model, self.sites, optimizer, plan.cadence)
         )
         self._tap = Tap(model, due=self._due, measure=self._measure, visitor=_Eyes(self), on_fault=self._off)
         self.model = self._tap.model
@@ -159,8 +159,7 @@ class Monitor(Handle):
     def _due(self, training: bool, compiled: bool) -> Look:
         phase: Phase = "train" if training else "eval"
         now = self.steps if training and self.optimizer is not None else self._tap.passes[phase] - 1
-        self._full = self.plan.cadence.due(now, self._last[phase], self._moved.factor if training else 1.0)
-        if self._full:
+        if self.plan.cadence.due(now, self._last[phase], self._moved.factor if training else 1.0):
             if not training:
                 self._last["eval"] = now
             return "statistics"
@@ -196,7 +195,12 @@ class Monitor(Handle):
             self._gains = Gains(self.model, self.sites)
         self._hidden = Hidden(self.model, [site.name for site in self.sites], self._means, self._tap.fault)
 
+    def _rules(self) -> tuple[Rule, ...]:
+        given = self.plan.rules
+        return given if given is not None else rules_for(self._observed.setting(self.sites))
+
     def _measure(self, call: Seen) -> LogitStats | None:
+        self._observed.see(call)
         return statistics(with_query_mask(call, self._mask), self.plan.threshold)
 
     def _after_pass(self, output: object, phase: Phase) -> None:
@@ -238,13 +242,15 @@ class Monitor(Handle):
                 self._numbers = {k: x / scale if "grad" in k[1] else x for k, x in self._numbers.items()}
 
     def _after_step(self) -> None:
-        if self._steps is not None and self._steps.skipped:
+        steps = self._steps
+        if steps is None or steps.skipped:
             return  # what was measured counts for the next
         if not self._broken and (self._tap.has("eval") or self._taken["eval"]):
             self._close_step("eval", self.steps)
         if self._step_due():
             self._end_step()
         self.steps += 1
+        steps.taken()
         self._moved.step()
         self._settle(wait=False)
 

@@ -12,7 +12,7 @@ import numpy as np
 from qkeel.monitor.forecast import Forecast, forecast
 from qkeel.monitor.history import History, Place
 
-HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer)'
+HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer, example=batch)'
 
 
 class Severity(StrEnum):

@@ -14,7 +14,7 @@ from qkeel.monitor.history import History, Place
 from qkeel.monitor.rule import Alarm, Rule, Severity, first, largest, peak, trend
 
 DECAY_GAINS = 'optimizer.param_groups[i]["weight_decay"] = 0.1  # i: the group that holds the gains of q_norm, k_norm'
-KEEP_FLOAT32 = 'qkeel.apply("qk_clip:threshold=100", model, optimizer)  # or compute q, k and logits in float32'
+KEEP_FLOAT32 = 'qkeel.apply("qk_clip:threshold=100", model, optimizer, example=batch)  # or q, k and logits in float32'
 SMALLER_EPS = 'optimizer.param_groups[i]["eps"] = 1e-15  # i: the group that holds the weights of q and k'
 LOOK = "qkeel.explain_model(model, batch)  # says which norm each attention really applies"
 

@@ -29,6 +29,7 @@ class Steps(Handle):
 
     def __init__(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
         self.optimizer = optimizer
+        self._last: Tensor | None = None
         # Some compile the optimizer's step; nothing of these is to be compiled with it.
         pre: Any
         post: Any
@@ -57,9 +58,19 @@ class Steps(Handle):
 
     @property
     def rate(self) -> Tensor:
-        """The learning rate of the first group."""
+        """Inside `after()`: the learning rate of the first group in the step before this one, which made the weights
+        that this step's forward passes saw; of this one, if it is the first.
+        """
+        return self._now if self._last is None else self._last
+
+    @property
+    def _now(self) -> Tensor:
         rate = self.optimizer.param_groups[0]["lr"]
-        return rate.detach() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+        return rate.detach().clone() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+
+    def taken(self) -> None:
+        """At the end of `after()`: this step was one."""
+        self._last = self._now
 
     def _idle_once_removed(self, act: Callable[[], None]) -> Callable[..., None]:
         return lambda *_: act() if self.active else None

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError
-from qkeel.monitor.alarms import DEFAULT
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.plan import Plan
@@ -27,7 +26,7 @@ def watch(
     *,
     every: int | Cadence = 1,
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
-    rules: Rule | Sequence[Rule] = DEFAULT,
+    rules: Rule | Sequence[Rule] | None = None,
     query_mask: Given | None = None,
     probe: object = None,
     planned: PlannedRates | None = None,
@@ -40,7 +39,8 @@ def watch(
             without one, each forward pass is a step.
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
         sinks: where the numbers go besides memory: sinks, or paths of run directories for `qkeel report`.
-        rules: the alarms; each warns once. An empty list for none.
+        rules: the alarms; each warns once. None for the default ones and those of `monitor.rules_for` that fit what is
+            seen (number format, kernel, head width, norms), an empty list for none.
         query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments; with it the
@@ -62,7 +62,7 @@ def watch(
     plan = Plan(
         cadence=cadence(every),
         sinks=tuple(_sink(s) for s in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")),
-        rules=_several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
+        rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask=None if query_mask is None else QueryMask.on(model, query_mask),
         probe=None if probe is None else arguments(probe, "probe batch"),
         planned=planned,

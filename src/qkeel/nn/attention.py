@@ -75,9 +75,11 @@ class Attention(SpecModule):
         v = self._heads(self.v_proj(source), self.n_kv_heads)
         spec, params = self.spec, self.spec_params()
         pos_k = pos if context is None else pos_context
-        if cache is not None:
+        if cache is not None and spec.position.keeps:
             q, k, v, pos, pos_k = self._cached(cache, q, k, v, pos, mask)
             spec, params = spec.core(params)
+        elif cache is not None:
+            k, v, pos, pos_k = self._cached_raw(cache, k, v, pos, mask)
         out = self.attend(
             q,
             k,
@@ -98,15 +100,27 @@ class Attention(SpecModule):
         self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Encode the new tokens once, add them to the cache; the rest of the spec runs on all keys."""
-        if mask is None and (pos is not None or cache.pos is not None):
-            raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b 1 1 keys]")
-        at = cache.next_positions(q, pos)
+        at = _next(cache, q, pos, mask)
         params = self.spec_params()
         encoded_q, encoded_k = self.spec.encode(q, k, at, at, params)
         k, v = cache.append(encoded_k.to(k.dtype), self.spec.values(v, params), pos=None if pos is None else at)
         if cache.pos is None:
             return encoded_q.to(q.dtype), k, v, None, None
         return encoded_q.to(q.dtype), k, v, at, cache.pos
+
+    def _cached_raw(
+        self, cache: KVCache, k: Tensor, v: Tensor, pos: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Add the new tokens as they are: this position needs raw keys, so the whole spec runs on all of them."""
+        at = _next(cache, k, pos, mask)
+        k, v = cache.append(k, v, pos=None if pos is None else at)
+        return (k, v, None, None) if cache.pos is None else (k, v, at, cache.pos)
+
+
+def _next(cache: KVCache, like: Tensor, pos: Tensor | None, mask: Tensor | None) -> Tensor:
+    if mask is None and (pos is not None or cache.pos is not None):
+        raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b 1 1 keys]")
+    return cache.next_positions(like, pos)
 
 
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:

@@ -11,6 +11,8 @@ from qkeel.errors import InvalidValueError, ShapeError
 class KVCache:
     """Keys as they enter the dot product (normed, rotated) and values, grown by doubling.
 
+    Under a position that needs the pair (ReRope, a bias) or the length (DynamicNTK) keys and values are raw ones.
+
     `pos` [b|1 length] are the keys' positions where the caller gave some (left padding), else None: 0, 1, 2 …
     For inference: appending writes in place, so no gradient flows through earlier tokens.
     """

@@ -3,13 +3,23 @@
 No torch here: the report reads runs on machines that have none.
 """
 
-from qkeel.records.fields import HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS, VALUE_FIELDS, Field, HeadField, explain_field
+from qkeel.records.fields import (
+    HEAD_FIELDS,
+    NON_FINITE,
+    STEP_FIELDS,
+    TABLE_COLUMNS,
+    VALUE_FIELDS,
+    Field,
+    HeadField,
+    explain_field,
+)
 from qkeel.records.files import append_line, read_json, read_lines, write_bytes, write_json, write_text
 from qkeel.records.heads import HeadRecorder, Heads, fold_heads, read_heads
 from qkeel.records.rundir import RunDirectory, RunStatus, fresh_directory
 
 __all__ = [
     "HEAD_FIELDS",
+    "NON_FINITE",
     "STEP_FIELDS",
     "TABLE_COLUMNS",
     "VALUE_FIELDS",

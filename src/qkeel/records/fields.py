@@ -41,6 +41,8 @@ STEP_FIELDS: dict[str, Field] = {
     "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
 }
 
+NON_FINITE = "non_finite"  # named apart: it says that the others of its head mean nothing
+
 # One value per layer and head in heads.f32. A number of a key head stands at every query head of its group.
 HEAD_FIELDS: dict[str, HeadField] = {
     "max_logit": HeadField("nats", "largest signed attention logit, scaled, before cap", "max"),
@@ -55,9 +57,11 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "query_norm_max": HeadField("1", "largest L2 norm of a query as it enters the dot product", "max"),
     "key_norm": HeadField("1", "mean L2 norm of keys as they enter the dot product (of the head's group)", "mean"),
     "key_norm_max": HeadField("1", "largest L2 norm of a key as it enters the dot product", "max"),
-    "share_above": HeadField("share", "share of visible logits above the alarm threshold", "max"),
-    "sink_share": HeadField("share", "mean attention weight on the first visible key", "mean"),
-    "qk_frobenius": HeadField("nats", "Frobenius norm of the logits over visible pairs", "max"),
+    "share_above": HeadField("share", "share of visible logits (signed, before cap) above the threshold", "max"),
+    "sink_share": HeadField(
+        "share", "mean attention weight on the first visible key, over rows with two or more", "mean"
+    ),
+    "qk_frobenius": HeadField("1", "Frobenius norm of Q Kᵀ over visible pairs, without the scale", "max"),
     "cos_max": HeadField("1", "largest cosine between a query and a visible key", "max"),
     "cos_mean": HeadField("1", "mean cosine between queries and visible keys", "mean"),
     "logit_change_rms": HeadField("nats", "root mean square change of the logits by one step, same input", "max"),
@@ -68,6 +72,7 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "gain_bound": HeadField("nats", "largest logit that the gains of the q/k norm allow", "max"),
     "query_grad_rms": HeadField("1", "root mean square gradient of the head's query weight", "max"),
     "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
+    NON_FINITE: HeadField("0 or 1", "whether logits or their entropy were NaN or infinite", "max"),
     "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
 }
 

@@ -1,37 +1,54 @@
 """What attention computes: five slots, each holding an object."""
 
 from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.bias import ALiBi, Kerple
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import NoCap, Softcap
+from qkeel.spec.extrapolation import METHODS
 from qkeel.spec.norm import L2Norm, LayerNorm, NoNorm, RMSNorm
 from qkeel.spec.normalizer import Sigmoid, Sink, Softmax, Softpick, SquaredReLU
 from qkeel.spec.position import NoPosition, Rope
 from qkeel.spec.presets import PRESETS, preset, presets
+from qkeel.spec.rerope import LeakyReRope, ReRope
 from qkeel.spec.scale import Fixed, FloorLogTemperature, InverseSqrt, Learned, LogN, Sqrt
+from qkeel.spec.stretch import NTK, PI, DynamicNTK, Llama3, NoStretch, YaRN
+from qkeel.spec.xpos import XPos
 
 __all__ = [
-    "PRESETS",
+    "ALiBi",
     "AttentionCall",
     "AttentionSpec",
+    "DynamicNTK",
     "Fixed",
     "FloorLogTemperature",
     "InverseSqrt",
+    "Kerple",
     "L2Norm",
     "LayerNorm",
+    "LeakyReRope",
     "Learned",
+    "Llama3",
     "LogN",
+    "METHODS",
+    "NTK",
     "NoCap",
     "NoNorm",
     "NoPosition",
+    "NoStretch",
+    "PI",
+    "PRESETS",
     "RMSNorm",
+    "ReRope",
     "Rope",
     "Sigmoid",
     "Sink",
     "Softcap",
     "Softmax",
     "Softpick",
-    "SquaredReLU",
     "Sqrt",
+    "SquaredReLU",
+    "XPos",
+    "YaRN",
     "preset",
     "presets",
 ]

@@ -13,6 +13,7 @@ from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.registry import lookup
 from qkeel.spec.cap import Cap, NoCap
+from qkeel.spec.extrapolation import position_for, scale_for
 from qkeel.spec.norm import NoNorm, Norm
 from qkeel.spec.normalizer import Normalizer, Softmax
 from qkeel.spec.position import NoPosition, Position
@@ -58,6 +59,30 @@ class AttentionSpec:
             lookup("slot", SLOTS, name)
         return dataclasses.replace(self, **slots)  # type: ignore[arg-type]
 
+    def extrapolate(
+        self, method: str, *, factor: float = 1.0, train_length: int | None = None, **options: float | int | str
+    ) -> Self:
+        """This spec for contexts longer than those it was trained on: another position or scale, the same weights.
+
+        Args:
+            method: a name of `qkeel.spec.METHODS`: pi, ntk, ntk_fixed, ntk_mixed, dynamic_ntk, abf, yarn, rerope,
+                leaky_rerope, self_extend, log_n, none.
+            factor: test length / training length, at least 1. train_length: where the method needs it.
+            options: window= (rerope, leaky_rerope, self_extend; default half of train_length), leak= (how much slower
+                distances grow beyond it, default 2·factor), power= (ntk_mixed), base= (abf), ramp=, fast=, slow=
+                (yarn).
+
+        Raises:
+            UnknownNameError: no such method or option. InvalidValueError: a value that is known to fail.
+            RefusedError: the position is no plain RoPE.
+
+        >>> from qkeel.spec import Rope
+        >>> AttentionSpec(position=Rope()).extrapolate("pi", factor=8).position.formula()
+        'RoPE(base 10000, PI ×8)'
+        """
+        position = position_for(self.position, self.norm, method, factor, train_length, options)
+        return dataclasses.replace(self, position=position, scale=scale_for(self.scale, method, train_length))
+
     def init_params(self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64) -> Params:
         """The learnable tensors this spec needs, by name; empty for most specs."""
         geometry = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads or n_heads, head_dim=head_dim)
@@ -72,7 +97,7 @@ class AttentionSpec:
         A cache holds encoded keys, so norm and rotation run once per token. Positions that do not fold into q
         and k cannot be split off.
         """
-        if not self.position.folds:
+        if not self.position.keeps:
             raise RefusedError(
                 f"{self.position.formula()} needs raw keys; keep those in the cache and attend with the full spec"
             )

@@ -8,9 +8,10 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
 from qkeel.functional.rope import Pairing, rope_frequencies, rope_table, rotate
 from qkeel.spec.slot import Params, Slot
+from qkeel.spec.stretch import NoStretch, Stretch
 
 Order = Literal["norm_then_rotate", "rotate_then_norm"]
 
@@ -25,6 +26,11 @@ class Position(Slot):
     __slots__ = ()
     folds: bool = True
     order: Order = "norm_then_rotate"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether an encoded key stays what it is while more come, so that a cache may hold it."""
+        return self.folds
 
     def check(self, head_dim: int) -> None:
         """Raise if this position cannot be used with that head size."""
@@ -59,6 +65,8 @@ class NoPosition(Position):
 class Rope(Position):
     """Rotary embedding of the first `rotary` share of each head.
 
+    stretch: other frequencies for longer contexts (PI, NTK, YaRN, …). A larger base (ABF) is just that.
+
     order: the norm before the rotation or after it. The same for a norm without per-dimension gain; with one,
     norm-then-rotate is the one that keeps scores a function of the distance.
     """
@@ -67,6 +75,7 @@ class Rope(Position):
     rotary: float = 1.0
     pairing: Pairing = "half"
     order: Order = "norm_then_rotate"
+    stretch: Stretch = dataclasses.field(default_factory=NoStretch)
 
     def __post_init__(self) -> None:
         if not self.base > 1:
@@ -77,19 +86,37 @@ class Rope(Position):
             raise unknown("pairing", self.pairing, get_args(Pairing))
         if self.order not in ("norm_then_rotate", "rotate_then_norm"):
             raise unknown("order", self.order, ("norm_then_rotate", "rotate_then_norm"))
+        if not isinstance(self.stretch, Stretch):
+            raise InvalidTypeError(f"expected a stretch such as PI(factor=8), got {self.stretch!r}")
+        if self.order == "rotate_then_norm" and self.stretch.magnitude != 1:
+            raise InvalidValueError(
+                f"a norm after the rotation cancels the factor {self.stretch.magnitude:.4g} on cos and sin; use "
+                "order='norm_then_rotate' (the same for norms without a gain per dimension), or attention_factor=1"
+            )
+
+    @property
+    def keeps(self) -> bool:
+        """See Position."""
+        return not self.stretch.follows_length
 
     def check(self, head_dim: int) -> None:
         rope_frequencies(round(head_dim * self.rotary), self.base)
 
     def encode(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = rope_frequencies(round(q.shape[-1] * self.rotary), self.base)
-        cos_k, sin_k = rope_table(pos_k[:, None], frequencies, k.dtype)
-        same = pos_q is pos_k
-        cos_q, sin_q = (cos_k, sin_k) if same else rope_table(pos_q[:, None], frequencies, q.dtype)
+        theta = rope_frequencies(round(q.shape[-1] * self.rotary), self.base)
+        frequencies = self.stretch.frequencies(theta, self.base, pos_k)
+        cos_k, sin_k = self._table(pos_k, frequencies, k)
+        cos_q, sin_q = (cos_k, sin_k) if pos_q is pos_k else self._table(pos_q, frequencies, q)
         return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
+
+    def _table(self, pos: Tensor, frequencies: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rope_table(pos[:, None], frequencies, like.dtype)
+        m = self.stretch.magnitude
+        return (cos, sin) if m == 1 else (cos * m, sin * m)
 
     def formula(self) -> str:
         share = "" if self.rotary == 1 else f", first {self.rotary:g} of each head"
         pairs = "" if self.pairing == "half" else f", {self.pairing.replace('_', ' ')} pairs"
         after = " before the norm" if self.order == "rotate_then_norm" else ""
-        return f"RoPE(base {self.base:g}{share}{pairs}){after}"
+        stretch = self.stretch.formula()
+        return f"RoPE(base {self.base:g}{share}{pairs}{', ' if stretch else ''}{stretch}){after}"

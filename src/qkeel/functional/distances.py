@@ -1,0 +1,66 @@
+"""What position methods make of the distance r = i - j between a query at i and a key at j."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError
+
+
+def clipped(distance: Tensor, window: float, leak: float = math.inf) -> Tensor:
+    """r where |r| < w, else ±(w + (|r| - w)/leak): ReRoPE for an infinite leak, Leaky ReRoPE for a finite one.
+
+    Source: Su 2023, kexue.fm 9708.
+
+    >>> clipped(torch.arange(7, -1, -1), 3).tolist()
+    [3.0, 3.0, 3.0, 3.0, 3.0, 2.0, 1.0, 0.0]
+    >>> clipped(torch.arange(7, -1, -1), 3, leak=4).tolist()
+    [4.0, 3.75, 3.5, 3.25, 3.0, 2.0, 1.0, 0.0]
+    """
+    r = distance.abs().to(torch.promote_types(distance.dtype, torch.float32))
+    return torch.where(r < window, r, window + (r - window) / leak) * distance.sign()
+
+
+def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
+    """m_h = 2^(-8h/H), h = 1 … H; for H that is no power of 2 those of the lower power, then every second of the next.
+
+    Source: Press et al. 2022, arXiv 2108.12409, and its released code.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    if n_heads < 1:
+        raise InvalidValueError(f"expected at least one head, got {n_heads}")
+
+    def slopes(n: int) -> list[float]:
+        return [2 ** (-8 * h / n) for h in range(1, n + 1)]
+
+    lower = 2 ** int(math.log2(n_heads))
+    more = slopes(2 * lower)[::2][: n_heads - lower]
+    return torch.tensor(slopes(lower) + more, dtype=torch.float64)
+
+
+def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
+    """-p ln(1 + a|r|), p and a at least 0.01. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, logarithmic)."""
+    return -p.clamp_min(0.01) * torch.log1p(a.clamp_min(0.01) * distance.abs())
+
+
+def kerple_power(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
+    """-a|r|^p, a at least 0.01, p from 0.01 to 2. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power)."""
+    r = distance.abs()
+    # The derivative of r^p at r = 0 is infinite or no number; the value is 0 whatever p is.
+    grown = r.clamp_min(1e-6) ** p.clamp(0.01, 2.0)
+    return -a.clamp_min(0.01) * torch.where(r > 0, grown, 0.0)
+
+
+def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
+    """ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …: what pair i/2 keeps of a score over 512 tokens of distance.
+
+    Source: Sun et al. 2022, arXiv 2212.10554, γ = 0.4 as in the released code.
+    """
+    i = torch.arange(0, rotary_dim, 2, dtype=torch.float64)
+    return (i + 0.4 * rotary_dim) / (1.4 * rotary_dim)

@@ -1,0 +1,158 @@
+"""A trained spec gets another position or scale by name, and says no where that makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qkeel import attention, preset
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, UnknownNameError
+from qkeel.spec import (
+    METHODS,
+    NTK,
+    PI,
+    ALiBi,
+    AttentionSpec,
+    DynamicNTK,
+    Kerple,
+    LeakyReRope,
+    LogN,
+    NoStretch,
+    ReRope,
+    RMSNorm,
+    Rope,
+    XPos,
+    YaRN,
+)
+
+SPEC = AttentionSpec(position=Rope(base=5e4, rotary=0.5))
+
+
+def test_every_method_gives_a_spec_that_attends_and_the_weights_stay() -> None:
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    trained = preset("kna", train_length=16)
+    for method in METHODS:
+        spec = trained.extrapolate(method, factor=8, train_length=16)
+        assert spec.norm == trained.norm
+        assert spec.init_params(2).keys() == trained.init_params(2).keys()
+        assert attention(q, k, v, spec=spec).isfinite().all()
+        assert (spec == trained) == (method == "none")
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "stretch"),
+    [
+        ("pi", {}, PI(factor=8)),
+        ("ntk", {}, NTK(factor=8)),
+        ("ntk_fixed", {}, NTK(factor=8, kind="fixed")),
+        ("ntk_mixed", {"power": 0.75}, NTK(factor=8, kind="mixed", power=0.75)),
+        ("dynamic_ntk", {"train_length": 64}, DynamicNTK(train_length=64)),
+        ("yarn", {"train_length": 64, "ramp": "paper"}, YaRN(factor=8, train_length=64, ramp="paper")),
+        ("none", {}, NoStretch()),
+    ],
+)
+def test_a_stretch_keeps_the_rest_of_the_rotation(method: str, options: dict, stretch: object) -> None:
+    assert SPEC.extrapolate(method, factor=8, **options) == SPEC.replace(
+        position=Rope(base=5e4, rotary=0.5, stretch=stretch)  # type: ignore[arg-type]
+    )
+
+
+def test_windows_default_to_half_of_the_training_length_and_leaks_to_twice_the_factor() -> None:
+    far = SPEC.extrapolate("rerope", train_length=64).position
+    assert far == ReRope(window=32, base=5e4, rotary=0.5)
+    assert SPEC.extrapolate("leaky_rerope", factor=8, train_length=64, window=16).position == LeakyReRope(
+        window=16, base=5e4, rotary=0.5, factor=16
+    )
+    assert SPEC.extrapolate("self_extend", train_length=64, window=16, leak=4).position == LeakyReRope(
+        window=16, base=5e4, rotary=0.5, factor=4, rounded=True
+    )
+    assert SPEC.extrapolate("abf", base=1e6).position == Rope(base=1e6, rotary=0.5)
+
+
+def test_log_n_at_test_time_leaves_lengths_up_to_that_of_training_alone() -> None:
+    spec = SPEC.extrapolate("log_n", train_length=64)
+    assert spec.scale == LogN(inner=SPEC.scale, train_length=64, clip=True)
+    assert spec.position == SPEC.position
+    both = SPEC.extrapolate("rerope", train_length=64).extrapolate("log_n", train_length=64)
+    assert isinstance(both.position, ReRope)
+
+
+def test_factor_one_changes_no_score() -> None:
+    q, k, at = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.arange(5)[None]
+    plain = SPEC.logits(q, k, at, at, {})
+    for method in ("pi", "ntk", "ntk_fixed", "ntk_mixed", "dynamic_ntk", "yarn"):
+        same = SPEC.extrapolate(method, train_length=64).logits(q, k, at, at, {})
+        assert torch.allclose(same, plain, atol=1e-6), method
+    for position in (ReRope(window=5), LeakyReRope(window=5), LeakyReRope(window=2, factor=1.0)):
+        whole, near = (AttentionSpec(position=p).logits(q, k, at, at, {}) for p in (Rope(), position))
+        assert torch.allclose(near, whole, atol=1e-5), position
+
+
+@pytest.mark.parametrize(
+    ("spec", "method", "options", "error", "words"),
+    [
+        (SPEC, "nkt", {}, UnknownNameError, "Did you mean 'ntk'"),
+        (SPEC, "pi", {"window": 3}, UnknownNameError, "option of pi 'window'"),
+        (SPEC, "pi", {"factor": 0.5}, InvalidValueError, "factor of at least 1"),
+        (SPEC, "yarn", {"factor": float("nan"), "train_length": 64}, InvalidValueError, "factor of at least 1"),
+        (SPEC, "yarn", {"factor": 8}, InvalidValueError, r"extrapolate\('yarn', train_length=512\)"),
+        (SPEC, "yarn", {"train_length": 64, "ramp": "steep"}, UnknownNameError, "ramp of YaRN"),
+        (SPEC, "rerope", {}, InvalidValueError, "training length"),
+        (SPEC, "rerope", {"train_length": 64, "window": 64}, InvalidValueError, "under the training length"),
+        (SPEC, "rerope", {"window": 0}, InvalidValueError, "window of at least 1"),
+        (AttentionSpec(), "pi", {"factor": 8}, RefusedError, "no position"),
+        (AttentionSpec(position=ALiBi()), "yarn", {"train_length": 9}, RefusedError, "ALiBi"),
+        (SPEC.extrapolate("pi", factor=2), "ntk", {"factor": 2}, RefusedError, "as trained"),
+        (preset("kna_logn", train_length=16), "log_n", {"train_length": 16}, RefusedError, "already"),
+        (AttentionSpec(position=Rope(pairing="interleaved")), "rerope", {"window": 3}, RefusedError, "half pairs"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(spec, method, options, error, words) -> None:
+    with pytest.raises(error, match=words):
+        spec.extrapolate(method, **options)
+
+
+def test_positions_check_what_they_are_given() -> None:
+    for make in (
+        lambda: ReRope(window=3, base=1.0),
+        lambda: ReRope(window=3, rotary=0.0),
+        lambda: LeakyReRope(window=3, factor=0.0),
+        lambda: XPos(scale=0.0),
+        lambda: XPos(base=0.5),
+        lambda: YaRN(factor=8, train_length=1),
+        lambda: YaRN(factor=8, train_length=64, fast=1, slow=2),
+        lambda: NTK(factor=8, power=-1.0),
+    ):
+        with pytest.raises(InvalidValueError):
+            make()
+    with pytest.raises(UnknownNameError):
+        Kerple(kind="cubic")  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError):
+        NTK(factor=2, kind="new")  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError):
+        Rope(stretch=8)  # type: ignore[arg-type]
+
+
+def test_a_norm_behind_the_rotation_would_cancel_yarns_factor() -> None:
+    with pytest.raises(InvalidValueError, match="cancels the factor"):
+        Rope(order="rotate_then_norm", stretch=YaRN(factor=8, train_length=64))
+    Rope(order="rotate_then_norm", stretch=YaRN(factor=8, train_length=64, attention_factor=1.0))
+
+
+def test_odd_heads_are_refused_by_every_rotation() -> None:
+    q = torch.randn(1, 1, 3, 7)
+    for position in (Rope(stretch=PI(factor=2)), ReRope(window=2), XPos()):
+        with pytest.raises(ValueError, match="even number"):
+            attention(q, q, q, spec=AttentionSpec(position=position))
+
+
+def test_yarn_moves_a_norm_that_commutes_before_the_rotation_and_refuses_others() -> None:
+    kna = preset("kna", train_length=16)
+    assert isinstance(kna.position, Rope)
+    assert kna.position.order == "rotate_then_norm"
+    q, k, at = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.arange(5)[None]
+    yarn = kna.extrapolate("yarn", factor=8, train_length=10**6)  # all pairs stay: only the factor acts
+    assert torch.allclose(yarn.logits(q, k, at, at, {}), kna.logits(q, k, at, at, {}) * 1.459129, rtol=1e-4)
+    gained = AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(order="rotate_then_norm"))
+    with pytest.raises(RefusedError, match="does not commute"):
+        gained.extrapolate("yarn", factor=8, train_length=64)
