@@ -12,17 +12,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qkeel import remedies
 from qkeel.errors import AlreadyAppliedError, QkeelError, RefusedError, UnknownNameError
 from qkeel.handle import Handle
 from qkeel.nn import MLA, MLP, Attention, Block
 from qkeel.nn.mla import LatentSizes
 from qkeel.remedies import ALIASES, REMEDIES, Remedy, Target, parse
-from qkeel.remedies import apply as apply_remedy
 from qkeel.sites import find_sites
 
 from .matrix import KINDS, refusal_of
 
 D, T = 16, 7
+
+
+def apply(named: Any, *rest: Any) -> Handle:
+    """With what some formulas need, and the example that remedies on the final logits ask for."""
+    shown = any(one in ("z_loss", "final_softcap") for one in (named if isinstance(named, list) else [named]))
+    return remedies.apply(named, *rest, train_length=16, example=probe() if shown else None)
 
 
 class Model(nn.Module):
@@ -44,12 +50,6 @@ def attention(kind: str) -> Attention | MLA:
     if kind == "MLA":
         return MLA(D, 4, sizes=LatentSizes(q_latent=10, kv_latent=8, rope_dim=2, nope_dim=4, value_dim=6))
     return Attention(D, 4, 2 if kind.startswith("GQA") else None, bias=kind.endswith("bias"))
-
-
-def apply(named: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Handle:
-    """With the example that remedies on the final logits ask for where the model is not of qkeel's."""
-    shown = any(one in ("z_loss", "final_softcap") for one in (named if isinstance(named, list) else [named]))
-    return apply_remedy(named, model, optimizer, example=probe() if shown else None)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -260,6 +260,8 @@ NEUTRAL: dict[str, tuple[str, str]] = {
     "qk_clip": ("qk_clip:threshold=1e30", "bit for bit over steps"),
     "lalr": ("lalr:tau=1", "bit for bit over one step"),
     "softcap": ("softcap:cap=1e30", "to rounding over steps"),
+    "attention_temperature": ("attention_temperature:alpha=0", "to rounding over steps"),
+    "sink": ("sink:learned=false,init=-1e30", "to rounding over steps"),
     "sigma_reparam": ("sigma_reparam:init=keep", "to rounding at the start"),
     "spectral_cap": ("spectral_cap:cap=1e30", "bit for bit over steps"),
     "z_loss": ("z_loss:coefficient=0,module=head", "to rounding over steps"),
@@ -268,6 +270,12 @@ NEUTRAL: dict[str, tuple[str, str]] = {
 NOT_NEUTRAL = {
     "qk_norm": "a norm fixes the size of q and k",
     "qkv_norm": "a norm fixes the size of q, k and v",
+    "key_norm": "a norm fixes the size of k",
+    "query_norm": "a norm fixes the size of q",
+    "cosine": "it fixes the size of q and k",
+    "log_n": "a factor that is 1 at one length only",
+    "sigmoid": "no sigmoid is a softmax",
+    "softpick": "it has no parameter",
     "swin_norm": "the norms stand elsewhere",
     "peri_norm": "a norm fixes the size of the branches",
 }

@@ -14,16 +14,10 @@ from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.after_projection import HeadNorm, Heads, NormedProjection, Part, heads_of
 from qkeel.remedies.base import Target
-from qkeel.remedies.change_spec import (
-    PER_DIM,
-    ChangeSpec,
-    base_spec,
-    exchange_calls,
-    module_name,
-    refuse_norm,
-    refuse_unseen,
-)
+from qkeel.remedies.change_spec import PER_DIM, ChangeSpec, refuse_norm, refuse_unseen
+from qkeel.remedies.exchange import base_spec, exchange_calls
 from qkeel.remedies.join import join
+from qkeel.remedies.parameters import module_name
 from qkeel.remedies.stand_in import place, take_out
 from qkeel.sites.find import find_sites, is_normed
 from qkeel.sites.site import AttentionSite

@@ -9,9 +9,11 @@ from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import Target
 from qkeel.remedies.change_spec import ChangeSpec
+from qkeel.remedies.seam import Seam
+from qkeel.remedies.stand_in import standing_in
 from qkeel.sites.probe import biased
 from qkeel.sites.site import AttentionSite
-from qkeel.spec import LogN
+from qkeel.spec import LogN, NoCap
 from qkeel.spec.scale import FloorLogTemperature
 
 
@@ -24,9 +26,11 @@ class ChangeScale(ChangeSpec):
     __slots__ = ()
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        written = biased(target.model, target.example[0], target.example[1])
+        written = biased(target.model, target.example[0], target.example[1]) if sites else set()
         for site in sites:
-            if site.name in written:
+            seams = any(isinstance(s, Seam) for s in standing_in(site.module))
+            # A cap of the model's own bends what it is scaled by here; one that qkeel put there comes after the scale.
+            if (site.name in written and not seams) or not (seams or isinstance(site.spec.cap, NoCap)):
                 raise RefusedError(
                     f"{self.name} at {site.name or 'the model itself'}: a bias or a cap is in the scores before the "
                     "softmax, where they can't be told from q·k any more; use the model's fused attention "

@@ -10,7 +10,8 @@ from qkeel.functional.scaling import cosine_scale
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import check_number
 from qkeel.remedies.change_norm import ChangeNorm, plain_scale, rescaled
-from qkeel.remedies.change_spec import base_spec, refuse_norm
+from qkeel.remedies.change_spec import refuse_norm
+from qkeel.remedies.exchange import base_spec
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, Fixed, L2Norm
 

@@ -10,7 +10,7 @@ from qkeel.functional.scaling import qk_norm_init
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import check_number
 from qkeel.remedies.change_norm import KINDS, NormWords, plain_scale, rescaled
-from qkeel.remedies.change_spec import base_spec
+from qkeel.remedies.exchange import base_spec
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, L2Norm, Learned, Sqrt
 from qkeel.spec.scale import Scale

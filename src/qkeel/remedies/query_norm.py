@@ -7,7 +7,7 @@ from typing import final
 
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.change_norm import KINDS, NormWords, plain_scale, rescaled
-from qkeel.remedies.change_spec import base_spec
+from qkeel.remedies.exchange import base_spec
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, Fixed
 from qkeel.spec.norm import Gain

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
-from qkeel.kernels.contract import average
-from qkeel.ops import run
+from qkeel.ops import run, run_with_weights
 from qkeel.remedies.stand_in import StandIn, place, take_out
 from qkeel.sites.blockwise import HIDES
 from qkeel.sites.fused import mha_mask
@@ -104,6 +103,13 @@ class Seam(StandIn):
                 "remedy can't tell its heads"
             )
         spec = self.spec(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
+        heads, packed = self.geometry.n_heads, q.shape[1:3]
+        if q.shape[1] != heads and q.shape[1] * q.shape[2] == heads:
+            # One token, the heads of a group in the place of tokens (transformers, when it decodes).
+            q = q.reshape(q.shape[0], heads, 1, q.shape[3])
+            if mask is not None and tuple(mask.shape[1:3]) == tuple(packed):
+                mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
+            return run(self._call(spec, (q, k, v), mask, causal=False, dropout=dropout)).unflatten(1, packed).squeeze(3)
         return run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
 
     def _call(
@@ -134,12 +140,13 @@ class Seam(StandIn):
         x: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
-        if dim not in (-1, x.ndim - 1) or x.ndim not in (3, 4):
+        heads = self.geometry.n_heads
+        if dim not in (-1, x.ndim - 1) or x.ndim not in (3, 4) or (x.ndim == 3 and x.shape[0] % heads):
             raise RefusedError(
                 f"expected scores [b h t s] normalised over the keys, got a softmax over dimension {dim} of "
                 f"{tuple(x.shape)}; the remedy can't tell its heads"
             )
-        z = (x if x.ndim == 4 else x.unflatten(0, (-1, self.geometry.n_heads))).to(wide(dtype or x.dtype))
+        z = (x if x.ndim == 4 else x.unflatten(0, (-1, heads))).to(wide(dtype or x.dtype))
         low = max(self.low, torch.finfo(x.dtype).min / 2)
         visible = z > low
         if self.seen is not None:
@@ -176,7 +183,7 @@ class Seam(StandIn):
         mask = mha_mask(given, (b, h, t, s))
         p = dropout if kwargs.get("training", True) else 0.0
         call = self._call(self.spec(1 / math.sqrt(d)), (q, k, v), mask, causal=False, dropout=p)
-        out, weights = _with_weights(call) if kwargs.get("need_weights", True) else (run(call), None)
+        out, weights = run_with_weights(call) if kwargs.get("need_weights", True) else (run(call), None)
         out = F.linear(out.permute(2, 0, 1, 3).reshape(t, b, h * d), out_weight, out_bias)
         if weights is not None and kwargs.get("average_attn_weights", True):
             weights = weights.mean(dim=1)
@@ -215,7 +222,9 @@ def _not_the_fast_path(module: nn.Module, args: object) -> None:
 class SpecChange(Protocol):
     """A remedy that gives attention another spec."""
 
-    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec: ...
+    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
+        """The spec with this remedy in it."""
+        ...
 
 
 Change = tuple[SpecChange, int | None]  # and the tokens per training sequence, where it needs them
@@ -285,14 +294,3 @@ def _projected(x: list[Tensor], weight: Tensor, bias: Tensor | None, kwargs: Map
 def _heads(x: Tensor, n: int) -> Tensor:
     """[t b (h d)] as [b h t d]."""
     return x.unflatten(-1, (n, -1)).permute(1, 2, 0, 3)
-
-
-def _with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Attention written out, for who asks for the weights [b h t s]."""
-    rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
-    logits = call.spec.cap.apply(call.scores(*call.encoded(), rows, keys))
-    weights = call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
-    if call.dropout:
-        weights = F.dropout(weights, call.dropout)
-    out = average(weights, call.spec.values(call.v, call.params).to(weights.dtype))
-    return out.to(call.q.dtype), weights.to(call.q.dtype)

@@ -35,6 +35,7 @@ FLASH = (
 )
 _TORCH = (
     ("qkeel.ops", "run"),  # attention that a remedy put in the place of a model's own
+    ("qkeel.ops", "run_with_weights"),
     ("torch.nn.attention.flex_attention", "flex_attention"),
     ("torch.nn.attention.varlen", "varlen_attn"),
 )

@@ -41,7 +41,7 @@ class UnreadError(QkeelError, NotImplementedError):
 
 
 def own(given: Arguments) -> AttentionCall:
-    """qkeel.ops.run(call, impl): the call as it is, its keys as few as differ."""
+    """qkeel.ops.run(call, impl) and its like: the call as it is, its keys as few as differ."""
     call = given["call"]
     return dataclasses.replace(call, k=fewest_keys(call.k))
 
@@ -115,6 +115,7 @@ def _window(size: object) -> tuple[int, int]:
 
 PLAIN: dict[str, Callable[[Arguments], AttentionCall | PackedCall]] = {
     "run": own,
+    "run_with_weights": own,
     "flex_attention": flex,
     "varlen_attn": flash,
     **dict.fromkeys(FLASH, flash),

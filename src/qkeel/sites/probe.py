@@ -163,12 +163,12 @@ def is_product(call: object) -> bool:
 
 
 def biased(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
-    """Names of sites written out by hand whose softmax takes more than a scale times q·k: a bias, or a cap's result."""
+    """Names of sites written out by hand whose logits are not told to be a scale times q·k and no more: a bias, say."""
     found: set[str] = set()
 
     def look(sighting: Sighting) -> None:
         call = sighting.call
-        if isinstance(call, ScoresCall) and (call.capped is not call.logits or not is_product(call)):
+        if isinstance(call, ScoresCall) and not is_product(call):
             found.add(sighting.name)
 
     with extra_pass(model), undisturbed(model):
