@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 
+from torch import nn
+
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.core import SpecModule
