@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from tests.remedies.foreign import Hand, encoder, example, hf, out
 
 from qkeel.errors import QkeelError
 from qkeel.nn import Decoder, DecoderConfig
@@ -15,8 +16,6 @@ from qkeel.ops import KERNELS
 from qkeel.remedies import REMEDIES, apply
 from qkeel.spec import PRESETS, preset
 from qkeel.spec.call import make_call
-
-from ..remedies.foreign import Hand, encoder, example, hf, out
 
 KINDS = ("MHA", "GQA", "MLA")
 # Attention that knows nothing of qkeel: how its heads are made, and how it is computed.
@@ -105,8 +104,8 @@ def matrix() -> str:
         "## Remedies and kinds of attention\n",
         table("remedy", list(KINDS), remedies) + "\n",
         "## Remedies and attention of other people's models\n",
-        "With an example batch, in training; generation with a cache, `torch.compile` before and after and copies of\n"
-        "the model are tested on the layouts of the first columns and on models of transformers.\n",
+        "With an example, in training. Generation with a cache, copies, and `torch.compile` before or after, are\n"
+        "tested on the layouts of the first columns, torch's encoder, and models of transformers.\n",
         table("remedy", list(FOREIGN), foreign) + "\n",
         "## Why not\n",
         "\n".join(why) if why else "Nothing is refused.",

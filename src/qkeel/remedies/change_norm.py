@@ -38,7 +38,7 @@ class ChangeNorm(ChangeSpec):
     may as well come after the rotation.
     """
 
-    sides: ClassVar[str] = "qk"
+    sides: ClassVar[tuple[Part, ...]] = ("q", "k")
 
     __slots__ = ()
 
@@ -63,10 +63,10 @@ class ChangeNorm(ChangeSpec):
         plan: dict[Part, Heads] = {}
         for part in self.sides:
             ways = [(term.query if part == "q" else term.key)[-1] for term in site.terms]
-            found = heads_of(target.model, site, part, ways)  # type: ignore[arg-type]
+            found = heads_of(target.model, site, part, ways)
             if isinstance(found, Refusal):
                 return found
-            plan[part] = found  # type: ignore[index]
+            plan[part] = found
         return plan
 
 

@@ -27,7 +27,7 @@ class KeyNorm(NormWords):
     name = "key_norm"
     line = "normalises keys alone"
     source = "Su 2023, kexue.fm 9859 (KNA)"
-    sides = "k"
+    sides = ("k",)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         refusal = NormWords.supports(self, site)

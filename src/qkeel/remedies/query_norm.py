@@ -27,7 +27,7 @@ class QueryNorm(NormWords):
     name = "query_norm"
     line = "normalises queries alone"
     source = "Su 2023, kexue.fm 9859 (QNA)"
-    sides = "q"
+    sides = ("q",)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         refusal = NormWords.supports(self, site)
