@@ -87,7 +87,10 @@ def fit(gains: Gains, old: Sequence[Rows], replay: Replay, *, iterations: int) -
     best, least = (solved, after) if after < began else (start, began)
     if iterations:
         _restore(gains, best)
-        divergences = lambda: mean(divergence(a, b).mean() for a, b in zip(old, replay()))  # noqa: E731
+
+        def divergences() -> Tensor:
+            return mean(divergence(a, b).mean() for a, b in zip(old, replay()))
+
         descend([gains.query, gains.key], divergences, iterations)
         fitted, loss = _values(gains), _loss(old, replay)
         best = fitted if loss < least else best
