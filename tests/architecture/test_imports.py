@@ -47,6 +47,7 @@ SHARED = {
     "qkeel.remedies": {
         *("apply", "base", "change_spec", "join", "linear", "masters", "pieces", "presence", "steps"),
         *("after_projection", "change_norm", "change_scale", "exchange", "parameters", "seam", "stand_in"),
+        *("blocks", "head"),
     },
     "qkeel.kernels": {"contract"},
     "qkeel.lab.studies": set(),

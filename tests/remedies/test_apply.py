@@ -34,13 +34,17 @@ NORMS = ("qk_norm", "qkv_norm", "key_norm", "query_norm", "cosine")
 CONFLICTS = {
     frozenset(pair)
     for pair in (
-        *itertools.product(NORMS, ("lalr", "qk_clip")),
+        *itertools.product(NORMS, ("lalr", "qk_clip", "spectral_cap")),
         *itertools.combinations(NORMS, 2),
         *itertools.combinations(("sigmoid", "softpick", "sink"), 2),
         ("log_n", "attention_temperature"),
-        *itertools.product(("sigma_reparam",), ("lalr", "qk_clip")),
+        *itertools.product(("sigma_reparam",), ("lalr", "qk_clip", "spectral_cap")),
+        ("swin_norm", "peri_norm"),
+        ("swin_norm", "qkv_norm"),
     )
 }
+
+NEEDS_MORE = ("z_loss", "final_softcap", "swin_norm", "peri_norm")
 
 
 def apply(*args: Any, **options: Any) -> Handle:
@@ -55,6 +59,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 @EVERY
 @pytest.mark.parametrize("kind", ["decoder", "mla", "bare module"])
 def test_a_handle_restores_outputs_state_and_optimizer_bit_for_bit(name: str, kind: str) -> None:
+    if kind == "bare module" and name in NEEDS_MORE:
+        pytest.skip(f"{name} needs a block or a head around the attention")
     model: nn.Module = decoder() if kind != "bare module" else attention(torch.float32)
     if kind == "mla":
         model = decoder(attention="mla")
@@ -72,7 +78,7 @@ def test_a_handle_restores_outputs_state_and_optimizer_bit_for_bit(name: str, ki
 
 @EVERY
 def test_every_remedy_trains_under_every_block_layout(name: str) -> None:
-    for order in ("pre", "post", "swin", "peri"):
+    for order in ("pre",) if name in ("swin_norm", "peri_norm") else ("pre", "post", "swin", "peri"):
         model = decoder(norm_order=order, n_kv_heads=2)
         optimizer = adamw(model)
         with apply(name, model, optimizer):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 
+from torch import nn
+
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.core import SpecModule
@@ -75,6 +77,11 @@ class ChangeSpec(Remedy):
             undo_parameters.remove()
 
         return Handle(undo)
+
+
+def settle(module: nn.Module) -> None:
+    """The spec that an own module has now is its own, whatever changes made it."""
+    module.__dict__.pop(_CHANGES, None)
 
 
 def refuse_unseen(site: AttentionSite) -> Refusal | None:
