@@ -8,13 +8,16 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from qkeel.errors import unknown
+from qkeel.errors import RefusedError, unknown
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number
-from qkeel.remedies.steps import merge_lines
+from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
+from qkeel.remedies.linear import check_keeps
+from qkeel.remedies.masters import LOW_PRECISION, innermost
+from qkeel.remedies.pieces import merge_lines, owned
+from qkeel.remedies.presence import Presence
 from qkeel.sites.find import is_normed
 from qkeel.sites.site import AttentionSite
 
@@ -39,11 +42,15 @@ class SpectralCap(Remedy):
     name = "spectral_cap"
     line = "after each step, shrinks query and key weights whose largest singular value passed the cap"
     source = "Newhouse et al. 2025, arXiv 2507.13338, section 3 (rescaled, not clipped; q and k only)"
+    on_steps = True
 
     def __post_init__(self) -> None:
         check_number("spectral_cap", "cap", self.cap)
         if self.per not in ("head", "matrix"):
             raise unknown("extent of spectral_cap", self.per, ("head", "matrix"))
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return self.holds(site) or refuse_untold(site)
 
     def holds(self, site: AttentionSite) -> Refusal | None:
         if is_normed(site):
@@ -51,15 +58,21 @@ class SpectralCap(Remedy):
                 "a norm on q or k undoes any scaling of its weights, so a cap on them would bound nothing",
                 "use one of the two; with a norm, watch its gains",
             )
-        if site.reparametrised:
-            return Refusal("the weight that makes the logit is computed from another", "use one of the two")
-        return None
+        return refuse_rescaled(site, "capping what is stored would not cap what is used")
 
     def apply(self, target: Target) -> Handle:
-        optimizer = target.need_optimizer(self.name)
+        optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
-        weights.check_held(optimizer, self.name)
-        owners = weights.owners()
+        tensors = weights.of_optimizer(optimizer, self.name)
+        for s, p in zip(weights.slices, tensors):
+            if p is not None and p.dtype in LOW_PRECISION:
+                raise RefusedError(
+                    f"spectral_cap needs weights that keep small changes, and {s.parameter} is {p.dtype}; keep float32 "
+                    "weights and use autocast"
+                )
+        check_keeps(optimizer, self.name, tensors)
+        presence = Presence(target.model, self.name, (s.parameter for s in weights.slices))
+        owners = [(tensor, entries) for tensor, entries, _ in owned(tensors, weights.slices)]
 
         @torch.no_grad()
         def after(stepped: Any, *_: Any) -> None:
@@ -69,9 +82,16 @@ class SpectralCap(Remedy):
                 factor = merge_lines(shares, p)
                 if found_inf is not None:
                     factor = torch.where(torch.as_tensor(found_inf).to(p.device) != 0, 1.0, factor)
-                p.mul_(factor.to(p.dtype))
+                p.detach().mul_(factor.to(p.dtype))
 
-        return Handle(optimizer.register_step_post_hook(after).remove)
+        first = optimizer.register_step_pre_hook(lambda *_: presence.check())
+        last = optimizer.register_step_post_hook(after)
+
+        def undo() -> None:
+            first.remove()
+            last.remove()
+
+        return Handle(undo)
 
     def factors(self, heads: Tensor) -> Tensor:
         """min(1, cap/σ) per head of [n r m]; 1 where σ is not finite."""
