@@ -87,7 +87,8 @@ def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall
     row = top.indices[..., :m]
     rows = q.gather(2, row[..., None].expand(b, h, m, d)).to(lse.dtype) * scale
     groups = rows.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # the rows of all heads that share a key head
-    logits = (groups @ k.to(lse.dtype).mT).view(b, h, m, -1)
+    # Copied here: matmul would copy the transpose, which takes six times as long.
+    logits = (groups @ k.to(lse.dtype).contiguous().mT).view(b, h, m, -1)
     if call.causal:
         logits.masked_fill_(torch.arange(k.shape[2], device=q.device) > row[..., None], -torch.inf)
     logits.masked_fill_((top.values[..., :m] == -torch.inf)[..., None], -torch.inf)  # rows left out
