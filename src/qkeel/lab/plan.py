@@ -17,7 +17,9 @@ FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The axes. Remedies (attention forms, where those are compared) keep their order, rates and seeds are sorted; what is named twice counts once.
+    """The axes. Remedies keep their order, rates and seeds are sorted; what is named twice counts once.
+
+    Where a study compares forms of attention they stand in place of remedies.
 
     With blocks (mha, mla) and optimizers, where not empty, there is a product of its own for each pair of them: they
     stand side by side, for a learning rate does not mean the same to two optimizers.

@@ -1,6 +1,7 @@
 """A run directory: config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE.
 
-A run of an extrapolation study has extrapolation.jsonl as well. That of a watched model has eval.jsonl, eval_heads.json and eval_heads.f32 instead of last/.
+That of a watched model has eval.jsonl, eval_heads.json and eval_heads.f32 instead of last/; that of a length
+study has extrapolation.jsonl besides.
 """
 
 from __future__ import annotations
