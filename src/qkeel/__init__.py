@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
+    from qkeel.remedies.retrofit import export, fold, retrofit
     from qkeel.sites import find_sites
     from qkeel.spec import AttentionSpec, preset, presets
 
@@ -29,9 +30,12 @@ _HOMES = {
     "apply": "qkeel.remedies",
     "attention": "qkeel.ops",
     "explain_model": "qkeel.audit",
+    "export": "qkeel.remedies.retrofit",
     "find_sites": "qkeel.sites",
+    "fold": "qkeel.remedies.retrofit",
     "preset": "qkeel.spec",
     "presets": "qkeel.spec",
+    "retrofit": "qkeel.remedies.retrofit",
     "watch": "qkeel.monitor.watch",
 }
 _ROOMS = ("audit", "errors", "integrations", "lab", "monitor", "nn", "reference", "remedies", "report")
@@ -43,7 +47,9 @@ __all__ = [
     "audit",
     "errors",
     "explain_model",
+    "export",
     "find_sites",
+    "fold",
     "integrations",
     "lab",
     "monitor",
@@ -53,6 +59,7 @@ __all__ = [
     "reference",
     "remedies",
     "report",
+    "retrofit",
     "watch",
 ]
 

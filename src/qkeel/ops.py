@@ -10,7 +10,7 @@ from torch import Tensor
 from qkeel.errors import RefusedError
 from qkeel.functional.stats import LogitBracket, LogitStats
 from qkeel.kernels.chunked import Chunked
-from qkeel.kernels.contract import Kernel
+from qkeel.kernels.contract import Kernel, average
 from qkeel.kernels.logsumexp import Price, attend_with_logsumexp, bracket
 from qkeel.kernels.sdpa import Sdpa
 from qkeel.kernels.statistics import logit_stats
@@ -131,6 +131,17 @@ def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, Lo
 def run(call: AttentionCall, impl: str = "auto") -> Tensor:
     """A checked call through the kernel of that name."""
     return choose(call, impl)(call)
+
+
+def run_with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """A checked call written out, T×T: out [b h t d'] and the weights [b h t s], after dropout, in q's dtype."""
+    rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
+    logits = call.spec.cap.apply(call.scores(*call.encoded(), rows, keys))
+    weights = call.spec.normalizer.weights(logits, call.visible(rows, keys), call.params)
+    if call.dropout:
+        weights = torch.nn.functional.dropout(weights, call.dropout)
+    out = average(weights, call.spec.values(call.v, call.params).to(weights.dtype))
+    return out.to(call.q.dtype), weights.to(call.q.dtype)
 
 
 def choose(call: AttentionCall, impl: str) -> Kernel:

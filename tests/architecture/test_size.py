@@ -26,6 +26,7 @@ OPTIONS = {
     "qkeel.remedies.apply.parse": "options of one remedy",
     "qkeel.sites.find.find_sites": "the example, as the model takes it",
     "qkeel.remedies.apply.apply": "options of one remedy",
+    "qkeel.remedies.stand_in.StandIn.__call__": "stands in for a module's forward and takes what that takes",
     **{
         f"qkeel.integrations.huggingface.KeelCallback.{event}": "the Trainer's own protocol: it hands over all it has"
         for event in ("on_train_begin", "on_log", "on_train_end")

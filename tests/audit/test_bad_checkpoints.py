@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from audit.models import save
 from qkeel.audit import Geometry, scan
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, UnknownNameError
+from qkeel.stored import open_checkpoint
 
 
 def test_pickles_are_refused_unopened_with_the_way_to_convert(tmp_path: Path) -> None:
@@ -113,3 +114,11 @@ def test_a_shard_cut_short_or_a_pickle_is_named(tmp_path: Path) -> None:
     shard.write_bytes(b"\x80\x04" + whole)
     with pytest.raises(RefusedError, match=shard.name):
         scan(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
+def test_a_header_whose_length_looks_like_the_start_of_a_pickle_is_read(length: int, tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).ljust(length).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(length.to_bytes(8, "little") + header + bytes(4))
+    assert open_checkpoint(file).tensors["a"].shape == (1,)

@@ -5,16 +5,31 @@ It is the body of docs/compatibility.md; a test keeps the two equal.
 
 from __future__ import annotations
 
+import functools
+
 import torch
+from tests.remedies.foreign import Hand, encoder, example, hf, out
 
 from qkeel.errors import QkeelError
-from qkeel.nn import MLA, Attention
+from qkeel.nn import Decoder, DecoderConfig
 from qkeel.ops import KERNELS
 from qkeel.remedies import REMEDIES, apply
 from qkeel.spec import PRESETS, preset
 from qkeel.spec.call import make_call
 
 KINDS = ("MHA", "GQA", "MLA")
+# Attention that knows nothing of qkeel: how its heads are made, and how it is computed.
+FOREIGN = {
+    "linear layers, written out": ("linear", "eager"),
+    "linear layers, SDPA": ("linear", "sdpa"),
+    "fused q, k, v": ("fused", "sdpa"),
+    "interleaved": ("interleaved", "eager"),
+    "in groups": ("groups", "sdpa"),
+    "columns": ("conv", "eager"),
+    "`nn.MultiheadAttention`": ("torch", ""),
+    "DeepSeek-V3, eager": ("deepseek", "eager"),
+    "DeepSeek-V3, SDPA": ("deepseek", "sdpa"),
+}
 HEADER = """# What works with what
 
 Each cell is asked of the code by a test. An empty cell is a refusal: the error says why, and the way out.
@@ -22,15 +37,38 @@ Each cell is asked of the code by a test. An empty cell is a refusal: the error 
 
 
 def model_of(kind: str) -> torch.nn.Module:
-    """One attention of that kind."""
-    return MLA(32, 4) if kind == "MLA" else Attention(32, 4, 2 if kind == "GQA" else None)
+    """A small decoder with that kind of attention."""
+    attention, groups = "mla" if kind == "MLA" else "mha", 2 if kind == "GQA" else None
+    return Decoder(DecoderConfig(vocab_size=7, d_model=32, n_layers=1, n_kv_heads=groups, attention=attention))  # type: ignore[arg-type]
 
 
 def refusal_of(name: str, kind: str) -> str:
     """Why a remedy cannot be applied to that kind of attention; empty if it can."""
     model = model_of(kind)
     try:
-        apply(name, model, torch.optim.AdamW(model.parameters())).remove()
+        apply(name, model, torch.optim.AdamW(model.parameters()), train_length=16).remove()
+    except QkeelError as error:
+        return str(error)
+    return ""
+
+
+@functools.cache
+def foreign_refusal(name: str, kind: str) -> str:
+    """Why a remedy cannot be applied to that attention of somebody else's; empty if it can, and trains."""
+    layout, how = FOREIGN[kind]
+    if layout == "deepseek":
+        model, x = hf("deepseek", how), example("deepseek")
+    elif layout == "torch":
+        model, x = encoder(), example("encoder")
+    else:
+        model, x = Hand(layout, how), torch.randn(2, 6, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        # The loss below is no cross-entropy, by whose gradient z_loss would weigh tokens.
+        term = "z_loss:weight=mean" if name == "z_loss" else name
+        with apply(term, model, optimizer, example=x, train_length=16):
+            out(model, x).square().mean().backward()
+            optimizer.step()
     except QkeelError as error:
         return str(error)
     return ""
@@ -64,18 +102,26 @@ def table(corner: str, columns: list[str], rows: dict[str, list[str]]) -> str:
     return "\n".join([*lines, *(f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items())])
 
 
+@functools.cache
 def matrix() -> str:
     """The whole page."""
     kernels = {name: ["" if kernel_refusal(name, k) else "✓" for k in KERNELS] for name in PRESETS}
     remedies = {name: ["" if refusal_of(name, kind) else "✓" for kind in KINDS] for name in REMEDIES}
+    foreign = {name: ["" if foreign_refusal(name, kind) else "✓" for kind in FOREIGN] for name in REMEDIES}
     why = [f"- `{name}` on {kind}: {text}" for name in REMEDIES for kind in KINDS if (text := refusal_of(name, kind))]
     why += [f"- {names}: {text}" for text, names in _grouped().items()]
+    why += [f"- `{name}` on {kind}: {said}" for name in REMEDIES for kind in FOREIGN
+            if (said := foreign_refusal(name, kind))]  # fmt: skip
     parts = [
         HEADER,
         "## Presets and kernels\n",
         table("preset", [f"`{k}`" for k in KERNELS], kernels) + "\n",
         "## Remedies and kinds of attention\n",
         table("remedy", list(KINDS), remedies) + "\n",
+        "## Remedies and attention of other people's models\n",
+        "With an example, in training. Generation with a cache, copies, and `torch.compile` before or after, are\n"
+        "tested on the layouts of the first columns, torch's encoder, and models of transformers.\n",
+        table("remedy", list(FOREIGN), foreign) + "\n",
         "## Why not\n",
         "\n".join(why) if why else "Nothing is refused.",
     ]

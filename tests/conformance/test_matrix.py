@@ -8,7 +8,7 @@ from qkeel.ops import KERNELS
 from qkeel.remedies import REMEDIES
 from qkeel.spec import PRESETS
 
-from .matrix import kernel_refusal, matrix, refusal_of
+from .matrix import FOREIGN, foreign_refusal, kernel_refusal, matrix, refusal_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
@@ -38,3 +38,13 @@ def test_only_a_capped_preset_is_refused_by_sdpa() -> None:
 
 def test_plain_attention_refuses_no_remedy() -> None:
     assert {name: refusal_of(name, "MHA") for name in REMEDIES if refusal_of(name, "MHA")} == {}
+
+
+NORMS = ("qk_norm", "key_norm", "query_norm", "cosine")
+CALLS = ("softcap", "log_n", "attention_temperature", "sigmoid", "softpick", "sink")
+
+
+def test_forward_remedies_fit_every_layout_of_heads() -> None:
+    for kind, (layout, _) in FOREIGN.items():
+        refused = {name for name in (*NORMS, *CALLS) if foreign_refusal(name, kind)}
+        assert refused <= (set(NORMS) if layout == "deepseek" else set()), kind

@@ -9,7 +9,6 @@ from torch import Tensor
 from qkeel import preset, reference
 from qkeel.errors import InvalidValueError, QkeelError, ShapeError, UnknownNameError
 from qkeel.nn import Attention, KVCache
-from qkeel.ops import KERNELS
 from qkeel.spec import PRESETS
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -55,7 +54,7 @@ def test_output_is_that_of_the_oracle_between_projections(name: str, heads: str)
         assert torch.allclose(module(x), by_hand(module, x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", ["sdpa", "chunked"])
 def test_impl_names_the_kernel(impl: str) -> None:
     module, x = make("qwen3"), torch.randn(2, 5, 24, dtype=torch.float64)
     module.impl = impl
@@ -102,7 +101,7 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(module.eval()(x), module.train()(x))
 
 
-@pytest.mark.parametrize("impl", KERNELS)
+@pytest.mark.parametrize("impl", ["sdpa", "chunked"])
 def test_dropout_keeps_the_mean_output(impl: str) -> None:
     module = Attention(8, 2, dropout=0.3, impl=impl)
     x = torch.randn(1, 4, 8).expand(4000, 4, 8)

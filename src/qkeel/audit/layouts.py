@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import final
 
 from qkeel.audit.geometry import Geometry
-from qkeel.audit.tensors import StoredTensor
+from qkeel.stored import StoredTensor
 
 # Query and key in weights of their own: the last part of the module's name.
 SEPARATE = (

@@ -18,8 +18,8 @@ from qkeel.audit.geometry import Geometry, read_geometry
 from qkeel.audit.heads import SiteReport, grams, measure
 from qkeel.audit.layouts import FUSED, SEPARATE, SitePlan, Slice, Unknown, recognise
 from qkeel.audit.outliers import outliers
-from qkeel.audit.tensors import Checkpoint, MappedFile, StoredTensor, open_checkpoint
 from qkeel.errors import InvalidValueError, UnknownNameError
+from qkeel.stored import Checkpoint, MappedFile, StoredTensor, open_checkpoint
 
 _CHUNK = 1 << 19  # numbers looked at at once: small enough for a core's cache
 _SOLVERS = max(1, min(4, (os.cpu_count() or 1) // 2))  # threads that find eigenvalues

@@ -81,7 +81,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         *inputs, out, lse = ctx.saved_tensors
         with torch.enable_grad():  # how the parts were cut out is undone by autograd
             leaves = [x.detach().requires_grad_() for x in inputs]

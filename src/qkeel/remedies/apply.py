@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,16 +12,29 @@ from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
+from qkeel.remedies.attention_temperature import AttentionTemperature
 from qkeel.remedies.base import Remedy, Target, check_weights, compose_all
+from qkeel.remedies.cosine import Cosine
+from qkeel.remedies.final_softcap import FinalSoftcap
+from qkeel.remedies.key_norm import KeyNorm
 from qkeel.remedies.lalr import LALR
+from qkeel.remedies.log_n import LogNRemedy
 from qkeel.remedies.none import NoRemedy
+from qkeel.remedies.peri_norm import PeriNorm
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_lr import QKLearningRate
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.qk_weight_decay import QKWeightDecay
 from qkeel.remedies.qkv_norm import QKVNorm
+from qkeel.remedies.query_norm import QueryNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
+from qkeel.remedies.sigmoid import SigmoidRemedy
+from qkeel.remedies.sink import SinkRemedy
 from qkeel.remedies.softcap import SoftcapRemedy
+from qkeel.remedies.softpick import SoftpickRemedy
+from qkeel.remedies.spectral_cap import SpectralCap
+from qkeel.remedies.swin_norm import SwinNorm
+from qkeel.remedies.z_loss import ZLoss
 from qkeel.sites.example import Arguments, arguments
 from qkeel.sites.find import find_sites
 from qkeel.sites.forwards import unwrapped
@@ -31,12 +44,25 @@ REMEDIES: dict[str, type[Remedy]] = {
     "none": NoRemedy,
     "qk_norm": QKNorm,
     "qkv_norm": QKVNorm,
+    "key_norm": KeyNorm,
+    "query_norm": QueryNorm,
+    "cosine": Cosine,
     "softcap": SoftcapRemedy,
+    "log_n": LogNRemedy,
+    "attention_temperature": AttentionTemperature,
+    "sigmoid": SigmoidRemedy,
+    "softpick": SoftpickRemedy,
+    "sink": SinkRemedy,
     "qk_clip": QKClip,
     "lalr": LALR,
     "qk_lr": QKLearningRate,
     "qk_weight_decay": QKWeightDecay,
     "sigma_reparam": SigmaReparam,
+    "spectral_cap": SpectralCap,
+    "z_loss": ZLoss,
+    "final_softcap": FinalSoftcap,
+    "swin_norm": SwinNorm,
+    "peri_norm": PeriNorm,
 }
 ALIASES: dict[str, str] = {"quack": "lalr"}
 
@@ -151,11 +177,13 @@ def _apply_one(
         module.__dict__.setdefault(_MARK, _Marks())[remedy.name] = remedy
 
     def undo() -> None:
+        marks = [(module, module.__dict__.get(_MARK, {})) for module in modules]
+        if any(own.get(remedy.name) is not remedy for _, own in marks):  # folded into the weights
+            return
         inner.remove()
-        for module in modules:
-            marks = module.__dict__[_MARK]
-            del marks[remedy.name]
-            if not marks:
+        for module, own in marks:
+            del own[remedy.name]
+            if not own:
                 del module.__dict__[_MARK]
 
     return Handle(undo, state=inner.state, load=inner.load)
@@ -181,6 +209,21 @@ class _Marks(dict[str, Remedy]):
 
     def __reduce__(self) -> tuple[type[_Marks], tuple[dict[str, Remedy]]]:
         return _Marks, ({name: remedy for name, remedy in self.items() if not remedy.on_steps},)
+
+
+def in_force(model: nn.Module) -> set[str]:
+    """Names of the remedies applied to this model."""
+    return {name for module in model.modules() for name in module.__dict__.get(_MARK, {})}
+
+
+def forget(model: nn.Module, folded: Callable[[Remedy], bool]) -> None:
+    """These remedies are part of the weights now: in force nowhere, and their handles find nothing to undo."""
+    for module in model.modules():
+        marks = module.__dict__.get(_MARK, {})
+        for name in [name for name, remedy in marks.items() if folded(remedy)]:
+            del marks[name]
+            if not marks:
+                del module.__dict__[_MARK]
 
 
 def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:

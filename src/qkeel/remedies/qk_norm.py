@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, final
+from typing import final
 
 from qkeel.errors import InvalidValueError, unknown
 from qkeel.functional.scaling import qk_norm_init
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import check_number
-from qkeel.remedies.change_spec import PER_DIM, ChangeSpec, refuse_norm
+from qkeel.remedies.change_norm import KINDS, NormWords, plain_scale, rescaled
+from qkeel.remedies.exchange import base_spec
 from qkeel.sites.site import AttentionSite
-from qkeel.spec import AttentionSpec, InverseSqrt, L2Norm, LayerNorm, Learned, LogN, RMSNorm, Sqrt
-from qkeel.spec.norm import Gain, GainNorm, Over
-from qkeel.spec.scale import FloorLogTemperature, Scale
-
-KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
+from qkeel.spec import AttentionSpec, L2Norm, Learned, Sqrt
+from qkeel.spec.scale import Scale
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QKNorm(ChangeSpec):
+class QKNorm(NormWords):
     """q̃ = norm(q) · gain, k̃ = norm(k) · gain, the scale kept.
 
     kind=l2 makes unit vectors, so 1/√d would leave no logit: with gain=scalar the scale is one learned number
@@ -28,9 +26,6 @@ class QKNorm(ChangeSpec):
     with gain=head one per head, else it is √d, the same as a gain-free RMS norm under 1/√d.
     """
 
-    kind: Literal["rms", "layer", "l2"] = "rms"
-    over: Over = "head"
-    gain: Gain = "dim"
     length: int | None = None
 
     name = "qk_norm"
@@ -54,33 +49,23 @@ class QKNorm(ChangeSpec):
     def _learned_scale(self) -> bool:
         return self.kind == "l2" and self.gain in ("scalar", "head")
 
-    def supports(self, site: AttentionSite) -> Refusal | None:
-        return (
-            ChangeSpec.supports(self, site)
-            or refuse_norm(site, per_dim=self.kind == "layer" or self.gain in PER_DIM)
-            or (self._refuse_scale(site.spec.scale) if self.kind == "l2" else None)
-        )
+    @property
+    def commutes(self) -> bool:
+        return self.kind != "layer" and self.over == "head" and (self.gain in ("none", "scalar") or self._learned_scale)
 
-    def _refuse_scale(self, scale: Scale) -> Refusal | None:
-        if isinstance(scale, (LogN, FloorLogTemperature)):
-            return self._refuse_scale(scale.inner)
-        if scale == InverseSqrt():
-            return None
-        return Refusal(
-            f"unit vectors need a scale of their own in place of 1/√d, and this site's is {scale.formula()}",
-            "use kind=rms, which keeps the scale, or build the model with the spec you mean",
-        )
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        refusal = NormWords.supports(self, site)
+        return refusal or (plain_scale(self.name, base_spec(site).scale) if self.kind == "l2" else None)
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
         if self.kind != "l2":
             return spec.replace(norm=KINDS[self.kind](over=self.over, gain=self.gain))
         gain = "none" if self._learned_scale else self.gain
-        return spec.replace(norm=L2Norm(over=self.over, gain=gain), scale=self._scaled(spec.scale, train_length))
+        scale = rescaled(spec.scale, self._scale(train_length))
+        return spec.replace(norm=L2Norm(over=self.over, gain=gain), scale=scale)
 
-    def _scaled(self, old: Scale, train_length: int | None) -> Scale:
-        """The scale of unit vectors in place of 1/√d, inside a log n factor if there is one."""
-        if isinstance(old, (LogN, FloorLogTemperature)):
-            return dataclasses.replace(old, inner=self._scaled(old.inner, train_length))
+    def _scale(self, train_length: int | None) -> Scale:
+        """The scale of unit vectors in place of 1/√d."""
         if not self._learned_scale:
             return Sqrt()
         length = self.length or train_length

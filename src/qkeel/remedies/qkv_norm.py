@@ -11,6 +11,7 @@ from qkeel.errors import InvalidTypeError, unknown
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.block import Block
+from qkeel.nn.core import SpecModule
 from qkeel.nn.mla import MLA
 from qkeel.remedies.base import Target
 from qkeel.remedies.change_spec import PER_DIM, ChangeSpec, refuse_norm
@@ -49,6 +50,8 @@ class QKVNorm(ChangeSpec):
         refusal = ChangeSpec.supports(self, site) or refuse_norm(
             site, per_dim=self.kind == "layer" or self.gain in PER_DIM
         )
+        if refusal is None and not isinstance(site.module, SpecModule):
+            refusal = self._refuse_foreign(site)
         if refusal is None and isinstance(site.module, MLA) and self.gain in PER_DIM:
             values = site.module.sizes.value_dim
             if values != site.head_dim:
@@ -57,6 +60,16 @@ class QKVNorm(ChangeSpec):
                     "use gain none, scalar or head",
                 )
         return refusal
+
+    def _refuse_foreign(self, site: AttentionSite) -> Refusal | None:
+        if self.drop_pre_norm:
+            return Refusal(
+                "the norm before attention can be dropped in qkeel's own blocks only",
+                "use drop_pre_norm=false, or qk_norm",
+            )
+        if not isinstance(site.module, nn.MultiheadAttention):
+            return Refusal("which weights make the values can't be told at this attention", "use qk_norm")
+        return None
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
         return spec.replace(norm=KINDS[self.kind](on="qkv", gain=self.gain))

@@ -87,15 +87,15 @@ class SigmaReparam(Remedy):
         layers = {
             name: m
             for name, m in target.model.named_modules()
-            if isinstance(m, nn.Linear) and (self.on == "all" or id(m) in inside)
+            if (self.on == "all" or id(m) in inside) and (isinstance(m, nn.Linear) or _multiplies(m))
         }
         for name, layer in layers.items():
             _check(name, layer)
         return compose_all(self._changes(layers, target))
 
-    def _changes(self, layers: dict[str, nn.Linear], target: Target) -> Iterator[Handle]:
+    def _changes(self, layers: dict[str, nn.Module], target: Target) -> Iterator[Handle]:
         gains: dict[str, nn.Parameter] = {}
-        weights = [layer.weight for layer in layers.values()]
+        weights = [layer.get_parameter("weight") for layer in layers.values()]
         for name, layer in layers.items():
             scale, handle = _reparametrise(layer, self.init)
             head = f"{name}." if name else ""
@@ -105,7 +105,7 @@ class SigmaReparam(Remedy):
             yield join(target.optimizer, gains, weights[0])
 
 
-def _check(name: str, layer: nn.Linear) -> None:
+def _check(name: str, layer: nn.Module) -> None:
     weight = layer._parameters.get("weight")
     if weight is None:
         raise RefusedError(f"sigma_reparam: the weight of {name} is reparametrised already; remove that first")
@@ -118,13 +118,29 @@ def _check(name: str, layer: nn.Linear) -> None:
         )
 
 
-def _reparametrise(layer: nn.Linear, init: Literal["keep", "one"]) -> tuple[SpectralScale, Handle]:
-    weight, names = layer.weight, list(layer._parameters)
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module that is no nn.Linear computes x W + b (transformers' Conv1D), tried on two random rows."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    names = {name for name, p in module._parameters.items() if p is not None}
+    if weight is None or weight.ndim != 2 or not names <= {"weight", "bias"} or any(module.children()):
+        return False
+    if isinstance(module, nn.Embedding) or weight.is_meta or not weight.is_floating_point():
+        return False
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(2, weight.shape[0], generator=rng).to(weight)
+    try:
+        with torch.no_grad():
+            got, want = module(x), x @ weight if bias is None else torch.addmm(bias, x, weight)
+    except Exception:  # it takes something else
+        return False
+    return isinstance(got, Tensor) and got.shape == want.shape and bool(torch.allclose(got, want, rtol=1e-3, atol=1e-4))
+
+
+def _reparametrise(layer: nn.Module, init: Literal["keep", "one"]) -> tuple[SpectralScale, Handle]:
+    weight, names = layer.get_parameter("weight"), list(layer._parameters)
     cls, attributes = layer.__class__, set(layer.__dict__)
     scale = SpectralScale(weight, init)
-    # "unsafe" leaves out a trial forward, which would be taken for one of training.
-    parametrize.register_parametrization(layer, "weight", scale, unsafe=True)
-    layer._modules["parametrizations"].train(layer.training)  # type: ignore[union-attr]
+    _register(layer, scale)
 
     def undo() -> None:
         del layer._modules["parametrizations"]
@@ -136,3 +152,49 @@ def _reparametrise(layer: nn.Linear, init: Literal["keep", "one"]) -> tuple[Spec
         layer._parameters.update({name: kept[name] for name in names})
 
     return scale, Handle(undo)
+
+
+def _register(layer: nn.Module, scale: SpectralScale) -> None:
+    # "unsafe" leaves out a trial forward, which would be taken for one of training.
+    parametrize.register_parametrization(layer, "weight", scale, unsafe=True)
+    layer.get_submodule("parametrizations").train(layer.training)
+    # The class is one that torch has just made for this layer alone, and which it does not let pickle.
+    layer.__class__.__reduce_ex__ = _reduced  # type: ignore[assignment,method-assign]
+
+
+def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:
+    """How a layer is pickled: as one of its own class, the stored weight and the scale."""
+    state = layer.__dict__.copy()
+    state["_modules"] = {name: m for name, m in state["_modules"].items() if name != "parametrizations"}
+    weights = layer.get_submodule("parametrizations.weight")
+    kept = weights.get_parameter("original"), weights.get_submodule("0")
+    return _restored, (layer.__class__.__bases__[0], state, *kept)
+
+
+def _restored(cls: type[nn.Module], state: dict[str, object], weight: nn.Parameter, scale: SpectralScale) -> nn.Module:
+    layer = object.__new__(cls)
+    layer.__dict__.update(state)
+    layer._parameters = {"weight": weight, **layer._parameters}
+    _register(layer, scale)
+    return layer
+
+
+@torch.no_grad()
+def folded(layer: nn.Module) -> bool:
+    """Write Ŵ as evaluation computes it into the stored weight and make the layer a plain one; False if it is one."""
+    try:
+        found = layer.get_submodule("parametrizations.weight")
+    except AttributeError:
+        return False
+    if not isinstance(found, parametrize.ParametrizationList) or not isinstance(found[0], SpectralScale):
+        return False
+    training = found.training
+    found.eval()
+    value = found()
+    found.train(training)
+    weight = found.get_parameter("original")
+    weight.copy_(value)
+    del layer._modules["parametrizations"]
+    layer.__class__ = layer.__class__.__bases__[0]
+    layer._parameters = {"weight": weight, **layer._parameters}
+    return True

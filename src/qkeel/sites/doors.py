@@ -34,6 +34,8 @@ FLASH = (
     "flash_attn_varlen_qkvpacked_func",
 )
 _TORCH = (
+    ("qkeel.ops", "run"),  # attention that a remedy put in the place of a model's own
+    ("qkeel.ops", "run_with_weights"),
     ("torch.nn.attention.flex_attention", "flex_attention"),
     ("torch.nn.attention.varlen", "varlen_attn"),
 )

@@ -101,7 +101,7 @@ def mha(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
     k = k.reshape(key.shape[0], b, h, -1).permute(1, 2, 0, 3)
     if given["static_k"] is not None:
         k = given["static_k"].unflatten(0, (b, h))
-    mask = _mha_mask(given, (b, h, t, k.shape[2]))
+    mask = mha_mask(given, (b, h, t, k.shape[2]))
     if given["bias_k"] is not None:
         k = torch.cat([k, given["bias_k"].view(1, h, 1, -1).expand(b, -1, -1, -1)], dim=2)
     if given["add_zero_attn"]:
@@ -122,7 +122,7 @@ def _projected(given: dict[str, Any], query: Tensor, key: Tensor, m: int) -> tup
     return F.linear(query, weight, bias)[..., :m], F.linear(key, weight, bias)[..., m : 2 * m]
 
 
-def _mha_mask(given: dict[str, Any], shape: tuple[int, int, int, int]) -> Tensor | None:
+def mha_mask(given: dict[str, Any], shape: tuple[int, int, int, int]) -> Tensor | None:
     """attn_mask and key_padding_mask as one additive mask."""
     b, h, t, s = shape
     total = None

@@ -17,11 +17,18 @@ _MATRIX = {
     "BmmBackward0": (0, 1, None),
 }
 _NORMS = ("NativeLayerNormBackward0", "FusedRmsNormBackward0", "RsqrtBackward0", "LinalgVectorNormBackward0")
-_NORMS_TOO = ("NormBackward1", "NormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0")
+_NORMS_TOO = (
+    "_ResizeBackward",
+    "NormBackward1",
+    "NormBackward0",
+    "NativeGroupNormBackward0",
+    "NativeBatchNormBackward0",
+)
 NORMS = frozenset((*_NORMS, *_NORMS_TOO))
 # Nodes behind which there is no logit path any more: the walk came out of the attention.
 _ENDS = ("Softmax", "ScaledDotProduct", "Embedding", "Gelu", "CrossEntropy", "NllLoss")
 _TURNS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "TransposeBackward1"})
+_PARTS = ("Slice", "Split", "Select", "Narrow", "Unbind", "Index")
 _LIMIT = 4000
 
 
@@ -146,7 +153,8 @@ def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, .
             if variable.ndim == 2 and min(variable.shape) > 1:
                 found.append((names[id(variable)], tuple(variable.shape), turned[at]))
             continue
-        if at.name() in _MATRIX or len(turned) > 40:
+        # A slice of a larger matrix: its rows are not those of the parameter.
+        if at.name() in _MATRIX or at.name().startswith(_PARTS) or len(turned) > 40:
             return None
         for n, _ in at.next_functions:
             if n is not None and n not in turned:

@@ -6,6 +6,7 @@ kv [... 2 h d] where they come packed. Arguments are read by name, so versions m
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,12 @@ _UNREAD: dict[str, tuple[object, ...]] = {
 
 class UnreadError(QkeelError, NotImplementedError):
     """A call with an option that can't be accounted for exactly."""
+
+
+def own(given: Arguments) -> AttentionCall:
+    """qkeel.ops.run(call, impl) and its like: the call as it is, its keys as few as differ."""
+    call = given["call"]
+    return dataclasses.replace(call, k=fewest_keys(call.k))
 
 
 def flex(given: Arguments) -> AttentionCall:
@@ -107,6 +114,8 @@ def _window(size: object) -> tuple[int, int]:
 
 
 PLAIN: dict[str, Callable[[Arguments], AttentionCall | PackedCall]] = {
+    "run": own,
+    "run_with_weights": own,
     "flex_attention": flex,
     "varlen_attn": flash,
     **dict.fromkeys(FLASH, flash),

@@ -142,14 +142,15 @@ Gains = tuple[NormGain, ...]
 
 def _gains(calls: list[Sighting], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:
     """The norms of q and k, where the logits are nothing but the spec's scale times their product."""
-    if q is None or k is None or not all(_is_product(s.call) for s in calls):
+    if q is None or k is None or not all(is_product(s.call) for s in calls):
         return (), ()
     query = seen_gains(q, names)
     return query, seen_gains(k, names) if query else ()
 
 
 @torch.no_grad()
-def _is_product(call: object) -> bool:
+def is_product(call: object) -> bool:
+    """Whether the logits of a call are nothing but its scale times q·k: no bias was added on the way."""
     if not isinstance(call, ScoresCall):
         return isinstance(call, AttentionCall) and isinstance(call.spec.norm, NoNorm)
     if call.q is None or call.k is None:
@@ -159,6 +160,20 @@ def _is_product(call: object) -> bool:
     seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
     rounding = 16 * torch.finfo(call.logits.dtype).eps * products.abs().max()
     return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
+
+
+def biased(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
+    """Names of sites written out by hand whose logits are not told to be a scale times q·k and no more: a bias, say."""
+    found: set[str] = set()
+
+    def look(sighting: Sighting) -> None:
+        call = sighting.call
+        if isinstance(call, ScoresCall) and not is_product(call):
+            found.add(sighting.name)
+
+    with extra_pass(model), undisturbed(model):
+        forward(model, Interceptor(model, look, probing=True), copied(args), copied(kwargs))
+    return found
 
 
 def _stacked(parts: list[Tensor | None]) -> Tensor | None:

@@ -172,7 +172,7 @@ def _open(nodes: Sequence[Node]) -> Iterator[None]:
 
 def _pass_through(node: Node) -> RemovableHandle:
     name = node.name()
-    if name in ("NativeLayerNormBackward0", "FusedRmsNormBackward0"):
+    if name in ("NativeLayerNormBackward0", "FusedRmsNormBackward0", "_ResizeBackward"):
         return node.register_hook(_as_factor)
     return node.register_prehook(_nothing)
 

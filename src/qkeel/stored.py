@@ -135,8 +135,11 @@ def _header(file: Path) -> list[StoredTensor]:
     try:
         size = file.stat().st_size
         with open(file, "rb") as stream:
-            start = stream.read(8)
-            if start.startswith(_PICKLE_STARTS) or (file.suffix in PICKLES and file.suffix != ".ckpt"):
+            start, brace = stream.read(8), stream.read(1)
+            stream.seek(8)
+            # The length of a sound header may begin as a pickle does (640 is 80 02), but a brace follows it.
+            pickled = start.startswith(_PICKLE_STARTS) and brace != b"{"
+            if pickled or (file.suffix in PICKLES and file.suffix != ".ckpt"):
                 raise _refusal(file)
             length = int.from_bytes(start, "little")
             if size < 8 or length > size - 8:

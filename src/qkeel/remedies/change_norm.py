@@ -1,0 +1,202 @@
+"""Remedies that norm queries and keys: after the projections that make the heads, or else in the attention call."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from qkeel.errors import RefusedError, unknown
+from qkeel.handle import Handle
+from qkeel.kernels.contract import Refusal
+from qkeel.remedies.after_projection import HeadNorm, Heads, NormedProjection, Part, heads_of
+from qkeel.remedies.base import Target
+from qkeel.remedies.change_spec import PER_DIM, ChangeSpec, refuse_norm, refuse_unseen
+from qkeel.remedies.exchange import base_spec, exchange_calls
+from qkeel.remedies.join import join
+from qkeel.remedies.parameters import module_name
+from qkeel.remedies.stand_in import place, take_out
+from qkeel.sites.find import find_sites, is_normed
+from qkeel.sites.site import AttentionSite
+from qkeel.spec import AttentionSpec, InverseSqrt, L2Norm, LayerNorm, Learned, LogN, RMSNorm
+from qkeel.spec.norm import Gain, GainNorm, Over
+from qkeel.spec.scale import FloorLogTemperature, Scale
+from qkeel.spec.slot import Geometry
+
+KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
+
+
+class ChangeNorm(ChangeSpec):
+    """Gives q, k or both a norm. `sides`: which of them.
+
+    At a foreign site the norm stands after the projection: before the rotation, where a gain per dimension belongs,
+    and before a cache, which then holds normed keys. Where no module makes the heads (nn.MultiheadAttention multiplies
+    by its own weight; in latent attention keys are put together from two parts) the call is exchanged, for norms that
+    may as well come after the rotation.
+    """
+
+    sides: ClassVar[tuple[Part, ...]] = ("q", "k")
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def commutes(self) -> bool:
+        """Whether the norm gives the same before a rotation and after it, for heads of any number."""
+
+    def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+        plans = {site.name: self._plan(target, site) for site in sites}
+        projected = {name: plan for name, plan in plans.items() if not isinstance(plan, Refusal)}
+        yield from _norm_projections(self, target, [s for s in sites if s.name in projected], projected)
+        called = [s for s in sites if s.name not in projected]
+        for site in called:
+            unseen = refuse_unseen(site)
+            if unseen is not None or not (self.commutes or isinstance(site.module, nn.MultiheadAttention)):
+                raise RefusedError(f"{self.name} at {site.name or 'the model itself'}: {unseen or plans[site.name]}")
+        yield from exchange_calls((self, target.train_length), target, called)
+
+    def _plan(self, target: Target, site: AttentionSite) -> dict[Part, Heads] | Refusal:
+        """Which modules make the heads that are to be normed."""
+        plan: dict[Part, Heads] = {}
+        for part in self.sides:
+            ways = [(term.query if part == "q" else term.key)[-1] for term in site.terms]
+            found = heads_of(target.model, site, part, ways)
+            if isinstance(found, Refusal):
+                return found
+            plan[part] = found
+        return plan
+
+
+def _norm_projections(
+    remedy: ChangeNorm, target: Target, sites: list[AttentionSite], plans: dict[str, dict[Part, Heads]]
+) -> Iterator[Handle]:
+    """Norms behind the projections of several sites, then one pass to see that all of them ran."""
+    placed: list[NormedProjection] = []
+    done: dict[int, str] = {}
+    for site in sites:
+        plan, name = plans[site.name], module_name(site)
+        owners = {id(heads.module): heads.module for heads in plan.values()}
+        if any(done.get(owner, name) != name for owner in owners):
+            raise RefusedError(f"{remedy.name} at {name}: its projections make heads of {done[next(iter(owners))]} too")
+        if all(owner in done for owner in owners):  # a second call of the same module
+            continue
+        done.update(dict.fromkeys(owners, name))
+        norms = _norms(remedy, target, site, plan)
+        yield _held(target, site, norms)
+        for module in owners.values():
+            parts: list[Part] = [part for part, heads in plan.items() if heads.module is module]
+            new = NormedProjection([plan[part] for part in parts], [norms[part] for part in parts])
+            place(new)
+            yield Handle(lambda new=new: take_out(new))
+            placed.append(new)
+    if placed:
+        _check_ran(remedy, target, sites, placed)
+
+
+def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: dict[Part, Heads]) -> dict[Part, HeadNorm]:
+    """The norm modules of a site; a change of the scale goes into that of q, or of k where q has none."""
+    base = base_spec(site)
+    spec = remedy.changed(AttentionSpec(scale=base.scale), target.train_length)
+    assert isinstance(spec.norm, GainNorm)
+    geometry = Geometry(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim)
+    first = next(iter(plan))
+    norms: dict[Part, HeadNorm] = {}
+    for part, heads in plan.items():
+        factor, learned = 1.0, None
+        if part == first and spec.scale != base.scale:
+            old = _number(base, site)
+            learned = spec.scale if isinstance(spec.scale, Learned) else None
+            factor = 1 / old if learned is not None else _number(spec, site) / old
+        like = next(heads.module.parameters())
+        norms[part] = HeadNorm(spec.norm, part, geometry, like, factor=factor, learned=learned)
+    return norms
+
+
+def _number(spec: AttentionSpec, site: AttentionSite) -> float:
+    """The scale of a spec, one number."""
+    return float(spec.scale.factor(None, site.head_dim, {}))  # type: ignore[arg-type]
+
+
+def _held(target: Target, site: AttentionSite, norms: dict[Part, HeadNorm]) -> Handle:
+    """The norms as parts of the site's module, q_norm and k_norm, their gains in the optimizer."""
+    module, name = site.module, module_name(site)
+    head = f"{name}." if name else ""
+    for part in norms:
+        if f"{part}_norm" in {**module._modules, **module._parameters, **module.__dict__}:
+            raise RefusedError(f"{name or 'the model itself'} has something called {part}_norm already")
+    added = {f"{head}{part}_norm.{n}": p for part, norm in norms.items() for n, p in norm.named_parameters()}
+    joined = join(target.optimizer, added, target.parameter(site.query[0].parameter))
+    for part, norm in norms.items():
+        module._modules[f"{part}_norm"] = norm.train(module.training)
+
+    def undo() -> None:
+        for part in norms:
+            del module._modules[f"{part}_norm"]
+        for parameter in added.values():
+            parameter.grad = None
+        joined.remove()
+
+    return Handle(undo)
+
+
+def _check_ran(remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]) -> None:
+    """Look at one pass on the example whether every norm ran and stands before the scores."""
+    for new in placed:
+        new.seen = []
+    try:
+        after = {site.name: site for site in find_sites(target.model, *target.example[0], **target.example[1])}
+    finally:
+        seen = [new.seen for new in placed]
+        for new in placed:
+            new.seen = None
+    names = [site.name for site in sites if site.name not in after or not is_normed(after[site.name])]
+    if names or any(sizes is None or set(sizes) != {new.size} for new, sizes in zip(placed, seen)):
+        raise RefusedError(
+            f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
+            "not reach their scores: their weights are used by something else than the module that holds them"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NormWords(ChangeNorm):
+    """The options of a norm with a gain."""
+
+    kind: Literal["rms", "layer", "l2"] = "rms"
+    over: Over = "head"
+    gain: Gain = "dim"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise unknown(f"kind of {self.name}", self.kind, KINDS)
+        KINDS[self.kind](over=self.over, gain=self.gain)  # checks the words
+
+    @property
+    def commutes(self) -> bool:
+        return self.kind != "layer" and self.over == "head" and self.gain in ("none", "scalar")
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return refuse_norm(site, per_dim=self.kind == "layer" or self.gain in PER_DIM)
+
+
+def plain_scale(remedy: str, scale: Scale) -> Refusal | None:
+    """Why unit vectors cannot take the scale's place, if so: it is not 1/√d, with or without a factor of positions."""
+    if isinstance(scale, (LogN, FloorLogTemperature)):
+        return plain_scale(remedy, scale.inner)
+    if scale == InverseSqrt():
+        return None
+    return Refusal(
+        f"unit vectors need a scale of their own in place of 1/√d, and this site's is {scale.formula()}",
+        "use kind=rms, which keeps the scale, or build the model with the spec you mean"
+        if remedy != "cosine"
+        else "use qk_norm, which keeps the scale, or build the model with the spec you mean",
+    )
+
+
+def rescaled(old: Scale, new: Scale) -> Scale:
+    """`new` in place of 1/√d, inside a factor of positions if there is one."""
+    if isinstance(old, (LogN, FloorLogTemperature)):
+        return dataclasses.replace(old, inner=rescaled(old.inner, new))
+    return new

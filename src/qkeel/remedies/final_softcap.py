@@ -1,0 +1,47 @@
+"""final_softcap: cap · tanh(z / cap) on the logits over the vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from qkeel.functional.softcap import softcap
+from qkeel.handle import Handle
+from qkeel.remedies.base import Remedy, Target, check_number
+from qkeel.remedies.head import logits_module
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cap:
+    """The forward hook: a value, so that copies and pickles of the model carry it along."""
+
+    cap: float
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return softcap(output, self.cap)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FinalSoftcap(Remedy):
+    """Bends the logits over the vocabulary so that none exceeds `cap`, in training, evaluation and generation.
+
+    `module` names the module that makes them; without it an example shows it.
+    """
+
+    cap: float = 30.0
+    module: str = ""
+
+    name = "final_softcap"
+    line = "bends the logits over the vocabulary with cap·tanh(z/cap)"
+    source = "Gemma 2, arXiv 2408.00118, section 2"
+
+    def __post_init__(self) -> None:
+        check_number("final_softcap", "cap", self.cap)
+
+    def apply(self, target: Target) -> Handle:
+        head = logits_module(target, self.name, self.module)
+        return Handle(head.register_forward_hook(_Cap(self.cap)).remove)

@@ -1,0 +1,129 @@
+"""The logits of one attention computed again from the inputs it got, with gradients to its gains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.errors import RefusedError
+from qkeel.functional.norms import wide
+from qkeel.nn.core import SpecModule
+from qkeel.sites.example import Arguments
+from qkeel.sites.fused import Seen
+from qkeel.sites.intercept import Interceptor, Sighting
+from qkeel.sites.probe import copied
+from qkeel.sites.scores import ScoresCall
+from qkeel.sites.site import AttentionSite
+from qkeel.spec import AttentionCall
+
+ROWS = 256  # query rows of each sequence that are compared, evenly spread
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Logits [b h r s] of some query rows, and which keys they see; `counted` [b h r]: rows that see two or more."""
+
+    logits: Tensor
+    visible: Tensor
+    counted: Tensor
+
+    def log_weights(self) -> Tensor:
+        """ln softmax over the visible keys, 0 where none is seen."""
+        z = self.logits.masked_fill(~self.visible, -torch.inf)
+        return torch.where(self.visible, torch.log_softmax(z.masked_fill(~self.counted[..., None], 0.0), -1), 0.0)
+
+
+def capture(model: nn.Module, sites: Sequence[AttentionSite], batch: Arguments) -> dict[str, Arguments]:
+    """The arguments that each site's module gets in one pass, by the site's name."""
+    kept: dict[str, Arguments] = {}
+    hooks = []
+    for site in sites:
+
+        def note(_: nn.Module, args: Any, kwargs: Any, name: str = site.name) -> None:
+            kept.setdefault(name, (copied(args), copied(dict(kwargs))))
+
+        hooks.append(site.module.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            model(*copied(batch[0]), **copied(batch[1]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept
+
+
+def rows_of(site: AttentionSite, inputs: Arguments) -> Rows:
+    """Run the site's module on these arguments and read the logits of its first attention call."""
+    args, kwargs = copied(inputs[0]), copied(inputs[1])
+    calls: list[Seen] = []
+    if isinstance(site.module, SpecModule):
+        site.module.observers.append(calls.append)
+        try:
+            site.module(*args, **kwargs)
+        finally:
+            site.module.observers.remove(calls.append)
+    else:
+
+        def saw(sighting: Sighting) -> None:
+            calls.append(sighting.call)
+
+        with Interceptor(site.module, saw, probing=True):
+            site.module(*args, **kwargs)
+    call = calls[0] if calls else None
+    if isinstance(call, AttentionCall):
+        return _called(call)
+    if isinstance(call, ScoresCall) and not call.headless:
+        return _written(call)
+    raise RefusedError(
+        f"{site.name or 'the model itself'}: its logits cannot be read head by head on these batches; use the model's "
+        "fused attention (attn_implementation='sdpa') and batches of equal lengths"
+    )
+
+
+def _called(call: AttentionCall) -> Rows:
+    rows = _spread(call.q.shape[2], call.q.device)
+    mask = call.mask if call.mask is None or call.mask.shape[-2] == 1 else call.mask[..., rows, :]
+    some = dataclasses.replace(call, q=call.q[:, :, rows], pos_q=call.pos_q[:, rows], mask=mask, plain=False)
+    q, k = some.encoded()
+    whole = slice(0, len(rows)), slice(0, k.shape[2])
+    z = some.spec.cap.apply(some.scores(q, k, *whole))
+    seen = some.visible(*whole)
+    return _rows(z, torch.ones_like(z, dtype=torch.bool) if seen is None else seen.expand_as(z))
+
+
+def _written(call: ScoresCall) -> Rows:
+    rows = _spread(call.capped.shape[2], call.capped.device)
+    z = call.capped[:, :, rows].to(wide(call.capped.dtype))
+    seen = torch.isfinite(z)
+    if call.hidden is not None:
+        hidden = call.hidden if call.hidden.shape[2] == 1 else call.hidden[:, :, rows]
+        seen = seen & ~hidden
+    return _rows(z, seen.expand_as(z))
+
+
+def _rows(z: Tensor, visible: Tensor) -> Rows:
+    return Rows(logits=z, visible=visible, counted=visible.sum(-1) > 1)
+
+
+def _spread(t: int, device: torch.device) -> Tensor:
+    if t <= ROWS:
+        return torch.arange(t, device=device)
+    return torch.linspace(0, t - 1, ROWS, device=device).round().long()
+
+
+def divergence(old: Rows, new: Rows) -> Tensor:
+    """Per head [h], the mean over the counted rows of KL(old weights ‖ new weights) in nats."""
+    p, q = old.log_weights(), new.log_weights()
+    kl = (p.exp() * (p - q)).masked_fill(~old.visible, 0.0).sum(-1)
+    count = old.counted.sum((0, 2)).clamp_min(1)
+    return kl.masked_fill(~old.counted, 0.0).sum((0, 2)) / count
+
+
+def mean(values: Iterable[Tensor]) -> Tensor:
+    """The mean of equally long tensors, entry by entry."""
+    return torch.stack(list(values)).mean(0)

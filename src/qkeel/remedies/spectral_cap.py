@@ -1,0 +1,103 @@
+"""spectral_cap: after the step, no query or key weight of a head stretches a vector by more than a cap."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import RefusedError, unknown
+from qkeel.functional.bounds import spectral_norm
+from qkeel.functional.norms import wide
+from qkeel.handle import Handle
+from qkeel.kernels.contract import Refusal
+from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
+from qkeel.remedies.linear import check_keeps
+from qkeel.remedies.masters import LOW_PRECISION, innermost
+from qkeel.remedies.pieces import merge_lines, owned
+from qkeel.remedies.presence import Presence
+from qkeel.sites.find import is_normed
+from qkeel.sites.site import AttentionSite
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpectralCap(Remedy):
+    """W^h ← W^h · min(1, cap/σ(W^h)) after every optimizer step, for each weight on the way to a logit.
+
+    Then |logit| ≤ scale · cap² · ‖x_i‖ ‖x_j‖ with one matrix on each side (biases aside). σ is exact, from the smaller
+    Gram matrix of a head's rows (per=head) or of all of them (per=matrix). What is under the cap stays bit for bit; a
+    step that a GradScaler skipped changes nothing.
+
+    Source: Newhouse et al. 2025, arXiv 2507.13338, who cap the weights' singular values after each step; here the
+    whole block is rescaled instead of its largest singular values alone, which keeps the directions a head attends
+    along, and only q and k are. Yoshida & Miyato 2017, arXiv 1705.10941, penalise σ in the loss.
+    """
+
+    cap: float = 4.0
+    per: Literal["head", "matrix"] = "head"
+
+    name = "spectral_cap"
+    line = "after each step, shrinks query and key weights whose largest singular value passed the cap"
+    source = "Newhouse et al. 2025, arXiv 2507.13338, section 3 (rescaled, not clipped; q and k only)"
+    on_steps = True
+
+    def __post_init__(self) -> None:
+        check_number("spectral_cap", "cap", self.cap)
+        if self.per not in ("head", "matrix"):
+            raise unknown("extent of spectral_cap", self.per, ("head", "matrix"))
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return self.holds(site) or refuse_untold(site)
+
+    def holds(self, site: AttentionSite) -> Refusal | None:
+        if is_normed(site):
+            return Refusal(
+                "a norm on q or k undoes any scaling of its weights, so a cap on them would bound nothing",
+                "use one of the two; with a norm, watch its gains",
+            )
+        return refuse_rescaled(site, "capping what is stored would not cap what is used")
+
+    def apply(self, target: Target) -> Handle:
+        optimizer = innermost(target.need_optimizer(self.name))
+        weights = HeadWeights.of(target)
+        tensors = weights.of_optimizer(optimizer, self.name)
+        for s, p in zip(weights.slices, tensors):
+            if p is not None and p.dtype in LOW_PRECISION:
+                raise RefusedError(
+                    f"spectral_cap needs weights that keep small changes, and {s.parameter} is {p.dtype}; keep float32 "
+                    "weights and use autocast"
+                )
+        check_keeps(optimizer, self.name, tensors)
+        presence = Presence(target.model, self.name, (s.parameter for s in weights.slices))
+        owners = [(tensor, entries) for tensor, entries, _ in owned(tensors, weights.slices)]
+
+        @torch.no_grad()
+        def after(stepped: Any, *_: Any) -> None:
+            found_inf = getattr(stepped, "found_inf", None)
+            for p, entries in owners:
+                shares = [(weights.slices[i], self.factors(weights.slices[i].heads(p.detach()))) for i in entries]
+                factor = merge_lines(shares, p)
+                if found_inf is not None:
+                    factor = torch.where(torch.as_tensor(found_inf).to(p.device) != 0, 1.0, factor)
+                p.detach().mul_(factor.to(p.dtype))
+
+        first = optimizer.register_step_pre_hook(lambda *_: presence.check())
+        last = optimizer.register_step_post_hook(after)
+
+        def undo() -> None:
+            first.remove()
+            last.remove()
+
+        return Handle(undo)
+
+    def factors(self, heads: Tensor) -> Tensor:
+        """min(1, cap/σ) per head of [n r m]; 1 where σ is not finite."""
+        wider = heads.to(wide(heads.dtype))
+        parts = wider.flatten(0, 1)[None] if self.per == "matrix" else wider
+        finite = parts.isfinite().flatten(1).all(1)
+        sigma = spectral_norm(torch.where(finite[:, None, None], parts, 0.0))
+        factor = torch.where(sigma > self.cap, self.cap / sigma.clamp_min(self.cap), 1.0)
+        return factor.expand(len(heads))

@@ -1,0 +1,194 @@
+"""Models that know nothing of qkeel: of transformers, of torch, and hand-written ones, tiny."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkeel.sites.intercept import Interceptor, Sighting
+
+VOCAB, D, H, T = 40, 32, 4, 7
+SMALL: dict[str, Any] = {
+    "hidden_size": D,
+    "num_attention_heads": H,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+}
+
+
+def hf(name: str, impl: str, **more: Any) -> nn.Module:
+    """A model of transformers with random weights large enough for attention to matter."""
+    import transformers as t
+
+    t.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    t5 = {"d_model": D, "d_kv": 8, "num_heads": H, "num_layers": 2, "d_ff": 24, "vocab_size": VOCAB}
+    gpt2 = {"n_embd": D, "n_head": H, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 64}
+    mla = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6}
+    vit = {"image_size": 8, "patch_size": 4, "num_channels": 1}
+    rows: dict[str, tuple[type, type, dict[str, Any]]] = {
+        "llama": (t.LlamaConfig, t.LlamaForCausalLM, {**SMALL, "num_key_value_heads": 2}),
+        "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, {**SMALL, "num_key_value_heads": 2}),
+        "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, {**SMALL, "num_key_value_heads": 2, "head_dim": 8}),
+        "gpt2": (t.GPT2Config, t.GPT2LMHeadModel, gpt2),
+        "neox": (t.GPTNeoXConfig, t.GPTNeoXForCausalLM, SMALL),
+        "bert": (t.BertConfig, t.BertModel, SMALL),
+        "vit": (t.ViTConfig, t.ViTModel, {**SMALL, **vit}),
+        "t5": (t.T5Config, t.T5EncoderModel, t5),
+        "deepseek": (t.DeepseekV3Config, t.DeepseekV3ForCausalLM, {**SMALL, **mla, "first_k_dense_replace": 2,
+                                                                    "num_key_value_heads": H}),
+    }  # fmt: skip
+    config, cls, options = rows[name]
+    model = cls(config(**{**options, **more}, attn_implementation=impl)).eval()
+    scale = 4.0 if name not in ("t5",) else 1.0
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if p.ndim == 2 and ("attn" in n or "attention" in n.lower()):
+                p.mul_(scale)
+            elif p.ndim == 1 and n.endswith("bias"):
+                p.normal_(std=0.2)
+    return model
+
+
+def example(name: str, batch: int = 2, tokens: int = T) -> Tensor:
+    """Input of a model."""
+    generator = torch.Generator().manual_seed(3)
+    if name == "vit":
+        return torch.randn(batch, 1, 8, 8, generator=generator)
+    if name == "encoder":
+        return torch.randn(batch, tokens, D, generator=generator)
+    return torch.randint(0, VOCAB, (batch, tokens), generator=generator)
+
+
+def out(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
+    """The model's first output."""
+    y = model(x, **options)
+    return y if isinstance(y, Tensor) else y[0]
+
+
+def encoder() -> nn.Module:
+    """torch's own."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(D, H, 24, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.mul_(2)
+    return model
+
+
+def build(name: str, impl: str) -> nn.Module:
+    """By name."""
+    return encoder() if name == "encoder" else hf(name, impl)
+
+
+class Conv1D(nn.Module):
+    """y = x W + b, features in columns."""
+
+    def __init__(self, n: int, m: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(n, m) * n**-0.5), nn.Parameter(torch.randn(m) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.reshape(-1, x.shape[-1]) @ self.weight + self.bias).view(*x.shape[:-1], -1)
+
+
+LAYOUTS = ("linear", "fused", "interleaved", "conv", "groups", "dims first")
+
+
+class Hand(nn.Module):
+    """A small GPT's attention, its q, k, v laid out in one way or another; `how`: eager or sdpa. Rows of d = 4."""
+
+    def __init__(self, layout: str, how: str = "eager", causal: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layout, self.how, self.causal, self.d = layout, how, causal, 4
+        self.h, self.g = 4, 2 if layout in ("linear", "groups") else 4
+        n = (self.h + 2 * self.g) * self.d
+        if layout == "linear":
+            self.q, self.k, self.v = (nn.Linear(16, m * self.d) for m in (self.h, self.g, self.g))
+        else:
+            self.qkv = Conv1D(16, n) if layout == "conv" else nn.Linear(16, n)
+        self.o = nn.Linear(16, 16)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [b h t d] as they come."""
+        b, t, _ = x.shape
+        if self.layout == "linear":
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            return tuple(y.view(b, t, -1, self.d).transpose(1, 2) for y in (q, k, v))  # type: ignore[return-value]
+        y = self.qkv(x)
+        if self.layout in ("fused", "conv"):
+            return tuple(p.view(b, t, self.h, self.d).transpose(1, 2) for p in y.chunk(3, -1))  # type: ignore[return-value]
+        if self.layout == "interleaved":
+            return tuple(p.transpose(1, 2) for p in y.view(b, t, self.h, 3 * self.d).chunk(3, -1))  # type: ignore[return-value]
+        if self.layout == "dims first":
+            return tuple(p.permute(0, 3, 1, 2) for p in y.view(b, t, 3, self.d, self.h).unbind(2))  # type: ignore[return-value]
+        grouped = y.view(b, t, self.g, self.h // self.g + 2, self.d)
+        q = grouped[..., :-2, :].reshape(b, t, self.h, self.d)
+        return q.transpose(1, 2), grouped[..., -2, :].transpose(1, 2), grouped[..., -1, :].transpose(1, 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        k, v = (y.repeat_interleave(self.h // y.shape[1], dim=1) for y in (k, v))
+        t = x.shape[1]
+        causal = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
+        seen = causal if mask is None else causal & mask if self.causal else mask
+        if self.how == "sdpa":
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen if mask is not None else None,
+                                               is_causal=mask is None)  # fmt: skip
+        else:
+            z = (q @ k.transpose(-2, -1)) * self.d**-0.5
+            o = F.softmax(z.masked_fill(~seen, float("-inf")), dim=-1) @ v
+        return self.o(o.transpose(1, 2).flatten(2))
+
+
+def calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[Sighting]:
+    """Every attention call of one pass."""
+    seen: list[Sighting] = []
+    with torch.no_grad(), Interceptor(model, seen.append):
+        model(*args, **kwargs)
+    return seen
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """All that `remove()` must put back, names, order and identity."""
+    return {
+        name: {
+            key: [(k, id(v)) for k, v in value.items()] if isinstance(value, dict) else id(value)
+            for key, value in module.__dict__.items()
+        }
+        for name, module in model.named_modules()
+    }
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the state."""
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+def jolted(
+    model: nn.Module, names: tuple[str, ...] = ("q_norm.weight", "k_norm.weight", "q_norm", "k_norm"), by: float = 0.3
+) -> None:
+    """Gains off their start."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(names):
+                p.add_(by * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p))
+
+
+Copy = Callable[[nn.Module], nn.Module]
+COPIES: dict[str, Copy] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: __import__("pickle").loads(__import__("pickle").dumps(model)),
+    "ema": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+}

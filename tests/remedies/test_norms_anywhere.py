@@ -1,0 +1,346 @@
+"""qk_norm and its relatives after the projections of models nobody prepared."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel import reference
+from qkeel.errors import AlreadyAppliedError, RefusedError
+from qkeel.spec import AttentionSpec, Fixed, InverseSqrt, L2Norm, LayerNorm, Learned, RMSNorm, Sqrt
+from qkeel.spec.slot import Params
+
+from .foreign import COPIES, LAYOUTS, Hand, build, calls, everything, example, hf, jolted, out, values
+
+KINDS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
+GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
+HOW = ("eager", "sdpa")
+FAMILIES = [*itertools.product(("llama", "qwen2", "gpt2", "neox", "bert", "vit", "t5"), HOW), ("encoder", "")]
+
+
+def oracle(model: Hand, spec: AttentionSpec, x: Tensor, params: Params) -> Tensor:
+    q, k, v = Hand.heads(model, x)
+    return model.o(reference.attend(spec, q, k, v, params=params).out.transpose(1, 2).flatten(2))
+
+
+def learned_scale(kind: str, gain: str) -> bool:
+    return kind == "l2" and gain in ("scalar", "head")
+
+
+def check_against_the_oracle(layout: str, how: str, kind: str, over: str, gain: str) -> None:
+    model, plain = Hand(layout, how).double(), Hand(layout, how).double()
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    length = {"train_length": 32} if learned_scale(kind, gain) else {}
+    qkeel.apply(f"qk_norm:kind={kind},over={over},gain={gain}", model, example=x, **length)  # type: ignore[arg-type]
+    jolted(model)
+    params = {n.removesuffix(".weight"): p for n, p in model.named_parameters() if n.endswith("norm.weight")}
+    spec = AttentionSpec(norm=KINDS[kind](over=over, gain=gain), scale=Sqrt() if kind == "l2" else InverseSqrt())
+    if length:
+        start = float(torch.tensor(32 * 32 - 32.0).log2())
+        spec = AttentionSpec(
+            norm=L2Norm(over=over),  # type: ignore[arg-type]
+            scale=Learned(init=start, per="layer" if gain == "scalar" else "head"),
+        )
+        scale = model.get_parameter("q_norm.logit_scale")
+        assert torch.allclose(scale, torch.full_like(scale, start))
+        with torch.no_grad():
+            scale.add_(torch.rand_like(scale))
+        params = {"logit_scale": scale if gain == "scalar" else scale[..., None]}
+    assert set(params) == set(spec.init_params(model.h, model.g, model.d))
+    assert (model(x) - oracle(plain, spec, x, params)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("kind", "over", "gain"), list(itertools.product(KINDS, ("head", "layer"), GAINS)))
+def test_every_layout_of_qk_norm_equals_the_oracle_behind_linear_layers(kind: str, over: str, gain: str) -> None:
+    check_against_the_oracle("linear", "eager", kind, over, gain)
+
+
+@pytest.mark.parametrize(("layout", "how"), list(itertools.product(LAYOUTS, HOW)))
+@pytest.mark.parametrize(("kind", "over", "gain"), [("rms", "head", "head_dim"), ("layer", "layer", "dim")])
+def test_every_way_to_lay_out_heads_is_normed_head_by_head(
+    layout: str, how: str, kind: str, over: str, gain: str
+) -> None:
+    check_against_the_oracle(layout, how, kind, over, gain)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_llama_with_qk_norm_is_qwen3(how: str, dtype: torch.dtype) -> None:
+    llama, qwen3 = hf("llama", how).to(dtype), hf("qwen3", how).to(dtype)
+    x = example("llama")
+    qkeel.apply("qk_norm", llama, example=x)
+    jolted(llama)
+    qwen3.load_state_dict(llama.state_dict(), strict=True)
+    with torch.no_grad():
+        ours, theirs = out(llama, x), out(qwen3, x)
+    if dtype == torch.float32:
+        assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    else:  # one rounding of a factor apart, at most
+        assert (ours - theirs).abs().max() <= 2 * torch.finfo(dtype).eps * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("name", "how"), FAMILIES)
+def test_queries_and_keys_that_reach_the_scores_are_the_normed_ones(name: str, how: str) -> None:
+    model, x = build(name, how), example(name)
+    before = calls(model, x)
+    rotated = name in ("llama", "qwen2", "neox")
+    gain = "none" if rotated else "dim"  # a gain per dimension does not commute with the rotation
+    qkeel.apply(f"qk_norm:gain={gain}", model, example=x)
+    jolted(model)
+    after = calls(model, x)
+    assert len(before) == len(after) == 2
+    # The first layer only: the second's input has changed.
+    q, k = before[0].call.q, before[0].call.k
+    norm = RMSNorm(gain=gain)  # type: ignore[arg-type]
+    params = {f"{p}_norm": g for p in "qk" if (g := gain_of(model, before[0].frame.name, p)) is not None}
+    encoded = after[0].call.encoded() if name == "encoder" else (after[0].call.q, after[0].call.k)
+    for part, x0, x1 in (("q", q, encoded[0]), ("k", k, encoded[1])):
+        assert (norm.apply(part, x0, params) - x1).abs().max() < 2e-5 * x1.abs().max(), part  # type: ignore[arg-type]
+
+
+def gain_of(model: nn.Module, name: str, part: str) -> Tensor | None:
+    found = {n: p.detach() for n, p in model.get_submodule(name).named_parameters()}
+    return found.get(f"{part}_norm.weight", found.get(f"{part}_norm"))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("remedy", ["qk_norm:over=layer", "cosine", "key_norm"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generation_with_a_cache_equals_generation_without(name: str, how: str, remedy: str) -> None:
+    model, x = hf(name, how), example("llama", tokens=4)
+    qkeel.apply(remedy, model, example=x, train_length=32)
+    jolted(model)
+    made = [
+        model.generate(x, max_new_tokens=6, do_sample=False, use_cache=cache, pad_token_id=0)  # type: ignore[operator]
+        for cache in (True, False)
+    ]
+    assert torch.equal(*made)
+
+
+ONE_SIDED = [
+    ("key_norm", AttentionSpec(norm=RMSNorm(on="k"))),
+    ("query_norm", AttentionSpec(norm=RMSNorm(on="q"))),
+    ("key_norm:kind=l2", qkeel.preset("kna")),
+    ("query_norm:kind=l2", qkeel.preset("qna")),
+    ("cosine:length=512", qkeel.preset("cosa")),
+    ("cosine:scale=9", AttentionSpec(norm=L2Norm(), scale=Fixed(9.0))),
+]
+
+
+@pytest.mark.parametrize(("remedy", "spec"), ONE_SIDED)
+@pytest.mark.parametrize("where", ["own", *LAYOUTS])
+def test_one_sided_and_cosine_norms_are_the_published_ones(remedy: str, spec: AttentionSpec, where: str) -> None:
+    spec = spec.replace(position=qkeel.spec.NoPosition())
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    if where == "own":
+        torch.manual_seed(0)
+        model: Any = qkeel.nn.Attention(16, 4, spec=AttentionSpec()).double()
+        torch.manual_seed(0)
+        expected = qkeel.nn.Attention(16, 4, spec=spec).double()(x)
+        qkeel.apply(remedy, model)
+    else:
+        model = Hand(where).double()
+        expected = oracle(model, spec, x, {})
+        qkeel.apply(remedy, model, example=x)
+    assert (model(x) - expected).abs().max() < 1e-12
+
+
+def test_an_rms_norm_under_the_usual_scale_is_the_unit_vector_under_one() -> None:
+    x = 100 * torch.randn(2, 6, 16, dtype=torch.float64)  # far from eps
+    outputs = []
+    for remedy in ("key_norm", "key_norm:kind=l2"):
+        model = Hand("fused").double()
+        qkeel.apply(remedy, model, example=x)
+        outputs.append(model(x))
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-8 * outputs[1].abs().max()
+
+
+def test_gains_learn_and_join_the_group_of_gains() -> None:
+    model, x = hf("llama", "sdpa"), example("llama")
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}])
+    n = len(vectors)
+    with qkeel.apply("qk_norm", model, optimizer, example=x):
+        assert len(optimizer.param_groups[1]["params"]) == n + 4
+        old = values(model)
+        out(model, x).square().mean().backward()
+        optimizer.step()
+        for name in [name for name in old if name.endswith("_norm.weight")]:
+            assert model.get_parameter(name).grad is not None
+            assert not torch.equal(old[name], model.state_dict()[name])
+    assert len(optimizer.param_groups[1]["params"]) == n
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
+    grads = []
+    for checkpointed in (False, True):
+        model, x = hf("llama", "sdpa"), example("llama")
+        qkeel.apply("qk_norm", model, example=x)
+        model.train()
+        if checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+        out(model, x).square().mean().backward()
+        grads.append({n: p.grad for n, p in model.named_parameters()})
+    assert all(torch.equal(grads[0][n], grads[1][n]) for n in grads[0])
+
+
+def test_under_autocast_the_norm_is_taken_in_float32() -> None:
+    model, x = Hand("linear", "sdpa"), torch.randn(2, 6, 16)
+    qkeel.apply("qk_norm", model, example=x)
+    with torch.autocast("cpu", torch.bfloat16):
+        q = model.q(x)
+    assert q.dtype == torch.bfloat16
+    lengths = q.float().unflatten(-1, (4, 4)).norm(dim=-1)
+    assert torch.allclose(lengths, torch.full_like(lengths, 2.0), rtol=0.01)
+
+
+@pytest.mark.parametrize("remedy", ["qk_norm", "key_norm:gain=none"])
+@pytest.mark.parametrize(("name", "how"), FAMILIES)
+def test_removal_leaves_no_trace(name: str, how: str, remedy: str) -> None:
+    model, x = build(name, how), example(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, state, y = everything(model), values(model), out(model, x)
+    groups = [list(map(id, g["params"])) for g in optimizer.param_groups]
+    handle = qkeel.apply(remedy, model, optimizer, example=x, train_length=32)
+    assert not torch.equal(out(model, x), y)
+    with pytest.raises(AlreadyAppliedError):
+        qkeel.apply(remedy, model, optimizer, example=x, train_length=32)
+    handle.remove()
+    assert everything(model) == before
+    assert list(values(model)) == list(state)
+    assert all(torch.equal(values(model)[n], state[n]) for n in state)
+    assert torch.equal(out(model, x), y)
+    assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("where", ["llama", "interleaved", "groups", "encoder"])
+def test_a_copy_computes_the_same_with_gains_of_its_own(where: str, how: str) -> None:
+    model: nn.Module = Hand(where) if where in LAYOUTS else build(where, "sdpa")
+    x = torch.randn(2, 6, 16) if where in LAYOUTS else example(where)
+    qkeel.apply("qk_norm:gain=dim+softcap:cap=3", model, example=x)
+    jolted(model)
+    twin = COPIES[how](model).eval()
+    model.eval()
+    y = out(model, x)
+    assert torch.equal(out(twin, x), y)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if "q_norm" in n:
+                p.zero_()
+    assert torch.equal(out(twin, x), y)
+    with torch.no_grad():
+        for n, p in twin.named_parameters():
+            if "q_norm" in n:
+                p.zero_()
+    assert torch.equal(out(twin, x), out(model, x))
+
+
+def test_gains_are_saved_and_come_back(tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    model, x = hf("llama", "sdpa"), example("llama")
+    qkeel.apply("qk_norm", model, example=x)
+    jolted(model)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    again = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    qkeel.apply("qk_norm", again, example=x)
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert torch.equal(out(again, x), out(model, x))
+
+
+def test_a_model_that_is_normed_already_is_refused() -> None:
+    model, x = hf("qwen3", "sdpa"), example("qwen3")
+    before = everything(model)
+    with pytest.raises(RefusedError, match=r"qk_norm at model.layers.0.self_attn: q and k are normed already"):
+        qkeel.apply("qk_norm", model, example=x)
+    assert everything(model) == before
+
+
+@pytest.mark.parametrize("second", ["lalr", "qk_clip", "key_norm", "cosine:length=9", "query_norm"])
+def test_what_a_norm_makes_pointless_is_refused_in_both_orders(second: str) -> None:
+    for pair in (("qk_norm", second), (second, "qk_norm")):
+        model, x = hf("llama", "sdpa"), example("llama")
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = everything(model)
+        with pytest.raises(RefusedError, match=r"at model.layers.0.self_attn"):
+            qkeel.apply(list(pair), model, optimizer, example=x)
+        assert everything(model) == before
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_latent_attention_takes_norms_that_commute_with_the_rotation(how: str) -> None:
+    model, x = hf("deepseek", how), example("deepseek")
+    before = everything(model)
+    with pytest.raises(RefusedError, match=r"the keys are no one module's output: they are made by .*kv_a_proj"):
+        qkeel.apply("qk_norm", model, example=x)
+    assert everything(model) == before
+    if how == "eager":
+        with pytest.raises(RefusedError, match="use the model's fused attention"):
+            qkeel.apply("qk_norm:gain=none", model, example=x)
+        assert everything(model) == before
+        return
+    q, k = calls(model, x)[0].call.q, calls(model, x)[0].call.k
+    qkeel.apply("qk_norm:gain=none", model, example=x)
+    after = calls(model, x)[0].call
+    expected = [RMSNorm().normalise(y) for y in (q, k)]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(after.encoded(), expected))
+
+
+def test_two_adapted_projections_are_normed_as_a_whole() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.a, self.b = base, nn.Linear(16, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.b(self.a(x))
+
+    model = Hand("linear")
+    model.q, model.k = Adapted(model.q), Adapted(model.k)  # type: ignore[arg-type]
+    x = torch.randn(2, 6, 16)
+    qkeel.apply("qk_norm:gain=none", model, example=x)
+    lengths = model.q(x).unflatten(-1, (4, 4)).norm(dim=-1)
+    assert torch.allclose(lengths, torch.full_like(lengths, 2.0), atol=1e-4)
+
+
+def test_weights_used_behind_their_modules_back_are_refused() -> None:
+    class Behind(Hand):
+        def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = (nn.functional.linear(x, m.weight, m.bias) for m in (self.q, self.k, self.v))
+            return tuple(y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (q, k, v))  # type: ignore[return-value]
+
+    model, x = Behind("linear"), torch.randn(2, 6, 16)
+    before = everything(model)
+    with pytest.raises(RefusedError, match="used by something else than the module that holds them"):
+        qkeel.apply("qk_norm", model, example=x)
+    assert everything(model) == before
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    model, x = Hand("linear"), torch.randn(2, 6, 16)
+    model.k_norm = nn.Identity()
+    before = everything(model)
+    with pytest.raises(RefusedError, match="has something called k_norm already"):
+        qkeel.apply("qk_norm", model, example=x)
+    assert everything(model) == before
+
+
+def test_two_norms_on_one_fused_projection_come_off_in_any_order() -> None:
+    model, x = Hand("fused"), torch.randn(2, 6, 16)
+    before, y = everything(model), model(x)
+    cap, norm = (qkeel.apply(r, model, example=x) for r in ("softcap:cap=1", "qk_norm"))
+    both = model(x)
+    cap.remove()
+    assert not torch.equal(model(x), both)
+    norm.remove()
+    assert everything(model) == before
+    assert torch.equal(model(x), y)

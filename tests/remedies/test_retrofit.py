@@ -1,0 +1,326 @@
+"""retrofit: a norm in a trained model, fitted so that it hardly shows, blended in, taken out bit for bit, exported."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
+from qkeel.remedies.after_projection import HeadNorm
+from qkeel.remedies.retrofit import Fitting, Retrofit, retrofit
+from qkeel.remedies.retrofit.gains import least_squares
+from qkeel.remedies.retrofit.outputs import Reference
+from qkeel.remedies.retrofit.replay import Rows
+
+from .models import assert_same, decoder, snapshot, tokens, train
+
+transformers = pytest.importorskip("transformers")
+VOCAB, LENGTH = 16, 24
+
+
+def text(n: int, rng: torch.Generator) -> Tensor:
+    """Each token has three successors; the second half repeats the first, so attention has something to find."""
+    after = torch.randint(0, VOCAB, (VOCAB, 3), generator=torch.Generator().manual_seed(0))
+    x = torch.zeros(n, LENGTH, dtype=torch.long)
+    x[:, 0] = torch.randint(0, VOCAB, (n,), generator=rng)
+    for i in range(1, LENGTH // 2):
+        x[:, i] = after[x[:, i - 1], torch.randint(0, 3, (n,), generator=rng)]
+    x[:, LENGTH // 2 :] = x[:, : LENGTH // 2]
+    return x
+
+
+def trained(steps: int, width: int = 64, layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, **sizes, **heads, max_position_embeddings=64, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = text(8, rng)
+        loss = model(input_ids=x, labels=x).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    """A Llama that has learnt to copy a little."""
+    return trained(100)
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Tensor]:
+    rng = torch.Generator().manual_seed(2)
+    return [text(16, rng) for _ in range(4)]
+
+
+@pytest.fixture
+def held_out() -> list[Any]:
+    return [((text(64, torch.Generator().manual_seed(3)),), {})]
+
+
+def naive_kl(model: nn.Module, held_out: list[Any]) -> tuple[Reference, float]:
+    reference = Reference(model, held_out)
+    with qkeel.apply("qk_norm", model, example=held_out[0][0][0]):
+        return reference, reference.gap().kl
+
+
+def test_after_calibration_the_first_outputs_are_ten_times_closer_than_naive_insertion(
+    llama: nn.Module, batches: list[Tensor], held_out: list[Any], tmp_path: Path
+) -> None:
+    reference, naive = naive_kl(llama, held_out)
+    before = snapshot(llama)
+    with retrofit(llama, "qk_norm", batches, fitting=Fitting(iterations=10, distil=DISTIL, lr=RATE)) as found:
+        report = found.report
+        assert report.naive.kl > 0.05  # or there was nothing to repair
+        assert report.gap.kl < report.fitted.kl < report.naive.kl / 3
+        assert report.gap.kl < report.naive.kl / 10
+        assert reference.gap().kl < naive / 10  # on text that it was not fitted to
+        out = qkeel.export(llama, "qwen3", tmp_path / "qwen3")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+        assert type(loaded).__name__ == "Qwen3ForCausalLM"
+        logits = llama(batches[0]).logits
+        assert (loaded(batches[0]).logits - logits).abs().max() <= 1e-6 * logits.abs().max()
+        text_of = str(report)
+    assert "naive insertion: KL" in text_of
+    assert "model.layers.1.self_attn: attention KL" in text_of
+    assert_same(before, snapshot(llama))
+
+
+DISTIL, RATE = 60, 3e-3
+
+
+@pytest.mark.parametrize("gain", ["dim", "head_dim", "one_plus_dim"])
+def test_gains_alone_bring_it_closer_by_attention_and_by_output(
+    llama: nn.Module, batches: list[Tensor], held_out: list[Any], gain: str
+) -> None:
+    reference, naive = naive_kl(llama, held_out)
+    weights = {n: p.clone() for n, p in llama.state_dict().items()}
+    with retrofit(llama, f"qk_norm:gain={gain}", batches[:2], fitting=Fitting(iterations=8)) as found:
+        report = found.report
+        assert report.distilled is None
+        assert reference.gap().kl < naive / 3
+        assert all(torch.equal(p, llama.state_dict()[n]) for n, p in weights.items())
+        assert all(p.grad is None for p in llama.parameters())
+        assert all(p.requires_grad for p in llama.parameters())
+        for layer in report.layers:
+            assert sum(layer.attention_kl) < sum(layer.attention_kl_naive)
+            assert len(layer.attention_kl) == 4
+
+
+def test_least_squares_recovers_a_scale_per_head_and_ignores_what_softmax_ignores() -> None:
+    rng = torch.Generator().manual_seed(0)
+    new = torch.randn(2, 3, 5, 7, generator=rng, dtype=torch.float64)
+    factors = torch.tensor([0.2, 1.0, 6.0], dtype=torch.float64)
+    old = new * factors[:, None, None] + torch.randn(2, 3, 5, 1, generator=rng, dtype=torch.float64)
+    visible = (torch.arange(7) <= torch.arange(5)[:, None] + 2).expand(2, 3, 5, 7)
+    counted = torch.ones(2, 3, 5, dtype=torch.bool)
+    one, two = (Rows(logits=z.masked_fill(~visible, 1e4), visible=visible, counted=counted) for z in (old, new))
+    assert torch.allclose(least_squares([one], [two], shared=False), factors)
+    # By hand, a single row of weights p, shared over heads: a = Cov_p(z, x) / Var_p(x).
+    z, x = torch.tensor([0.0, torch.log(torch.tensor(3.0))]), torch.tensor([1.0, 2.0])
+    seen, rows = torch.ones(1, 1, 1, 2, dtype=torch.bool), torch.ones(1, 1, 1, dtype=torch.bool)
+    one, two = (Rows(logits=v.view(1, 1, 1, 2), visible=seen, counted=rows) for v in (z, x))
+    assert torch.allclose(least_squares([one], [two], shared=True), torch.log(torch.tensor([3.0]).double()))
+
+
+def test_a_norm_is_blended_in_over_the_optimizers_steps(llama: nn.Module, batches: list[Tensor]) -> None:
+    model = copy.deepcopy(llama)
+    out = model(batches[0]).logits
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    how = Fitting(iterations=0, anneal=4)
+    found = retrofit(model, "qk_norm", batches[:1], optimizer, fitting=how)
+    assert found.share == 0
+    assert torch.equal(model(batches[0]).logits, out)
+    gaps, shares = [], []
+    for _ in range(6):
+        model(batches[0]).logits.sum().backward()
+        optimizer.step()
+        shares.append(found.share)
+        gaps.append((model(batches[0]).logits - out).abs().max().item())
+    assert shares == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert gaps[0] < gaps[1] < gaps[3] == gaps[5]
+    whole = model(batches[0]).logits
+    found.remove()
+    assert torch.equal(model(batches[0]).logits, out)
+    with retrofit(model, "qk_norm", batches[:1], fitting=Fitting(iterations=0)):
+        assert torch.equal(model(batches[0]).logits, whole)
+
+
+def test_blending_resumes_from_a_checkpoint_and_by_hand(llama: nn.Module, batches: list[Tensor]) -> None:
+    def fresh() -> tuple[nn.Module, Retrofit]:
+        model = copy.deepcopy(llama)
+        return model, retrofit(model, "qk_norm", batches[:1], fitting=Fitting(iterations=0, anneal=10))
+
+    model, found = fresh()
+    found.advance(3)
+    other, resumed = fresh()
+    resumed.load(found.state())
+    assert resumed.share == 0.3
+    assert torch.equal(model(batches[0]).logits, other(batches[0]).logits)
+
+
+@pytest.mark.parametrize("gain", ["dim", "head"])
+def test_own_models_are_retrofitted_and_blended_too(gain: str) -> None:
+    model = decoder(n_kv_heads=2)
+    train(model, torch.optim.AdamW(model.parameters(), lr=0.01), 30)
+    model.zero_grad()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.q_proj.weight.mul_(4)
+    given, before = [tokens(8, 12)], snapshot(model)
+    out = model(given[0])
+    with retrofit(model, f"qk_norm:gain={gain}", given, fitting=Fitting(iterations=4, distil=10)) as found:
+        report = found.report
+        assert report.gap.kl < report.fitted.kl < report.naive.kl
+    assert_same(before, snapshot(model))
+    found = retrofit(model, f"qk_norm:gain={gain}", given, fitting=Fitting(iterations=4, anneal=2))
+    assert torch.equal(model(given[0]), out)
+    found.advance()
+    half = model(given[0])
+    found.advance()
+    assert not torch.equal(half, model(given[0]))
+    assert "RMS" in model.blocks[0].attention.spec.explain()
+    found.remove()
+    assert_same(before, snapshot(model))
+
+
+def test_gains_join_the_optimizer_and_leave_it(llama: nn.Module, batches: list[Tensor]) -> None:
+    model = copy.deepcopy(llama)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = snapshot(model, optimizer)
+    with retrofit(model, "qk_norm", batches[:1], optimizer, fitting=Fitting(iterations=1)):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        assert id(model.get_parameter("model.layers.0.self_attn.q_norm.weight")) in held
+    assert_same(before, snapshot(model, optimizer))
+
+
+def test_what_is_normed_already_or_has_nothing_to_fit_is_refused_and_left_alone(
+    llama: nn.Module, batches: list[Tensor]
+) -> None:
+    before = snapshot(llama)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 4}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(RefusedError, match="normed already"):
+        retrofit(transformers.Qwen3ForCausalLM(config), "qk_norm", batches)
+    handle = qkeel.apply("qk_norm", model := copy.deepcopy(llama), example=batches[0])
+    with handle, pytest.raises(QkeelError, match="already"):
+        retrofit(model, "qk_norm", batches)
+    for named, message in (
+        ("qk_norm:gain=none", "no gain"),
+        ("qk_norm:kind=l2", "no gain"),
+        ("lalr", "expected 'qk_norm'"),
+    ):
+        with pytest.raises(RefusedError, match=message):
+            retrofit(llama, named, batches)
+    for given in ([], batches[0], None):
+        with pytest.raises(InvalidTypeError, match="list of one or more batches"):
+            retrofit(llama, "qk_norm", given)  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match=r"torch\.nn\.Module"):
+        retrofit("llama", "qk_norm", batches)  # type: ignore[arg-type]
+    for options in (
+        {"distil": -1},
+        {"iterations": 1.5},
+        {"lr": 0.0},
+        {"eps": -1.0},
+        {"anneal": True},
+        {"distil": 1, "anneal": 1},
+    ):
+        with pytest.raises(InvalidValueError, match=r"expected|not both"):
+            Fitting(**options)  # type: ignore[arg-type]
+    assert_same(before, snapshot(llama))
+
+
+def test_a_retrofit_that_fails_half_way_leaves_the_model_as_it_was(
+    llama: nn.Module, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(llama)
+    calls: list[int] = []
+
+    def broken(old: Tensor, new: Tensor, batch: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return ((old - new) ** 2).mean()
+
+    monkeypatch.setattr("qkeel.remedies.retrofit.insert.divergence", broken)
+    with pytest.raises(KeyboardInterrupt):
+        retrofit(llama, "qk_norm", batches[:1], fitting=Fitting(iterations=0, distil=5))
+    assert_same(before, snapshot(llama))
+    assert all(p.requires_grad and p.grad is None for p in llama.parameters())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_every_way_of_computing_attention_gives_the_same_gains(
+    llama: nn.Module, batches: list[Tensor], implementation: str
+) -> None:
+    model = copy.deepcopy(llama)
+    model.set_attn_implementation(implementation)  # type: ignore[operator]
+    mask = torch.ones_like(batches[0])
+    mask[:3, :5] = 0
+    given: list[object] = [{"input_ids": batches[0], "attention_mask": mask}]
+    retrofit(model, "qk_norm", given, fitting=Fitting(iterations=0))
+    gain = model.get_parameter("model.layers.1.self_attn.q_norm.weight")
+    other = copy.deepcopy(llama)
+    retrofit(other, "qk_norm", given, fitting=Fitting(iterations=0))
+    assert torch.allclose(gain, other.get_parameter("model.layers.1.self_attn.q_norm.weight"), rtol=1e-3)
+
+
+def test_an_export_is_what_the_model_computes_or_is_refused(
+    llama: nn.Module, batches: list[Tensor], tmp_path: Path
+) -> None:
+    model = copy.deepcopy(llama)
+    with pytest.raises(RefusedError, match="q and k are not normed yet"):
+        qkeel.export(model, "qwen3", tmp_path / "a")
+    found = retrofit(model, "qk_norm:gain=one_plus_dim", batches[:1], fitting=Fitting(iterations=1, anneal=2, eps=1e-3))
+    with pytest.raises(RefusedError, match="still being blended in"):
+        qkeel.export(model, "qwen3", tmp_path / "a")
+    found.advance(2)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(qkeel.export(model, "qwen3", tmp_path / "b"))
+    logits = model(batches[0]).logits
+    assert (loaded.eval()(batches[0]).logits - logits).abs().max() <= 1e-6 * logits.abs().max()
+    handle = qkeel.apply("final_softcap:module=lm_head", model, example=batches[0])
+    with handle, pytest.raises(RefusedError, match="final_softcap is in force"):
+        qkeel.export(model, "qwen3", tmp_path / "c")
+    with pytest.raises(RefusedError, match="over all heads"):
+        qkeel.export(model, "olmo2", tmp_path / "c")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["b"]
+
+
+def test_a_llama_reordered_and_normed_over_all_heads_is_an_olmo_2(batches: list[Tensor], tmp_path: Path) -> None:
+    model = trained(0)  # norms behind the branches of a trained one blow rounding up
+    qkeel.apply("swin_norm+qk_norm:over=layer,gain=head_dim", model, example=batches[0])
+    for module in model.modules():
+        if isinstance(module, HeadNorm):
+            module.norm = dataclasses.replace(module.norm, eps=1e-5)  # the model's own, so no weight is rescaled
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                p.uniform_(0.5, 1.5)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(qkeel.export(model, "olmo2", tmp_path / "olmo2"))
+    assert type(loaded).__name__ == "Olmo2ForCausalLM"
+    logits = model(batches[0]).logits
+    assert (loaded.eval()(batches[0]).logits - logits).abs().max() <= 1e-6 * logits.abs().max()
+
+
+@pytest.mark.slow
+def test_a_longer_trained_model_is_ten_times_closer_too(batches: list[Tensor], held_out: list[Any]) -> None:
+    model = trained(1000, width=96, layers=3)
+    reference, naive = naive_kl(model, held_out)
+    with retrofit(model, "qk_norm", batches, fitting=Fitting(iterations=30, distil=150, lr=3e-3)) as found:
+        assert found.report.gap.kl < found.report.naive.kl / 10
+        assert reference.gap().kl < naive / 10

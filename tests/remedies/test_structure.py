@@ -1,0 +1,221 @@
+"""spectral_cap, swin_norm, peri_norm, final_softcap on own and foreign models: what they compute, refuse, restore."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
+
+from .models import VOCAB, attention, decoder, loss, snapshot, tokens, train
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **TOKENS, **options})
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def neox(parallel: bool) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(**SIZES, use_parallel_residual=parallel, **TOKENS)
+    return transformers.GPTNeoXForCausalLM(config).eval()
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=32, **TOKENS)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def singular(weight: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(weight.detach(), ord=2))
+
+
+@pytest.mark.parametrize("per", ["head", "matrix"])
+def test_spectral_cap_bounds_every_head_or_matrix_after_a_step_and_leaves_the_rest_bit_for_bit(per: str) -> None:
+    model = decoder(n_kv_heads=2)
+    q, k, v = (getattr(model.blocks[0].attention, f"{n}_proj") for n in "qkv")
+    with torch.no_grad():
+        q.weight[:4] *= 5  # one head of four
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    q0, k0, v0 = (m.weight.detach().clone() for m in (q, k, v))
+    cap = singular(q0[:4]) / 2
+    qkeel.apply(f"spectral_cap:per={per}", model, optimizer, cap=cap)
+    train(model, optimizer, 1)
+    if per == "head":
+        assert singular(q.weight[:4]) == pytest.approx(cap, rel=1e-5)
+        assert torch.allclose(q.weight[:4], q0[:4] / 2, rtol=1e-5)
+        assert torch.equal(q.weight[4:], q0[4:])
+    else:
+        assert singular(q.weight) == pytest.approx(cap, rel=1e-5)
+    assert torch.equal(k.weight, k0)
+    assert torch.equal(v.weight, v0)
+
+
+def test_spectral_cap_of_a_step_that_a_grad_scaler_skipped_changes_nothing() -> None:
+    model = decoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    qkeel.apply("spectral_cap:cap=0.01", model, optimizer)
+    old = model.blocks[0].attention.q_proj.weight.detach().clone()
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    train(model, optimizer, 1)
+    assert torch.equal(model.blocks[0].attention.q_proj.weight, old)
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    train(model, optimizer, 1)
+    assert not torch.equal(model.blocks[0].attention.q_proj.weight, old)
+
+
+def test_spectral_cap_caps_fused_columns_of_a_foreign_model_per_head() -> None:
+    model = gpt2()
+    weight = model.get_parameter("transformer.h.0.attn.c_attn.weight")  # [in, q | k | v]
+    old = weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    cap = 0.5 * singular(old[:, :4])
+    qkeel.apply("spectral_cap", model, optimizer, example=tokens(), cap=cap)
+    model(tokens()).logits.sum().backward()
+    optimizer.step()
+    assert all(singular(weight[:, 4 * h : 4 * h + 4]) <= cap * (1 + 1e-5) for h in range(8))
+    assert torch.equal(weight[:, 32:], old[:, 32:])
+
+
+@pytest.mark.parametrize("other", ["qk_norm", "sigma_reparam"])
+def test_spectral_cap_is_refused_where_the_stored_weight_does_not_size_the_logit(other: str) -> None:
+    model = decoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with qkeel.apply(other, model, optimizer), pytest.raises(RefusedError, match=r"spectral_cap at blocks.0"):
+        qkeel.apply("spectral_cap", model, optimizer)
+    for cap in (0.0, -1.0, float("nan")):
+        with pytest.raises(InvalidValueError, match="above 0"):
+            qkeel.apply("spectral_cap", model, optimizer, cap=cap)
+    with pytest.raises(UnknownNameError, match="Did you mean 'head'"):
+        qkeel.apply("spectral_cap:per=heads", model, optimizer)
+
+
+@pytest.mark.parametrize("order", ["swin", "peri"])
+def test_a_reordered_own_model_computes_what_one_built_in_that_order_computes(order: str) -> None:
+    model, built = decoder(), decoder(norm_order=order)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention_norm.weight.uniform_(0.5, 1.5)
+            block.mlp_norm.weight.uniform_(0.5, 1.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    qkeel.apply(f"{order}_norm", model, optimizer)
+    built.load_state_dict(model.state_dict())  # the same names
+    assert torch.equal(model(tokens()), built(tokens()))
+    train(model, optimizer, 2)
+    train(built, torch.optim.SGD(built.parameters(), lr=0.1), 2)
+    assert torch.equal(model(tokens()), built(tokens()))
+
+
+def by_hand(block: Any, x: Tensor, position: Any, order: str) -> Tensor:
+    """One Llama layer with its norms in another place."""
+
+    def branch(x: Tensor, function: Any, norm: nn.Module, more: nn.Module | None) -> Tensor:
+        y = norm(function(x)) if order == "swin" else function(norm(x))
+        return x + (y if more is None else more(y))
+
+    def attend(y: Tensor) -> Tensor:
+        return block.self_attn(y, position_embeddings=position, attention_mask=None)[0]
+
+    new = [nn.RMSNorm(16, eps=1e-6) if order == "peri" else None for _ in range(2)]
+    x = branch(x, attend, block.input_layernorm, new[0])
+    return branch(x, block.mlp, block.post_attention_layernorm, new[1])
+
+
+@pytest.mark.parametrize("order", ["swin", "peri"])
+def test_a_reordered_llama_computes_the_formula_and_is_restored_bit_for_bit(order: str) -> None:
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "layernorm" in name:
+                p.uniform_(0.5, 1.5)
+        inner = model.model  # type: ignore[union-attr]
+        x = inner.embed_tokens(tokens())
+        position = inner.rotary_emb(x, torch.arange(tokens().shape[1])[None])
+        for block in inner.layers:
+            x = by_hand(block, x, position, order)
+        want = model.lm_head(inner.norm(x))  # type: ignore[operator]
+    before, out = snapshot(model, optimizer), model(tokens()).logits
+    handle = qkeel.apply(f"{order}_norm", model, optimizer, example=tokens())
+    assert torch.allclose(model(tokens()).logits, want, atol=1e-6)
+    twins = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+    assert all(torch.equal(twin(tokens()).logits, model(tokens()).logits) for twin in twins)
+    assert "model.layers.0.attention_post_norm.weight" in model.state_dict()
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    handle.remove()
+    assert torch.equal(model(tokens()).logits, out)
+    after = snapshot(model, optimizer)
+    assert all(torch.equal(before["state"][n], after["state"][n]) for n in before["state"])
+    assert all(before[part] == after[part] for part in before if part != "state")
+
+
+@pytest.mark.parametrize("remedy", ["swin_norm", "peri_norm"])
+def test_blocks_are_recognised_by_what_they_compute_not_by_their_names(remedy: str) -> None:
+    with qkeel.apply(remedy, neox(parallel=False), example=tokens()):
+        pass
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=4, num_key_value_heads=2))
+    for model in (neox(parallel=True), gemma):
+        with pytest.raises(RefusedError, match=rf"{remedy} at .*layers.0.*expected a block x \+ A\(N₁\(x\)\)"):
+            qkeel.apply(remedy, model, example=tokens())
+    with pytest.raises(
+        RefusedError, match=r"blocks.0.attention: it re-orders pre-norm blocks, and blocks.0 is post-norm"
+    ):
+        qkeel.apply(remedy, decoder(norm_order="post"))
+    with pytest.raises(RefusedError, match="example=batch"):
+        qkeel.apply(remedy, attention())
+
+
+def test_final_softcap_caps_the_logits_of_any_model_and_of_its_copies() -> None:
+    for model, given in ((decoder(), None), (llama(tie_word_embeddings=True), tokens())):
+        plain = model(tokens())
+        out = plain if given is None else plain.logits
+        with qkeel.apply("final_softcap:cap=0.05", model, example=given):
+            capped = [m(tokens()) for m in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
+        for one in capped:
+            logits = one if given is None else one.logits
+            assert torch.allclose(logits, 0.05 * torch.tanh(out / 0.05))
+        again = model(tokens())
+        assert torch.equal(again if given is None else again.logits, out)
+
+
+def test_what_makes_the_final_logits_is_observed_or_named() -> None:
+    class Odd(nn.Module):
+        """Its logits are changed on their way out."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = decoder()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    with pytest.raises(RefusedError, match="has none; name it"):
+        qkeel.apply("final_softcap", Odd(), example=tokens())
+    with pytest.raises(RefusedError, match="give an example batch"):
+        qkeel.apply("z_loss", Odd())
+    with pytest.raises(RefusedError, match=r"no module 'inner.hed'"):
+        qkeel.apply("z_loss:module=inner.hed", Odd())
+    with qkeel.apply("final_softcap:cap=0.05,module=inner.head", model := Odd()):
+        assert model(tokens()).abs().max() <= 0.1
+    assert loss(model, tokens()).isfinite()

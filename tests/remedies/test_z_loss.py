@@ -1,0 +1,150 @@
+"""z_loss: the gradient is that of a loss with the term written out, however the loss weighs its tokens."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import qkeel
+from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
+from qkeel.functional.losses import z_loss
+from qkeel.nn import Decoder
+
+from .models import VOCAB, decoder, tokens
+
+C = 0.3
+Loss = Callable[[Tensor, Tensor], Tensor]
+WEIGHTS = torch.rand(16, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
+IGNORED = torch.arange(16) % 3 == 0
+
+
+def targets() -> Tensor:
+    return torch.randint(0, VOCAB, (16,), generator=torch.Generator().manual_seed(9))
+
+
+def square(z: Tensor) -> Tensor:
+    return torch.logsumexp(z, -1).square()
+
+
+# Per way of weighing tokens: the loss, and the z term a user would write beside it.
+WAYS: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {
+    "mean": (cross_entropy, lambda z: z_loss(z, C)),
+    "sum": (lambda z, y: cross_entropy(z, y, reduction="sum"), lambda z: C * square(z).sum()),
+    "one of four micro-batches": (lambda z, y: cross_entropy(z, y) / 4, lambda z: z_loss(z, C) / 4),
+    "scaled for low precision": (lambda z, y: 65536 * cross_entropy(z, y), lambda z: 65536 * z_loss(z, C)),
+    "masked": (
+        lambda z, y: cross_entropy(z, y.masked_fill(IGNORED, -100)),
+        lambda z: z_loss(z[~IGNORED], C),
+    ),
+    "weighed": (
+        lambda z, y: (WEIGHTS * cross_entropy(z, y, reduction="none")).sum(),
+        lambda z: C * (WEIGHTS * square(z)).sum(),
+    ),
+}
+
+
+def gradients(model: Decoder, total: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    total(model(tokens()).flatten(0, 1)).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gradient_is_that_of_the_loss_with_the_term_written_out(way: str) -> None:
+    model, (loss, term) = decoder().double(), WAYS[way]
+    want = gradients(model, lambda z: loss(z, targets()) + term(z))
+    plain = gradients(model, lambda z: loss(z, targets()))
+    with qkeel.apply("z_loss", model, coefficient=C):
+        got = gradients(model, lambda z: loss(z, targets()))
+    scale = max(float(w.abs().max()) for w in want)
+    assert all((g - w).abs().max() <= 1e-12 * scale for g, w in zip(got, want, strict=True))
+    assert max(float((g - p).abs().max()) for g, p in zip(got, plain, strict=True)) > 1e-3 * scale
+
+
+def test_a_token_that_is_all_but_certain_counts_fully() -> None:
+    # There g_y = c (p_y - 1) is rounding alone; the other logits still tell c.
+    z = torch.zeros(2, 5)
+    z[:, 0] = 40.0
+    head = nn.Identity()
+    with qkeel.apply("z_loss:module=head", holder := nn.ModuleDict({"a": decoder(), "head": head}), coefficient=C):
+        given = z.clone().requires_grad_()
+        cross_entropy(holder["head"](given), torch.zeros(2, dtype=torch.long)).backward()
+    wanted = z.clone().requires_grad_()
+    (cross_entropy(wanted, torch.zeros(2, dtype=torch.long)) + z_loss(wanted, C)).backward()
+    assert given.grad is not None
+    assert wanted.grad is not None
+    assert torch.allclose(given.grad, wanted.grad, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_logits_get_the_gradient_to_their_rounding(dtype: torch.dtype) -> None:
+    model = decoder().to(dtype)
+    exact = copy.deepcopy(model).double()
+    want = gradients(exact, lambda z: cross_entropy(z, targets()) + z_loss(z, C))
+    with qkeel.apply("z_loss", model, coefficient=C):
+        got = gradients(model, lambda z: cross_entropy(z.float(), targets()))
+    plain = gradients(model, lambda z: cross_entropy(z.float(), targets()) + z_loss(z, C))
+    for g, p, w in zip(got, plain, want, strict=True):
+        own = (p.double() - w).abs().max()
+        assert (g.double() - w).abs().max() <= 2 * own + 4 * torch.finfo(dtype).eps * w.abs().max()
+
+
+def test_the_forward_pass_stays_bit_for_bit_and_evaluation_costs_nothing() -> None:
+    model = decoder()
+    out = model(tokens())
+    with qkeel.apply("z_loss", model, coefficient=C):
+        assert torch.equal(model(tokens()), out)
+        assert "AddGradient" in type(model(tokens()).grad_fn).__name__
+        with torch.no_grad():
+            assert model(tokens()).grad_fn is None
+        twin = pickle.loads(pickle.dumps(model))
+        assert torch.equal(twin(tokens()), out)
+    assert "AddGradient" not in type(model(tokens()).grad_fn).__name__
+
+
+def test_a_loss_that_is_no_cross_entropy_is_refused_and_counted_by_the_mean_if_asked() -> None:
+    def smooth(z: Tensor) -> Tensor:
+        return cross_entropy(z, targets(), label_smoothing=0.3)
+
+    model = decoder().double()
+    with qkeel.apply("z_loss", model), pytest.raises(RefusedError, match="weight=mean"):
+        gradients(model, smooth)
+    want = gradients(model, lambda z: smooth(z) + z_loss(z, C))
+    with qkeel.apply("z_loss:weight=mean", model, coefficient=C):
+        got = gradients(model, smooth)
+    assert all(torch.allclose(g, w, rtol=0, atol=1e-13) for g, w in zip(got, want, strict=True))
+
+
+def test_a_transformers_model_that_computes_its_own_loss_trains_on_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=VOCAB, **sizes, bos_token_id=1, eos_token_id=2)
+    model = transformers.LlamaForCausalLM(config).double()
+    labels = tokens().clone()
+    labels[0, :4] = -100
+
+    def total(term: bool) -> list[Tensor]:
+        model.zero_grad()
+        out = model(input_ids=tokens(), labels=labels)
+        counted = out.logits[:, :-1][labels[:, 1:] != -100]
+        (out.loss + (z_loss(counted, C) if term else 0)).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    want = total(term=True)
+    with qkeel.apply("z_loss", model, example=tokens(), coefficient=C):
+        got = total(term=False)
+    assert all(torch.allclose(g, w, rtol=0, atol=1e-6) for g, w in zip(got, want, strict=True))
+
+
+def test_bad_options_name_what_is_right() -> None:
+    with pytest.raises(InvalidValueError, match="at least 0"):
+        qkeel.apply("z_loss:coefficient=-1", decoder())
+    with pytest.raises(UnknownNameError, match="Did you mean 'mean'"):
+        qkeel.apply("z_loss:weight=means", decoder())
