@@ -320,3 +320,37 @@ def test_the_ranking_has_a_column_per_rate() -> None:
         for lr in (0.1, 0.01)
     ]
     assert [column.header for column in ranking(rows).columns] == ["remedy", "lr 0.01", "lr 0.1"]
+
+
+def test_the_extrapolation_study_prints_what_is_kept_and_goes_on_with_more(tmp_path: Path, capsys: Capture) -> None:
+    sizes = shlex.split("--data topics --batch 2 --d-model 16 --n-layers 1 --steps 4 --log-every 2 --eval-sequences 8")
+    flags = [*sizes, "--probe-sequences", "2", "--device", "cpu", "--jobs", "1", "--out", str(tmp_path / "s")]
+    study = ["study", "extrapolation", "--train-length", "8", "--test-sequences", "2", "--seeds", "0", *flags]
+    assert main([*study, "--forms", "kna", "--posthoc", "none"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["gau", "kna", "none", "64"] in [line[:4] for line in lines]
+    assert main([*study, "--forms", "kna", "--posthoc", "rerope", "--blocks", "gau", "mha1", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "2 runs, 2 to do" in out  # one only to be measured under another method
+    assert not (tmp_path / "s" / "runs" / "x").exists()
+    config = RunDirectory(next((tmp_path / "s" / "runs").iterdir())).config()
+    assert (config["data"]["context"], config["model"]["block"], config["optim"]["weight_decay"]) == (8, "gau", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--test-lengths 100", "multiples of the training length 64, got 100"),
+        ("--posthoc rerop", "rerope"),
+        ("--posthoc rerope:window=64", "under the training length"),
+        ("--forms knaa", "kna"),
+        ("--forms kna --data topics --test-lengths 64000000", "shorter context"),
+        ("--block mha", "--block"),
+    ],
+)
+def test_bad_flags_of_the_extrapolation_study_are_told(
+    flags: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(["study", "extrapolation", *flags.split()], capsys)
+    assert not list(tmp_path.iterdir())

@@ -17,13 +17,15 @@ from qkeel.cli.exits import COLLAPSED, FAILED, INTERRUPTED, OK, USAGE, command_l
 from qkeel.cli.flags import AXES, as_toml, configure, view
 from qkeel.cli.retrofitting import retrofit
 from qkeel.cli.scanning import scan
-from qkeel.cli.studying import AxisFlags, HowFlags, PartFlags, run_study
+from qkeel.cli.studying import AxisFlags, FormFlags, HowFlags, PartFlags, run_study
 from qkeel.cli.watching import watch
 from qkeel.errors import QkeelError
 
 RunFlags: Any = view("RunFlags")
 BaseFlags: Any = view("BaseFlags", without=AXES)
 PartlessFlags: Any = view("PartlessFlags", without=AXES | {("model", "block"), ("optim", "name")})
+_SIZED = {("model", name) for name in ("block", "attention", "n_heads", "n_kv_heads", "head_dim")}
+FormlessFlags: Any = view("FormlessFlags", without=_SIZED | {("", "remedy"), ("", "seed"), ("data", "context")})
 
 Several = Parameter(consume_multiple=True, negative_iterable=())
 Flat = Parameter(name="*")
@@ -181,6 +183,37 @@ def study_mla(
 
     config, study = configure(flags, recipe)
     return run_study("mla", config, axes.grid(parts.over(study), DEFAULT), out, how)
+
+
+@study_app.command(name="extrapolation")
+def study_extrapolation(
+    *,
+    axes: Annotated[FormFlags, Flat] = FormFlags(),  # noqa: B008 - frozen
+    train_length: Annotated[int | None, Parameter(show_default=False, group="Grid")] = None,
+    out: Path = Path("runs/extrapolation"),
+    recipe: Path | None = None,
+    how: Annotated[HowFlags, Flat] = HowFlags(),  # noqa: B008
+    flags: Annotated[FormlessFlags, Flat] = FormlessFlags(),  # type: ignore[valid-type]  # noqa: B008
+) -> int:
+    """Train short, test long: forms of attention × blocks × seeds, each tested as trained and changed post hoc.
+
+    A model of 3 layers (6 of GAU) of width 64 learns for 300 steps of 16 texts at rate 0.01 unless flags say otherwise.
+    Finished runs are kept, killed ones go on; the directory takes more forms, seeds, methods and lengths later.
+
+    Args:
+        train_length: Tokens of context in training [default: 64].
+        out: Directory of the study.
+        recipe: TOML file of settings, a table [study] for the grid; flags go over it.
+    """
+    from dataclasses import replace
+
+    from qkeel.lab.studies.extrapolation import BASE
+
+    config, study = configure(flags, recipe, BASE)
+    if train_length is not None:
+        config = replace(config, data=replace(config.data, context=train_length))
+    contexts = axes.contexts(config.data.context, study)
+    return run_study("extrapolation", config, axes.grid(config.optim.lr, study), out, how, contexts)
 
 
 @app.command

@@ -66,8 +66,9 @@ class StudyView:
     def on_outcome(self, outcome: Outcome) -> None:
         """Print the line of a run that is over."""
         self.over += 1
-        config = self.runs[outcome.directory].config
-        name = f"[{self.over}/{len(self.runs)}] {config.remedy}, lr {config.optim.lr:g}, seed {config.seed}"
+        run = self.runs[outcome.directory]
+        config, part = run.config, f"{run.role}, " if run.form else ""
+        name = f"[{self.over}/{len(self.runs)}] {part}{run.name}, lr {config.optim.lr:g}, seed {config.seed}"
         self.console.print(escape(f"{name}: {self._result(outcome)}"), highlight=False, soft_wrap=True)
 
     def _result(self, outcome: Outcome) -> str:
@@ -135,6 +136,23 @@ class RunView:
             left = (self.steps - step) * seconds / (step - self.first[1])
             line += f"  tok/s {(tokens - self.first[2]) / seconds:,.0f}  ETA {spent(left)}"
         self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def extrapolated(table: Sequence[Mapping[str, Any]]) -> Table:
+    """Per block, form, method and length: accuracies, and the share that is kept."""
+    shown = Table(box=None, pad_edge=False)
+    names = ("accuracy_train", "accuracy_nonrepeat", "accuracy_repeat", "accuracy_last", "kept_nonrepeat")
+    for head in ("block", "form", "post hoc"):
+        shown.add_column(head)
+    for head in ("length", "trained", "non-repeat", "repeat", "last", "kept", "seeds"):
+        shown.add_column(head, justify="right")
+    keys = ("block", "form", "posthoc", "test_length")
+    for key in dict.fromkeys(tuple(row[k] for k in keys) for row in table):
+        rows = [row for row in table if tuple(row[k] for k in keys) == key and row["accuracy_nonrepeat"] is not None]
+        means = [100 * sum(row[name] or 0 for row in rows) / len(rows) for name in names] if rows else []
+        cells = [*(f"{mean:.1f}" for mean in means), str(len(rows))] if rows else ["–"] * 6
+        shown.add_row(*map(str, key), *cells)
+    return shown
 
 
 def ranking(table: Sequence[Mapping[str, Any]]) -> Table:

@@ -75,9 +75,9 @@ def _optional(kind: Any) -> Any:
     return kind if isinstance(kind, types.UnionType) else typing.Optional[kind]  # noqa: UP045 - of a Literal too
 
 
-def configure(flags: object, recipe: Path | None) -> tuple[RunConfig, dict[str, Any]]:
-    """The configuration of a recipe with the given flags over it, and the recipe's [study] table."""
-    values = _read_recipe(recipe)
+def configure(flags: object, recipe: Path | None, base: RunConfig | None = None) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration of a recipe with the given flags over it, and the recipe's [study] table; `base` fills up."""
+    values = _over(base.to_dict() if base else {}, _read_recipe(recipe))
     study = values.pop("study", {})
     for flag, (section, field) in _ENTRIES.items():
         given = getattr(flags, flag, None)
@@ -86,6 +86,14 @@ def configure(flags: object, recipe: Path | None) -> tuple[RunConfig, dict[str, 
     if not isinstance(study, dict):
         raise InvalidValueError(f"expected [study] to be a table, got {study!r}")
     return RunConfig.from_dict(values), study
+
+
+def _over(values: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values with others over them."""
+    for key, value in more.items():
+        both = isinstance(value, dict) and isinstance(values.get(key), dict)
+        values[key] = _over(values[key], value) if both else value
+    return values
 
 
 def _read_recipe(path: Path | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
 from qkeel.errors import unknown
 from qkeel.lab.config import RunConfig
-from qkeel.lab.plan import AXES, FULL_GRID, Grid, Plan
+from qkeel.lab.plan import AXES, FULL_GRID, Grid, LongContexts, Plan
 from qkeel.lab.studies.lr import DEFAULT
 
 _SWITCH = Parameter(negative=(), show_default=False)
@@ -77,15 +77,59 @@ class PartFlags:
         return {**recipe, **{name: value for name, value in given.items() if value}}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FormFlags:
+    """What the extrapolation study is a product of, and what is done with each run's weights."""
+
+    forms: Annotated[list[str] | None, _SEVERAL] = None
+    """Attention: presets [default: baseline qna kna cosa, each with and without _logn]."""
+    blocks: Annotated[list[Literal["gau", "mha1", "mha4"]] | None, _SEVERAL] = None
+    """Gated attention units, or attention of 1 or 4 heads and MLP [default: gau]."""
+    seeds: Annotated[list[int] | None, _SEVERAL] = None
+    """Seeds of weights and batches [default: 0 1]."""
+    posthoc: Annotated[list[str] | None, _SEVERAL] = None
+    """Methods that change the trained attention, like ntk or rerope:window=16 [default: none rerope ntk]."""
+    test_lengths: Annotated[list[int] | None, _SEVERAL] = None
+    """Tokens of context in the test, multiples of the training length [default: 8 times it]."""
+    test_sequences: Annotated[int | None, Parameter(show_default=False, group="Grid")] = None
+    """Held-out texts of each length [default: 64]."""
+
+    def grid(self, lr: float, recipe: Mapping[str, Any]) -> Grid:
+        """The grid of these flags over those of a recipe's [study] table over the default."""
+        from qkeel.lab.studies.extrapolation import DEFAULT as ALL
+
+        return Grid(
+            remedies=self.forms or recipe.get("forms") or ALL.remedies,
+            lrs=(lr,),
+            seeds=self.seeds or recipe.get("seeds") or ALL.seeds,
+            blocks=self.blocks or recipe.get("blocks") or ALL.blocks,
+        )
+
+    def contexts(self, train_length: int, recipe: Mapping[str, Any]) -> LongContexts:
+        """What is done with the weights."""
+        from qkeel.lab.studies.extrapolation import CONTEXTS
+
+        for key in recipe:
+            if key not in (names := [field.name for field in dataclasses.fields(self)]):
+                raise unknown("key in [study]", key, names)
+        return LongContexts(
+            posthoc=self.posthoc or recipe.get("posthoc") or CONTEXTS.posthoc,
+            test_lengths=self.test_lengths or recipe.get("test_lengths") or (8 * train_length,),
+            sequences=self.test_sequences or recipe.get("test_sequences") or CONTEXTS.sequences,
+        )
+
+
 def default_jobs() -> int:
     """As many runs at once as this process has cores, at most 4: each takes about 0.4 GB."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(cores, 4)
 
 
-def run_study(name: str, base: RunConfig, grid: Grid | None, out: Path, how: HowFlags) -> int:
+def run_study(
+    name: str, base: RunConfig, grid: Grid | None, out: Path, how: HowFlags, contexts: LongContexts | None = None
+) -> int:
     """Run a study, write its table and report; the directory is printed first and last."""
-    from qkeel.cli.console import StudyView, make_console, ranking
+    from qkeel.cli.console import StudyView, extrapolated, make_console, ranking
     from qkeel.lab.engine import Execution, make_plan, pending, run_plan
     from qkeel.lab.workers import Shard
     from qkeel.report import write
@@ -93,7 +137,7 @@ def run_study(name: str, base: RunConfig, grid: Grid | None, out: Path, how: How
     console = make_console()
     shard = Shard.parse(how.shard) if how.shard else Shard()
     jobs = default_jobs() if how.jobs is None else how.jobs
-    plan = make_plan(name, base, grid)
+    plan = make_plan(name, base, grid, contexts)
     left = pending(plan, out, shard)
     console.print(f"study {out}", highlight=False, markup=False, soft_wrap=True)
     part = f", shard {shard.index}/{shard.count}" if shard.count > 1 else ""
@@ -105,7 +149,10 @@ def run_study(name: str, base: RunConfig, grid: Grid | None, out: Path, how: How
     with view.following():
         result = run_plan(plan, out, execution)
     write(out, out / "report.html")
-    for role in dict.fromkeys(run.role for run in plan.runs if run.role != "drift"):
+    if plan.contexts:
+        console.print("mean over seeds, next tokens foretold in %:", highlight=False)
+        console.print(extrapolated(result.long_table))
+    for role in () if plan.contexts else dict.fromkeys(run.role for run in plan.runs if run.role != "drift"):
         ids = {run.config.run_id for run in plan.runs if run.role == role}
         title = "" if role == "grid" else f"{role}: "
         console.print(f"{title}mean val_loss over seeds (largest max logit):", highlight=False)
@@ -129,7 +176,7 @@ def _dry_run(console: Console, plan: Plan, out: Path, left: list[Any], jobs: int
         config, part = run.config, "" if run.role == "grid" else f"{run.role}, "
         state = "to do" if run in left else "done, or another shard's"
         console.print(
-            f"{run_directory(out, run).name}  {part}{config.remedy}, lr {config.optim.lr:g}, seed {config.seed}, "
+            f"{run_directory(out, run).name}  {part}{run.name}, lr {config.optim.lr:g}, seed {config.seed}, "
             f"{config.steps} steps: {state}",
             highlight=False,
             markup=False,

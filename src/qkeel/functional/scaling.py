@@ -84,3 +84,17 @@ def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h 
     if gain.ndim == 2:
         gain = gain[:, None, :]
     return (x * gain.to(x.dtype)).to(x.dtype)
+
+
+def deepnorm(sublayers: int) -> tuple[float, float]:
+    """(α, β) of DeepNorm, x ← N(αx + F(x)) with F's output matrix smaller by β: n^(1/4), (4n)^(-1/4), n sublayers.
+
+    Source: Wang et al. 2022, arXiv 2203.00555, decoder-only: (2M)^(1/4) and (8M)^(-1/4) for M layers of two sublayers.
+    That a layer of one sublayer (GAU) counts once is our reading of it.
+
+    >>> [round(x, 4) for x in deepnorm(48)]
+    [2.6321, 0.2686]
+    """
+    if sublayers < 1:
+        raise InvalidValueError(f"expected at least one sublayer, got {sublayers}")
+    return sublayers**0.25, (4 * sublayers) ** -0.25

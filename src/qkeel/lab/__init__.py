@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
     from qkeel.lab.engine import Execution, StudyResult, make_plan, run_plan, study
-    from qkeel.lab.plan import Grid, Plan
+    from qkeel.lab.plan import Grid, LongContexts, Plan
     from qkeel.lab.train import Watcher, run
     from qkeel.lab.workers import Shard
 
@@ -14,6 +14,7 @@ __all__ = [
     "DataConfig",
     "Execution",
     "Grid",
+    "LongContexts",
     "ModelConfig",
     "OptimConfig",
     "Plan",
@@ -31,7 +32,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("DataConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
     **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "engine"),
-    **dict.fromkeys(("Grid", "Plan"), "plan"),
+    **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan"),
     **dict.fromkeys(("Watcher", "run"), "train"),
     "Shard": "workers",
 }

@@ -30,8 +30,8 @@ class ModelConfig:
     """Width of one head; d_model / n_heads if not given."""
     attention: str = "baseline"
     """What attention computes: a preset, with options as in 'gemma2:cap=30'."""
-    block: Literal["mha", "mla"] = "mha"
-    """Multi-head (grouped, multi-query) or multi-head latent attention."""
+    block: Literal["mha", "mla", "gau"] = "mha"
+    """Multi-head (grouped, multi-query), multi-head latent attention, or gated attention units, which take no MLP."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """The feed-forward branch."""
     norm_order: Literal["pre", "post", "swin", "peri"] = "pre"
@@ -47,6 +47,8 @@ class ModelConfig:
             raise InvalidValueError(
                 f"expected n_heads to be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}"
             )
+        if self.block == "gau" and self.n_heads != 1:
+            raise InvalidValueError(f"expected n_heads=1 for block gau, which has one head, got {self.n_heads}")
         if self.head_dim is None and self.d_model % self.n_heads:
             raise InvalidValueError(
                 f"expected d_model to be a multiple of n_heads, got {self.d_model} and {self.n_heads}; "

@@ -12,12 +12,13 @@ from typing import Any, final
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.data import load
+from qkeel.lab.longer import check_methods, long_rows, missing
 from qkeel.lab.model import check, resolve
-from qkeel.lab.plan import AXES, Grid, Plan, PlannedRun
-from qkeel.lab.studies import demo, lr, mla
+from qkeel.lab.plan import AXES, Grid, LongContexts, Plan, PlannedRun
+from qkeel.lab.studies import demo, extrapolation, lr, mla
 from qkeel.lab.table import rows, write_table
 from qkeel.lab.workers import Job, Outcome, Shard, execute
-from qkeel.records import RunDirectory, RunStatus, read_json, write_json
+from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, read_json, write_json
 from qkeel.records.files import remove_leftovers
 from qkeel.records.rundir import differences, locked
 from qkeel.registry import lookup
@@ -26,7 +27,10 @@ STUDIES: dict[str, Callable[[RunConfig, Grid | None], Plan]] = {
     "lr": lr.plan,
     "mla": mla.plan,
     "demo": demo.plan,
+    "extrapolation": extrapolation.plan,
 }
+# What a study is of where nothing else is said.
+BASES: dict[str, RunConfig] = {"extrapolation": extrapolation.BASE}
 
 
 def _ignore(outcome: Outcome) -> None:
@@ -51,27 +55,36 @@ class Execution:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult:
-    """What came out: the table of all runs of the directory, and what failed just now."""
+    """What came out: the table of all runs of the directory, that of its long contexts, and what failed just now."""
 
     path: Path
     table: Sequence[Mapping[str, Any]]
+    long_table: Sequence[Mapping[str, Any]]
     failures: Sequence[Outcome]
 
 
-def make_plan(name: str, base: RunConfig | None = None, grid: Grid | None = None) -> Plan:
+def make_plan(
+    name: str, base: RunConfig | None = None, grid: Grid | None = None, contexts: LongContexts | None = None
+) -> Plan:
     """The plan of a study by name, checked: every remedy, the model, and the corpus can be used.
+
+    `contexts` are those of the extrapolation study, in place of its own.
 
     Raises: UnknownNameError, InvalidValueError, RefusedError or DataError, before anything is written.
     """
-    plan = lookup("study", STUDIES, name)(base or RunConfig(), grid)
-    runs = [PlannedRun(config=resolve(run.config), role=run.role) for run in plan.runs]
-    unlike = {(run.role, run.config.remedy): run.config for run in runs}
+    plan = lookup("study", STUDIES, name)(base or BASES.get(name, RunConfig()), grid)
+    contexts = plan.contexts and (contexts or plan.contexts)
+    runs = [dataclasses.replace(run, config=resolve(run.config)) for run in plan.runs]
+    unlike = {(run.role, run.name): run.config for run in runs}
     for config in unlike.values():
         check(config)
+        if contexts:
+            check_methods(config, contexts)
     for config in {run.role: run.config for run in runs}.values():
         load(config.data)
-    axes = dataclasses.replace(plan.grid, remedies=[r.config.remedy for r in runs if r.role != "drift"])
-    return Plan(name=plan.name, grid=axes, runs=list({run.config.run_id: run for run in runs}.values()))
+    axes = dataclasses.replace(plan.grid, remedies=[r.name for r in runs if r.role != "drift"])
+    once = list({run.config.run_id: run for run in runs}.values())
+    return Plan(name=plan.name, grid=axes, runs=once, contexts=contexts)
 
 
 def study(
@@ -83,13 +96,15 @@ def study(
     out: str | Path,
     base: RunConfig | None = None,
     jobs: int = 1,
+    contexts: LongContexts | None = None,
 ) -> StudyResult:
     """Run the study `name` over a grid in the directory `out`; finished runs are kept, killed ones go on.
 
     The same directory takes more remedies, rates or seeds later, but not another model, corpus or length.
+    In the study "extrapolation" `remedies` are attention forms, and `contexts` what is done with the weights.
     `jobs` runs are done at once; how else a study can be run is in `run_plan`.
     """
-    plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds))
+    plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds), contexts)
     return run_plan(plan, out, Execution(workers=jobs))
 
 
@@ -114,9 +129,14 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
                         failures.append(outcome)
         finally:
             with _alone(out):
-                table = rows(out, read_json(out / "study.json")["runs"])
-                write_table(out, table)
-    return StudyResult(path=out, table=table, failures=failures)
+                about = read_json(out / "study.json")
+                table = rows(out, about["runs"])
+                long_table = long_rows(out, about) if plan.contexts else []
+                if plan.contexts:
+                    write_table(out, long_table, EXTRAPOLATION_COLUMNS)
+                else:
+                    write_table(out, table)
+    return StudyResult(path=out, table=table, long_table=long_table, failures=failures)
 
 
 @contextmanager
@@ -135,13 +155,17 @@ def run_directory(out: Path, run: PlannedRun) -> Path:
 def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
     """The shard's runs that are not done, the longest first, so that no worker ends long after the others."""
     mine = list(plan.runs)[shard.index - 1 :: shard.count]
-    left = [run for run in mine if RunDirectory(run_directory(out, run)).status is not RunStatus.DONE]
+    left = []
+    for run in mine:
+        place = RunDirectory(run_directory(out, run))
+        if place.status is not RunStatus.DONE or (plan.contexts and missing(place, plan.contexts)):
+            left.append(run)
     return sorted(left, key=lambda run: -run.config.steps)
 
 
 def _jobs(plan: Plan, out: Path, execution: Execution) -> list[Job]:
     return [
-        Job(run.config.to_dict(), str(run_directory(out, run)), execution.command)
+        Job(run.config.to_dict(), str(run_directory(out, run)), execution.command, plan.contexts)
         for run in pending(plan, out, execution.shard)
     ]
 
@@ -152,6 +176,7 @@ def _merge(out: Path, plan: Plan, command: str) -> dict[str, Any]:
     grid = plan.grid
     axes: dict[str, list[Any]] = {name: list(getattr(grid, name)) for name in AXES}
     bases, commands = plan.bases(), [command]
+    contexts = {} if plan.contexts is None else {"contexts": json.loads(json.dumps(dataclasses.asdict(plan.contexts)))}
     if (out / "study.json").exists():
         old = read_json(out / "study.json")
         _same_study(out, old, plan)
@@ -162,6 +187,7 @@ def _merge(out: Path, plan: Plan, command: str) -> dict[str, Any]:
         axes = {name: list(dict.fromkeys([*old.get(name, ()), *values])) for name, values in axes.items()}
         axes = {name: sorted(values) if name in ("lrs", "seeds") else values for name, values in axes.items()}
         bases = {**old["base"], **bases}
+        contexts = {name: _joined(old.get(name), now) for name, now in contexts.items()}
     elif out.exists() and any(not p.name.startswith("lock") for p in out.iterdir()):
         raise RunDirectoryError(
             f"{out} is not empty and holds no study.json, so it is no study's directory. "
@@ -171,8 +197,25 @@ def _merge(out: Path, plan: Plan, command: str) -> dict[str, Any]:
         "study": plan.name,
         "command": "\n".join(dict.fromkeys(filter(None, commands))),
         **axes,
+        **contexts,
         "runs": _in_order(entries, axes["remedies"], list(bases)),
         "base": bases,
+    }
+
+
+def _joined(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
+    """Methods and lengths of both; how many sequences they are measured on stays as it was."""
+    if old is None:
+        return dict(new)
+    if old["sequences"] != new["sequences"]:
+        raise RunDirectoryError(
+            f"this study measures on {old['sequences']} held-out sequences, not {new['sequences']}; choose another "
+            "directory; nothing was changed."
+        )
+    return {
+        "posthoc": list(dict.fromkeys([*old["posthoc"], *new["posthoc"]])),
+        "test_lengths": sorted({*old["test_lengths"], *new["test_lengths"]}),
+        "sequences": new["sequences"],
     }
 
 

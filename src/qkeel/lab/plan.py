@@ -8,6 +8,7 @@ from typing import Any, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.lab.config import RunConfig
+from qkeel.registry import parse
 
 AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers")
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
@@ -17,6 +18,8 @@ FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """The axes. Remedies keep their order, rates and seeds are sorted; what is named twice counts once.
+
+    Where a study compares forms of attention they stand in place of remedies.
 
     With blocks (mha, mla) and optimizers, where not empty, there is a product of its own for each pair of them: they
     stand side by side, for a learning rate does not mean the same to two optimizers.
@@ -43,16 +46,57 @@ class Grid:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LongContexts:
+    """What is done with the weights of each run of a study: every method at every length, on held-out text.
+
+    Methods are named as in `AttentionSpec.extrapolate`, with options as in 'rerope:window=16'; lengths are multiples
+    of the training length.
+    """
+
+    posthoc: Sequence[str] = ("none", "rerope", "ntk")
+    test_lengths: Sequence[int] = (512,)
+    sequences: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("posthoc", "test_lengths"):
+            values = getattr(self, name)
+            if isinstance(values, str) or not isinstance(values, Iterable) or not tuple(values):
+                raise InvalidTypeError(f"expected a list of {name}, got {values!r}")
+        object.__setattr__(self, "posthoc", tuple(dict.fromkeys(str(parse(text)[0]) for text in self.posthoc)))
+        object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
+        if self.sequences < 1:
+            raise InvalidValueError(f"expected at least 1 held-out sequence, got {self.sequences}")
+
+    def check(self, train_length: int) -> None:
+        """Raise unless every length is a multiple of the training length."""
+        for length in self.test_lengths:
+            if length < train_length or length % train_length:
+                raise InvalidValueError(
+                    f"expected test lengths that are multiples of the training length {train_length}, got {length}"
+                )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One run of a study. `role` keeps runs of another length, model or optimizer apart from the grid."""
+    """One run of a study. `role` keeps runs of another length, model or optimizer apart from the grid.
+
+    `form` names the attention where that is what the study compares, instead of the remedy.
+    """
 
     config: RunConfig
     role: str = "grid"
+    form: str = ""
+
+    @property
+    def name(self) -> str:
+        """What is compared: the attention form, or the remedy."""
+        return self.form or self.config.remedy
 
     def entry(self) -> dict[str, Any]:
         """The run's line in study.json."""
         config = self.config
-        about = {"run_id": config.run_id, "remedy": config.remedy, "lr": config.optim.lr, "seed": config.seed}
+        about = {"run_id": config.run_id, "remedy": self.name, "lr": config.optim.lr, "seed": config.seed}
         return {**about, "role": self.role}
 
 
@@ -64,15 +108,18 @@ class Plan:
     name: str
     grid: Grid
     runs: Sequence[PlannedRun]
+    contexts: LongContexts | None = None
 
     def bases(self) -> dict[str, dict[str, Any]]:
         """Per role, what its runs share: their configuration without remedy, rate and seed."""
-        return {run.role: shared(run.config) for run in self.runs}
+        return {run.role: shared(run.config, but_attention=bool(run.form)) for run in self.runs}
 
 
-def shared(config: RunConfig) -> dict[str, Any]:
+def shared(config: RunConfig, *, but_attention: bool = False) -> dict[str, Any]:
     """The identity of a configuration without what a grid varies."""
     values = config.identity()
+    if but_attention:
+        values["model"] = {k: v for k, v in values["model"].items() if k != "attention"}
     optim = {k: v for k, v in values["optim"].items() if k != "lr"}
     return {**{k: v for k, v in values.items() if k not in ("remedy", "seed")}, "optim": optim}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ def _row(directory: RunDirectory, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {**blank, **{k: v for k, v in results.items() if k in blank}, **named, "status": str(status)}
 
 
-def write_table(out: Path, table: Sequence[Mapping[str, Any]]) -> None:
+def write_table(out: Path, table: Sequence[Mapping[str, Any]], columns: Iterable[str] = TABLE_COLUMNS) -> None:
     """Write table.csv atomically. Floats have all their digits, truth is true or false, what is unknown is empty."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(TABLE_COLUMNS)
-    writer.writerows([_cell(row[name]) for name in TABLE_COLUMNS] for row in table)
+    names = list(columns)
+    writer.writerow(names)
+    writer.writerows([_cell(row[name]) for name in names] for row in table)
     write_text(out / "table.csv", text.getvalue())
 
 

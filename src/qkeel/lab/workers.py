@@ -14,6 +14,8 @@ from typing import Any, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError
 from qkeel.lab.config import RunConfig
+from qkeel.lab.longer import measure
+from qkeel.lab.plan import LongContexts
 from qkeel.lab.train import run
 
 # A run directory may still be held, for an instant, by a worker that is dying with a killed study.
@@ -28,6 +30,7 @@ class Job:
     config: dict[str, Any]
     directory: str
     command: str
+    contexts: LongContexts | None = None
 
 
 @final
@@ -122,7 +125,10 @@ def _pool(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]:
 def work(job: Job) -> Outcome:
     """Do one job; an error becomes its outcome."""
     try:
-        run(RunConfig.from_dict(job.config), Path(job.directory), command=job.command, wait=LOCK_WAIT)
+        config = RunConfig.from_dict(job.config)
+        place = run(config, Path(job.directory), command=job.command, wait=LOCK_WAIT)
+        if job.contexts is not None:
+            measure(config, place, job.contexts, wait=LOCK_WAIT)
     except QkeelError as error:
         return Outcome(job.directory, str(error))
     except Exception as error:  # a bug or the machine; the traceback is in the run's FAILED

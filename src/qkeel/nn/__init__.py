@@ -1,12 +1,14 @@
-"""Modules with parameters: attention, latent attention, cache, blocks, a decoder."""
+"""Modules with parameters: attention, latent attention, gated attention units, cache, blocks, a decoder."""
 
 from qkeel.nn.attention import Attention
 from qkeel.nn.block import MLP, Block
 from qkeel.nn.cache import Cache, KVCache, LatentCache
 from qkeel.nn.decoder import Decoder, DecoderConfig
+from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.mla import MLA, LatentSizes
 
 __all__ = [
+    "GAU",
     "MLA",
     "MLP",
     "Attention",
@@ -14,6 +16,7 @@ __all__ = [
     "Cache",
     "Decoder",
     "DecoderConfig",
+    "GAUBlock",
     "KVCache",
     "LatentCache",
     "LatentSizes",

@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError
+from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.nn.cache import KVCache
 from qkeel.nn.core import SpecModule
 from qkeel.spec import AttentionSpec, preset
@@ -73,23 +73,19 @@ class Attention(SpecModule):
         q = self._heads(self.q_proj(x), self.n_heads)
         k = self._heads(self.k_proj(source), self.n_kv_heads)
         v = self._heads(self.v_proj(source), self.n_kv_heads)
-        spec, params = self.spec, self.spec_params()
-        pos_k = pos if context is None else pos_context
-        if cache is not None and spec.position.keeps:
-            q, k, v, pos, pos_k = self._cached(cache, q, k, v, pos, mask)
-            spec, params = spec.core(params)
-        elif cache is not None:
-            k, v, pos, pos_k = self._cached_raw(cache, k, v, pos, mask)
+        seen = context is None if causal is None else causal
+        if cache is not None:
+            return self.o_proj(self.attend_cached(cache, q, k, v, causal=seen, mask=mask, pos=pos))
         out = self.attend(
             q,
             k,
             v,
-            spec=spec,
-            params=params,
-            causal=context is None if causal is None else causal,
+            spec=self.spec,
+            params=self.spec_params(),
+            causal=seen,
             mask=mask,
             pos_q=pos,
-            pos_k=pos_k,
+            pos_k=pos if context is None else pos_context,
         )
         return self.o_proj(out)
 
@@ -99,33 +95,6 @@ class Attention(SpecModule):
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
-
-    def _cached(
-        self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Encode the new tokens once, add them to the cache; the rest of the spec runs on all keys."""
-        at = _next(cache, q, pos, mask)
-        params = self.spec_params()
-        encoded_q, encoded_k = self.spec.encode(q, k, at, at, params)
-        k, v = cache.append(encoded_k.to(k.dtype), self.spec.values(v, params), pos=None if pos is None else at)
-        if cache.pos is None:
-            return encoded_q.to(q.dtype), k, v, None, None
-        return encoded_q.to(q.dtype), k, v, at, cache.pos
-
-    def _cached_raw(
-        self, cache: KVCache, k: Tensor, v: Tensor, pos: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Add the new tokens as they are: this position needs raw keys, so the whole spec runs on all of them."""
-        at = _next(cache, k, pos, mask)
-        k, v = cache.append(k, v, pos=None if pos is None else at)
-        return (k, v, None, None) if cache.pos is None else (k, v, at, cache.pos)
-
-
-def _next(cache: KVCache, like: Tensor, pos: Tensor | None, mask: Tensor | None) -> Tensor:
-    if not isinstance(cache, KVCache):
-        raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() makes one")
-    cache.check_positions(pos, mask)
-    return cache.next_positions(like, pos)
 
 
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.nn.cache import KVCache
 from qkeel.ops import KERNELS, run
 from qkeel.registry import lookup
 from qkeel.spec import AttentionCall, AttentionSpec
@@ -70,6 +71,23 @@ class SpecModule(nn.Module):
         for observer in self.observers:
             observer(call)
         return run(call, self.impl).transpose(1, 2).flatten(2)
+
+    def attend_cached(
+        self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, pos: Tensor | None
+    ) -> Tensor:
+        """Add new keys and values [b g t d] to the cache and attend to all of them: [b h t d] -> [b t h·d']."""
+        if not isinstance(cache, KVCache):
+            raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() makes one")
+        cache.check_positions(pos, mask)
+        at = cache.next_positions(k, pos)
+        spec, params, dtype = self.spec, self.spec_params(), q.dtype
+        if spec.position.keeps:  # encode each token once; else the whole spec runs on raw keys every time
+            q, encoded = spec.encode(q, k, at, at, params)
+            q, k, v = q.to(dtype), encoded.to(k.dtype), spec.values(v, params)
+            spec, params = spec.core(params)
+        k, v = cache.append(k, v, pos=None if pos is None else at)
+        own = None if cache.pos is None else at
+        return self.attend(q, k, v, spec=spec, params=params, causal=causal, mask=mask, pos_q=own, pos_k=cache.pos)
 
     def extra_repr(self) -> str:
         """Heads and the formula's norm, in print(model)."""

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
+from qkeel.functional.scaling import deepnorm
 from qkeel.nn.attention import Attention, check_heads
 from qkeel.nn.block import MLP, NORM_ORDERS, Block, NormOrder
 from qkeel.nn.cache import Cache
 from qkeel.nn.core import check_dropout
+from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.mla import MLA, LatentSizes
 from qkeel.spec import AttentionSpec, preset
 
@@ -30,18 +32,19 @@ class DecoderConfig:
     n_kv_heads: int | None = None
     head_dim: int | None = None
     spec: AttentionSpec = dataclasses.field(default_factory=lambda: preset("baseline"))
-    attention: Literal["mha", "mla"] = "mha"
+    attention: Literal["mha", "mla", "gau"] = "mha"
     latent: LatentSizes = dataclasses.field(default_factory=LatentSizes)
     latent_norm: bool = False
     mlp: Literal["gelu", "swiglu"] = "gelu"
     mlp_ratio: float = 4.0
     norm_order: NormOrder = "pre"
+    deepnorm: bool = False
     tied: bool = False
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for kind, name, known in (
-            ("attention", self.attention, ("mha", "mla")),
+            ("attention", self.attention, ("mha", "mla", "gau")),
             ("MLP", self.mlp, ("gelu", "swiglu")),
             ("norm order", self.norm_order, NORM_ORDERS),
         ):
@@ -54,6 +57,15 @@ class DecoderConfig:
             raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
         check_dropout(self.dropout)
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
+        if self.attention == "gau" and self.n_heads != 1:
+            raise InvalidValueError(f"a GAU has one head; expected n_heads=1, got {self.n_heads}")
+        if self.deepnorm and not (self.attention == "gau" and self.norm_order == "post"):
+            raise InvalidValueError("deepnorm is for attention='gau' with norm_order='post'")
+
+    @property
+    def sublayers(self) -> int:
+        """How many branches write to the residual stream: a GAU is attention and MLP in one."""
+        return self.n_layers if self.attention == "gau" else 2 * self.n_layers
 
 
 @final
@@ -96,8 +108,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Embedding std 1, matrices std 1/√fan_in, those that write to the residual stream a further /√(2 layers)."""
-        residual = 1 / math.sqrt(2 * len(self.blocks))
+        """Embedding std 1, matrices std 1/√fan_in, those that write to the residual stream a further /√(sublayers).
+
+        Under DeepNorm those have its β instead.
+        """
+        n = self.config.sublayers
+        residual = deepnorm(n)[1] if self.config.deepnorm else 1 / math.sqrt(n)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 std = module.in_features**-0.5 * (residual if name.endswith((".o_proj", ".down")) else 1.0)
@@ -110,7 +126,11 @@ class Decoder(nn.Module):
             self.embedding.weight.mul_(self.config.d_model**-0.5)
 
 
-def _block(config: DecoderConfig) -> Block:
+def _block(config: DecoderConfig) -> Block | GAUBlock:
+    if config.attention == "gau":
+        gau = GAU(config.d_model, size=config.head_dim or 128, spec=config.spec, dropout=config.dropout)
+        alpha = deepnorm(config.sublayers)[0] if config.deepnorm else 1.0
+        return GAUBlock(gau, norm_order=config.norm_order, alpha=alpha)
     attention: Attention | MLA
     if config.attention == "mla":
         attention = MLA(

@@ -4,6 +4,7 @@ No torch here: the report reads runs on machines that have none.
 """
 
 from qkeel.records.fields import (
+    EXTRAPOLATION_COLUMNS,
     HEAD_FIELDS,
     NON_FINITE,
     STEP_FIELDS,
@@ -18,6 +19,7 @@ from qkeel.records.heads import HeadRecorder, Heads, fold_heads, read_heads
 from qkeel.records.rundir import RunDirectory, RunStatus, fresh_directory
 
 __all__ = [
+    "EXTRAPOLATION_COLUMNS",
     "HEAD_FIELDS",
     "NON_FINITE",
     "STEP_FIELDS",

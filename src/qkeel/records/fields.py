@@ -100,9 +100,29 @@ TABLE_COLUMNS: dict[str, Field] = {
     "max_abs_logit": Field("nats", "largest max_abs_logit over training"),
     "init_loss": Field("nats/token", "held-out loss before training"),
     "spike_score": Field("share", "see metrics.spike_score"),
-    "block": Field("name", "mha | mla"),
+    "block": Field("name", "mha | mla | gau"),
     "optimizer": Field("name", "adamw | sgd | muon"),
     "status": Field("name", "done | failed | started | missing"),
+}
+
+# One row per run × post-hoc method × test length in the table.csv of an extrapolation study.
+EXTRAPOLATION_COLUMNS: dict[str, Field] = {
+    "block": Field("name", "gau | mha1 | mha4: gated attention units, or attention and MLP with so many heads"),
+    "form": Field("name", "what attention computes: a preset"),
+    "posthoc": Field("name", "what was changed after training, see qkeel.spec.METHODS"),
+    "seed": Field("1", "seed of weights and data order"),
+    "train_length": Field("tokens", "context in training"),
+    "test_length": Field("tokens", "context in the test"),
+    "accuracy_train": Field("share", "next tokens foretold, as trained, the test's text cut into training lengths"),
+    "accuracy_nonrepeat": Field("share", "next tokens foretold on held-out text of the test length"),
+    "accuracy_repeat": Field("share", "the same where one training length of text is repeated up to the test length"),
+    "accuracy_last": Field("share", "next tokens foretold in the last training length of accuracy_nonrepeat's text"),
+    "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
+    "loss_train": Field("nats/token", "loss as trained, the test's text cut into training lengths"),
+    "loss_nonrepeat": Field("nats/token", "loss on held-out text of the test length"),
+    "max_logit": Field("nats", "largest max_logit over training"),
+    "run_id": Field("name", "hash of the canonical configuration"),
+    "accuracy_train_posthoc": Field("share", "accuracy_train under the post-hoc method"),
 }
 
 
@@ -113,6 +133,12 @@ def explain_field(name: str) -> str:
     'entropy after the last step [nats]'
     """
     name = name.partition("/")[0]
-    table: dict[str, Field | HeadField] = {**HEAD_FIELDS, **VALUE_FIELDS, **STEP_FIELDS, **TABLE_COLUMNS}
+    table: dict[str, Field | HeadField] = {
+        **EXTRAPOLATION_COLUMNS,
+        **HEAD_FIELDS,
+        **VALUE_FIELDS,
+        **STEP_FIELDS,
+        **TABLE_COLUMNS,
+    }
     field = lookup("recorded field", table, name)
     return f"{field.meaning} [{field.unit}]"

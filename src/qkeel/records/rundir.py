@@ -1,6 +1,7 @@
 """A run directory: config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE.
 
-That of a watched model has eval.jsonl, eval_heads.json and eval_heads.f32 instead of last/.
+That of a watched model has eval.jsonl, eval_heads.json and eval_heads.f32 instead of last/; that of a length
+study has extrapolation.jsonl besides.
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ class RunDirectory:
     def eval_heads(self) -> Heads:
         """Per layer and head in evaluation mode."""
         return read_heads(self.path, "eval_heads")
+
+    def long_contexts(self) -> list[dict[str, Any]]:
+        """What the weights did at other lengths, one dict per post-hoc method and length."""
+        return list(read_lines(self.path / "extrapolation.jsonl"))
 
     def summary(self) -> dict[str, Any]:
         """The run's row of table.csv."""

@@ -20,6 +20,13 @@ class Chart:
     label: str
 
 
+LENGTHS = Chart(
+    "lengths",
+    "Accuracy by position in a long text",
+    "Share of next tokens foretold in each stretch of one training length, mean over seeds; one panel per post-hoc "
+    "method. A form that extrapolates goes on level or rises behind the dashed line, the training length.",
+    "Line charts: accuracy against position in the text, one line per attention form, one panel per post-hoc method.",
+)
 DRIFT = Chart(
     "drift",
     "Drift of the largest attention logit",
@@ -68,9 +75,11 @@ def charts(study: StudyData) -> list[Chart]:
     """The charts that have data, in reading order."""
     runs = [run for run in study.runs if run.metrics]
     grid = any(run.role != "drift" for run in runs)
+    long = any(run.long for run in runs)
     present = [
+        (LENGTHS, any(line.get("segments") for run in runs for line in run.long)),
         (DRIFT, any(run.role == "drift" for run in runs)),
-        (LOSS, len(study.rows()) > 1),
+        (LOSS, len(study.rows()) > 1 and not long),
         (LOGITS, grid),
         (ENTROPY, grid),
         (TRAIN, grid),
@@ -86,7 +95,7 @@ def figures(study: StudyData, present: Sequence[Chart]) -> Markup:
         notes += f" Of long runs {MAX_RECORDS} records are drawn; peaks of the logit are kept."
     if any(run.metrics and run.row is None for run in study.runs):
         notes += " A line that stops early is a run that failed or is not finished."
-    return join(figure(chart, "" if chart.name in ("loss", "heads") else notes) for chart in present)
+    return join(figure(chart, "" if chart.name in ("lengths", "loss", "heads") else notes) for chart in present)
 
 
 def figure(chart: Chart, note: str = "") -> Markup:

@@ -18,7 +18,9 @@ BASELINE = "none"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """One run. `source` names the directory it was given in; `row` is its table line, None unless it finished."""
+    """One run. `source` names the directory it was given in; `row` is its table line, None unless it finished; `long`
+    are its lines of extrapolation.jsonl; `remedy` is the attention form where a study compares those.
+    """
 
     path: Path
     source: str
@@ -31,6 +33,7 @@ class RunData:
     row: dict[str, Any] | None = None
     metrics: Sequence[dict[str, Any]] = ()
     heads: Heads | None = None
+    long: Sequence[dict[str, Any]] = ()
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     env: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     error: str = ""
@@ -179,7 +182,10 @@ def _with_results(run: RunData, directory: RunDirectory) -> RunData:
                 "n_heads. Delete the directory to run again, or restore the file."
             ) from error
     error = directory.failure() if run.status is RunStatus.FAILED else ""
-    return dataclasses.replace(run, metrics=metrics, row=row, env=env, heads=heads, error=error)
+    long = directory.long_contexts()
+    for line in long:
+        _need(line, ("posthoc", "test_length"), path / "extrapolation.jsonl")
+    return dataclasses.replace(run, metrics=metrics, row=row, env=env, heads=heads, long=long, error=error)
 
 
 def _row(summary: Mapping[str, Any], run: RunData) -> dict[str, Any]:

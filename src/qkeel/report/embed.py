@@ -34,7 +34,30 @@ def chart_data(study: StudyData) -> dict[str, Any]:
         "start": _start(study),
         "unigram": _unigram(study),
         "runs": [_run(study, run) for run in shown],
+        **_long(study),
     }
+
+
+def _long(study: StudyData) -> dict[str, Any]:
+    """Accuracy by position in long texts: a curve per form, method and length, mean over seeds; {} without any."""
+    found: dict[tuple[str, str, int], list[Sequence[float]]] = {}
+    for run in study.runs:
+        for line in run.long:
+            if line.get("segments"):
+                found.setdefault((run.remedy, line["posthoc"], line["test_length"]), []).append(line["segments"])
+    curves = [
+        {
+            "remedy": study.remedies.index(form),
+            "method": method,
+            "length": length,
+            "share": [rounded(sum(values) / len(values), 4) for values in zip(*several)],
+        }
+        for (form, method, length), several in found.items()
+    ]
+    if not curves:
+        return {}
+    context = next(run.config["data"]["context"] for run in study.runs if run.long)
+    return {"long": curves, "context": context}
 
 
 def rounded(value: Any, digits: int = 5) -> float | int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from qkeel.report import sections, tables
+from qkeel.report import lengths, sections, tables
 from qkeel.report.charts import Chart, charts, figures
 from qkeel.report.collect import StudyData
 from qkeel.report.embed import chart_data
@@ -14,7 +14,12 @@ from qkeel.report.markup import Markup, join, tag
 from qkeel.report.shell import document
 from qkeel.report.summary import Finding, findings
 
-TITLES = {"lr": "Learning-rate study", "demo": "Learning-rate demo", "mla": "Latent-attention study"}
+TITLES = {
+    "extrapolation": "Length extrapolation",
+    "lr": "Learning-rate study",
+    "demo": "Learning-rate demo",
+    "mla": "Latent-attention study",
+}
 
 
 def study_page(study: StudyData, *, live: str = "") -> str:
@@ -64,12 +69,17 @@ def _findings(study: StudyData) -> list[Finding]:
         return [
             Finding(f.kind, f"{name}: {f.text}")
             for name, part in parts.items()
-            for f in findings(part)
+            for f in _said(part)
             if f.kind == "lead"
         ]
     differs = sections.unlike(study)
     text = f"These runs differ in {differs}: their losses are not comparable."
-    return [*([Finding("caution", text)] if differs else []), *findings(study)]
+    return [*([Finding("caution", text)] if differs else []), *_said(study)]
+
+
+def _said(study: StudyData) -> list[Finding]:
+    """What the numbers say: about long contexts, where they were measured, else about remedies."""
+    return lengths.findings(study) if lengths.is_long(study) else findings(study)
 
 
 def _item(finding: Finding, remedies: Sequence[str]) -> Markup:
@@ -111,12 +121,13 @@ def _part(part: StudyData) -> Markup:
 def _main(study: StudyData, present: Sequence[Chart]) -> list[Markup]:
     own = study.parts()
     choice = tag("div", {"class": "controls", "data-controls": "part"}) if own and present else ""
+    own_words = "What each form computes" if lengths.is_long(study) else "What each remedy does"
     parts = [
         ("charts", "Charts", join([choice, figures(study, present)])),
         ("ranking", "Ranking", _ranking(study)),
         *((f"part-{i}", name, _part(part)) for i, (name, part) in enumerate(own.items())),
         ("without", "Runs without a result", tables.without_result(study)),
-        ("remedies", "What each remedy does", sections.remedies(study)),
+        ("remedies", own_words, sections.remedies(study)),
         ("runs", "Every run", tables.every_run(study)),
         ("provenance", "Provenance", sections.provenance(study)),
         ("definitions", "Definitions", sections.definitions()),
@@ -131,6 +142,8 @@ def _main(study: StudyData, present: Sequence[Chart]) -> list[Markup]:
 
 
 def _ranking(study: StudyData) -> Markup:
+    if lengths.is_long(study):
+        return Markup("") if study.parts() else lengths.comparison(study)
     table = tables.ranking(study)
     if not table:
         return table

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY
-from qkeel.records import STEP_FIELDS, TABLE_COLUMNS
+from qkeel.records import EXTRAPOLATION_COLUMNS, STEP_FIELDS, TABLE_COLUMNS
 from qkeel.report.collect import RunData, StudyData
 from qkeel.report.formats import count, number
 from qkeel.report.markup import Markup, join, tag
@@ -28,7 +28,9 @@ def remedies(study: StudyData) -> Markup:
 
 
 def _remedy(study: StudyData, remedy: str, env: Mapping[str, Any]) -> Markup:
-    line, source = str(env.get("remedy_line") or ""), str(env.get("remedy_source") or "")
+    own = any(run.remedy == remedy and run.config.get("remedy") == remedy for run in study.runs)
+    # Of an attention form only the formula is its own; line and source are those of the remedy "none".
+    line, source = (str(env.get(name) or "") if own else "" for name in ("remedy_line", "remedy_source"))
     return tag(
         "section",
         {"class": "remedy"},
@@ -78,10 +80,18 @@ def unlike(study: StudyData) -> str:
     reads: Mapping[str, Callable[[RunData], Any]] = {
         "corpus": lambda run: _of(run.env.get("corpus"), "sha256"),
         "steps": lambda run: run.config.get("steps"),
-        "model": lambda run: json.dumps(run.config.get("model"), sort_keys=True, default=str),
+        "model": lambda run: json.dumps(_compared(run), sort_keys=True, default=str),
         "dtype": lambda run: run.env.get("dtype"),
     }
     return ", ".join(name for name, read in reads.items() if len({read(run) for run in runs}) > 1)
+
+
+def _compared(run: RunData) -> Any:
+    """The model's settings that must be alike: all, but the attention where it is what the study compares."""
+    model = run.config.get("model")
+    if isinstance(model, dict) and run.config.get("remedy") != run.remedy and run.long:
+        return {k: v for k, v in model.items() if k != "attention"}
+    return model
 
 
 def _commands(study: StudyData) -> Markup:
@@ -142,7 +152,7 @@ def definitions() -> Markup:
         "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed.",
         "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
     }
-    names = {**STEP_FIELDS, **TABLE_COLUMNS}
+    names = {**EXTRAPOLATION_COLUMNS, **STEP_FIELDS, **TABLE_COLUMNS}
     recorded = [(name, f"{field.meaning} [{field.unit}]") for name, field in names.items()]
     first = [join([tag("dt", {}, name), tag("dd", {}, text)]) for name, text in own.items()]
     second = [join([tag("dt", {}, tag("code", {}, name)), tag("dd", {}, text)]) for name, text in recorded]

@@ -9,11 +9,19 @@ from torch import nn
 
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import Attention
+from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
 from qkeel.sites.gains import own_gains
 from qkeel.sites.probe import probe
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
 from qkeel.spec import NoNorm
+
+_OWN = (Attention, MLA, GAU)
+# What would be clipped are the gains behind the SiLU, and a learning rate for them would leave W_z out.
+_SHARED = (
+    "q and k of a GAU are gains on one projection with a SiLU behind it, so no rows of a weight belong to q or to k "
+    "alone; use a norm on them (kna, cosa, qk_norm) or softcap"
+)
 
 
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSite]:
@@ -30,21 +38,23 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSit
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
-    own = [_site(name, module) for name, module in model.named_modules() if isinstance(module, (Attention, MLA))]
+    own = [_site(name, module) for name, module in model.named_modules() if isinstance(module, _OWN)]
     if args or kwargs:
         return [*own, *probe(model, args, kwargs, expected=not own)]
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(
-            f"found no attention in this {type(model).__name__}: looked for qkeel.nn.Attention and qkeel.nn.MLA "
+            f"found no attention in this {type(model).__name__}: looked for qkeel.nn.Attention, MLA and GAU "
             f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by watching one "
             f"forward pass: give an example batch, find_sites(model, ...), as forward{takes} takes it."
         )
     return own
 
 
-def _site(name: str, module: Attention | MLA) -> AttentionSite:
-    terms = _mla_terms(name, module) if isinstance(module, MLA) else _mha_terms(name, module)
+def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
+    terms: tuple[LogitTerm, ...] = ()
+    if not isinstance(module, GAU):
+        terms = _mla_terms(name, module) if isinstance(module, MLA) else _mha_terms(name, module)
     norm, prefix = module.spec.norm, f"{name}." if name else ""
     return AttentionSite(
         name=name,
@@ -54,6 +64,7 @@ def _site(name: str, module: Attention | MLA) -> AttentionSite:
         n_kv_heads=module.n_kv_heads,
         head_dim=module.head_dim,
         terms=terms,
+        why="" if terms else _SHARED,
         query_gains=own_gains(norm, prefix, "q", module.n_heads, module.head_dim),
         key_gains=own_gains(norm, prefix, "k", module.n_kv_heads, module.head_dim),
     )

@@ -197,6 +197,38 @@
       (x) => x.toFixed(3));
   }
 
+  // ── Long texts: accuracy by position, one panel per post-hoc method ────────────────────────────────────────────
+  function lengths(width) {
+    const longest = Math.max(...data.long.map((c) => c.length));
+    const points = data.long.filter((c) => c.length === longest).flatMap((c) =>
+      c.share.map((share, i) => ({x: (i + 1) * data.context, value: 100 * share, remedy: c.remedy, method: c.method})));
+    const layout = panels(unique(points.map((p) => p.method)), width, 240);
+    const facet = {fx: (p) => layout.at(p.method).fx, fy: (p) => layout.at(p.method).fy};
+    const order = ascending(points.map((p) => p.remedy));
+    legend("lengths", order, false);
+    const each = width / layout.columns, gap = 50, inner = each > 420 ? 270 : 220;
+    return frame("lengths", width, (inner + gap) * layout.rows - gap + 76, {
+      marginLeft: 44, marginRight: 14, marginTop: 40, marginBottom: 36,
+      fx: {axis: null, paddingInner: layout.columns > 1 ? 0.12 : 0, paddingOuter: 0},
+      fy: {axis: null, paddingInner: layout.rows > 1 ? gap / (inner + gap) : 0, paddingOuter: 0},
+      x: {label: "tokens so far", ticks: Math.max(2, Math.floor(each / 90)), insetRight: 3},
+      y: {label: "next tokens foretold (%)", grid: true, ticks: 5, nice: true},
+      color: {type: "identity"},
+      marks: [
+        panelTitle(unique(points.map((p) => p.method)).map((m) => ({...layout.at(m), text: m === "none" ? "as trained" : m}))),
+        Plot.ruleX([data.context], {stroke: "var(--faint)", strokeDasharray: "5 4", ariaDescription: "training length"}),
+        ...order.map((i) => Plot.line(points.filter((p) => p.remedy === i), {
+          x: "x", y: "value", z: "method", ...facet, stroke: colour(i), strokeDasharray: dash(i),
+          strokeWidth: strokeWidth("lengths", i) + 0.3, strokeOpacity: faded("lengths", i), ariaDescription: data.remedies[i]
+        })),
+        Plot.tip(points, Plot.pointer({
+          x: "x", y: "value", ...facet, fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25,
+          title: (p) => `${data.remedies[p.remedy]}${p.method === "none" ? "" : `, ${p.method}`}\nup to token ${p.x}: ${p.value.toFixed(1)} %`
+        }))
+      ]
+    });
+  }
+
   // ── Head maps ──────────────────────────────────────────────────────────────────────────────────────────────────
   const FIELDS = {max_logit: "largest logit (nats)", entropy: "entropy (nats)"};
   const groupOf = (run) => `${run.role === "drift" ? "drift, " : ""}LR ${lrText(run.lr)}, seed ${run.seed}`;
@@ -281,7 +313,7 @@
   }
 
   // ── Drawing ────────────────────────────────────────────────────────────────────────────────────────────────────
-  const DRAWERS = {drift, loss, logits, entropy, train, heads};
+  const DRAWERS = {lengths, drift, loss, logits, entropy, train, heads};
 
   // A study in parts (other models, other optimizers) is drawn one part at a time.
   const shown = {part: null};

@@ -1,0 +1,60 @@
+"""The length study: which forms of attention, trained on short texts, hold on long ones, as they are and post hoc."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+from qkeel.errors import unknown
+from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
+from qkeel.registry import lookup, parse
+from qkeel.spec import PRESETS
+
+FORMS = ("baseline", "baseline_logn", "qna", "qna_logn", "kna", "kna_logn", "cosa", "cosa_logn")
+BLOCKS = ("gau", "mha1", "mha4")
+DEFAULT = Grid(remedies=FORMS, lrs=(0.01,), seeds=(0, 1), blocks=("gau",))
+CONTEXTS = LongContexts()
+# Small enough for half a minute a run on one core, large enough to show what the published table shows.
+BASE = RunConfig(
+    model=ModelConfig(n_layers=3),
+    data=DataConfig(context=64, batch=16),
+    optim=OptimConfig(lr=0.01, weight_decay=0.01),
+    steps=300,
+)
+
+
+def plan(base: RunConfig, grid: Grid | None) -> Plan:
+    """Blocks × forms × seeds, each block a part; two GAU layers stand for one of attention and MLP.
+
+    Source: Su 2023, kexue.fm 9859; one head as wide as the model in GAU and mha1, four in mha4.
+    """
+    grid = grid or DEFAULT
+    runs = []
+    for block in grid.blocks or DEFAULT.blocks:
+        for form in grid.remedies:
+            model = dataclasses.replace(base.model, **_sizes(base.model, block), attention=_trained(form, base))
+            for lr in grid.lrs:
+                optim = dataclasses.replace(base.optim, lr=lr)
+                for seed in grid.seeds:
+                    config = dataclasses.replace(base, model=model, optim=optim, seed=seed)
+                    runs.append(PlannedRun(config=config, role=block, form=form))
+    return Plan(name="extrapolation", grid=grid, runs=runs, contexts=CONTEXTS)
+
+
+def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
+    if block not in BLOCKS:
+        raise unknown("block of the extrapolation study", block, BLOCKS)
+    if block == "gau":
+        layers = 2 * model.n_layers
+        return {"block": "gau", "n_heads": 1, "n_kv_heads": None, "head_dim": model.d_model, "n_layers": layers}
+    return {"block": "mha", "n_heads": int(block[-1]), "n_kv_heads": None, "head_dim": None}
+
+
+def _trained(form: str, base: RunConfig) -> str:
+    """The form with the training length that its constants follow from, where it has any."""
+    term = parse(form)[0]
+    takes = inspect.signature(lookup("attention form", PRESETS, term.name).build).parameters
+    if "train_length" not in takes or "train_length" in term.options:
+        return form
+    return f"{form}{',' if term.options else ':'}train_length={base.data.context}"
