@@ -73,5 +73,5 @@ def test_the_tests_that_pass_with_a_remedy_are_those_that_pass_without(model: st
     _source()
     without, treated = outcomes(model, "none", folder), outcomes(model, remedy, folder)
     assert [name for name, state in without.items() if state == "failed"] == [ABSENT]
-    assert sum(state == "passed" for state in without.values()) > 100
+    assert sum(state == "passed" for state in without.values()) > 90
     assert {n: s for n, s in treated.items() if without[n] != s} == {}
