@@ -102,6 +102,7 @@ def table(corner: str, columns: list[str], rows: dict[str, list[str]]) -> str:
     return "\n".join([*lines, *(f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items())])
 
 
+@functools.cache
 def matrix() -> str:
     """The whole page."""
     kernels = {name: ["" if kernel_refusal(name, k) else "✓" for k in KERNELS] for name in PRESETS}

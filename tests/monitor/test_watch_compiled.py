@@ -22,7 +22,7 @@ from qkeel import watch
 @pytest.mark.filterwarnings(
     "ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
 )
-@pytest.mark.parametrize("name", ["gpt2", "torch_encoder"])
+@pytest.mark.parametrize("name", ["torch_encoder"])  # the others: slow, by the default backend
 def test_compiled_steps_are_the_unwatched_ones(name: str) -> None:
     compare(name, "aot_eager", 15)
 
