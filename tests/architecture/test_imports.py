@@ -47,7 +47,7 @@ SHARED = {
     "qkeel.remedies": {
         *("apply", "base", "change_spec", "join", "linear", "masters", "pieces", "presence", "steps"),
         *("after_projection", "change_norm", "change_scale", "exchange", "parameters", "seam", "stand_in"),
-        *("blocks", "head"),
+        *("blocks", "head", "output_projection"),
     },
     "qkeel.kernels": {"contract"},
     "qkeel.lab.studies": set(),

@@ -50,6 +50,7 @@ EXTRA: dict[str, AttentionSpec] = {
     "capped_log_n": AttentionSpec(
         cap=Softcap(5.0), scale=LogN(inner=Learned(init=0.4, per="head"), train_length=4, clip=True)
     ),
+    "learned_log_n": AttentionSpec(scale=LogN(train_length=4, learned="head"), normalizer=Sink()),
     "pi": AttentionSpec(position=Rope(stretch=PI(factor=8))),
     "ntk_mixed": AttentionSpec(position=Rope(stretch=NTK(factor=8, kind="mixed"))),
     "dynamic_ntk": AttentionSpec(position=Rope(stretch=DynamicNTK(train_length=4))),

@@ -263,6 +263,7 @@ NEUTRAL: dict[str, tuple[str, str]] = {
     "softcap": ("softcap:cap=1e30", "to rounding over steps"),
     "attention_temperature": ("attention_temperature:alpha=0", "to rounding over steps"),
     "sink": ("sink:learned=false,init=-1e30", "to rounding over steps"),
+    "output_gate": ("output_gate:init=keep", "bit for bit at the start"),
     "sigma_reparam": ("sigma_reparam:init=keep", "to rounding at the start"),
     "spectral_cap": ("spectral_cap:cap=1e30", "bit for bit over steps"),
     "z_loss": ("z_loss:coefficient=0,module=head", "to rounding over steps"),

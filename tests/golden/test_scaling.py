@@ -54,6 +54,16 @@ def test_log_n_counts_keys_per_query_as_position_plus_one() -> None:
     assert ratios.tolist() == pytest.approx([0.0, 1 / 3, 1.0, 2.0], abs=1e-15)
 
 
+def test_a_learned_factor_of_ln_n_multiplies_each_head_by_its_own() -> None:
+    scale = LogN(train_length=8, learned="head")
+    pos = torch.tensor([[0, 1, 7]])
+    found = scale.factor(pos, 4, {"log_n_scale": torch.tensor([0.5, 2.0], dtype=torch.float64)[:, None, None]})
+    # 1/√4 · s · ln n
+    expected = [[0.0, 0.17328679513998632, 0.5198603854199589], [0.0, 0.6931471805599453, 2.0794415416798357]]
+    assert found.shape == (1, 2, 3, 1)
+    torch.testing.assert_close(found[0, ..., 0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
+
+
 @pytest.mark.parametrize(
     ("n", "bias"), [(512, -6.238325), (1024, -6.931472), (2048, -7.624619), (4096, -8.317766), (1, 0.0)]
 )

@@ -24,6 +24,8 @@ CHANGES: dict[str, AttentionSpec] = {
     "softcap:cap=0.5": AttentionSpec(cap=Softcap(0.5)),
     "log_n:length=3": AttentionSpec(scale=LogN(train_length=3)),
     "log_n:length=3,clip=true": AttentionSpec(scale=LogN(train_length=3, clip=True)),
+    "log_n:learned=head,length=3": AttentionSpec(scale=LogN(train_length=3, learned="head")),
+    "log_n:learned=layer,length=3": AttentionSpec(scale=LogN(train_length=3, learned="layer")),
     "attention_temperature:alpha=0.5,floor=2": AttentionSpec(scale=FloorLogTemperature(alpha=0.5, floor=2)),
     "sigmoid:length=6": AttentionSpec(normalizer=Sigmoid(bias=-1.791759469228055)),
     "sigmoid:length=6,learned=true": AttentionSpec(normalizer=Sigmoid(bias=-1.791759469228055, learned=True)),
@@ -49,7 +51,7 @@ def test_a_changed_call_equals_the_oracle(change: str, how: str, masked: bool) -
         if mask is not None:
             mask = (mask | torch.eye(6, dtype=torch.bool)) & torch.ones(6, 6, dtype=torch.bool).tril()
         qkeel.apply(change, model, example=(x,) if mask is None else (x, mask))
-        jolted(model, ("sink", "logit_bias"))
+        jolted(model, ("sink", "logit_bias", "log_n_scale"))
         params = {n: getattr(model, n) for n in spec.init_params(4, 4, 4)}
         q, k, v = Hand.heads(plain, x)
         k, v = (y.repeat_interleave(4 // y.shape[1], dim=1) for y in (k, v))
@@ -58,7 +60,7 @@ def test_a_changed_call_equals_the_oracle(change: str, how: str, masked: bool) -
         else:  # n keys that the query sees
             seen = torch.ones(6, 6, dtype=torch.bool).tril() if mask is None else mask
             pos = seen.expand(2, 1, 6, 6)[:, 0].sum(-1) - 1
-            expected = reference.attend(spec, q, k, v, causal=False, mask=mask, pos_q=pos).out
+            expected = reference.attend(spec, q, k, v, params=params, causal=False, mask=mask, pos_q=pos).out
         assert (model(x, mask) - plain.o(expected.transpose(1, 2).flatten(2))).abs().max() < 1e-12
 
 

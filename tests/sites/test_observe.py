@@ -279,6 +279,26 @@ def test_the_probe_leaves_no_trace() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
+def test_a_model_that_registers_hooks_in_its_first_pass_has_them_once_after_a_probe() -> None:
+    class Recording(Block):
+        ready = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                self.c_attn.register_forward_hook(lambda *_: seen.append(1), always_call=True)
+                self.ready = True
+            return super().forward(x)
+
+    seen: list[int] = []
+    module, x = Recording(nanogpt), torch.randn(B, T, H * D)
+    find_sites(module, x)
+    assert not module.c_attn._forward_hooks
+    assert not module.c_attn._forward_hooks_always_called
+    seen.clear()
+    module(x)
+    assert len(seen) == 1
+
+
 def test_what_stopped_the_scores_is_named_where_nothing_is_found() -> None:
     def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.sigmoid(q @ k.mT) @ v

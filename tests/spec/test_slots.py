@@ -60,6 +60,10 @@ NEUTRAL: dict[str, tuple[AttentionSpec, AttentionSpec]] = {
         AttentionSpec(scale=LogN(train_length=6, clip=True)),
         AttentionSpec(),
     ),
+    "a learned factor of log n at its start": (
+        AttentionSpec(scale=LogN(train_length=6, learned="head")),
+        AttentionSpec(scale=LogN(train_length=6)),
+    ),
     "sink at minus infinity": (AttentionSpec(normalizer=Sink(learned=False, init=-math.inf)), AttentionSpec()),
     "the whole head rotated": (AttentionSpec(position=Rope(rotary=1.0)), AttentionSpec(position=Rope())),
     "learned scale at its start": (AttentionSpec(scale=Learned(init=2.0)), AttentionSpec(scale=Fixed(2.0))),
@@ -202,6 +206,8 @@ BAD: dict[str, tuple[Callable[[], Any], type[QkeelError], str]] = {
     "maximum without log": (lambda: Learned(init=1.0, maximum=9.0), InvalidValueError, "goes with log=True"),
     "maximum 0": (lambda: Learned(init=1.0, log=True, maximum=0.0), InvalidValueError, "a maximum above 0, got 0"),
     "train_length": (lambda: LogN(train_length=1), InvalidValueError, "at least 2, got 1"),
+    "learned": (lambda: LogN(train_length=8, learned="row"), UnknownNameError, "learned factor"),  # type: ignore[arg-type]
+    "clipped": (lambda: LogN(train_length=8, learned="head", clip=True), InvalidValueError, "no gradient"),
     "inner": (lambda: LogN(inner=2.0, train_length=8), InvalidTypeError, "a Scale as inner, got float"),  # type: ignore[arg-type]
     "temperature inner": (lambda: FloorLogTemperature(inner=None), InvalidTypeError, "a Scale as inner, got NoneType"),  # type: ignore[arg-type]
     "temperature floor": (lambda: FloorLogTemperature(floor=0), InvalidValueError, "a floor of at least 1, got 0"),

@@ -20,6 +20,7 @@ from qkeel.remedies.key_norm import KeyNorm
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.log_n import LogNRemedy
 from qkeel.remedies.none import NoRemedy
+from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.peri_norm import PeriNorm
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_lr import QKLearningRate
@@ -53,6 +54,7 @@ REMEDIES: dict[str, type[Remedy]] = {
     "sigmoid": SigmoidRemedy,
     "softpick": SoftpickRemedy,
     "sink": SinkRemedy,
+    "output_gate": OutputGate,
     "qk_clip": QKClip,
     "lalr": LALR,
     "qk_lr": QKLearningRate,

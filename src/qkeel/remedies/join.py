@@ -14,21 +14,24 @@ from qkeel.handle import Handle
 from qkeel.remedies.linear import twin
 
 
-def join(optimizer: Optimizer | None, added: Mapping[str, nn.Parameter], near: Tensor) -> Handle:
+def join(
+    optimizer: Optimizer | None, added: Mapping[str, nn.Parameter], near: Tensor, *, matrices: bool = False
+) -> Handle:
     """Put parameters (by qualified name) into an optimizer group; the handle takes them out, state included.
 
     They go where the optimizer has its other gains: the first group of vectors and scalars only; if there is none,
-    the group of `near`. So they are decayed as its gains are, and a scheduler made earlier drives them too.
+    the group of `near`. So they are decayed as its gains are, and a scheduler made earlier drives them too. `matrices`
+    are weights like `near`, and go to its group.
     """
     if optimizer is None or not added:
         return Handle(lambda: None)
-    if isinstance(optimizer, torch.optim.Muon):
+    if isinstance(optimizer, torch.optim.Muon) and not matrices:
         raise RefusedError(
             f"torch's Muon takes matrices only, and {', '.join(added)} are gains; give the optimizer that holds the "
             "model's norms instead"
         )
     flat = [g for g in optimizer.param_groups if g["params"] and all(p.ndim < 2 for p in g["params"])]
-    homes = flat or [g for g in optimizer.param_groups if any(p is near for p in g["params"])]
+    homes = (flat if not matrices else []) or [g for g in optimizer.param_groups if any(p is near for p in g["params"])]
     group = homes[0] if homes else optimizer.param_groups[0]
     group["params"].extend(added.values())
     if "param_names" in group:

@@ -243,9 +243,19 @@ def _keep(module: nn.Module) -> Callable[[], None]:
     buffers = dict(module._buffers)
     held = [v for v in (*plain.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
     values = _keep_values(held)
+    hooks = set(module._forward_hooks)
 
     def restore() -> None:
         state = vars(module)
+        # A model may register hooks in its first pass, and note that in an attribute (transformers does, to record
+        # hidden states): both go, else the next pass would register them a second time.
+        for key in [key for key in module._forward_hooks if key not in hooks]:
+            for table in (
+                module._forward_hooks,
+                module._forward_hooks_with_kwargs,
+                module._forward_hooks_always_called,
+            ):
+                table.pop(key, None)
         for name in [n for n in state if n not in plain and n not in ("_parameters", "_modules", "_buffers")]:
             del state[name]
         state.update(plain)

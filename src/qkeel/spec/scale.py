@@ -118,26 +118,49 @@ def _check_inner(inner: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogN(Scale):
-    """inner · ln(n) / ln(train_length), n = position + 1; with `clip`, the ratio is never under 1."""
+    """inner · ln(n) / ln(train_length), n = position + 1; with `clip`, the ratio is never under 1.
+
+    `learned` per layer or head: inner · s · ln(n), s the parameter `log_n_scale`, which starts at 1/ln(train_length).
+
+    Source: Su 2021, kexue.fm 8823; learned: scalable softmax, Nakanishi 2025, arXiv 2501.19399; where s starts is
+    qkeel's choice: the constant form at the training length.
+    """
 
     inner: Scale = dataclasses.field(default_factory=InverseSqrt)
     train_length: int
     clip: bool = False
+    learned: Literal["none", "layer", "head"] = "none"
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
         if not self.train_length >= 2:
             raise InvalidValueError(f"expected a train_length of at least 2, got {self.train_length}")
+        if self.learned not in ("none", "layer", "head"):
+            raise unknown("extent of a learned factor of log n", self.learned, ("none", "layer", "head"))
+        if self.clip and self.learned != "none":
+            raise InvalidValueError(
+                "clip keeps the ratio at 1 or more, where a learned factor gets no gradient; use one"
+            )
 
     def init_params(self, geometry: Geometry) -> Params:
-        return self.inner.init_params(geometry)
+        params = self.inner.init_params(geometry)
+        if self.learned == "none":
+            return params
+        shape = (geometry.n_heads, 1, 1) if self.learned == "head" else ()
+        return {**params, "log_n_scale": torch.full(shape, 1 / math.log(self.train_length))}
 
     def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> Tensor:
         inner = self.inner.factor(pos_q, head_dim, params)
         dtype = wide(inner.dtype) if isinstance(inner, Tensor) else torch.float64
-        return inner * log_n(pos_q + 1, self.train_length, self.clip, dtype)[:, None, :, None]
+        ratio = log_n(pos_q + 1, self.train_length, self.clip, dtype)[:, None, :, None]
+        if self.learned == "none":
+            return inner * ratio
+        return inner * ratio * (params["log_n_scale"] * math.log(self.train_length))
 
     def formula(self) -> str:
+        if self.learned != "none":
+            name = "s_h" if self.learned == "head" else "s"
+            return f"{self.inner.formula()} · {name} · ln n (learned, starts at 1/ln {self.train_length})"
         ratio = f"ln n/ln {self.train_length}"
         return f"{self.inner.formula()} · {f'max(1, {ratio})' if self.clip else ratio}"
 
