@@ -6,6 +6,7 @@ It is the body of docs/compatibility.md; a test keeps the two equal.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from tests.remedies.foreign import Hand, encoder, example, hf, out
@@ -30,6 +31,21 @@ FOREIGN = {
     "DeepSeek-V3, eager": ("deepseek", "eager"),
     "DeepSeek-V3, SDPA": ("deepseek", "sdpa"),
 }
+# Muon gets the matrices; what is no matrix then stands still.
+OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps),
+    "AdamW, fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "SGD, momentum": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2]),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps),
+    "NAdam": lambda ps: torch.optim.NAdam(ps),
+    "Adadelta": lambda ps: torch.optim.Adadelta(ps),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps),
+    "ASGD": lambda ps: torch.optim.ASGD(ps),
+    "Rprop": lambda ps: torch.optim.Rprop(ps),
+    "LBFGS": lambda ps: torch.optim.LBFGS(ps),
+}
 HEADER = """# What works with what
 
 Each cell is asked of the code by a test. An empty cell is a refusal: the error says why, and the way out.
@@ -47,6 +63,27 @@ def refusal_of(name: str, kind: str) -> str:
     model = model_of(kind)
     try:
         apply(name, model, torch.optim.AdamW(model.parameters()), train_length=16).remove()
+    except QkeelError as error:
+        return str(error)
+    return ""
+
+
+@functools.cache
+def optimizer_refusal(name: str, optimizer: str) -> str:
+    """Why a remedy cannot be applied beside that optimizer; empty if it can, and trains."""
+    model, tokens = model_of("MHA"), torch.arange(6)[None]
+    held = OPTIMIZERS[optimizer](list(model.parameters()))
+
+    def loss() -> torch.Tensor:
+        held.zero_grad()
+        value = model(tokens).square().mean()
+        value.backward()
+        return value
+
+    try:
+        with apply("z_loss:weight=mean" if name == "z_loss" else name, model, held, train_length=16):
+            loss()
+            held.step(loss)  # LBFGS makes its gradients itself
     except QkeelError as error:
         return str(error)
     return ""
@@ -72,6 +109,18 @@ def foreign_refusal(name: str, kind: str) -> str:
     except QkeelError as error:
         return str(error)
     return ""
+
+
+def _of_optimizers() -> list[str]:
+    """Each reason of a remedy beside an optimizer once, in the words of the first."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for name in REMEDIES:
+        for optimizer in OPTIMIZERS:
+            text = optimizer_refusal(name, optimizer)
+            kind = text.partition("takes")[0].partition("needs")[2] or text.partition(" only")[0]
+            if text:
+                found.setdefault(kind, (text, []))[1].append(f"`{name}` beside {optimizer}")
+    return [f"- {', '.join(names)}: {text}" for text, names in found.values()]
 
 
 def _grouped() -> dict[str, str]:
@@ -108,10 +157,12 @@ def matrix() -> str:
     kernels = {name: ["" if kernel_refusal(name, k) else "✓" for k in KERNELS] for name in PRESETS}
     remedies = {name: ["" if refusal_of(name, kind) else "✓" for kind in KINDS] for name in REMEDIES}
     foreign = {name: ["" if foreign_refusal(name, kind) else "✓" for kind in FOREIGN] for name in REMEDIES}
+    steps = {name: ["" if optimizer_refusal(name, o) else "✓" for o in OPTIMIZERS] for name in REMEDIES}
     why = [f"- `{name}` on {kind}: {text}" for name in REMEDIES for kind in KINDS if (text := refusal_of(name, kind))]
     why += [f"- {names}: {text}" for text, names in _grouped().items()]
     why += [f"- `{name}` on {kind}: {said}" for name in REMEDIES for kind in FOREIGN
             if (said := foreign_refusal(name, kind))]  # fmt: skip
+    why += _of_optimizers()
     parts = [
         HEADER,
         "## Presets and kernels\n",
@@ -122,6 +173,9 @@ def matrix() -> str:
         "With an example, in training. Generation with a cache, copies, and `torch.compile` before or after, are\n"
         "tested on the layouts of the first columns, torch's encoder, and models of transformers.\n",
         table("remedy", list(FOREIGN), foreign) + "\n",
+        "## Remedies and optimizers\n",
+        "With torch's own default options, on multi-head attention.\n",
+        table("remedy", list(OPTIMIZERS), steps) + "\n",
         "## Why not\n",
         "\n".join(why) if why else "Nothing is refused.",
     ]
