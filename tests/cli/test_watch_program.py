@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
@@ -185,7 +186,9 @@ except KeyboardInterrupt:
 """
     command = [sys.executable, "-m", "qkeel", "watch", "--every", "1", "--", "python", script(tmp_path, train).name]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, **pipes)  # type: ignore[call-overload]
+    # What a shell starts in the background ignores Ctrl-C, and so do its children.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, cwd=tmp_path, preexec_fn=heard, **pipes)  # type: ignore[call-overload]
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

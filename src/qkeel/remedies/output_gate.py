@@ -97,10 +97,8 @@ class OutputGate(Remedy):
 
 def _own(module: SpecModule) -> Output:
     projection = module.get_submodule("o_proj")
-    weight = projection.get_parameter("weight") if "weight" in projection._parameters else None
-    if weight is None:
-        raise RefusedError("output_gate: the weight of o_proj is reparametrised; apply output_gate before that")
-    return Output(module=projection, features=weight.shape[1], width=weight.shape[0])
+    assert isinstance(projection, nn.Linear)
+    return Output(module=projection, features=projection.in_features, width=projection.out_features)
 
 
 @final
