@@ -30,6 +30,8 @@ class ModelConfig:
     """Width of one head; d_model / n_heads if not given."""
     attention: str = "baseline"
     """What attention computes: a preset, with options as in 'gemma2:cap=30'."""
+    position: str = ""
+    """Position in place of the form's, like 'alibi' or 'hwfa:window=16', several layers by '/'; empty keeps it."""
     block: Literal["mha", "mla", "gau"] = "mha"
     """Multi-head (grouped, multi-query), multi-head latent attention, or gated attention units, which take no MLP."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
@@ -38,6 +40,8 @@ class ModelConfig:
     """Where the norms of a block stand."""
     tied: bool = False
     """Whether the head shares the embedding's weights."""
+    deepnorm: bool = False
+    """DeepNorm's factors on the residual stream and at the start; for block gau with norm_order post."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -122,6 +126,8 @@ class OptimConfig:
 
 # Cannot change a recorded number, so it is no part of what a run is.
 _CADENCE = ("checkpoint_every",)
+# Younger than the first runs: left out where it says nothing, so that older runs keep their names.
+_YOUNGER = (("model", "position", ""), ("model", "deepnorm", False))
 
 
 @final
@@ -180,6 +186,9 @@ class RunConfig:
     def identity(self) -> dict[str, Any]:
         """The configuration without checkpoint cadence and device number: what makes two runs the same run."""
         values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
+        for section, name, nothing in _YOUNGER:
+            if values[section][name] == nothing:
+                del values[section][name]
         return {**values, "device": self.device.split(":")[0]}
 
     def to_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Trainer:
     def _build(self) -> Trained:
         config = self.config
         torch.manual_seed(config.seed)
-        model = build_decoder(config.model, self.corpus.vocab_size)
+        model = build_decoder(config.model, self.corpus.vocab_size, config.data.context)
         model.init_weights(torch.Generator().manual_seed(config.seed))
         model.to(self.device)
         optimizer = build_optimizer(config.optim, model)
