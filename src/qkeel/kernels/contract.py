@@ -43,8 +43,8 @@ def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[s
     """
     b, h, t, _ = call.q.shape
     rows = max(1, min(t, max(least, elements // max(1, b * h * call.k.shape[2]))))
-    if call.windowed and call.spec.position.reach is not None:
-        rows = min(rows, max(LEAST_UNDER_WINDOW, call.spec.position.reach))
+    if call.window is not None:
+        rows = min(rows, max(LEAST_UNDER_WINDOW, call.window))
     for start in range(0, t, rows):
         yield slice(start, min(t, start + rows))
 
@@ -60,7 +60,7 @@ def average(weights: Tensor, v: Tensor) -> Tensor:
 
 def whole_and_plain(call: AttentionCall) -> bool:
     """Whether one fused call without a mask does: everything visible, or square and causal at default positions."""
-    if call.mask is not None or call.windowed:
+    if call.mask is not None or call.window is not None:
         return False
     return not call.causal or (call.plain and call.q.shape[2] == call.k.shape[2])
 

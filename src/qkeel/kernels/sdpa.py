@@ -37,7 +37,7 @@ class Sdpa(Kernel):
         q, k, v, scale = folded(call)
         if call.causal and whole_and_plain(call):
             return _sdpa(q, k, v, scale, call, is_causal=True)
-        if call.mask is None and not call.windowed and (not call.causal or (call.plain and q.shape[2] == 1)):
+        if call.mask is None and call.window is None and (not call.causal or (call.plain and q.shape[2] == 1)):
             return _sdpa(q, k, v, scale, call)
         parts = []
         for rows in row_blocks(call, MASK_BLOCK):

@@ -46,10 +46,12 @@ class AttentionCall:
         return self.q.device
 
     @property
-    def windowed(self) -> bool:
-        """Whether the position may hide keys from queries, as far as is known without looking at data."""
+    def window(self) -> int | None:
+        """A query sees the keys less than this many tokens away; None where that is known to be all."""
         reach = self.spec.position.reach
-        return reach is not None and not (self.plain and reach >= max(self.q.shape[2], self.k.shape[2]))
+        if reach is not None and self.plain and reach >= max(self.q.shape[2], self.k.shape[2]):
+            return None
+        return reach
 
     def encoded(self) -> tuple[Tensor, Tensor]:
         """q and k as they enter the dot product, float32 or wider."""
@@ -73,9 +75,9 @@ class AttentionCall:
         seen = None
         if self.causal:
             seen = (self.pos_k[:, None, keys] <= self.pos_q[:, rows, None])[:, None]
-        if self.windowed:
-            away = (self.pos_q[:, rows, None] - self.pos_k[:, None, keys])[:, None].abs()
-            near = away < self.spec.position.reach
+        window = self.window
+        if window is not None:
+            near = (self.pos_q[:, rows, None] - self.pos_k[:, None, keys])[:, None].abs() < window
             seen = near if seen is None else seen & near
         block = self._mask_block(rows, keys)
         if block is not None:
