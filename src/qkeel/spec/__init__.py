@@ -11,7 +11,7 @@ from qkeel.spec.normalizer import Sigmoid, Sink, Softmax, Softpick, SquaredReLU
 from qkeel.spec.position import NoPosition, Rope
 from qkeel.spec.presets import PRESETS, preset, presets
 from qkeel.spec.rerope import LeakyReRope, ReRope
-from qkeel.spec.scale import Fixed, FloorLogTemperature, InverseSqrt, Learned, LogN, Sqrt
+from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Sqrt
 from qkeel.spec.stretch import NTK, PI, DynamicNTK, Llama3, NoStretch, YaRN
 from qkeel.spec.window import SlidingWindow
 from qkeel.spec.xpos import XPos
@@ -23,6 +23,7 @@ __all__ = [
     "DynamicNTK",
     "Fixed",
     "FloorLogTemperature",
+    "GradientMax",
     "InverseSqrt",
     "Kerple",
     "L2Norm",
