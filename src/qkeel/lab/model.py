@@ -77,6 +77,7 @@ def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None
             spec=layers(config, train_length),
             attention=config.block,
             mlp=config.mlp,
+            mlp_ratio=config.mlp_ratio,
             norm_order=config.norm_order,
             tied=config.tied,
             deepnorm=config.deepnorm,

@@ -119,7 +119,7 @@ def shared(config: RunConfig, *, but_attention: bool = False) -> dict[str, Any]:
     """The identity of a configuration without what a grid varies."""
     values = config.identity()
     if but_attention:
-        values["model"] = {k: v for k, v in values["model"].items() if k not in ("attention", "position")}
+        values["model"] = {k: v for k, v in values["model"].items() if k != "attention"}
     optim = {k: v for k, v in values["optim"].items() if k != "lr"}
     return {**{k: v for k, v in values.items() if k not in ("remedy", "seed")}, "optim": optim}
 
