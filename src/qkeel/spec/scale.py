@@ -134,7 +134,7 @@ def _check_inner(inner: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogN(Scale):
-    """inner · ln(n) / ln(train_length), n = position + 1, at most a sliding window's width; with `clip`, the ratio is never under 1.
+    """inner · ln(n) / ln(train_length), n = position + 1 or a smaller window; with `clip`, the ratio is never under 1.
 
     `learned` per layer or head: inner · s · ln(n), s the parameter `log_n_scale`, which starts at 1/ln(train_length).
 
