@@ -11,12 +11,12 @@ from typing import Any, final
 
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
-from qkeel.lab.data import load
 from qkeel.lab.longer import check_methods, long_rows, missing
 from qkeel.lab.model import check, resolve
 from qkeel.lab.plan import AXES, Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.studies import demo, extrapolation, lr, mla
 from qkeel.lab.table import rows, write_table
+from qkeel.lab.tasks import load_task
 from qkeel.lab.workers import Job, Outcome, Shard, execute
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, read_json, write_json
 from qkeel.records.files import remove_leftovers
@@ -81,7 +81,7 @@ def make_plan(
         if contexts:
             check_methods(config, contexts)
     for config in {run.role: run.config for run in runs}.values():
-        load(config.data)
+        load_task(config)
     axes = dataclasses.replace(plan.grid, remedies=[r.name for r in runs if r.role != "drift"])
     once = list({run.config.run_id: run for run in runs}.values())
     return Plan(name=plan.name, grid=axes, runs=once, contexts=contexts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.functional.stats import LogitStats
+from qkeel.lab.task import Examples
 from qkeel.sites import Tap
 
 # What the lab records of each head, by records.HEAD_FIELDS.
@@ -41,21 +43,52 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy, nats per token: logits [b t vocab], targets [b t]."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    """Mean cross entropy, nats per target: logits [... vocab], targets [...]."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-def heldout_loss(model: nn.Module, windows: Tensor, sequences: int) -> float:
-    """Mean cross entropy over held-out windows [n, context + 1], `sequences` at a time."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Score:
+    """The mean loss, the share of right answers, and of each kind of targets the sum of its losses and how many."""
+
+    loss: float
+    accuracy: float
+    kinds: Sequence[tuple[float, int]] = ()
+
+    def by_kind(self, names: Sequence[str], trained: Sequence[str]) -> dict[str, float]:
+        """val_loss/KIND for each kind that there is; val_loss is the mean over targets of the kinds in training."""
+        there = {name: pair for name, pair in zip(names, self.kinds) if pair[1]}
+        total, count = (sum(there[name][i] for name in trained if name in there) for i in (0, 1))
+        means = {f"val_loss/{name}": loss / n for name, (loss, n) in there.items()}
+        return {"val_loss": total / count if count else math.nan, **means}
+
+
+def heldout_score(model: nn.Module, examples: Examples, count: int) -> Score:
+    """Loss and hits over held-out examples, `count` at a time."""
+    losses, hits, kinds = [], [], []
     with measuring(model):
-        parts = [token_loss(model(part[:, :-1]), part[:, 1:]).double() * len(part) for part in windows.split(sequences)]
-    return float(torch.stack(parts).sum() / len(windows))
+        for part in examples.split(count):
+            logits = model(part.inputs)
+            losses.append(token_loss(logits, part.targets).double() * len(part.inputs))
+            hits.append((logits.argmax(-1) == part.targets).double().mean() * len(part.inputs))
+            if part.kinds is not None:
+                each = F.cross_entropy(logits.flatten(0, -2).float(), part.targets.flatten(), reduction="none")
+                kinds.append(torch.stack([part.kinds.flatten().double(), each.double()]))
+    loss, accuracy = (float(torch.stack(values).sum() / len(examples.inputs)) for values in (losses, hits))
+    return Score(loss, accuracy, _sums(torch.cat(kinds, 1)) if kinds else ())
 
 
-def probe(model: nn.Module, windows: Tensor) -> Probe:
-    """Attention statistics of one forward over the probe windows [n, context + 1]."""
+def _sums(each: Tensor) -> list[tuple[float, int]]:
+    """Of kinds and losses [2 n] the sum and count of each kind."""
+    kinds = each[0].long()
+    sums, counts = torch.bincount(kinds, weights=each[1]).tolist(), torch.bincount(kinds).tolist()
+    return list(zip(sums, counts))
+
+
+def probe(model: nn.Module, inputs: Tensor) -> Probe:
+    """Attention statistics of one forward over the probe's inputs."""
     with measuring(model), Tap(model) as tap:
-        model(windows[:, :-1])
+        model(inputs)
         stats = list(tap.read().values())
     heads = torch.stack([_per_head(name, stats) for name in PROBE_FIELDS]).float().cpu().numpy()
     top = {name: torch.stack([getattr(s, name).amax() for s in stats]).amax() for name in _LARGEST}

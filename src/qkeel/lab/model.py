@@ -11,7 +11,7 @@ import torch
 from qkeel.errors import InvalidValueError
 from qkeel.lab.config import ModelConfig, RunConfig
 from qkeel.lab.optim import build_optimizer
-from qkeel.nn import Decoder, DecoderConfig
+from qkeel.nn import Decoder, DecoderConfig, ViT
 from qkeel.registry import parse
 from qkeel.remedies import apply, canonical
 from qkeel.spec import AttentionSpec, preset
@@ -25,8 +25,12 @@ def resolve(config: RunConfig) -> RunConfig:
     device = _device(config.device)
     kinds = {"auto": "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"}
     attention_spec(config.model.attention)
+    data = config.data
+    if data.task == "vision":  # a token is a patch
+        data = dataclasses.replace(data, context=(config.images.image_size // config.images.patch) ** 2)
     return dataclasses.replace(
         config,
+        data=data,
         device=device,
         dtype=kinds.get(config.dtype, config.dtype),
         remedy=canonical(config.remedy),
@@ -39,7 +43,7 @@ def check(config: RunConfig) -> None:
     narrow = dataclasses.replace(
         model, d_model=8, n_layers=1, head_dim=model.head_dim or model.d_model // model.n_heads
     )
-    decoder = build_decoder(narrow, vocab_size=2)
+    decoder = build_vit(narrow, 2, 1, 1) if config.data.task == "vision" else build_decoder(narrow, vocab_size=2)
     apply(config.remedy, decoder, build_optimizer(config.optim, decoder), train_length=config.data.context)
 
 
@@ -60,20 +64,27 @@ def attention_spec(text: str) -> AttentionSpec:
 
 def build_decoder(config: ModelConfig, vocab_size: int) -> Decoder:
     """The model with PyTorch's initial weights; `Decoder.init_weights` gives it the run's."""
-    return Decoder(
-        DecoderConfig(
-            vocab_size=vocab_size,
-            d_model=config.d_model,
-            n_layers=config.n_layers,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            spec=attention_spec(config.attention),
-            attention=config.block,
-            mlp=config.mlp,
-            norm_order=config.norm_order,
-            tied=config.tied,
-        )
+    return Decoder(_sizes(config, vocab_size))
+
+
+def build_vit(config: ModelConfig, classes: int, patches: int, width: int) -> ViT:
+    """The same sizes as a vision transformer of so many patches, each of `width` numbers."""
+    return ViT(_sizes(config, classes), patches=patches, width=width)
+
+
+def _sizes(config: ModelConfig, vocab_size: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        d_model=config.d_model,
+        n_layers=config.n_layers,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        spec=attention_spec(config.attention),
+        attention=config.block,
+        mlp=config.mlp,
+        norm_order=config.norm_order,
+        tied=config.tied,
     )
 
 
