@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkeel.functional.classes import ClassStats, TokenClasses
 from qkeel.functional.stats import LogitStats
 from qkeel.lab.task import Examples
 from qkeel.sites import Tap
+from qkeel.sites.intercept import Seen, statistics
 
 # What the lab records of each head, by records.HEAD_FIELDS.
 PROBE_FIELDS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
@@ -85,9 +88,14 @@ def _sums(each: Tensor) -> list[tuple[float, int]]:
     return list(zip(sums, counts))
 
 
-def probe(model: nn.Module, inputs: Tensor) -> Probe:
-    """Attention statistics of one forward over the probe's inputs."""
-    with measuring(model), Tap(model) as tap:
+def probe(model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None) -> Probe:
+    """Attention statistics of one forward over the probe's inputs; split by token classes where there are any."""
+    norms: list[Tensor] = []
+
+    def measure(call: Seen) -> LogitStats | None:
+        return statistics(call if classes is None else dataclasses.replace(call, classes=classes))
+
+    with measuring(model), Tap(model, measure=measure) as tap, _leaving(model, norms):
         model(inputs)
         stats = list(tap.read().values())
     heads = torch.stack([_per_head(name, stats) for name in PROBE_FIELDS]).float().cpu().numpy()
@@ -95,7 +103,41 @@ def probe(model: nn.Module, inputs: Tensor) -> Probe:
     low = torch.stack([s.min_logit.amin() for s in stats]).amin()
     entropy = torch.stack([s.entropy.mean() for s in stats]).mean()
     record = {name: float(value) for name, value in top.items()}
-    return Probe({**record, "min_logit": float(low), "entropy": float(entropy)}, heads)
+    split = {} if classes is None else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
+    return Probe({**record, "min_logit": float(low), "entropy": float(entropy), **split}, heads)
+
+
+@contextlib.contextmanager
+def _leaving(model: nn.Module, norms: list[Tensor]) -> Iterator[None]:
+    """L2 norms [b t] of the hidden states that leave the last block are appended to `norms`."""
+    last = model.get_submodule("blocks")[-1]  # type: ignore[index]
+    hook = last.register_forward_hook(lambda _, __, x: norms.append(x.float().norm(dim=-1)))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def by_class(stats: Sequence[ClassStats], classes: TokenClasses, norms: Tensor) -> dict[str, float]:
+    """Numbers of records.TASK_FIELDS by class and by pair of classes: mean over layers and heads, or the largest.
+
+    norms: of the hidden states that leave the last block [b t]. A class that the probe lacks has none.
+    """
+    found: dict[str, float] = {}
+    for i, name in enumerate(classes.names):
+        mine = classes.query == i
+        if bool(mine.any()):
+            for field in ("query_norm", "key_norm"):
+                found[f"{field}/{name}"] = float(torch.stack([getattr(s, field)[:, i].mean() for s in stats]).mean())
+            found[f"last_block_norm/{name}"] = float(norms[mine].mean())
+    pairs = itertools.product(enumerate(classes.names), repeat=2)
+    for (i, query), (j, key) in pairs:
+        if all(bool(s.n_pairs[:, i, j].any()) for s in stats):
+            at = f"{query}>{key}"
+            found[f"max_logit/{at}"] = float(torch.stack([s.max_logit[:, i, j].amax() for s in stats]).amax())
+            for field, own in (("attention_mass", "mass"), ("uniform_mass", "uniform_mass")):
+                found[f"{field}/{at}"] = float(torch.stack([getattr(s, own)[:, i, j].mean() for s in stats]).mean())
+    return found
 
 
 _LARGEST = ("max_logit", "max_abs_logit", "capped_max_logit")

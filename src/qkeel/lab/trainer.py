@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from qkeel.functional.classes import TokenClasses
 from qkeel.functional.losses import z_loss
 from qkeel.lab.checkpoint import Trained
 from qkeel.lab.config import RunConfig
@@ -67,8 +68,13 @@ class Trainer:
 
     def probe(self) -> Probe:
         """Attention statistics on the probe."""
+        inputs, task = self._probed.inputs, self.task
+        classes = None
+        if task.classes:
+            of = task.input_classes(inputs)
+            classes = TokenClasses(names=tuple(task.classes), query=of, key=of)
         with autocast(self.config):
-            return probe(self.trained.model, self._probed.inputs)
+            return probe(self.trained.model, inputs, classes)
 
     def evaluate(self) -> dict[str, float]:
         """Numbers on the held-out examples: val_loss, of kinds of targets too, val_accuracy; NaN for not finite."""

@@ -82,6 +82,20 @@ VALUE_FIELDS: dict[str, Field] = {
     "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
 }
 
+# More numbers of a run whose task has them; "NAME/text" is that of tokens or targets of a class, "NAME/image>text" that
+# of queries of the one and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
+TASK_FIELDS: dict[str, Field] = {
+    "val_loss": Field("nats/token", "loss on held-out targets of a kind; null where it was not evaluated"),
+    "val_accuracy": Field("share", "held-out images whose class has the largest logit"),
+    "query_norm": Field("1", "mean L2 norm of the class's queries as they enter the dot product, over heads, layers"),
+    "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads, layers"),
+    "max_logit": Field("nats", "largest signed attention logit of a query and a key class, scaled, before cap"),
+    "attention_mass": Field("share", "weight that queries of one class give keys of the other, over heads, layers"),
+    "uniform_mass": Field("share", "attention_mass if each query gave all keys it sees the same weight"),
+    "last_block_norm": Field("1", "mean L2 norm of the class's hidden states that leave the last block"),
+    "mix": Field("name", "the mix of data in a multimodal study"),
+}
+
 # One row per run in a study's table.csv.
 TABLE_COLUMNS: dict[str, Field] = {
     "remedy": Field("name", "spec string of the remedy"),
@@ -137,6 +151,7 @@ def explain_field(name: str) -> str:
         **EXTRAPOLATION_COLUMNS,
         **HEAD_FIELDS,
         **VALUE_FIELDS,
+        **TASK_FIELDS,
         **STEP_FIELDS,
         **TABLE_COLUMNS,
     }
