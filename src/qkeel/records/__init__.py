@@ -4,6 +4,7 @@ No torch here: the report reads runs on machines that have none.
 """
 
 from qkeel.records.fields import (
+    CLASS_FIELDS,
     EXTRAPOLATION_COLUMNS,
     HEAD_FIELDS,
     NON_FINITE,
@@ -20,6 +21,7 @@ from qkeel.records.heads import HeadRecorder, Heads, fold_heads, read_heads
 from qkeel.records.rundir import RunDirectory, RunStatus, fresh_directory
 
 __all__ = [
+    "CLASS_FIELDS",
     "EXTRAPOLATION_COLUMNS",
     "HEAD_FIELDS",
     "NON_FINITE",

@@ -76,6 +76,18 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
 }
 
+# The same split by token classes, where a model is watched with classes: "NAME/text" by class, "NAME/image->text" by
+# the classes of query and key. The first two are of a head as a whole.
+CLASS_FIELDS: dict[str, HeadField] = {
+    "query_competition": HeadField("1", "mean query norm of the longest token class over that of the shortest", "mean"),
+    "key_competition": HeadField("1", "mean key norm of the longest token class over that of the shortest", "mean"),
+    "class_max_logit": HeadField("nats", "largest signed logit of queries of one class and keys of another", "max"),
+    "class_mass": HeadField("share", "weight that queries of one class give to all keys of another, mean", "mean"),
+    "class_uniform_mass": HeadField("share", "class_mass if a query gave each key it sees the same weight", "mean"),
+    "class_query_norm": HeadField("1", "mean L2 norm of the queries of a class", "mean"),
+    "class_key_norm": HeadField("1", "mean L2 norm of the keys of a class (of the head's group)", "mean"),
+}
+
 # More numbers of a watched model; "block_output_norm/LAYER" is that of one layer.
 VALUE_FIELDS: dict[str, Field] = {
     "final_hidden_norm": Field("1", "mean L2 norm of the hidden states that enter the output layer"),
@@ -150,6 +162,7 @@ def explain_field(name: str) -> str:
     table: dict[str, Field | HeadField] = {
         **EXTRAPOLATION_COLUMNS,
         **HEAD_FIELDS,
+        **CLASS_FIELDS,
         **VALUE_FIELDS,
         **TASK_FIELDS,
         **STEP_FIELDS,
