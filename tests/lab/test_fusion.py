@@ -146,7 +146,7 @@ def test_image_embeddings_start_with_the_variance_asked_for(entering: str, varia
 
 
 def test_a_query_norm_grows_with_the_deviation_of_the_input_and_not_behind_a_norm() -> None:
-    """E‖q‖² = σ² ‖W_q‖_F²: before training image queries are 16 times text's in square; behind an RMS norm they equal."""
+    """E‖q‖² = σ² ‖W_q‖_F²: image queries start with 16 times text's square norm; behind an RMS norm with the same."""
     model = task(**MIXES["patches"], image_variance=16.0).build(torch.Generator().manual_seed(0)).double()
     one = task(**MIXES["patches"])
     images = torch.from_numpy(one.codes[one.train].ravel()) + BEGIN + 1

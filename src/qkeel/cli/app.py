@@ -204,10 +204,9 @@ def study_multimodal(
         out: Directory of the study.
         recipe: TOML file of settings, a table [study] for the grid; flags go over it.
     """
-    from qkeel.lab.studies.multimodal import BASE
-
-    config, study = configure(flags, recipe, BASE)
-    return run_study("multimodal", config, axes.grid(mixes.over(study), mixes.default()), out, how)
+    base, grid = mixes.default()
+    config, study = configure(flags, recipe, base)
+    return run_study("multimodal", config, axes.grid(mixes.over(study), grid), out, how)
 
 
 @study_app.command(name="extrapolation")

@@ -90,12 +90,13 @@ class MixFlags:
         """A recipe's [study] table with these flags over it."""
         return {**recipe, **({"mixes": self.mixes} if self.mixes else {})}
 
-    def default(self) -> Grid:
+    def default(self) -> tuple[RunConfig, Grid]:
         """What stands where nothing is given."""
-        from qkeel.lab.studies.multimodal import DEFAULT as PLAIN
-        from qkeel.lab.studies.multimodal import REGIMES
+        from qkeel.lab.studies import multimodal
 
-        return REGIMES if self.grid else PLAIN
+        if self.grid:
+            return multimodal.REGIME_BASE, multimodal.REGIMES
+        return multimodal.BASE, multimodal.DEFAULT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ class Effect:
     values: Sequence[float]
     noise: float
     ratio: bool
+    unit: str = "seed"
 
     @property
     def mean(self) -> float:
@@ -46,7 +47,7 @@ class Effect:
         write = _times if self.ratio else signed
         if len(self.values) == 1:
             return f"{write(self.mean)} (one seed)"
-        return f"{write(self.mean)} ({write(low)} to {write(high)}, {count(len(self.values), 'run')})"
+        return f"{write(self.mean)} ({write(low)} to {write(high)}, {count(len(self.values), self.unit)})"
 
     def said(self) -> str:
         """The verdict as the end of a sentence."""

@@ -178,6 +178,7 @@ def _variance(study: StudyData) -> Iterator[Claim]:
             ):
                 one = times(*(_over_shares(cells, order, v, lr, read) for v in (top, 1.0)))
                 if one is not None:
+                    one = dataclasses.replace(one, unit="pair")
                     said = f"at LR {rate(lr)}, {what} is {one.text()} that at variance 1"
                     yield Claim(f"More variance of images (×{top:g}), {_NAMES.get(order, order)}", said, [one])
 
