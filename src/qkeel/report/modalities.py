@@ -194,7 +194,7 @@ def _cells(study: StudyData) -> Cells:
         config = part.runs[0].config
         images, model = config.get("images"), config.get("model")
         if isinstance(images, dict) and isinstance(model, dict) and images.get("image_share", 0) > 0:
-            found[model["norm_order"], float(images["image_share"]), float(images["image_variance"])] = part
+            found[model["norm_order"], float(images["image_share"]), float(images.get("image_variance", 1.0))] = part
     return found
 
 

@@ -39,7 +39,7 @@ BASE = RunConfig(
     probe_sequences=8,
 )
 # Half as long: what the variance of the input does shows early, and there are 162 runs.
-REGIME_BASE = dataclasses.replace(BASE, steps=100)
+REGIME_BASE = dataclasses.replace(BASE, steps=100, log_every=20)
 # Where each named mix starts from: fields of ImagesConfig.
 MIXES: dict[str, dict[str, Any]] = {
     "text": {"image_share": 0.0},
