@@ -100,13 +100,13 @@ def test_seeds_that_only_one_side_has_are_left_out() -> None:
 
 def test_claims_are_judged_one_by_one(tmp_path: Path) -> None:
     data = study(tmp_path / "s")
-    norms = claim(data, "Image tokens have the larger norms")
+    norms = claim(data, "Image queries are longer")
     assert norms.held
-    assert "image queries are 1.18× (1.17× to 1.19×, 3 seeds) text queries" in norms.measured
+    assert "image queries are 1.18× (1.17× to 1.19×, 3 seeds) text queries: held." in norms.text
     mixing = [c for c in modalities.claims(data) if c.name.startswith("Mixing")]
-    assert [c.verdict for c in mixing] == ["inside the seed spread, not shown"] * 2
-    assert claim(data, "Images draw the attention").verdict == "the reverse was seen"
-    cure = claim(data, "QK-norm holds it")
+    assert [c.effect.verdict for c in mixing] == [NOT_SHOWN] * 2
+    assert "the reverse was seen" in claim(data, "Images draw the attention").text
+    cure = claim(data, "QK-norm saves the images")
     assert cure.held
     assert "+0.510 (+0.500 to +0.520, 3 seeds) nats" in cure.measured
 
@@ -146,7 +146,7 @@ def test_the_page_has_the_claims_and_the_table_by_modality(tmp_path: Path) -> No
     write(tmp_path / "s", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Text and images in one sequence" in page
-    assert "Image tokens have the larger norms" in page
+    assert "Image queries are longer" in page
     assert by_modality(data) in page
     assert "Queries, image / text" in page
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qkeel.report.collect import BASELINE, RunData, StudyData
@@ -17,22 +17,21 @@ REMEDY = "qk_norm"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """What is said about mixed modalities, what was measured, and what of it held."""
+    """What is said about mixed modalities, what was measured, and how large the effect is against the seed spread."""
 
     name: str
     measured: str
-    effects: Sequence[Effect]
+    effect: Effect
 
     @property
     def held(self) -> bool:
-        """Whether every effect it rests on is larger than the seed spread."""
-        return all(effect.verdict == HELD for effect in self.effects)
+        """Whether the effect is larger than the seed spread."""
+        return self.effect.verdict == HELD
 
     @property
-    def verdict(self) -> str:
-        """In words; of several effects each."""
-        said = list(dict.fromkeys(effect.said() for effect in self.effects))
-        return "held" if self.held else "; ".join(said)
+    def text(self) -> str:
+        """One sentence."""
+        return f"{self.name}: {self.measured}: {self.effect.said()}."
 
 
 def is_multimodal(study: StudyData) -> bool:
@@ -48,7 +47,7 @@ def findings(study: StudyData) -> list[Finding]:
     held = [claim for claim in found if claim.held]
     text = f"Why do mixed modalities blow up? {_answer(study)}"
     tally = f"{len(held)} of {count(len(found), 'claim')} held by more than the seed spread."
-    notes = [Finding("note", f"{c.name}: {c.measured}: {c.verdict}.") for c in found]
+    notes = [Finding("note", claim.text) for claim in sorted(found, key=lambda claim: not claim.held)]
     return [Finding("lead", f"{text}{tally}"), *notes, *_cautions(study)]
 
 
@@ -81,9 +80,10 @@ def _answer(study: StudyData) -> str:
     if mixed:
         more = f"Mixing multiplies it by {listing([e.text() for e in mixed])} at LR {rate(high)}"
         clear = all(e.verdict == HELD for e in mixed)
-        so = "which the seeds do not explain" if clear else "which is inside the seed spread: here the rate does it"
+        so = "more than seeds differ" if clear else "inside the seed spread: here the rate does it, not the mixing"
         said += f"{more}, {so}. "
-    return said
+    cured = [e for part in mixes.values() if (e := _cured(part, high))] if len(mixes) <= 3 else []
+    return said + (f"{REMEDY} cuts it by {listing([e.text() for e in cured])}. " if cured else "")
 
 
 def claims(study: StudyData) -> list[Claim]:
@@ -93,12 +93,12 @@ def claims(study: StudyData) -> list[Claim]:
 
 
 def _norms(study: StudyData) -> Iterator[Claim]:
-    low = _rates(study)[:1]
-    for name, part, lr in _each(study, low):
-        effects = [e for kind in ("query", "key") if (e := _ratio(part, BASELINE, lr, f"{kind}_norm"))]
-        if len(effects) == 2:
-            what = f"at LR {rate(lr)} image queries are {effects[0].text()} text queries, keys {effects[1].text()}"
-            yield Claim(f"Image tokens have the larger norms ({name})", what, effects)
+    for name, part, lr in _each(study, _rates(study)[:1]):
+        for kind, words in (("query", "queries"), ("key", "keys")):
+            one = _ratio(part, BASELINE, lr, f"{kind}_norm")
+            if one is not None:
+                what = f"at LR {rate(lr)} image {words} are {one.text()} text {words}"
+                yield Claim(f"Image {words} are longer ({name})", what, one)
 
 
 def _drift(study: StudyData) -> Iterator[Claim]:
@@ -107,7 +107,7 @@ def _drift(study: StudyData) -> Iterator[Claim]:
         one = times(_shares(part, BASELINE, lr, "query_norm"), start, same_run=True)
         if one is not None:
             what = f"at LR {rate(lr)} the ratio of image to text queries ends {one.text()} what it was before training"
-            yield Claim(f"Norms compete, so their ratio grows ({name})", what, [one])
+            yield Claim(f"Norms compete, so their ratio grows ({name})", what, one)
 
 
 def _mass(study: StudyData) -> Iterator[Claim]:
@@ -116,7 +116,7 @@ def _mass(study: StudyData) -> Iterator[Claim]:
         one = times(above, _of(part, BASELINE, lr, "uniform_mass/text>image"), same_run=True)
         if one is not None:
             what = f"at LR {rate(lr)} text gives images {one.text()} the weight that even attention would"
-            yield Claim(f"Images draw the attention of text ({name})", what, [one])
+            yield Claim(f"Images draw the attention of text ({name})", what, one)
 
 
 def _mixing(study: StudyData) -> Iterator[Claim]:
@@ -127,7 +127,7 @@ def _mixing(study: StudyData) -> Iterator[Claim]:
             what = (
                 f"at LR {rate(lr)} the largest logit is {one.text()} that of text alone ({tops[0]} against {tops[1]})"
             )
-            yield Claim(f"Mixing makes logits grow ({name})", what, [one])
+            yield Claim(f"Mixing makes logits grow ({name})", what, one)
 
 
 def _alarm(study: StudyData) -> Iterator[Claim]:
@@ -138,18 +138,23 @@ def _alarm(study: StudyData) -> Iterator[Claim]:
         if one is not None:
             means = [f"{_middle(s.values()):.0f}" for s in steps]
             what = f"at LR {rate(lr)} the alarm comes at step {means[0]} against {means[1]} in text alone"
-            yield Claim(f"Mixed training fails earlier ({name})", what, [one])
+            yield Claim(f"Mixed training fails earlier ({name})", what, one)
+
+
+def _cured(part: StudyData, lr: float) -> Effect | None:
+    return times(_of(part, BASELINE, lr, "max_logit"), _of(part, REMEDY, lr, "max_logit"))
 
 
 def _cure(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[-1:]):
-        one = times(_of(part, BASELINE, lr, "max_logit"), _of(part, REMEDY, lr, "max_logit"))
+        one = _cured(part, lr)
+        if one is not None:
+            what = f"at LR {rate(lr)} the largest logit of {BASELINE} is {one.text()} that of {REMEDY}"
+            yield Claim(f"QK-norm holds the logits ({name})", what, one)
         image = less(_of(part, REMEDY, lr, "val_loss/image"), _of(part, BASELINE, lr, "val_loss/image"))
-        if one is not None and image is not None:
-            what = (
-                f"at LR {rate(lr)} {REMEDY} cuts the largest logit {one.text()}, the image loss by {image.text()} nats"
-            )
-            yield Claim(f"QK-norm holds it ({name})", what, [one, image])
+        if image is not None:
+            what = f"at LR {rate(lr)} the image loss of {REMEDY} is {image.text()} nats better than that of {BASELINE}"
+            yield Claim(f"QK-norm saves the images ({name})", what, image)
 
 
 def _hidden(study: StudyData) -> Iterator[Claim]:
@@ -162,7 +167,7 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
                 what = (
                     f"at LR {rate(lr)} hidden states leave the last block {one.text()} as long with it as with {remedy}"
                 )
-                yield Claim(f"QK-norm alone leaves the hidden norm to grow ({name})", what, [one])
+                yield Claim(f"QK-norm alone leaves the hidden norm to grow ({name})", what, one)
 
 
 def _variance(study: StudyData) -> Iterator[Claim]:
@@ -180,7 +185,7 @@ def _variance(study: StudyData) -> Iterator[Claim]:
                 if one is not None:
                     one = dataclasses.replace(one, unit="pair")
                     said = f"at LR {rate(lr)}, {what} is {one.text()} that at variance 1"
-                    yield Claim(f"More variance of images (×{top:g}), {_NAMES.get(order, order)}", said, [one])
+                    yield Claim(f"More variance of images (×{top:g}), {_NAMES.get(order, order)}", said, one)
 
 
 _NAMES = {"pre": "norms before attention", "none": "no norms in the blocks"}
