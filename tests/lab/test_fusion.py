@@ -161,9 +161,9 @@ def test_a_query_norm_grows_with_the_deviation_of_the_input_and_not_behind_a_nor
 
 
 def test_a_fused_embedding_maps_pixels_and_leaves_text_to_the_table() -> None:
-    table = torch.nn.Parameter(torch.randn(7, 5))
-    pixels = torch.randn(3, 2)
-    embedding = FusedEmbedding(table, pixels)
+    plain, pixels = torch.nn.Embedding(7, 5), torch.randn(3, 2)
+    table, embedding = plain.weight, FusedEmbedding(plain, pixels)
+    assert embedding.weight is table
     tokens = torch.tensor([[0, 3, 4, 6]])
     out = embedding(tokens)[0]
     assert torch.equal(out[:2], table[[0, 3]])

@@ -113,7 +113,7 @@ class FusedTask(Task):
         model = build_decoder(self.config.model, self.corpus.vocab_size)
         deviation = math.sqrt(self.images.image_variance)
         if self.images.image_input == "patches":
-            model.embedding = FusedEmbedding(model.embedding.weight, self._pixels())
+            model.embedding = FusedEmbedding(model.embedding, self._pixels())
         model.init_weights(generator)
         with torch.no_grad():
             model.embedding.weight[BEGIN:].mul_(deviation)

@@ -162,7 +162,7 @@ def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
 
 def _read(path: Path, size: int) -> np.ndarray:
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, UnidentifiedImageError  # type: ignore[import-not-found]
     except ImportError as error:
         raise missing("reading images", "'qkeel[images]'") from error
     try:

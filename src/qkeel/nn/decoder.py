@@ -120,7 +120,7 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def init_linears(
-    model: nn.Module, config: DecoderConfig, table: nn.Parameter, generator: torch.Generator | None = None
+    model: nn.Module, config: DecoderConfig, table: Tensor, generator: torch.Generator | None = None
 ) -> None:
     """Matrices std 1/√fan_in, those that write to the residual stream less (see `Decoder.init_weights`).
 

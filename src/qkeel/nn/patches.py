@@ -16,15 +16,15 @@ class FusedEmbedding(nn.Embedding):
     """Embeddings of text from a table, of image patches from their pixels: x_t = W z_t where token t is a patch.
 
     Args:
-        table: the table of all tokens [vocab m]; its rows of patches are not used.
+        embedding: the table of all tokens, whose weight stays the same object; its rows of patches are not used.
         pixels: [codes p], standardised pixels of each patch code, the last tokens of the vocabulary.
     """
 
-    def __init__(self, table: nn.Parameter, pixels: Tensor) -> None:
-        super().__init__(*table.shape, _weight=table)
-        self.weight = table
-        self.patch = nn.Linear(pixels.shape[1], table.shape[1], bias=False)
-        self.first = table.shape[0] - len(pixels)
+    def __init__(self, embedding: nn.Embedding, pixels: Tensor) -> None:
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, _weight=embedding.weight)
+        self.weight = embedding.weight
+        self.patch = nn.Linear(pixels.shape[1], embedding.embedding_dim, bias=False)
+        self.first = embedding.num_embeddings - len(pixels)
         self.register_buffer("pixels", pixels, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
