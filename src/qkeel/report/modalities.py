@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from qkeel.report.collect import BASELINE, RunData, StudyData
 from qkeel.report.effects import HELD, Effect, less, times
@@ -66,6 +65,9 @@ def _cautions(study: StudyData) -> Iterator[Finding]:
 
 
 def _answer(study: StudyData) -> str:
+    regimes = [c for c in _variance(study) if c.measured.split(" is ")[0].endswith("the largest logit")]
+    if regimes:
+        return "".join(f"{c.name}: {c.measured}, {c.effect.said()}. " for c in regimes)
     text, mixes, rates = _text(study), _mixes(study), _rates(study)
     if not mixes or len(rates) < 2:
         return ""
@@ -93,12 +95,19 @@ def claims(study: StudyData) -> list[Claim]:
 
 
 def _norms(study: StudyData) -> Iterator[Claim]:
+    """Judged against a model of text alone under the same probe, where there is one: it never saw an image."""
+    text = _text(study)
     for name, part, lr in _each(study, _rates(study)[:1]):
         for kind, words in (("query", "queries"), ("key", "keys")):
             one = _ratio(part, BASELINE, lr, f"{kind}_norm")
-            if one is not None:
-                what = f"at LR {rate(lr)} image {words} are {one.text()} text {words}"
-                yield Claim(f"Image {words} are longer ({name})", what, one)
+            if one is None:
+                continue
+            what = f"at LR {rate(lr)} image {words} are {one.text()} text {words}"
+            ratios = [_shares(p, BASELINE, lr, f"{kind}_norm") for p in (part, text) if p is not None]
+            against = times(*ratios) if len(ratios) == 2 else None
+            if against is not None:
+                what += f", which is {against.text()} what a model of text alone makes of them"
+            yield Claim(f"Mixing makes image {words} longer ({name})", what, against or one)
 
 
 def _drift(study: StudyData) -> Iterator[Claim]:
@@ -171,24 +180,21 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
 
 
 def _variance(study: StudyData) -> Iterator[Claim]:
-    """Image embeddings of 16 times the variance of text against 1, with and without norms before attention."""
-    cells = _cells(study)
+    """Image embeddings of the largest variance against 1 at the lowest rate, by where the norms of the blocks stand."""
+    cells, lrs = _cells(study), _rates(study)[:1]
     top = max((variance for _, _, variance in cells), default=1.0)
     for order in dict.fromkeys(order for order, _, _ in cells) if top > 1 else ():
-        for lr in _rates(study):
-            for what, read in (
-                ("before training the ratio of image to text query norms", _at_start),
-                ("after it", _at_end),
-                ("the largest logit", _largest),
-            ):
+        for lr in lrs:
+            for what, read in _READ.items():
                 one = times(*(_over_shares(cells, order, v, lr, read) for v in (top, 1.0)))
                 if one is not None:
                     one = dataclasses.replace(one, unit="pair")
-                    said = f"at LR {rate(lr)}, {what} is {one.text()} that at variance 1"
-                    yield Claim(f"More variance of images (×{top:g}), {_NAMES.get(order, order)}", said, one)
+                    said = f"at LR {rate(lr)} {what} is {one.text()} that at variance 1"
+                    yield Claim(f"Variance ×{top:g} of images, {_NAMES.get(order, order)}", said, one)
 
 
 _NAMES = {"pre": "norms before attention", "none": "no norms in the blocks"}
+Read = Callable[[StudyData, float], dict[int, float]]
 Cells = Mapping[tuple[str, float, float], StudyData]
 
 
@@ -203,7 +209,7 @@ def _cells(study: StudyData) -> Cells:
     return found
 
 
-def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: Any) -> dict[int, float]:
+def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: Read) -> dict[int, float]:
     """One number per image share and seed, numbered so that two variances meet at the same."""
     shares = sorted({share for _, share, _ in cells})
     found = {}
@@ -214,16 +220,17 @@ def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: Any
     return found
 
 
-def _at_start(part: StudyData, lr: float) -> dict[int, float]:
-    return _shares(part, BASELINE, lr, "query_norm", at=0)
-
-
-def _at_end(part: StudyData, lr: float) -> dict[int, float]:
-    return _shares(part, BASELINE, lr, "query_norm")
-
-
-def _largest(part: StudyData, lr: float) -> dict[int, float]:
-    return _of(part, BASELINE, lr, "max_logit")
+_READ: dict[str, Read] = {
+    "before training the ratio of image to text query norms": lambda part, lr: _shares(
+        part, BASELINE, lr, "query_norm", at=0
+    ),
+    "after training the ratio of image to text query norms": lambda part, lr: _shares(part, BASELINE, lr, "query_norm"),
+    "text's own query norm after training": lambda part, lr: _of(part, BASELINE, lr, "query_norm/text"),
+    "the largest logit between text and text at the end": lambda part, lr: _of(
+        part, BASELINE, lr, "max_logit/text>text"
+    ),
+    "the largest logit": lambda part, lr: _of(part, BASELINE, lr, "max_logit"),
+}
 
 
 def _against_text(study: StudyData, part: StudyData, lr: float) -> Effect | None:
