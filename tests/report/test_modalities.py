@@ -105,7 +105,7 @@ def test_claims_are_judged_one_by_one(tmp_path: Path) -> None:
     assert "image queries are 1.18× (1.17× to 1.19×, 3 seeds) text queries, which is 1.18×" in norms.text
     assert norms.text.endswith("a model of text alone makes of them: held.")
     assert not claim(data, "Mixing makes image keys longer").held, "they are as long in the model of text alone"
-    mixing = [c for c in modalities.claims(data) if c.name.startswith("Mixing")]
+    mixing = [c for c in modalities.claims(data) if c.name.startswith("Mixing makes logits")]
     assert [c.effect.verdict for c in mixing] == [NOT_SHOWN] * 2
     assert "the reverse was seen" in claim(data, "Images draw the attention").text
     cure = claim(data, "QK-norm saves the images")
