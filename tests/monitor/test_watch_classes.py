@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+import transformers
 from tests.monitor.families import SIZES, bert, deepseek, gpt2, ids, llama, noise, qwen3
 from tests.monitor.small import batch, small
 
