@@ -79,6 +79,17 @@ def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int 
     return slope(points[:, 0], points[:, 1])
 
 
+def drift(values: Sequence[float] | np.ndarray) -> float:
+    """The last measured value over the first one: the factor by which a ratio moved. NaN with fewer than two.
+
+    >>> drift([math.nan, 1.0, 1.2, 1.5])
+    1.5
+    """
+    known = np.asarray(values, dtype=np.float64)
+    known = known[np.isfinite(known)]
+    return float(known[-1] / known[0]) if len(known) > 1 and known[0] else math.nan
+
+
 def slope(x: np.ndarray, y: np.ndarray) -> float:
     """The slope of the line through points [n], by least squares; NaN where all x are the same.
 
