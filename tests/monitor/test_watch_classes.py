@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+import transformers
 from tests.monitor.families import SIZES, bert, deepseek, gpt2, ids, llama, noise, qwen3
 from tests.monitor.small import batch, small
 
@@ -23,6 +24,7 @@ from qkeel.functional.classes import ClassStats
 from qkeel.functional.stats import LogitStats
 from qkeel.monitor import Classes, RunDirectorySink
 from qkeel.records import RunDirectory, explain_field
+from qkeel.report import write
 
 IMAGE = {"text": range(32), "image": range(32, 64)}
 SDPA = nn.functional.scaled_dot_product_attention
@@ -262,6 +264,12 @@ def test_the_split_is_recorded_by_head_folded_by_layer_and_stands_in_the_table(t
     np.testing.assert_allclose(heads.values["class_key_norm/image"][-1, 0], keys, rtol=1e-6)
     assert "|q| by class" in table
     assert sample.by_layer("class_max_logit/text->text").shape == (2,)
+    page = tmp_path / "report.html"
+    write([tmp_path / "run"], page)
+    text = page.read_text(encoding="utf-8")
+    assert "Token classes, last sample" in text
+    assert "image → text, weight" in text
+    assert '"class_mass/image->text"' in text
     assert not [e for e in run.events() if "not announced" in str(e.get("event"))]
     assert "queries of one class" in explain_field("class_mass/image->text")
 

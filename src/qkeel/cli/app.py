@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from qkeel.cli.exits import COLLAPSED, FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.cli.flags import AXES, as_toml, configure, starting, view
+from qkeel.cli.precision import study_precision
 from qkeel.cli.retrofitting import retrofit
 from qkeel.cli.scanning import scan
 from qkeel.cli.studying import AxisFlags, FormFlags, HowFlags, MixFlags, PartFlags, run_study
@@ -45,6 +46,7 @@ app = App(
 )
 study_app = App(name="study", help="Many runs, one table and one report.")
 app.command(study_app)
+study_app.command(study_precision, name="precision")
 app.command(scan)
 app.command(retrofit)
 app.command(watch)

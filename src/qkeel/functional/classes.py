@@ -209,7 +209,7 @@ def class_stats(
     tops = [top.masked_fill(~one[..., None], -torch.inf).amax((0, 2)) for one in of.unbind(-1)]
     return {
         "max_logit": torch.stack(tops, 1),
-        "mass": total(mass) / count.clamp_min(1)[..., None],
+        "mass": total(mass.masked_fill(n_of == 0, 0.0)) / count.clamp_min(1)[..., None],
         "uniform_mass": total(share.to(mass.dtype)) / count.clamp_min(1)[..., None],
         "n_queries": count,
         "n_pairs": torch.einsum("bhta,bhtc->hac", of.double(), n_of.double()).round().long(),

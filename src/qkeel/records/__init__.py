@@ -15,6 +15,7 @@ from qkeel.records.fields import (
     Field,
     HeadField,
     explain_field,
+    head_field,
 )
 from qkeel.records.files import append_line, read_json, read_lines, write_bytes, write_json, write_text
 from qkeel.records.heads import HeadRecorder, Heads, fold_heads, read_heads
@@ -39,6 +40,7 @@ __all__ = [
     "explain_field",
     "fold_heads",
     "fresh_directory",
+    "head_field",
     "read_heads",
     "read_json",
     "read_lines",

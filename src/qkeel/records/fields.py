@@ -152,6 +152,15 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
 }
 
 
+def head_field(name: str) -> HeadField | None:
+    """The field of a number of each head, by token classes or not; None if there is none of the name.
+
+    >>> head_field("class_max_logit/image->text").fold
+    'max'
+    """
+    return HEAD_FIELDS.get(name) or CLASS_FIELDS.get(name.partition("/")[0])
+
+
 def explain_field(name: str) -> str:
     """The meaning and unit of a recorded name.
 
