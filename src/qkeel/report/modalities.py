@@ -44,7 +44,8 @@ def findings(study: StudyData) -> list[Finding]:
     if not found:
         return [Finding("caution", "No claim can be judged yet: too few of the runs have finished.")]
     held = [claim for claim in found if claim.held]
-    text = f"Why do mixed modalities blow up? {_answer(study)}"
+    answer = _answer(study)
+    text = f"Why do mixed modalities blow up? {answer}" if answer else ""
     tally = f"{len(held)} of {count(len(found), 'claim')} held by more than the seed spread."
     notes = [Finding("note", claim.text) for claim in sorted(found, key=lambda claim: not claim.held)]
     return [Finding("lead", f"{text}{tally}"), *notes, *_cautions(study)]
