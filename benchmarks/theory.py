@@ -48,7 +48,7 @@ def saturation(head_dim: int, scale: float, keys: int = 128) -> tuple[float, flo
 
 
 def train(spec: AttentionSpec, corpus: Corpus, steps: int, seed: int, lr: float, **layout: Any) -> dict[str, float]:
-    """Held-out loss after some steps of AdamW, the largest logit on the way, and mean norms of the last MLP and block."""
+    """Held-out loss after some steps of AdamW, the largest logit on the way, mean norms of the last MLP and block."""
     config = DataConfig(context=CONTEXT)
     sizes: dict[str, Any] = {"vocab_size": corpus.vocab_size, "d_model": 64, "n_layers": 2, "n_heads": HEADS}
     model = Decoder(DecoderConfig(**sizes, spec=spec, **layout))
