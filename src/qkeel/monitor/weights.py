@@ -7,8 +7,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from qkeel.dist import whole
 from qkeel.functional.bounds import gram_interaction_norms
 from qkeel.functional.norms import wide
 from qkeel.functional.updates import repeat_groups
@@ -92,10 +92,15 @@ class Weights:
         else:
             inner = first.new_zeros(max(len(first), len(second)), first.shape[1], second.shape[1])
         for part in a[1:]:
-            inner = self._weight(part) @ inner
+            inner = self._after(part, inner)
         for part in b[1:]:
-            inner = inner @ self._weight(part).mT
+            inner = self._after(part, inner.mT).mT
         return inner
+
+    def _after(self, part: HeadSlice, inner: Tensor) -> Tensor:
+        """A weight times what comes before it; gains multiply row by row."""
+        weight = self._weight(part)
+        return weight * inner if self._parameters[part.parameter].ndim == 1 else weight @ inner
 
     def _weight(self, part: HeadSlice) -> Tensor:
         return _whole(part, self._parameters[part.parameter])
@@ -108,7 +113,7 @@ class Weights:
 
 def _whole(part: HeadSlice, x: Tensor) -> Tensor:
     """The heads' rows [n r m] in float32 or wider, of sharded weights gathered."""
-    x = x.full_tensor() if isinstance(x, DTensor) else x
+    x = whole(x)
     return part.heads(x.detach()).to(wide(x.dtype))
 
 
