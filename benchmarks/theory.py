@@ -1,4 +1,4 @@
-"""The figures of docs/theory.md: python -m benchmarks.theory [--steps 150]. Tiny models; orderings, not effect sizes."""
+"""The figures of docs/theory.md: python -m benchmarks.theory. Tiny models: orderings, not effect sizes."""
 
 from __future__ import annotations
 
@@ -48,14 +48,12 @@ def saturation(head_dim: int, scale: float, keys: int = 128) -> tuple[float, flo
 
 
 def train(spec: AttentionSpec, corpus: Corpus, steps: int, seed: int, lr: float, **layout: Any) -> dict[str, float]:
-    """Held-out loss after some steps of AdamW, the largest logit on the way, and mean norms of branches and blocks."""
+    """Held-out loss after some steps of AdamW, the largest logit on the way, mean norms of the last MLP and block."""
     config = DataConfig(context=CONTEXT)
-    model = Decoder(
-        DecoderConfig(vocab_size=corpus.vocab_size, d_model=64, n_layers=2, n_heads=HEADS, spec=spec, **layout)
-    )
+    sizes: dict[str, Any] = {"vocab_size": corpus.vocab_size, "d_model": 64, "n_layers": 2, "n_heads": HEADS}
+    model = Decoder(DecoderConfig(**sizes, spec=spec, **layout))
     model.init_weights(torch.Generator().manual_seed(seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    largest = 0.0
     with qkeel.watch(model, optimizer, every=10, rules=()) as monitor:
         for step in range(steps):
             for group in optimizer.param_groups:
@@ -67,22 +65,14 @@ def train(spec: AttentionSpec, corpus: Corpus, steps: int, seed: int, lr: float,
             optimizer.zero_grad()
         top = monitor.history.top("max_logit")
         largest = float("nan") if top is None else float(top.max())
-        state = float(monitor.history.values["final_hidden_norm"][-1])
         blocks = [float(v[-1]) for name, v in monitor.history.values.items() if name.startswith("block_output_norm/")]
     tokens = torch.from_numpy(heldout(corpus, CONTEXT, 64))
     norms: list[float] = []
-    hooks = [
-        b.mlp.register_forward_hook(lambda *a: norms.append(float(a[2].norm(dim=-1).mean()))) for b in _blocks(model)
-    ]
+    last = [m for m in model.modules() if isinstance(m, qkeel.nn.Block)][-1]
+    last.mlp.register_forward_hook(lambda *given: norms.append(float(given[2].norm(dim=-1).mean())))
     with torch.no_grad():
         loss = float(_loss(model, tokens))
-    for hook in hooks:
-        hook.remove()
-    return {"loss": loss, "max_logit": largest, "mlp": norms[-1], "block": blocks[-1], "final": state}
-
-
-def _blocks(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, qkeel.nn.Block)]
+    return {"loss": loss, "max_logit": largest, "mlp": norms[-1], "block": blocks[-1]}
 
 
 def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
