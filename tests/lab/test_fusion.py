@@ -248,4 +248,5 @@ def test_images_are_no_part_of_a_run_on_text() -> None:
     text = RunConfig()
     other = dataclasses.replace(text, images=ImagesConfig(canvas=2))
     assert text.run_id == other.run_id
+    assert "task" not in text.identity()["data"], "what was run before there were tasks is the same run"
     assert TINY.run_id != dataclasses.replace(TINY, images=ImagesConfig(canvas=2)).run_id

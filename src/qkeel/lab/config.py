@@ -221,9 +221,13 @@ class RunConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def identity(self) -> dict[str, Any]:
-        """The configuration without checkpoint cadence and device number: what makes two runs the same run."""
-        unused = (*_CADENCE, "images") if self.data.task == "text" else _CADENCE
-        values = {k: v for k, v in self.to_dict().items() if k not in unused}
+        """The configuration without checkpoint cadence and device number: what makes two runs the same run.
+
+        Nor are images part of a run on text.
+        """
+        values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
+        if self.data.task == "text":
+            del values["images"], values["data"]["task"]
         return {**values, "device": self.device.split(":")[0]}
 
     def to_dict(self) -> dict[str, Any]:
