@@ -170,6 +170,8 @@ def ranking(table: Sequence[Mapping[str, Any]]) -> Table:
             here = [row for row in rows if row["remedy"] == remedy and row["lr"] == lr]
             mean = sum(row["val_loss"] for row in here) / len(here) if here else None
             top = max((row["max_logit"] for row in here), default=None)
-            cells.append(f"{mean:.3f} ({number(top)})" if mean is not None else "–")
+            right = [row["val_accuracy"] for row in here if row.get("val_accuracy") is not None]
+            share = f", {100 * sum(right) / len(right):.1f} % right" if right else ""
+            cells.append(f"{mean:.3f}{share} ({number(top)})" if mean is not None else "–")
         shown.add_row(escape(remedy), *cells)
     return shown

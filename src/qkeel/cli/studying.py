@@ -78,6 +78,28 @@ class PartFlags:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MixFlags:
+    """Of which mixes of text and images a study has a part each."""
+
+    mixes: Annotated[list[str] | None, _SEVERAL] = None
+    """Mixes: text, mix, images, patches, with options as in patches:share=0.25,variance=4,norm=none."""
+    grid: Annotated[bool, Parameter(negative=(), show_default=False, group="Grid")] = False
+    """The search for a regime: patches of variance 1, 4, 16 in 1/4, 1/2, 3/4 of sequences, with and without norms."""
+
+    def over(self, recipe: Mapping[str, Any]) -> dict[str, Any]:
+        """A recipe's [study] table with these flags over it."""
+        return {**recipe, **({"mixes": self.mixes} if self.mixes else {})}
+
+    def default(self) -> tuple[RunConfig, Grid]:
+        """What stands where nothing is given."""
+        from qkeel.lab.studies import multimodal
+
+        if self.grid:
+            return multimodal.REGIME_BASE, multimodal.REGIMES
+        return multimodal.BASE, multimodal.DEFAULT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FormFlags:
     """What the extrapolation study is a product of, and what is done with each run's weights."""
 

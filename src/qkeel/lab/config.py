@@ -38,8 +38,8 @@ class ModelConfig:
     """The feed-forward branch."""
     mlp_ratio: float = 4.0
     """Hidden units of the feed-forward branch as a multiple of d_model."""
-    norm_order: Literal["pre", "post", "swin", "peri"] = "pre"
-    """Where the norms of a block stand."""
+    norm_order: Literal["pre", "post", "swin", "peri", "none"] = "pre"
+    """Where the norms of a block stand, if it has any."""
     tied: bool = False
     """Whether the head shares the embedding's weights."""
     deepnorm: bool = False
@@ -80,12 +80,53 @@ class DataConfig:
     """Sequences per step."""
     vocab_size: int | None = None
     """Number of token ids; 256 for text (bytes), the largest token + 1 for .bin if not given."""
+    task: Literal["text", "multimodal", "vision"] = "text"
+    """Next tokens of text, of text and images in one sequence, or the class of an image."""
 
     def __post_init__(self) -> None:
         settle(self)
         _at_least(self, 1, "context", "batch", "vocab_size")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesConfig:
+    """Images and how a model sees them; of no meaning where the task is text."""
+
+    images: str = "digits"
+    """digits, photos, a folder of one subfolder per class, or a .jsonl of path and text."""
+    image_size: int = 8
+    """Height and width in pixels; images of another size are refused."""
+    patch: int = 2
+    """Height and width in pixels of what makes one token."""
+    levels: int = 4
+    """Multimodal: grey levels of a pixel; a patch is one of levels^(patch²) codes of the vocabulary."""
+    image_input: Literal["codes", "patches"] = "codes"
+    """Multimodal: an embedding per code, or a linear map of the patch's pixels."""
+    image_share: float = 0.5
+    """Multimodal: share of the sequences that hold an image and its caption."""
+    image_variance: float = 1.0
+    """Multimodal: variance of image embeddings before training; that of text is 1."""
+    image_first: float = 0.5
+    """Multimodal: share of the images that stand before their caption."""
+    canvas: int = 4
+    """Multimodal: most images side by side on one canvas."""
+
+    def __post_init__(self) -> None:
+        settle(self)
+        _at_least(self, 1, "image_size", "patch", "canvas")
+        _at_least(self, 2, "levels")
+        for name in ("image_share", "image_first"):
+            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        _check("image_variance", self.image_variance, 0 < self.image_variance < math.inf, "above 0")
+        if self.image_size % self.patch:
+            raise InvalidValueError(
+                f"expected image_size to be a multiple of patch, got {self.image_size} and {self.patch}"
+            )
+        if not self.images:
+            raise InvalidValueError("expected the name or path of images, got an empty string")
 
 
 @final
@@ -131,6 +172,7 @@ class OptimConfig:
             _check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "at least 0")
 
 
+_PARTS = (("model", ModelConfig), ("data", DataConfig), ("optim", OptimConfig), ("images", ImagesConfig))
 # Cannot change a recorded number, so it is no part of what a run is.
 _CADENCE = ("checkpoint_every",)
 # Younger than the first runs: left out where it says nothing, so that older runs keep their names.
@@ -145,6 +187,7 @@ class RunConfig:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
     remedy: str = "none"
     """Spec string of the remedy, like 'lalr:tau=0.1+qk_clip'."""
     seed: int = 0
@@ -174,7 +217,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        for name, kind in (("model", ModelConfig), ("data", DataConfig), ("optim", OptimConfig)):
+        for name, kind in _PARTS:
             if not isinstance(getattr(self, name), kind):
                 raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {getattr(self, name)!r}")
         _at_least(self, 1, "steps", "accumulate", "log_every", "eval_sequences", "probe_sequences", "threads")
@@ -197,13 +240,18 @@ class RunConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def identity(self) -> dict[str, Any]:
-        """The configuration without checkpoint cadence and device number: what makes two runs the same run."""
+        """The configuration without checkpoint cadence and device number: what makes two runs the same run.
+
+        Nor are images part of a run on text.
+        """
         values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
         for section, names in _YOUNGER.items():
             table = values[section] if section else values
             for name, nothing in names.items():
                 if table[name] == nothing:
                     del table[name]
+        if self.data.task == "text":
+            del values["images"], values["data"]["task"]
         return {**values, "device": self.device.split(":")[0]}
 
     def to_dict(self) -> dict[str, Any]:

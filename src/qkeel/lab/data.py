@@ -26,7 +26,7 @@ class Corpus:
 
     name: str
     vocab_size: int
-    loss_unit: Literal["byte", "token"]
+    loss_unit: Literal["byte", "token", "image"]
     sha256: str
     train: np.ndarray
     heldout: np.ndarray
@@ -37,7 +37,7 @@ def load(config: DataConfig) -> Corpus:
 
     Raises: DataError if it cannot be read, is shorter than the context, or has tokens outside the vocabulary.
     """
-    corpus = _load(config.source, config.vocab_size, _stamp(config.source))
+    corpus = _load(config.source, config.vocab_size, stamp(config.source))
     for part, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
         if len(tokens) <= config.context:
             raise DataError(
@@ -85,8 +85,8 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     return [t for d, t in unique.items() if d not in held], [t for d, t in unique.items() if d in held]
 
 
-def _stamp(source: str) -> tuple[tuple[str, int, int], ...]:
-    # What would change if the files behind the source did.
+def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
+    """What would change if the files behind the source did."""
     place = Path(source.partition("#")[0]).expanduser()
     if source in BUILT_IN or not place.exists():
         return ()

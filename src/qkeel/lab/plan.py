@@ -10,7 +10,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.lab.config import RunConfig
 from qkeel.registry import parse
 
-AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers")
+AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes")
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
 
 
@@ -22,7 +22,7 @@ class Grid:
     Where a study compares forms of attention they stand in place of remedies.
 
     With blocks (mha, mla) and optimizers, where not empty, there is a product of its own for each pair of them: they
-    stand side by side, for a learning rate does not mean the same to two optimizers.
+    stand side by side, for a learning rate does not mean the same to two optimizers. So with mixes of data.
     """
 
     remedies: Sequence[str]
@@ -30,6 +30,7 @@ class Grid:
     seeds: Sequence[int]
     blocks: Sequence[str] = ()
     optimizers: Sequence[str] = ()
+    mixes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in AXES:
@@ -38,7 +39,7 @@ class Grid:
                 raise InvalidTypeError(f"expected a list of {name}, got {values!r}")
             if not tuple(values) and name in AXES[:3]:
                 raise InvalidValueError(f"expected at least one of {name}, got none")
-        for name in ("remedies", "blocks", "optimizers"):
+        for name in ("remedies", "blocks", "optimizers", "mixes"):
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
         object.__setattr__(self, "seeds", tuple(sorted(set(self.seeds))))

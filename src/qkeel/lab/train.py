@@ -16,12 +16,12 @@ from torch import Tensor
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.checkpoint import Progress, load, save
 from qkeel.lab.config import RunConfig
-from qkeel.lab.data import load as load_corpus
 from qkeel.lab.environment import environment
 from qkeel.lab.evaluate import PROBE_FIELDS
 from qkeel.lab.model import check, resolve, threads
 from qkeel.lab.schedule import learning_rate
 from qkeel.lab.summary import summarize
+from qkeel.lab.tasks import load_task
 from qkeel.lab.throughput import peak, speed
 from qkeel.lab.trainer import Trainer
 from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
@@ -61,7 +61,7 @@ def run(
     """
     config = resolve(config)
     check(config)
-    load_corpus(config.data)
+    load_task(config)
     place = RunDirectory(Path(directory))
     with place.lock(wait), threads(config.threads):
         _claim(place, config)
@@ -179,14 +179,16 @@ class _Session:
         fine = all(x is None or math.isfinite(x) for x in (train_loss, grad_norm))
         due = step in (0, config.steps) or bool(config.eval_every and step % config.eval_every == 0)
         seen = self.trainer.probe()
+        held = self.trainer.evaluate() if due or not fine else {}
         record = {
             "step": step,
             "tokens": step * config.data.batch * config.data.context,
             "lr": learning_rate(config.optim, max(0, step - 1), config.steps),
             "train_loss": train_loss,
-            "val_loss": self.trainer.val_loss() if due or not fine else None,
+            "val_loss": held.pop("val_loss", None),
             "grad_norm": grad_norm,
             **seen.record,
+            **held,
             "cpu_seconds": round(self._cpu_seconds(), 3),
             **self._speed(),
         }

@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(_block(config, spec) for spec in config.specs)
+        self.blocks = nn.ModuleList(build_block(config, spec) for spec in config.specs)
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tied:
@@ -119,21 +119,33 @@ class Decoder(nn.Module):
 
         Under DeepNorm those have its β instead.
         """
-        n = self.config.sublayers
-        residual = deepnorm(n)[1] if self.config.deepnorm else 1 / math.sqrt(n)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                std = module.in_features**-0.5 * (residual if name.endswith((".o_proj", ".down")) else 1.0)
-                if module.weight is not self.embedding.weight:
-                    module.weight.normal_(0.0, std, generator=generator)
-                if module.bias is not None:
-                    module.bias.zero_()
+        init_linears(self, self.config, self.embedding.weight, generator)
         self.embedding.weight.normal_(0.0, 1.0, generator=generator)
         if self.config.tied:  # a head of std 1 would start with a loss of tens of nats
             self.embedding.weight.mul_(self.config.d_model**-0.5)
 
 
-def _block(config: DecoderConfig, spec: AttentionSpec) -> Block | GAUBlock:
+@torch.no_grad()
+def init_linears(
+    model: nn.Module, config: DecoderConfig, table: Tensor, generator: torch.Generator | None = None
+) -> None:
+    """Matrices std 1/√fan_in, those that write to the residual stream less (see `Decoder.init_weights`).
+
+    `table` is left alone: a head that shares its weight with the embedding.
+    """
+    n = config.sublayers
+    residual = deepnorm(n)[1] if config.deepnorm else 1 / math.sqrt(n)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            std = module.in_features**-0.5 * (residual if name.endswith((".o_proj", ".down")) else 1.0)
+            if module.weight is not table:
+                module.weight.normal_(0.0, std, generator=generator)
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+def build_block(config: DecoderConfig, spec: AttentionSpec) -> Block | GAUBlock:
+    """One layer of a model of these sizes and choices."""
     if config.attention == "gau":
         gau = GAU(config.d_model, size=config.head_dim or 128, spec=spec, dropout=config.dropout)
         alpha = deepnorm(config.sublayers)[0] if config.deepnorm else 1.0

@@ -122,9 +122,15 @@ class GAUBlock(nn.Module):
         self.norm = nn.RMSNorm(gau.d_model, eps=1e-6, elementwise_affine=False)
 
     def forward(
-        self, x: Tensor, *, cache: KVCache | None = None, mask: Tensor | None = None, pos: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        pos: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         """x [b t m] -> [b t m]."""
-        if self.norm_order == "pre":
-            return x + self.attention(self.norm(x), cache=cache, mask=mask, pos=pos)
-        return self.norm(self.alpha * x + self.attention(x, cache=cache, mask=mask, pos=pos))
+        pre = self.norm_order == "pre"
+        branch = self.attention(self.norm(x) if pre else x, cache=cache, causal=causal, mask=mask, pos=pos)
+        return x + branch if pre else self.norm(self.alpha * x + branch)

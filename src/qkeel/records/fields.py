@@ -78,10 +78,36 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
 }
 
+# The same split by token classes, where a model is watched with classes: "NAME/text" by class, "NAME/image->text" by
+# the classes of query and key. The first two are of a head as a whole.
+CLASS_FIELDS: dict[str, HeadField] = {
+    "query_competition": HeadField("1", "mean query norm of the longest token class over that of the shortest", "mean"),
+    "key_competition": HeadField("1", "mean key norm of the longest token class over that of the shortest", "mean"),
+    "class_max_logit": HeadField("nats", "largest signed logit of queries of one class and keys of another", "max"),
+    "class_mass": HeadField("share", "weight that queries of one class give to all keys of another, mean", "mean"),
+    "class_uniform_mass": HeadField("share", "class_mass if a query gave each key it sees the same weight", "mean"),
+    "class_query_norm": HeadField("1", "mean L2 norm of the queries of a class", "mean"),
+    "class_key_norm": HeadField("1", "mean L2 norm of the keys of a class (of the head's group)", "mean"),
+}
+
 # More numbers of a watched model; "block_output_norm/LAYER" is that of one layer.
 VALUE_FIELDS: dict[str, Field] = {
     "final_hidden_norm": Field("1", "mean L2 norm of the hidden states that enter the output layer"),
     "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
+}
+
+# More numbers of a run whose task has them; "NAME/text" is that of tokens or targets of a class, "NAME/image>text" that
+# of queries of the one and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
+TASK_FIELDS: dict[str, Field] = {
+    "val_loss": Field("nats/token", "loss on held-out targets of a kind; null where it was not evaluated"),
+    "val_accuracy": Field("share", "held-out images whose class has the largest logit"),
+    "query_norm": Field("1", "mean L2 norm of the class's queries as they enter the dot product, over heads, layers"),
+    "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads, layers"),
+    "max_logit": Field("nats", "largest signed attention logit of a query and a key class, scaled, before cap"),
+    "attention_mass": Field("share", "weight that queries of one class give keys of the other, over heads, layers"),
+    "uniform_mass": Field("share", "attention_mass if each query gave all keys it sees the same weight"),
+    "last_block_norm": Field("1", "mean L2 norm of the class's hidden states that leave the last block"),
+    "mix": Field("name", "the mix of data in a multimodal study"),
 }
 
 # One row per run in a study's table.csv.
@@ -128,6 +154,15 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
 }
 
 
+def head_field(name: str) -> HeadField | None:
+    """The field of a number of each head, by token classes or not; None if there is none of the name.
+
+    >>> head_field("class_max_logit/image->text").fold
+    'max'
+    """
+    return HEAD_FIELDS.get(name) or CLASS_FIELDS.get(name.partition("/")[0])
+
+
 def explain_field(name: str) -> str:
     """The meaning and unit of a recorded name.
 
@@ -138,7 +173,9 @@ def explain_field(name: str) -> str:
     table: dict[str, Field | HeadField] = {
         **EXTRAPOLATION_COLUMNS,
         **HEAD_FIELDS,
+        **CLASS_FIELDS,
         **VALUE_FIELDS,
+        **TASK_FIELDS,
         **STEP_FIELDS,
         **TABLE_COLUMNS,
     }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
+from qkeel.functional.classes import TokenClasses
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.slot import Params
 
@@ -19,7 +20,7 @@ class AttentionCall:
 
     `plain` says that positions are the default ones (0 .. s-1, queries aligned to the end of the keys), so a
     kernel may use a causal flag instead of comparing positions. `query_mask` [b t] is read by statistics only:
-    False leaves a query row, a padded one say, out of them; attention computes it all the same.
+    False leaves a query row, a padded one say, out of them; attention computes it all the same. `classes` splits them.
     """
 
     spec: AttentionSpec
@@ -34,6 +35,7 @@ class AttentionCall:
     plain: bool
     dropout: float = 0.0
     query_mask: Tensor | None = None
+    classes: TokenClasses | None = None
 
     @property
     def query_shape(self) -> tuple[int, int]:

@@ -179,6 +179,11 @@ PRESETS: dict[str, Preset] = {
         source="Henry et al. 2020, arXiv 2010.04245",
         build=_qknorm_2020,
     ),
+    "vit": Preset(
+        line="scaled dot product, no position (the model adds one to its input)",
+        source="Dosovitskiy et al. 2020, arXiv 2010.11929",
+        build=AttentionSpec,
+    ),
     "vit22b": Preset(
         line="LayerNorm on q and k per head, no position",
         source="Dehghani et al. 2023, arXiv 2302.05442 (per head: as Wortsman et al. 2023, arXiv 2309.14322)",
