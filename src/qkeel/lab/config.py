@@ -29,7 +29,7 @@ class ModelConfig:
     head_dim: int | None = None
     """Width of one head; d_model / n_heads if not given."""
     attention: str = "baseline"
-    """What attention computes: a preset, with options as in 'gemma2:cap=30'."""
+    """What attention computes: a preset, with options as in 'gemma2:cap=30', or with another position: 'kna+alibi'."""
     block: Literal["mha", "mla", "gau"] = "mha"
     """Multi-head (grouped, multi-query), multi-head latent attention, or gated attention units, which take no MLP."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
@@ -69,10 +69,13 @@ class DataConfig:
     """Sequences per step."""
     vocab_size: int | None = None
     """Number of token ids; 256 for text (bytes), the largest token + 1 for .bin if not given."""
+    needle: float = 0.0
+    """Share of training sequences that hide a value in the text and ask for it."""
 
     def __post_init__(self) -> None:
         settle(self)
         _at_least(self, 1, "context", "batch", "vocab_size")
+        _check("needle", self.needle, 0 <= self.needle <= 1, "between 0 and 1")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
 

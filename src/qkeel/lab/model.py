@@ -15,6 +15,7 @@ from qkeel.nn import Decoder, DecoderConfig
 from qkeel.registry import parse
 from qkeel.remedies import apply, canonical
 from qkeel.spec import AttentionSpec, preset
+from qkeel.spec.positions import with_position
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -44,18 +45,21 @@ def check(config: RunConfig) -> None:
 
 
 def attention_spec(text: str) -> AttentionSpec:
-    """The spec of a preset string.
+    """The spec of a preset string, with another position behind a plus if there is one.
 
     >>> attention_spec("gemma2:cap=30").cap
     Softcap(cap=30)
+    >>> attention_spec("kna+alibi").position.formula()
+    'ALiBi (- 2^(-8h/H)·|i - j|)'
     """
     terms = parse(text)
-    if len(terms) != 1:
-        raise InvalidValueError(f"expected one preset as attention, got {len(terms)} in {text!r}")
+    if len(terms) > 2:
+        raise InvalidValueError(f"expected one preset as attention, or preset+position, got {len(terms)} in {text!r}")
     options = {k: v for k, v in terms[0].options.items() if not isinstance(v, str)}
     if len(options) < len(terms[0].options):
         raise InvalidValueError(f"expected numbers as options of a preset, got {text!r}")
-    return preset(terms[0].name, **options)
+    spec = preset(terms[0].name, **options)
+    return with_position(spec, terms[1]) if len(terms) == 2 else spec
 
 
 def build_decoder(config: ModelConfig, vocab_size: int) -> Decoder:

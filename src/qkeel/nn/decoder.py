@@ -128,7 +128,13 @@ class Decoder(nn.Module):
 
 def _block(config: DecoderConfig) -> Block | GAUBlock:
     if config.attention == "gau":
-        gau = GAU(config.d_model, size=config.head_dim or 128, spec=config.spec, dropout=config.dropout)
+        gau = GAU(
+            config.d_model,
+            size=config.head_dim or 128,
+            spec=config.spec,
+            bias=config.norm_order == "pre",  # the paper's unit; post-norm is GAU-α's, without
+            dropout=config.dropout,
+        )
         alpha = deepnorm(config.sublayers)[0] if config.deepnorm else 1.0
         return GAUBlock(gau, norm_order=config.norm_order, alpha=alpha)
     attention: Attention | MLA

@@ -13,7 +13,7 @@ from qkeel.functional.scaling import cosine_scale, qk_norm_init
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.cap import Softcap
-from qkeel.spec.norm import L2Norm, LayerNorm, RMSNorm
+from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
 from qkeel.spec.position import NoPosition, Rope
 from qkeel.spec.scale import Fixed, FloorLogTemperature, InverseSqrt, Learned, LogN, Sqrt
 
@@ -30,28 +30,34 @@ class Preset:
     build: Callable[..., AttentionSpec]
 
 
-def _keynorm(norm: L2Norm | None, scale: str) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
-    """One row of the KeyNorm table and its log-n twin."""
-    slots: dict[str, Any] = {"position": Rope()}
-    if norm is not None:
-        slots = {"norm": norm, "position": Rope(order="rotate_then_norm")}
+def _su(on: On | None, scale: str, dynamic: bool) -> Callable[..., AttentionSpec]:
+    """One row of the KeyNorm table, or its log-n twin. Only a normed form takes a gain."""
+
+    def spec(train_length: int, clip: bool, gain: bool) -> AttentionSpec:
+        slots: dict[str, Any] = {"position": Rope()}
+        if on is not None:
+            # Behind the rotation as in the source; a gain per dimension only leaves distances alone before it.
+            slots = {"position": Rope(order="norm_then_rotate" if gain else "rotate_then_norm")}
+            slots["norm"] = L2Norm(on=on, gain="dim" if gain else "none")
+        # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
+        cosine = 4 * math.log(train_length) if dynamic else cosine_scale(train_length)
+        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(cosine)}
+        scaled = LogN(inner=scales[scale], train_length=train_length, clip=clip) if dynamic else scales[scale]
+        return AttentionSpec(**slots, scale=scaled)
 
     def plain(train_length: int = 512) -> AttentionSpec:
-        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(cosine_scale(train_length))}
-        return AttentionSpec(**slots, scale=scales[scale])
+        return spec(train_length, False, False)
 
     def log_n(train_length: int = 512, clip: bool = False) -> AttentionSpec:
-        # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
-        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(4 * math.log(train_length))}
-        return AttentionSpec(**slots, scale=LogN(inner=scales[scale], train_length=train_length, clip=clip))
+        return spec(train_length, clip, False)
 
-    return plain, log_n
+    def normed(train_length: int = 512, gain: bool = False) -> AttentionSpec:
+        return spec(train_length, False, gain)
 
+    def normed_log_n(train_length: int = 512, clip: bool = False, gain: bool = False) -> AttentionSpec:
+        return spec(train_length, clip, gain)
 
-_BASELINE, _BASELINE_LOGN = _keynorm(None, "sqrt")
-_QNA, _QNA_LOGN = _keynorm(L2Norm(on="q"), "one")
-_KNA, _KNA_LOGN = _keynorm(L2Norm(on="k"), "one")
-_COSA, _COSA_LOGN = _keynorm(L2Norm(on="qk"), "cosine")
+    return (log_n if dynamic else plain) if on is None else (normed_log_n if dynamic else normed)
 
 
 def _qknorm_2020(length: int = 72) -> AttentionSpec:
@@ -144,14 +150,16 @@ def _swin_v2() -> AttentionSpec:
 
 
 PRESETS: dict[str, Preset] = {
-    "baseline": Preset(line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_BASELINE),
-    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_BASELINE_LOGN),
-    "qna": Preset(line="L2-normed queries, scale 1", source=_SU, build=_QNA),
-    "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_QNA_LOGN),
-    "kna": Preset(line="KeyNorm: L2-normed keys, scale 1", source=_SU, build=_KNA),
-    "kna_logn": Preset(line="KeyNorm, logits × ln n/ln L", source=_SU, build=_KNA_LOGN),
-    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_COSA),
-    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_COSA_LOGN),
+    "baseline": Preset(
+        line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_su(None, "sqrt", False)
+    ),
+    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_su(None, "sqrt", True)),
+    "qna": Preset(line="L2-normed queries, scale 1", source=_SU, build=_su("q", "one", False)),
+    "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_su("q", "one", True)),
+    "kna": Preset(line="KeyNorm: L2-normed keys, scale 1", source=_SU, build=_su("k", "one", False)),
+    "kna_logn": Preset(line="KeyNorm, logits × ln n/ln L", source=_SU, build=_su("k", "one", True)),
+    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_su("qk", "cosine", False)),
+    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_su("qk", "cosine", True)),
     "qknorm_2020": Preset(
         line="L2-normed q and k, one learned scale per layer, no RoPE",
         source="Henry et al. 2020, arXiv 2010.04245",

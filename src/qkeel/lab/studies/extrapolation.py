@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 
-from qkeel.errors import unknown
+from qkeel.errors import InvalidValueError, unknown
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
-from qkeel.registry import lookup, parse
+from qkeel.registry import Term, lookup, parse
 from qkeel.spec import PRESETS
 
 FORMS = ("baseline", "baseline_logn", "qna", "qna_logn", "kna", "kna_logn", "cosa", "cosa_logn")
 BLOCKS = ("gau", "mha1", "mha4")
 DEFAULT = Grid(remedies=FORMS, lrs=(0.01,), seeds=(0, 1), blocks=("gau",))
-CONTEXTS = LongContexts()
+CONTEXTS = LongContexts(posthoc=("none", "baseline/rerope", "baseline/ntk", "kna/rerope", "kna/ntk"))
 # Small enough for half a minute a run on one core, large enough to show what the published table shows.
 BASE = RunConfig(
     model=ModelConfig(n_layers=3),
@@ -52,9 +53,36 @@ def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
 
 
 def _trained(form: str, base: RunConfig) -> str:
-    """The form with the training length that its constants follow from, where it has any."""
-    term = parse(form)[0]
-    takes = inspect.signature(lookup("attention form", PRESETS, term.name).build).parameters
-    if "train_length" not in takes or "train_length" in term.options:
-        return form
-    return f"{form}{',' if term.options else ':'}train_length={base.data.context}"
+    """The form with the training length that its constants follow from, and half of it as window, where it has any."""
+    length = base.data.context
+    terms = list(parse(form))
+    takes = inspect.signature(lookup("attention form", PRESETS, terms[0].name).build).parameters
+    if "train_length" in takes:
+        terms[0] = _with(terms[0], train_length=length)
+    if len(terms) > 1 and terms[1].name in ("rerope", "leaky_rerope"):
+        terms[1] = _with(terms[1], window=length // 2)
+        window = terms[1].options["window"]
+        if not isinstance(window, str) and window >= length:
+            raise InvalidValueError(f"expected a window under the training length {length} in {form!r}, got {window}")
+    return "+".join(map(str, terms))
+
+
+def _with(term: Term, **defaults: int) -> Term:
+    return dataclasses.replace(term, options={**defaults, **term.options})
+
+
+def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
+    """Each form at each position: rope is the forms' own, any other stands behind a plus.
+
+    >>> by_position(["kna"], ["rope", "alibi"])
+    ['kna', 'kna+alibi']
+    """
+    return [form if position == "rope" else f"{form}+{position}" for form in forms for position in positions]
+
+
+def continued(length: int) -> list[str]:
+    """What is compared where models are trained on at a length: KNA as it is against a baseline with a remedy.
+
+    Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
+    """
+    return [f"kna/none@{length}", f"baseline/none@{length}", f"baseline/pi@{length}", f"baseline/abf@{length}"]
