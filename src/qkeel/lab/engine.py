@@ -79,7 +79,7 @@ def make_plan(
     for config in unlike.values():
         check(config)
     for run in {(run.role, run.name): run for run in runs}.values() if contexts else ():
-        check_methods(run.config, contexts.of(run.name))
+        check_methods(run.config, contexts)
     for config in {run.role: run.config for run in runs}.values():
         load(config.data)
     axes = dataclasses.replace(plan.grid, remedies=[r.name for r in runs if r.role != "drift"])

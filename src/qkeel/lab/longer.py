@@ -28,7 +28,8 @@ from qkeel.lab.trainer import Trainer
 from qkeel.nn.core import SpecModule
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line, write_text
 from qkeel.records.files import json_line
-from qkeel.spec import AttentionSpec
+from qkeel.registry import lookup, parse
+from qkeel.spec import PRESETS, AttentionSpec
 
 FILE = "extrapolation.jsonl"
 _TOKENS = 8192  # looked at in one forward
@@ -53,6 +54,8 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
     contexts.check(length)
     long_texts(load_corpus(config.data), max(contexts.test_lengths), 1)
     for method in map(Method.parse, contexts.posthoc):
+        if method.form:
+            lookup("attention form", PRESETS, parse(method.form)[0].name)
         with contextlib.suppress(RefusedError):
             stretched(attention_spec(config.model.attention), method, length, max(contexts.test_lengths))
 
