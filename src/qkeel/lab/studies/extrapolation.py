@@ -58,17 +58,17 @@ def _trained(form: str, base: RunConfig) -> str:
     terms = list(parse(form))
     takes = inspect.signature(lookup("attention form", PRESETS, terms[0].name).build).parameters
     if "train_length" in takes:
-        terms[0] = _with(terms[0], train_length=length)
+        terms[0] = _with(terms[0], "train_length", length)
     if len(terms) > 1 and terms[1].name in ("rerope", "leaky_rerope"):
-        terms[1] = _with(terms[1], window=length // 2)
+        terms[1] = _with(terms[1], "window", length // 2)
         window = terms[1].options["window"]
         if not isinstance(window, str) and window >= length:
             raise InvalidValueError(f"expected a window under the training length {length} in {form!r}, got {window}")
     return "+".join(map(str, terms))
 
 
-def _with(term: Term, **defaults: int) -> Term:
-    return dataclasses.replace(term, options={**defaults, **term.options})
+def _with(term: Term, option: str, default: int) -> Term:
+    return dataclasses.replace(term, options={option: default, **term.options})
 
 
 def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
