@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -50,7 +50,7 @@ class Outside:
         return dilution_bound(self.largest_logit, n)
 
 
-def cosine_ranges(model: nn.Module, texts: Sequence[Tensor]) -> list[Range]:
+def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
     """Per layer the cosines that texts [b t] make its heads meet."""
     ranges: dict[int, Range] = {}
 
@@ -66,7 +66,7 @@ def cosine_ranges(model: nn.Module, texts: Sequence[Tensor]) -> list[Range]:
     return [ranges[layer] for layer in sorted(ranges)]
 
 
-def outside(model: nn.Module, texts: Sequence[Tensor], ranges: Sequence[Range]) -> Outside:
+def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) -> Outside:
     """How many of the pairs of texts [b t] lie outside the ranges."""
     counts = torch.zeros(len(ranges), len(ranges[0].low), dtype=torch.float64)
     found = Outside(counts, counts.clone(), torch.zeros_like(counts))

@@ -78,8 +78,8 @@ def make_plan(
     unlike = {(run.role, run.name): run.config for run in runs}
     for config in unlike.values():
         check(config)
-    for run in {(run.role, run.name): run for run in runs}.values() if contexts else ():
-        check_methods(run.config, contexts)
+        if contexts:
+            check_methods(config, contexts)
     for config in {run.role: run.config for run in runs}.values():
         load(config.data)
     axes = dataclasses.replace(plan.grid, remedies=[r.name for r in runs if r.role != "drift"])

@@ -35,7 +35,7 @@ class Method:
         if at and not (length.isdigit() and int(length) > 0):
             raise InvalidValueError(f"expected a length in tokens behind the @, as in pi@256, got {text!r}")
         terms = parse(name)
-        if len(terms) > 1:
+        if len(terms) != 1:
             raise InvalidValueError(f"expected one post-hoc method, got {len(terms)} in {text!r}")
         return cls(term=terms[0], form=form, trained_at=int(length) if at else 0)
 

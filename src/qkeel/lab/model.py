@@ -53,7 +53,7 @@ def attention_spec(text: str) -> AttentionSpec:
     'ALiBi (- 2^(-8h/H)·|i - j|)'
     """
     terms = parse(text)
-    if len(terms) > 2:
+    if len(terms) not in (1, 2):
         raise InvalidValueError(f"expected one preset as attention, or preset+position, got {len(terms)} in {text!r}")
     options = {k: v for k, v in terms[0].options.items() if not isinstance(v, str)}
     if len(options) < len(terms[0].options):
