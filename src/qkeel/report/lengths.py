@@ -90,6 +90,10 @@ def findings(study: StudyData) -> list[Finding]:
     if plain:
         text = f"Trained on {short} tokens and tested on {longest}, as trained: the share of accuracy kept is {held}; "
         found.append(Finding("lead", text + f"{count(seeds, 'seed')}."))
+    reading = [row for row in plain if "accuracy_last_short" in row.values]
+    if reading:
+        said = listing([f"{row.form} {_gained(row):+.1f}" for row in reading])
+        found.append(Finding("note", f"What the last {short} tokens gain from all before them, in points: {said}."))
     agree, pairs = agreement([row for row in rows if row.length == longest])
     if pairs:
         text = f"{agree} of {pairs} pairs of form and method stand in the published order of the share kept"
@@ -97,6 +101,11 @@ def findings(study: StudyData) -> list[Finding]:
     if seeds == 1:
         found.append(Finding("caution", "One seed: differences of a few points may be chance."))
     return found
+
+
+def _gained(row: Measured) -> float:
+    """Points of accuracy on the last stretch of a text that the text before it is worth."""
+    return 100 * (row.values["accuracy_last"].mean - row.values["accuracy_last_short"].mean)
 
 
 def agreement(rows: Sequence[Measured]) -> tuple[int, int]:
