@@ -48,7 +48,7 @@ def trained(width: int, seed: int, rng: torch.Generator, steps: int = 100) -> nn
 def main() -> None:
     """The table of docs/retrofit.md."""
     torch.set_num_threads(1)
-    print("| width, seed, gain | naive | gains fitted | and 40 steps on q, k | and 100 steps |\n" + "|---" * 5 + "|")
+    print("| width, seed, gain | naive | gains | and balanced | and 40 steps on q, k | and 100 |\n" + "|---" * 6 + "|")
     for width, seed, gain in ((64, 0, "dim"), (64, 1, "dim"), (96, 0, "dim"), (64, 0, "head_dim"), (64, 0, "head")):
         rng = torch.Generator().manual_seed(1)
         model = trained(width, seed, rng)
@@ -57,9 +57,9 @@ def main() -> None:
         with qkeel.apply("qk_norm", model, example=batches[0]):
             naive = reference.gap().kl
         cells = [f"{naive:.3f}"]
-        for steps in (0, 40, 100):
+        for steps, balance in ((0, False), (0, True), (40, True), (100, True)):
             start = time.perf_counter()
-            how = Fitting(distil=steps, lr=3e-3)
+            how = Fitting(distil=steps, balance=balance, lr=3e-3)
             with qkeel.retrofit(model, f"qk_norm:gain={gain}", batches, fitting=how):
                 kl = reference.gap().kl
             cells.append(f"{kl:.4f} ({naive / kl:.0f}x, {time.perf_counter() - start:.0f} s)")

@@ -1,10 +1,8 @@
-"""What works with what, asked of the code itself. `python -m tests.conformance.matrix` prints it as Markdown.
-
-It is the body of docs/compatibility.md; a test keeps the two equal.
-"""
+"""What works with what, asked of the code itself, as Markdown: the first part of docs/compatibility.md."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -18,7 +16,7 @@ from qkeel.remedies import REMEDIES, apply
 from qkeel.spec import PRESETS, preset
 from qkeel.spec.call import make_call
 
-KINDS = ("MHA", "GQA", "MLA")
+KINDS = ("MHA", "GQA", "MLA", "GAU")
 # Attention that knows nothing of qkeel: how its heads are made, and how it is computed.
 FOREIGN = {
     "linear layers, written out": ("linear", "eager"),
@@ -54,8 +52,10 @@ Each cell is asked of the code by a test. An empty cell is a refusal: the error 
 
 def model_of(kind: str) -> torch.nn.Module:
     """A small decoder with that kind of attention."""
-    attention, groups = "mla" if kind == "MLA" else "mha", 2 if kind == "GQA" else None
-    return Decoder(DecoderConfig(vocab_size=7, d_model=32, n_layers=1, n_kv_heads=groups, attention=attention))  # type: ignore[arg-type]
+    config = DecoderConfig(vocab_size=7, d_model=32, n_layers=1, n_kv_heads=2 if kind == "GQA" else None)
+    own = {"attention": kind.lower()} if kind in ("MLA", "GAU") else {}
+    heads = {"n_heads": 1, "head_dim": 32} if kind == "GAU" else {}
+    return Decoder(dataclasses.replace(config, **own, **heads))
 
 
 def refusal_of(name: str, kind: str) -> str:
@@ -170,8 +170,7 @@ def matrix() -> str:
         "## Remedies and kinds of attention\n",
         table("remedy", list(KINDS), remedies) + "\n",
         "## Remedies and attention of other people's models\n",
-        "With an example, in training. Generation with a cache, copies, and `torch.compile` before or after, are\n"
-        "tested on the layouts of the first columns, torch's encoder, and models of transformers.\n",
+        "With an example, in training.\n",
         table("remedy", list(FOREIGN), foreign) + "\n",
         "## Remedies and optimizers\n",
         "With torch's own default options, on multi-head attention.\n",
@@ -180,7 +179,3 @@ def matrix() -> str:
         "\n".join(why) if why else "Nothing is refused.",
     ]
     return "\n".join(parts) + "\n"
-
-
-if __name__ == "__main__":
-    print(matrix(), end="")

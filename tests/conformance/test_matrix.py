@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from qkeel.ops import KERNELS
 from qkeel.remedies import REMEDIES
 from qkeel.spec import PRESETS
 
 from .matrix import FOREIGN, foreign_refusal, kernel_refusal, matrix, refusal_of
+from .modes import MODES, mode_refusal, ways
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
@@ -19,10 +22,28 @@ def test_the_matrix_has_a_row_for_every_preset_and_remedy() -> None:
         assert f"\n| `{name}` |" in text
 
 
-def test_the_page_in_the_docs_is_the_matrix() -> None:
+HINT = "python -m tests.conformance.modes > docs/compatibility.md"
+
+
+def test_the_page_in_the_docs_begins_with_the_matrix() -> None:
     if PAGE.exists():
-        hint = "python -m tests.conformance.matrix > docs/compatibility.md"
-        assert PAGE.read_text(encoding="utf-8") == matrix(), hint
+        assert PAGE.read_text(encoding="utf-8").partition("\n## Remedies and ways to run")[0] == matrix(), HINT
+
+
+@pytest.mark.slow
+def test_the_page_in_the_docs_ends_with_the_ways_to_run() -> None:
+    if PAGE.exists():
+        assert PAGE.read_text(encoding="utf-8") == matrix() + ways(), HINT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_remedy_holds_in_every_mode_but_those_named(mode: str) -> None:
+    refused = {name for name in REMEDIES if mode_refusal(name, mode)}
+    assert refused == {
+        "Llama, flex_attention": {*CALLS, "qkv_norm"},
+        "Llama, micro-batches": {"sigma_reparam"},  # one power iteration per forward pass
+    }.get(mode, set())
 
 
 def test_every_preset_has_a_kernel_and_the_last_takes_all() -> None:

@@ -162,14 +162,14 @@ def test_own_positions_and_a_mask_hide_padding() -> None:
     assert torch.allclose(out[:, 2:], module(x), rtol=0, atol=1e-12)
 
 
-def test_its_site_is_one_head_and_remedies_on_the_weights_of_q_and_k_say_why_not() -> None:
-    model = nn.Sequential(GAU(WIDTH, size=SIZE), GAU(WIDTH, size=SIZE))
-    optimizer = torch.optim.AdamW(model.parameters())
+def test_its_site_is_one_head_made_by_gains_on_one_projection_and_takes_and_loses_a_norm() -> None:
+    model = nn.Sequential(GAU(WIDTH, size=SIZE), GAU(WIDTH, size=SIZE, bias=True))
     sites = find_sites(model)
-    assert [(s.name, s.n_heads, s.head_dim, s.terms) for s in sites] == [("0", 1, SIZE, ()), ("1", 1, SIZE, ())]
-    for name in ("lalr", "qk_clip"):
-        with pytest.raises(RefusedError, match="gains on one projection"):
-            apply(name, model, optimizer)
+    assert [(s.name, s.n_heads, s.head_dim) for s in sites] == [("0", 1, SIZE), ("1", 1, SIZE)]
+    made = [[(w.parameter.partition(".")[2], w.bias) for w in s.query] for s in sites]
+    assert made[0] == [("qk_proj.z_proj.weight", None), ("qk_proj.q_gain", None)]
+    assert made[1][1] == ("qk_proj.q_gain", "1.qk_proj.q_bias")
+    optimizer = torch.optim.AdamW(model.parameters())
     before, x = model(torch.ones(1, LENGTH, WIDTH)), torch.ones(1, LENGTH, WIDTH)
     with apply("qk_norm:gain=scalar", model, optimizer):
         assert not torch.equal(model(x), before)

@@ -222,16 +222,6 @@ def test_torchs_encoder_leaves_its_fast_path(nested: bool) -> None:
 # --- handles, copies, refusals
 
 
-@pytest.mark.parametrize(("remedy", "message"), [
-    ("qkv_norm", "dropped in qkeel's own blocks only"),
-    ("qkv_norm:drop_pre_norm=false", "which weights make the values"),
-])  # fmt: skip
-def test_qkv_norm_is_refused_where_values_or_blocks_are_not_told(remedy: str, message: str) -> None:
-    model, x = hf("llama", "sdpa"), example("llama")
-    with pytest.raises(RefusedError, match=message):
-        qkeel.apply(remedy, model, example=x)
-
-
 @pytest.mark.parametrize("change", ["softcap:cap=0.5", "log_n:length=3", "sink"])
 @pytest.mark.parametrize(("name", "how"), FAMILIES)
 def test_removal_leaves_no_trace(name: str, how: str, change: str) -> None:

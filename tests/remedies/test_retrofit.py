@@ -15,10 +15,13 @@ import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
 from qkeel.remedies.after_projection import HeadNorm
 from qkeel.remedies.retrofit import Fitting, Retrofit, retrofit
+from qkeel.remedies.retrofit.balance import Balance
 from qkeel.remedies.retrofit.gains import least_squares
 from qkeel.remedies.retrofit.outputs import Reference
 from qkeel.remedies.retrofit.replay import Rows
+from qkeel.sites import find_sites
 
+from .foreign import example, hf
 from .models import assert_same, decoder, snapshot, tokens, train
 
 transformers = pytest.importorskip("transformers")
@@ -84,10 +87,12 @@ def test_after_calibration_the_first_outputs_are_ten_times_closer_than_naive_ins
 ) -> None:
     reference, naive = naive_kl(llama, held_out)
     before = snapshot(llama)
-    with retrofit(llama, "qk_norm", batches, fitting=Fitting(iterations=10, distil=DISTIL, lr=RATE)) as found:
+    with retrofit(llama, "qk_norm", batches) as found:
         report = found.report
+        assert report.distilled is None
+        assert report.balanced is not None
         assert report.naive.kl > 0.05  # or there was nothing to repair
-        assert report.gap.kl < report.fitted.kl < report.naive.kl / 3
+        assert report.gap.kl == report.balanced.kl < report.fitted.kl < report.naive.kl / 3
         assert report.gap.kl < report.naive.kl / 10
         assert reference.gap().kl < naive / 10  # on text that it was not fitted to
         out = qkeel.export(llama, "qwen3", tmp_path / "qwen3")
@@ -101,7 +106,79 @@ def test_after_calibration_the_first_outputs_are_ten_times_closer_than_naive_ins
     assert_same(before, snapshot(llama))
 
 
-DISTIL, RATE = 60, 3e-3
+def test_distillation_comes_on_top_and_all_of_it_comes_off(
+    llama: nn.Module, batches: list[Tensor], held_out: list[Any]
+) -> None:
+    reference, naive = naive_kl(llama, held_out)
+    before = snapshot(llama)
+    with retrofit(llama, "qk_norm", batches, fitting=Fitting(iterations=10, distil=60, lr=3e-3)) as found:
+        report = found.report
+        assert report.distilled is not None
+        assert report.balanced is not None
+        assert report.gap.kl == report.distilled.kl < report.balanced.kl
+        assert reference.gap().kl < naive / 15
+    assert_same(before, snapshot(llama))
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("llama", 4), ("neox", 4), ("gpt2", 8), ("qwen2", 4), ("deepseek", 0)])
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+def test_queries_scaled_against_keys_leave_a_model_without_a_norm_as_it_is(name: str, numbers: int, how: str) -> None:
+    """Llama pairs halves, GPT-NeoX here the first two of eight; GPT-2 turns nothing; latent keys have none."""
+    model, batch = hf(name, how).double(), ((example(name),), {})
+    state = {n: p.clone() for n, p in model.state_dict().items()}
+    reference = Reference(model, [batch])
+    balance = Balance.of(reference, find_sites(model, *batch[0]))
+    assert all(torch.equal(p, model.state_dict()[n]) for n, p in state.items())
+    if balance is None:
+        assert numbers == 0
+        return
+    assert [t.shape for t in balance.numbers] == [(2 if name in ("llama", "qwen2") else 4, numbers)] * 2
+    with torch.no_grad():
+        for t in balance.numbers:
+            t.uniform_(-1, 1)
+    balance.put()
+    assert not torch.equal(state[balanced_weight(name)], model.state_dict()[balanced_weight(name)])
+    assert reference.gap().kl < 1e-14
+    balance.restore()
+    assert all(torch.equal(p, model.state_dict()[n]) for n, p in state.items())
+
+
+def balanced_weight(name: str) -> str:
+    """A weight that makes queries."""
+    fused = {
+        "gpt2": "transformer.h.0.attn.c_attn.weight",
+        "neox": "gpt_neox.layers.0.attention.query_key_value.weight",
+    }
+    return fused.get(name, "model.layers.0.self_attn.q_proj.weight")
+
+
+def test_the_gradient_by_the_numbers_is_that_of_finite_differences() -> None:
+    model, batch = hf("llama", "sdpa").double(), ((example("llama"),), {})
+    reference = Reference(model, [batch])
+    balance = Balance.of(reference, find_sites(model, *batch[0]))
+    assert balance is not None
+    handle = qkeel.apply("qk_norm", model, example=batch[0][0])
+    seen = []
+    gains = [p for n, p in model.named_parameters() if n.endswith(("q_norm.weight", "k_norm.weight"))]
+
+    def loss() -> Tensor:
+        value = model(batch[0][0]).logits.square().mean()
+        seen.append(([t.detach().clone() for t in balance.numbers], float(value.detach())))
+        return value
+
+    balance.descend(gains, loss, 1)
+    (t0, first), (t1, second) = seen[0], seen[1]
+    step = sum(float((b - a).square().sum()) for a, b in zip(t0, t1))
+    assert step > 0
+    assert second < first
+    handle.remove()
+
+
+def test_weights_that_something_else_uses_are_not_scaled(batches: list[Tensor]) -> None:
+    model = trained(0)
+    model.model.layers[1].self_attn.q_proj.weight = model.model.layers[0].self_attn.q_proj.weight
+    sites = find_sites(model, batches[0])
+    assert Balance(model, sites).sites == []
 
 
 @pytest.mark.parametrize("gain", ["dim", "head_dim", "one_plus_dim"])
@@ -110,9 +187,10 @@ def test_gains_alone_bring_it_closer_by_attention_and_by_output(
 ) -> None:
     reference, naive = naive_kl(llama, held_out)
     weights = {n: p.clone() for n, p in llama.state_dict().items()}
-    with retrofit(llama, f"qk_norm:gain={gain}", batches[:2], fitting=Fitting(iterations=8)) as found:
+    how = Fitting(iterations=8, balance=False)
+    with retrofit(llama, f"qk_norm:gain={gain}", batches[:2], fitting=how) as found:
         report = found.report
-        assert report.distilled is None
+        assert report.balanced is report.distilled is None
         assert reference.gap().kl < naive / 3
         assert all(torch.equal(p, llama.state_dict()[n]) for n, p in weights.items())
         assert all(p.grad is None for p in llama.parameters())

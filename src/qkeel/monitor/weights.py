@@ -92,10 +92,15 @@ class Weights:
         else:
             inner = first.new_zeros(max(len(first), len(second)), first.shape[1], second.shape[1])
         for part in a[1:]:
-            inner = self._weight(part) @ inner
+            inner = self._after(part, inner)
         for part in b[1:]:
-            inner = inner @ self._weight(part).mT
+            inner = self._after(part, inner.mT).mT
         return inner
+
+    def _after(self, part: HeadSlice, inner: Tensor) -> Tensor:
+        """A weight times what comes before it; gains multiply row by row."""
+        weight = self._weight(part)
+        return weight * inner if self._parameters[part.parameter].ndim == 1 else weight @ inner
 
     def _weight(self, part: HeadSlice) -> Tensor:
         return _whole(part, self._parameters[part.parameter])

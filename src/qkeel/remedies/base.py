@@ -152,6 +152,17 @@ class HeadWeights:
                 )
         return tensors
 
+    def in_full_precision(self, optimizer: Optimizer, remedy: str, does: str) -> list[Tensor | None]:
+        """`of_optimizer`, refused where what the remedy `does` to a weight would be rounded away."""
+        tensors = self.of_optimizer(optimizer, remedy)
+        for s, p in zip(self.slices, tensors):
+            if p is not None and p.dtype in LOW_PRECISION:
+                raise RefusedError(
+                    f"{remedy} {does}, which {p.dtype} weights round away ({s.parameter}); keep float32 weights and "
+                    "use autocast"
+                )
+        return tensors
+
     def read(self, optimizer: Optimizer, remedy: str) -> list[Tensor]:
         """The most exact tensor there is for each entry: its float32 copy, else the weight."""
         return [p if t is None else t for p, t in zip(self.parameters, self.of_optimizer(optimizer, remedy))]

@@ -20,7 +20,8 @@ from qkeel.remedies.join import join
 from qkeel.remedies.parameters import module_name
 from qkeel.remedies.stand_in import place, take_out
 from qkeel.sites.find import find_sites, is_normed
-from qkeel.sites.site import AttentionSite
+from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.sites.values import value_slices
 from qkeel.spec import AttentionSpec, InverseSqrt, L2Norm, LayerNorm, Learned, LogN, RMSNorm
 from qkeel.spec.norm import Gain, GainNorm, Over
 from qkeel.spec.scale import FloorLogTemperature, Scale
@@ -48,7 +49,8 @@ class ChangeNorm(ChangeSpec):
         """Whether the norm gives the same before a rotation and after it, for heads of any number."""
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
-        plans = {site.name: self._plan(target, site) for site in sites}
+        values = value_slices(target.model, *target.example) if sites and "v" in self.sides else {}
+        plans = {site.name: self._plan(target, site, values.get(site.name, "")) for site in sites}
         projected = {name: plan for name, plan in plans.items() if not isinstance(plan, Refusal)}
         yield from _norm_projections(self, target, [s for s in sites if s.name in projected], projected)
         called = [s for s in sites if s.name not in projected]
@@ -58,11 +60,17 @@ class ChangeNorm(ChangeSpec):
                 raise RefusedError(f"{self.name} at {site.name or 'the model itself'}: {unseen or plans[site.name]}")
         yield from exchange_calls((self, target.train_length), target, called)
 
-    def _plan(self, target: Target, site: AttentionSite) -> dict[Part, Heads] | Refusal:
+    def _plan(
+        self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str
+    ) -> dict[Part, Heads] | Refusal:
         """Which modules make the heads that are to be normed."""
         plan: dict[Part, Heads] = {}
         for part in self.sides:
             ways = [(term.query if part == "q" else term.key)[-1] for term in site.terms]
+            if part == "v":
+                if isinstance(values, str):
+                    return Refusal(f"the weights that make the values can't be told ({values})", "use qk_norm")
+                ways = list(values)
             found = heads_of(target.model, site, part, ways)
             if isinstance(found, Refusal):
                 return found

@@ -32,9 +32,10 @@ class LALR(Remedy):
     For W_Q^h: f = 1/‖W_K^h‖, for W_K^h: 1/‖W_Q^h‖, so a step changes logits by a bounded amount however large
     the weights have grown. In general (`AttentionSite.terms`): over the terms a matrix takes part in the smallest
     f, and where heads share it the largest product over those heads; this is the published algorithm 2 for MLA
-    and its extension to grouped keys. A weight that layers share takes part in the terms of all of them. Biases
-    keep the base rate. The whole step is scaled, decoupled weight decay included. A matrix of norm zero counts with
-    the norm it had at the start; one that was zero at the start never counts. Frozen weights count as partners.
+    and its extension to grouped keys; in a GAU W_z, on both ways, is its own partner. A weight that layers share
+    takes part in the terms of all of them. Biases keep the base rate. The whole step is scaled, decoupled weight decay
+    included. A matrix of norm zero counts with the norm it had at the start; one that was zero at the start never
+    counts. Frozen weights count as partners.
 
     The norms are those of the weights when the remedy is applied; `state()` carries them across a checkpoint.
     decay="plain" leaves decoupled weight decay at the base rate, η·λ, and scales the rest of the step only.

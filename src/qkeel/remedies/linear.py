@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from qkeel.errors import RefusedError
 from qkeel.remedies.base import HeadWeights
-from qkeel.remedies.masters import LOW_PRECISION
 
 # Entries of a parameter group that belong to its parameters or its scheduler, not to the update rule.
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
@@ -26,25 +25,15 @@ def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, dec
 
     With decay=False its weight decay must be decoupled, so that it can be told from the rest of the step.
     """
-    tensors = weights.of_optimizer(optimizer, remedy)
-    for s, p in zip(weights.slices, tensors):
-        if p is not None and p.dtype in LOW_PRECISION:
-            raise RefusedError(
-                f"{remedy} scales small steps, which {p.dtype} weights round away ({s.parameter}); keep float32 "
-                "weights and use autocast"
-            )
-    wanted = {id(p) for p in tensors if p is not None}
-    for group in optimizer.param_groups:
-        held = [p for p in group["params"] if id(p) in wanted]
-        if not held:
-            continue
-        with _apart(held[0].device):
-            if not _tried(optimizer, remedy, group, held[0].device):
+    tensors = weights.in_full_precision(optimizer, remedy, "scales small steps")
+    for group, device in _groups_of(optimizer, tensors):
+        with _apart(device):
+            if not _tried(optimizer, remedy, group, device):
                 raise RefusedError(
                     f"{remedy} needs an optimizer whose step is proportional to the learning rate; a probe step of "
                     f"{type(optimizer).__name__} at half the rate was not half as long. Use AdamW, SGD, Muon, …"
                 )
-            if not decay and group.get("weight_decay") and not _is_decoupled(optimizer, group, held[0].device):
+            if not decay and group.get("weight_decay") and not _is_decoupled(optimizer, group, device):
                 raise RefusedError(
                     f"{remedy} can leave decoupled weight decay at its full size, but that of "
                     f"{type(optimizer).__name__} is part of the gradient here; use decay=scaled or AdamW"
@@ -67,14 +56,10 @@ def check_keeps(optimizer: Optimizer, remedy: str, tensors: Iterable[Tensor | No
     Tried on a small matrix: halved between steps at rate almost 0, it must stay so. An optimizer that cannot be tried
     (one that takes closures only) passes.
     """
-    wanted = {id(p) for p in tensors if p is not None}
-    for group in optimizer.param_groups:
-        held = [p for p in group["params"] if id(p) in wanted]
-        if not held:
-            continue
-        with _apart(held[0].device):
+    for group, device in _groups_of(optimizer, tensors):
+        with _apart(device):
             try:
-                keeps = _keeps_changes(optimizer, group, held[0].device)
+                keeps = _keeps_changes(optimizer, group, device)
             except Exception:  # nothing is known then
                 continue
         if not keeps:
@@ -83,6 +68,15 @@ def check_keeps(optimizer: Optimizer, remedy: str, tensors: Iterable[Tensor | No
                 "which it would bring the old ones back (schedule-free, lookahead, …); use an optimizer that steps the "
                 "weights themselves"
             )
+
+
+def _groups_of(optimizer: Optimizer, tensors: Iterable[Tensor | None]) -> Iterator[tuple[dict[str, Any], torch.device]]:
+    """The groups that hold any of the tensors, and on which device."""
+    wanted = {id(p) for p in tensors if p is not None}
+    for group in optimizer.param_groups:
+        device = next((p.device for p in group["params"] if id(p) in wanted), None)
+        if device is not None:
+            yield group, device
 
 
 @contextmanager

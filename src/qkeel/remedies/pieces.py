@@ -19,7 +19,7 @@ class Piece:
     """Rows of a weight or bias that get one factor per head.
 
     `shares` are the numbers of the entries it stands for, with their slices. A `whole` piece is the whole tensor:
-    its slices overlap without being the same, or have no view. Any other is the view [n r …] of its one slice.
+    its slices overlap without being the same, or have no view. Any other is the view [n r m] of its one slice.
     """
 
     weight: Tensor
@@ -35,7 +35,7 @@ class Piece:
         """The factors of its entries, so that they broadcast against the view; the smallest where several apply."""
         if self.whole:
             return merge_lines([(s, factors[i]) for i, s in self.shares], self.weight)
-        return self.per_head(factors).view(-1, *[1] * self.weight.ndim)
+        return self.per_head(factors).view(-1, 1, 1)
 
     def per_head(self, factors: Mapping[int, Tensor] | Sequence[Tensor]) -> Tensor:
         """The same per head [n], of a piece that is not whole."""

@@ -35,8 +35,9 @@ class QKClip(Remedy):
     now give exactly τ if the step had not moved them. Where query heads share a key head, `groups` decides:
     "query" puts the whole γ_h on W_Q^h and leaves the key alone (exact per head), "group" clips the whole group
     by its worst head (Megatron-LM). MLA: √γ on both up-projections, γ on the rotated query, the shared rotated
-    key untouched. A weight that layers share is scaled once, by the smallest of their factors. Low-rank adapters:
-    the base weight's rows and B's; where the base is frozen that is refused unless `frozen` is "scale".
+    key untouched. GAU: √γ on the gains (and offsets) of q and of k. A weight that layers share is scaled once, by the
+    smallest of their factors. Low-rank adapters: the base weight's rows and B's; where the base is frozen that is
+    refused unless `frozen` is "scale".
 
     Heads under τ keep their weights bit for bit; negative, zero, missing, infinite and NaN maxima never clip.
     Only forwards in training mode count, all of those since the last step that was taken, of all processes that train

@@ -8,12 +8,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_untold
 from qkeel.remedies.linear import check_keeps
-from qkeel.remedies.masters import LOW_PRECISION, innermost
+from qkeel.remedies.masters import innermost
 from qkeel.remedies.pieces import Piece, owned
 from qkeel.remedies.presence import Presence
 from qkeel.sites.site import AttentionSite
@@ -46,13 +45,7 @@ class QKWeightDecay(Remedy):
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
-        tensors = weights.of_optimizer(optimizer, self.name)
-        for s, p in zip(weights.slices, tensors):
-            if p is not None and p.dtype in LOW_PRECISION:
-                raise RefusedError(
-                    f"qk_weight_decay shrinks weights by parts in ten thousand, which {p.dtype} rounds away "
-                    f"({s.parameter}); keep float32 weights and use autocast"
-                )
+        tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by parts in ten thousand")
         check_keeps(optimizer, self.name, tensors)
         presence = Presence(target.model, self.name, (s.parameter for s in weights.slices))
         parts = [piece for _, _, found in owned(tensors, weights.slices) for piece in found]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal, final
 
 from torch import nn
 
 from qkeel.errors import InvalidTypeError, unknown
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.block import Block
 from qkeel.nn.core import SpecModule
+from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.mla import MLA
-from qkeel.remedies.base import Target
+from qkeel.remedies.base import Target, compose_all
+from qkeel.remedies.blocks import pre_norm_branches, swap
+from qkeel.remedies.change_norm import ChangeNorm
 from qkeel.remedies.change_spec import PER_DIM, ChangeSpec, refuse_norm
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, LayerNorm, RMSNorm
@@ -24,17 +28,20 @@ KINDS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layer": LayerNorm, "rms": 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QKVNorm(ChangeSpec):
+class QKVNorm(ChangeNorm):
     """q̃ = norm(q) · gain, k̃ and ṽ likewise, per head; the block's norm before attention is dropped.
 
-    `drop_pre_norm=false` keeps that norm. A block that norms after attention only (post, swin) has none to drop; in a
-    peri block the one before goes and the one after stays.
+    Values are those that attention multiplies by its weights, of the model's key-value heads. `drop_pre_norm=false`
+    keeps the norm before attention; on other people's models that norm is found by what flows through the block, and
+    refused where it is not. Of qkeel's own blocks one that norms after attention only (post, swin) has none to drop;
+    in a peri block the one before goes and the one after stays.
     """
 
     kind: Literal["layer", "rms"] = "layer"
     gain: Gain = "dim"
     drop_pre_norm: bool = True
 
+    sides = ("q", "k", "v")
     name = "qkv_norm"
     line = "normalises queries, keys and values after the projection, and drops the norm before it"
     source = "Rybakov et al. 2024, arXiv 2410.16682, section 3"
@@ -46,50 +53,52 @@ class QKVNorm(ChangeSpec):
         if not isinstance(self.drop_pre_norm, bool):
             raise InvalidTypeError(f"expected true or false for drop_pre_norm of qkv_norm, got {self.drop_pre_norm!r}")
 
-    def supports(self, site: AttentionSite) -> Refusal | None:
-        refusal = ChangeSpec.supports(self, site) or refuse_norm(
-            site, per_dim=self.kind == "layer" or self.gain in PER_DIM
-        )
-        if refusal is None and not isinstance(site.module, SpecModule):
-            refusal = self._refuse_foreign(site)
-        if refusal is None and isinstance(site.module, MLA) and self.gain in PER_DIM:
-            values = site.module.sizes.value_dim
-            if values != site.head_dim:
-                return Refusal(
-                    f"a gain per dimension of q and k ({site.head_dim}) does not fit values of {values}",
-                    "use gain none, scalar or head",
-                )
-        return refusal
+    @property
+    def commutes(self) -> bool:
+        return self.kind == "rms" and self.gain in ("none", "scalar")
 
-    def _refuse_foreign(self, site: AttentionSite) -> Refusal | None:
-        if self.drop_pre_norm:
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        per_dim = self.kind == "layer" or self.gain in PER_DIM
+        refusal = ChangeSpec.supports(self, site) or refuse_norm(site, per_dim=per_dim)
+        values = site.head_dim
+        if isinstance(site.module, MLA):
+            values = site.module.sizes.value_dim
+        elif isinstance(site.module, GAU):
+            values = site.module.hidden
+        if refusal is None and self.gain in PER_DIM and values != site.head_dim:
             return Refusal(
-                "the norm before attention can be dropped in qkeel's own blocks only",
-                "use drop_pre_norm=false, or qk_norm",
+                f"a gain per dimension of q and k ({site.head_dim}) does not fit values of {values}",
+                "use gain none, scalar or head",
             )
-        if not isinstance(site.module, nn.MultiheadAttention):
-            return Refusal("which weights make the values can't be told at this attention", "use qk_norm")
-        return None
+        return refusal
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
         return spec.replace(norm=KINDS[self.kind](on="qkv", gain=self.gain))
 
     def apply(self, target: Target) -> Handle:
-        handles = [ChangeSpec.apply(self, target)]
-        if self.drop_pre_norm:
-            modules = {id(site.module) for site in target.sites}
-            blocks = [m for m in target.model.modules() if isinstance(m, Block) and id(m.attention) in modules]
-            handles.extend(_drop(block) for block in blocks)
-        return compose(handles)
+        return compose_all(self._all(target))
+
+    def _all(self, target: Target) -> Iterator[Handle]:
+        yield ChangeSpec.apply(self, target)
+        if not self.drop_pre_norm:
+            return
+        modules = {id(site.module) for site in target.sites}
+        for block in target.model.modules():
+            if isinstance(block, Block) and id(block.attention) in modules:
+                yield _drop(block, "attention_norm")
+            elif isinstance(block, GAUBlock) and id(block.attention) in modules and block.norm_order == "pre":
+                yield _drop(block, "norm")
+        foreign = [site for site in target.sites if not isinstance(site.module, SpecModule)]
+        if foreign:
+            branches = pre_norm_branches(dataclasses.replace(target, sites=foreign), f"{self.name} (drop_pre_norm)")
+            around = {(b.name, b.function): b for b in branches if b.post == "attention_post_norm"}
+            for branch in around.values():
+                yield _drop(branch.block, branch.norm)
 
 
-def _drop(block: Block) -> Handle:
-    norm = block.attention_norm
-    block.attention_norm = nn.Identity()
+def _drop(block: nn.Module, name: str) -> Handle:
+    """The norm of that name out of a block's way."""
+    norm = block.get_submodule(name)
     for parameter in norm.parameters():
         parameter.grad = None  # out of reach of zero_grad, so an optimizer would step by it again and again
-
-    def undo() -> None:
-        block.attention_norm = norm
-
-    return Handle(undo)
+    return swap(block, name, nn.Identity())

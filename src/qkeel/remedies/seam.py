@@ -22,7 +22,7 @@ from qkeel.functional.norms import wide
 from qkeel.ops import run, run_with_weights
 from qkeel.remedies.stand_in import StandIn, place, take_out
 from qkeel.sites.blockwise import HIDES
-from qkeel.sites.fused import mha_mask
+from qkeel.sites.fused import hiding, mha_mask
 from qkeel.spec import AttentionSpec, LogN
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.normalizer import Normalizer
@@ -126,7 +126,7 @@ class Seam(StandIn):
     ) -> AttentionCall:
         q, k, v = qkv
         t, s = q.shape[2], k.shape[2]
-        mask = _hiding(mask)
+        mask = hiding(mask)
         pos_q, pos_k = None, None
         if causal and t != s:  # torch's flag aligns to the first key
             pos_q, pos_k = torch.arange(t, device=q.device), torch.arange(s, device=q.device)
@@ -257,15 +257,6 @@ def _sdpa_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[A
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
     given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, **dict(zip(names, args)), **kwargs}
     return tuple(given[name] for name in names)
-
-
-def _hiding(mask: Tensor | None) -> Tensor | None:
-    """A mask [b|1 h|1 t|1 s] with -inf where it hides."""
-    if mask is None:
-        return None
-    while mask.ndim < 4:
-        mask = mask[None]
-    return mask if mask.dtype == torch.bool else mask.masked_fill(mask <= HIDES, -torch.inf)
 
 
 def _counts(spec: AttentionSpec) -> bool:

@@ -8,14 +8,14 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from qkeel.errors import RefusedError, unknown
+from qkeel.errors import unknown
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
 from qkeel.remedies.linear import check_keeps
-from qkeel.remedies.masters import LOW_PRECISION, innermost
+from qkeel.remedies.masters import innermost
 from qkeel.remedies.pieces import merge_lines, owned
 from qkeel.remedies.presence import Presence
 from qkeel.sites.find import is_normed
@@ -63,13 +63,7 @@ class SpectralCap(Remedy):
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
-        tensors = weights.of_optimizer(optimizer, self.name)
-        for s, p in zip(weights.slices, tensors):
-            if p is not None and p.dtype in LOW_PRECISION:
-                raise RefusedError(
-                    f"spectral_cap needs weights that keep small changes, and {s.parameter} is {p.dtype}; keep float32 "
-                    "weights and use autocast"
-                )
+        tensors = weights.in_full_precision(optimizer, self.name, "makes small changes")
         check_keeps(optimizer, self.name, tensors)
         presence = Presence(target.model, self.name, (s.parameter for s in weights.slices))
         owners = [(tensor, entries) for tensor, entries, _ in owned(tensors, weights.slices)]

@@ -17,11 +17,6 @@ from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
 from qkeel.spec import NoNorm
 
 _OWN = (Attention, MLA, GAU)
-# What would be clipped are the gains behind the SiLU, and a learning rate for them would leave W_z out.
-_SHARED = (
-    "q and k of a GAU are gains on one projection with a SiLU behind it, so no rows of a weight belong to q or to k "
-    "alone; use a norm on them (kna, cosa, qk_norm) or softcap"
-)
 
 
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSite]:
@@ -52,9 +47,6 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSit
 
 
 def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
-    terms: tuple[LogitTerm, ...] = ()
-    if not isinstance(module, GAU):
-        terms = _mla_terms(name, module) if isinstance(module, MLA) else _mha_terms(name, module)
     norm, prefix = module.spec.norm, f"{name}." if name else ""
     return AttentionSite(
         name=name,
@@ -63,11 +55,16 @@ def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
         n_heads=module.n_heads,
         n_kv_heads=module.n_kv_heads,
         head_dim=module.head_dim,
-        terms=terms,
-        why="" if terms else _SHARED,
+        terms=_terms(name, module),
         query_gains=own_gains(norm, prefix, "q", module.n_heads, module.head_dim),
         key_gains=own_gains(norm, prefix, "k", module.n_kv_heads, module.head_dim),
     )
+
+
+def _terms(name: str, module: Attention | MLA | GAU) -> tuple[LogitTerm, ...]:
+    if isinstance(module, Attention):
+        return _mha_terms(name, module)
+    return _mla_terms(name, module) if isinstance(module, MLA) else _gau_terms(name, module)
 
 
 def _slice(name: str, module: nn.Module, linear: str, n: int) -> HeadSlice:
@@ -98,6 +95,18 @@ def _mla_terms(name: str, module: MLA) -> tuple[LogitTerm, ...]:
         LogitTerm(query=(*down_q, up_q), key=(*down_k, up_k)),
         LogitTerm(query=(*down_q, rope_q), key=(rope_k,)),
     )
+
+
+def _gau_terms(name: str, module: GAU) -> tuple[LogitTerm, ...]:
+    """(W_z, γ_q) and (W_z, γ_k): one projection on both ways, the SiLU behind it left out."""
+    shared = _slice(name, module, "qk_proj.z_proj", 1)
+    made = f"{name}.qk_proj" if name else "qk_proj"
+
+    def gains(part: str) -> HeadSlice:
+        bias = f"{made}.{part}_bias" if module.qk_proj.q_bias is not None else None
+        return rows(f"{made}.{part}_gain", 1, module.head_dim, bias)
+
+    return (LogitTerm(query=(shared, gains("q")), key=(shared, gains("k"))),)
 
 
 def is_normed(site: AttentionSite) -> bool:

@@ -69,17 +69,25 @@ def _call(frame: Frame, q: Tensor, k: Tensor, scale: float, mask: Tensor | None,
     k4 = fewest_keys(k4)
     pos = (torch.arange(t, device=q.device), torch.arange(s, device=q.device)) if causal and t != s else (None, None)
     spec = AttentionSpec(scale=Fixed(scale))
-    return make_call(spec, q4, k4, k4, causal=causal, mask=_hiding(mask), pos_q=pos[0], pos_k=pos[1])
+    return make_call(
+        spec,
+        q4,
+        k4,
+        k4,
+        causal=causal,
+        mask=hiding(mask if mask is None else mask.detach()),
+        pos_q=pos[0],
+        pos_k=pos[1],
+    )
 
 
-def _hiding(mask: Tensor | None) -> Tensor | None:
-    """An additive mask with -inf where it hides; what hides nothing and adds nothing stays as it is."""
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    mask = mask.detach()
+def hiding(mask: Tensor | None) -> Tensor | None:
+    """The mask as [b|1 h|1 t|1 s], an additive one with -inf where it hides."""
+    if mask is None:
+        return None
     while mask.ndim < 4:
         mask = mask[None]
-    return mask.masked_fill(mask <= HIDES, -torch.inf)
+    return mask if mask.dtype == torch.bool else mask.masked_fill(mask <= HIDES, -torch.inf)
 
 
 def _hints(frame: Frame) -> frozenset[int]:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
     seen.setdefault(sighting.name, []).append(sighting)
 
 
-def forward(model: nn.Module, watcher: Interceptor, args: Any, kwargs: Any) -> None:
+def forward(model: nn.Module, watcher: AbstractContextManager[Any], args: Any, kwargs: Any) -> None:
     """One eager forward pass under the watcher, with gradients."""
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, plain = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)

@@ -28,6 +28,8 @@ class HeadSlice:
     `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one
     block after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no
     step looks at the index again.
+
+    A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
     """
 
     parameter: str
@@ -57,8 +59,9 @@ class HeadSlice:
         return self.axis == other.axis and torch.equal(self.index, other.index)
 
     def heads(self, weight: Tensor) -> Tensor:
-        """The weight as [n r m]: a view where the heads are evenly spaced, else a copy."""
-        rows = weight if self.axis == 0 else weight.mT
+        """The weight as [n r m], m = 1 of a vector: a view where the heads are evenly spaced, else a copy."""
+        matrix = weight[:, None] if weight.ndim == 1 else weight
+        rows = matrix if self.axis == 0 else matrix.mT
         return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
 
     def lines(self, per_head: Tensor, rows: int, nobody: float = 1.0) -> Tensor:

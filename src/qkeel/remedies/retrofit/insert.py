@@ -18,6 +18,7 @@ from qkeel.nn.core import SpecModule
 from qkeel.remedies.after_projection import HeadNorm
 from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.qk_norm import QKNorm
+from qkeel.remedies.retrofit.balance import Balance
 from qkeel.remedies.retrofit.blend import Blend
 from qkeel.remedies.retrofit.gains import Gains, descend, fit
 from qkeel.remedies.retrofit.outputs import Reference, divergence, predictions
@@ -37,13 +38,16 @@ from qkeel.spec.norm import GainNorm
 class Fitting:
     """How a retrofit is fitted.
 
-    iterations: of L-BFGS per site after the least-squares start; 0 keeps that. distil: steps of AdamW at rate `lr` on
+    iterations: of L-BFGS per site after the least-squares start; 0 keeps that. balance: whether queries are scaled
+    against keys in the weights, which the old model would not notice (`retrofit.balance`); not while anneal blends in,
+    which starts at the old model bit for bit. distil: steps of AdamW at rate `lr` on
     the q and k weights and the gains against the old model's predictions. anneal: optimizer steps over which the norm
     is blended in, from the old model to the new. eps: of the norm; by default rms_norm_eps of the model's config, if it
     has that, so that it can be exported as it is. Not both distil and anneal: training goes on while it is blended in.
     """
 
     iterations: int = 20
+    balance: bool = True
     distil: int = 0
     lr: float = 1e-3
     anneal: int = 0
@@ -127,6 +131,7 @@ def retrofit(
     with _evaluating(plain):
         reference = Reference(plain, given)
         sites = _firsts(find_sites(plain, *given[0][0], **given[0][1]))
+        balance = Balance.of(reference, sites) if fitting.balance and not fitting.anneal else None
         inputs = [capture(plain, sites, batch) for batch in given]
         old = {s.name: _replayed(s, inputs) for s in sites}
     with ExitStack() as undo:
@@ -137,7 +142,7 @@ def retrofit(
             undo.callback(blend.remove)
         _set_eps(plain, sites, fitting.eps)
         with _evaluating(plain):
-            report, restore = _fit_all(reference, sites, blends, (inputs, old), fitting)
+            report, restore = _fit_all(reference, sites, blends, (inputs, old, balance), fitting)
         undo.callback(restore)
         if not fitting.anneal:
             for blend in blends:
@@ -151,13 +156,13 @@ def retrofit(
         return found
 
 
-Captured = tuple[list[dict[str, Arguments]], dict[str, list[Rows]]]
+Captured = tuple[list[dict[str, Arguments]], dict[str, list[Rows]], Balance | None]
 
 
 def _fit_all(
     reference: Reference, sites: Sequence[AttentionSite], blends: Sequence[Blend], captured: Captured, fitting: Fitting
 ) -> tuple[RetrofitReport, Callable[[], None]]:
-    inputs, old = captured
+    inputs, old, balance = captured
     naive = reference.gap()
     kls: list[tuple[tuple[float, ...], Callable[[], list[Rows]]]] = []
     start: list[tuple[Tensor, Tensor]] = []
@@ -180,12 +185,17 @@ def _fit_all(
         LayerGap(name=s.name, attention_kl_naive=k[0], attention_kl=_attention(old[s.name], k[1]), alone=a)
         for s, k, a in zip(sites, kls, alone)
     )
-    restore, distilled = (lambda: None), None
-    if fitting.distil:
-        restore = _distil(reference, sites, gains, fitting)
-        distilled = reference.gap()
-    report = RetrofitReport(old_loss=reference.loss, naive=naive, fitted=fitted, distilled=distilled, layers=layers)
-    return report, restore
+    with ExitStack() as undo:
+        balanced, distilled = None, None
+        if balance is not None and fitting.iterations:
+            undo.callback(balance.restore)
+            balanced = _balance(reference, gains, balance, fitting.iterations)
+        if fitting.distil:
+            undo.callback(_distil(reference, sites, gains, fitting))
+            distilled = reference.gap()
+        restore = undo.pop_all().close
+    steps = {"naive": naive, "fitted": fitted, "balanced": balanced, "distilled": distilled}
+    return RetrofitReport(old_loss=reference.loss, layers=layers, **steps), restore
 
 
 def _fit_together(
@@ -197,18 +207,32 @@ def _fit_together(
     def values() -> list[Tensor]:
         return [p.detach().clone() for p in parameters]
 
-    def loss() -> Tensor:
-        pairs = zip(reference.old, reference.batches)
-        return mean(divergence(old, predictions(reference.model, batch), batch) for old, batch in pairs)
-
     found = [(naive[0], [p for pair in naive[1] for p in pair]), (reference.gap(), values())]
     _put_back(parameters, min(found, key=lambda one: one[0].kl)[1])
     if iterations:
-        descend(parameters, loss, iterations)
+        descend(parameters, functools.partial(_output_loss, reference), iterations)
         found.append((reference.gap(), values()))
     best = min(found, key=lambda one: one[0].kl if one[0].kl == one[0].kl else torch.inf)
     _put_back(parameters, best[1])
     return best[0]
+
+
+def _output_loss(reference: Reference) -> Tensor:
+    pairs = zip(reference.old, reference.batches)
+    return mean(divergence(old, predictions(reference.model, batch), batch) for old, batch in pairs)
+
+
+def _balance(reference: Reference, gains: Sequence[Gains], balance: Balance, iterations: int) -> Gap | None:
+    """The gap after queries were scaled against keys, the gains with them; None if it did not fall: all as it was."""
+    parameters, before = [p for g in gains for p in (g.query, g.key)], reference.gap()
+    kept = [p.detach().clone() for p in parameters]
+    balance.descend(parameters, functools.partial(_output_loss, reference), iterations)
+    after = reference.gap()
+    if after.kl < before.kl:
+        return after
+    balance.restore()
+    _put_back(parameters, kept)
+    return None
 
 
 def _distil(

@@ -43,22 +43,26 @@ class LayerGap:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RetrofitReport:
-    """The gap to the old model with naive gains, with fitted ones, and after distillation if there was any."""
+    """The gap to the old model with naive gains, with fitted ones, with queries balanced against keys, and after
+    distillation; None for what was not done or did not help."""
 
     old_loss: float | None
     naive: Gap
     fitted: Gap
+    balanced: Gap | None
     distilled: Gap | None
     layers: tuple[LayerGap, ...]
 
     @property
     def gap(self) -> Gap:
         """That of the model as it was left."""
-        return self.fitted if self.distilled is None else self.distilled
+        return self.distilled or self.balanced or self.fitted
 
     def __str__(self) -> str:
         loss = "" if self.old_loss is None else f"loss before {self.old_loss:.4g}\n"
         steps = [f"naive insertion: {self.naive}", f"gains fitted:    {self.fitted}"]
+        if self.balanced is not None:
+            steps.append(f"q, k balanced:   {self.balanced}")
         if self.distilled is not None:
             steps.append(f"distilled:       {self.distilled}")
         return loss + "\n".join([*steps, *map(str, self.layers)])

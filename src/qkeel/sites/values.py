@@ -1,0 +1,102 @@
+"""Which rows of which weights make the values of each head: seen in one pass, where attention meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qkeel.sites.below import bare
+from qkeel.sites.forwards import extra_pass
+from qkeel.sites.graph import names_of
+from qkeel.sites.intercept import Interceptor, Sighting
+from qkeel.sites.layout import fewest_keys
+from qkeel.sites.probe import copied, forward, undisturbed
+from qkeel.sites.site import HeadSlice
+from qkeel.sites.weights import UntoldError, side
+
+_PRODUCTS = ("matmul", "bmm")
+
+
+def value_slices(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, tuple[HeadSlice, ...] | str]:
+    """For each site of a forward pass the last weights on the values' way, or why they can't be told.
+
+    Values are what F.scaled_dot_product_attention gets as such, or what the weights of a softmax are multiplied by,
+    as [b g s d].
+    """
+    with extra_pass(model), torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
+        seen = _Values(model)
+        forward(model, seen, copied(args), copied(dict(kwargs)))
+        names = names_of(model)
+        return {name: _slices(sighting, seen.values.get(name), names) for name, sighting in seen.sightings.items()}
+
+
+def _slices(sighting: Sighting, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
+    if v is None or v.ndim != 4:
+        return "no product of its weights with values [b h s d] was seen"
+    try:
+        found = side(fewest_keys(v), sighting.frame, names, "v")
+        return tuple(found.slices(way, way.dims)[-1] for way in found.ways)
+    except UntoldError as error:
+        return str(error)
+
+
+@final
+class _Values(TorchFunctionMode):
+    """Notes the values of each attention call, the first of each site.
+
+    An Interceptor inside it reports the call, by its name; this one sees what comes with it, or next: from the softmax
+    on it follows tensors of the weights' shape to the first product that they are the left factor of.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.sightings: dict[str, Sighting] = {}
+        self.values: dict[str, Tensor] = {}
+        self._watcher = Interceptor(model, self._note, probing=True)
+        self._open: dict[int, tuple[str, Tensor]] = {}
+        self._now: str | None = None
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            undo.enter_context(self._watcher)
+            super().__enter__()
+            undo.callback(super().__exit__, None, None, None)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.clear()
+        self._undo.close()
+
+    def _note(self, sighting: Sighting) -> None:
+        self.sightings.setdefault(sighting.name, sighting)
+        self._now = sighting.name
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, self._now = kwargs or {}, None
+        out = func(*args, **kwargs)
+        name = bare(func)
+        if self._now is not None and name == "scaled_dot_product_attention":
+            self.values.setdefault(self._now, kwargs.get("value", args[2] if len(args) > 2 else None))
+        elif isinstance(out, Tensor) and args and isinstance(args[0], Tensor):
+            self._follow(name, args, out)
+        return out
+
+    def _follow(self, name: str, args: tuple[Any, ...], out: Tensor) -> None:
+        site = self._open.get(id(args[0]), (None,))[0] if self._now is None else self._now
+        if site is None:
+            return
+        if name in _PRODUCTS and len(args) > 1 and self._now is None:
+            self.values.setdefault(site, args[1])
+        elif out.shape == args[0].shape:
+            self._open[id(out)] = (site, out)  # held, so that no other tensor gets its number

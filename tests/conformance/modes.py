@@ -1,0 +1,166 @@
+"""Which remedy holds under which way to run a model: the numbers must be those of plain eager execution.
+
+`python -m tests.conformance.modes > docs/compatibility.md` writes the whole page, the matrix and this.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from tests.remedies.foreign import example, hf, out
+from torch import Tensor, nn
+
+from qkeel.errors import QkeelError
+from qkeel.nn import Decoder, DecoderConfig
+from qkeel.remedies import REMEDIES, apply
+
+from .matrix import matrix, table
+
+Run = Callable[[nn.Module, Tensor, "torch.optim.Optimizer"], list[Tensor]]
+ROUNDING = 2e-6  # of losses and logits near 1 in float32
+
+
+class Differs(QkeelError, AssertionError):
+    """The numbers of a mode are not those of eager execution."""
+
+
+def _decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(vocab_size=40, d_model=32, n_layers=1))
+
+
+def _llama(impl: str = "sdpa") -> nn.Module:
+    return hf("llama", impl, num_hidden_layers=1)
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(out(model, x).flatten(0, 1), x.flatten())
+
+
+def _trained(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Losses of three steps."""
+    model.train()
+    found = []
+    for _ in range(3):
+        loss = _loss(model, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return found
+
+
+def _compiled(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    torch._dynamo.reset()
+    return _trained(torch.compile(model, backend="aot_eager"), x, optimizer)  # type: ignore[arg-type]
+
+
+def _checkpointed(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return _trained(model, x, optimizer)
+
+
+def _micro_batches(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The same three steps, each row's gradient on its own."""
+    model.train()
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses = [_loss(model, row) / len(x) for row in x.split(1)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        found.append(torch.stack(losses).sum().detach())
+    return found
+
+
+def _whole(model: nn.Module, x: Tensor, _: torch.optim.Optimizer) -> list[Tensor]:
+    """Logits of the last position without a cache."""
+    with torch.no_grad():
+        return [out(model.eval(), x)[:, -1]]
+
+
+def _cached(model: nn.Module, x: Tensor, _: torch.optim.Optimizer) -> list[Tensor]:
+    with torch.no_grad():
+        first = model.eval()(x[:, :-2], use_cache=True)
+        for i in (-2, -1):
+            first = model(x[:, i:][:, :1], past_key_values=first.past_key_values, use_cache=True)
+        return [first.logits[:, -1]]
+
+
+def _copied(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return _whole(copy.deepcopy(model), x, optimizer)
+
+
+# mode: (the model it is about, the way to run it, the plain way with the same numbers)
+MODES: dict[str, tuple[Callable[[], nn.Module], Run, Run]] = {
+    "qkeel's decoder, compiled": (_decoder, _compiled, _trained),
+    "Llama, compiled": (_llama, _compiled, _trained),
+    "Llama, checkpointed": (_llama, _checkpointed, _trained),
+    "Llama, micro-batches": (_llama, _micro_batches, _trained),
+    "Llama, cache": (_llama, _cached, _whole),
+    "Llama, deepcopy": (_llama, _copied, _whole),
+    "Llama, flex_attention": (lambda: _llama("flex_attention"), _whole, _whole),
+}
+
+
+@functools.cache
+def mode_refusal(name: str, mode: str) -> str:
+    """Why a remedy does not hold in a mode; empty if it does."""
+    make, run, plain = MODES[mode]
+    try:
+        found, expected = _ran(name, make(), run), _ran(name, make(), plain)
+        off = max(float((a - b).abs().max()) for a, b in zip(found, expected))
+        if off > ROUNDING * max(1.0, max(float(x.abs().max()) for x in expected)):
+            raise Differs(f"{name} in {mode} differs from eager execution by {off:g}")
+    except QkeelError as error:
+        return str(error)
+    return ""
+
+
+def _ran(name: str, model: nn.Module, run: Run) -> list[Tensor]:
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.01), example("llama")
+    given = {} if isinstance(model, Decoder) else {"example": x}
+    with apply(name, model, optimizer, train_length=8, **given):
+        return run(model, x, optimizer)
+
+
+def ways() -> str:
+    """The last sections of the page."""
+    why = reasons()
+    parts = [
+        "\n## Remedies and ways to run\n",
+        "Against plain eager execution: losses of three steps of AdamW (compiled with backend aot_eager, with\n"
+        "gradient checkpointing, in micro-batches of one), logits of the last token (decoded with a cache, of a\n"
+        "`deepcopy`), and flex_attention in evaluation, which is all it does on a CPU.\n"
+        "`sigma_reparam` takes one power iteration per forward pass, so micro-batches give it another σ.\n"
+        "`pytest -m slow tests/conformance` asks again.\n",
+        table("remedy", list(MODES), rows()) + "\n",
+        *why,
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def rows() -> dict[str, list[str]]:
+    """The table of all remedies."""
+    return {name: ["" if mode_refusal(name, mode) else "✓" for mode in MODES] for name in REMEDIES}
+
+
+def reasons() -> list[str]:
+    """Each reason once, in the words of the first."""
+    found: dict[str, list[str]] = {}
+    for name in REMEDIES:
+        for mode in MODES:
+            text = mode_refusal(name, mode)
+            if text:
+                found.setdefault(text.replace(name, "it"), []).append(f"`{name}` in {mode}")
+    return [f"- {', '.join(names)}: {text}" for text, names in found.items()]
+
+
+if __name__ == "__main__":
+    print(matrix() + ways(), end="")
