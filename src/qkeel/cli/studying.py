@@ -84,7 +84,7 @@ class FormFlags:
     forms: Annotated[list[str] | None, _SEVERAL] = None
     """Attention: presets, also as preset+position [default: baseline qna kna cosa, each with and without _logn]."""
     positions: Annotated[list[str] | None, _SEVERAL] = None
-    """Each form with each of rope, nope, alibi, kerple, xpos, rerope, leaky_rerope [default: rope]."""
+    """Each form with each, like rope, nope, alibi, kerple_log, xpos, hwfa, rerope [default: rope]."""
     blocks: Annotated[list[Literal["gau", "mha1", "mha4"]] | None, _SEVERAL] = None
     """Gated attention units, or attention of 1 or 4 heads and MLP [default: gau]."""
     seeds: Annotated[list[int] | None, _SEVERAL] = None

@@ -15,6 +15,7 @@ from qkeel.nn.core import SpecModule
 from qkeel.spec import AttentionCall
 from qkeel.spec.position import Position
 from qkeel.spec.rerope import ReRope
+from qkeel.spec.window import SlidingWindow
 
 _ROWS = 128  # of the cosines at a time
 
@@ -101,9 +102,11 @@ def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of cosines [b h rows s] and of what is visible of them."""
     q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in call.encoded())
     position = call.spec.position
+    while isinstance(position, SlidingWindow):  # it hides keys and turns nothing
+        position = position.inner
     for start in range(0, q.shape[2], _ROWS):
         rows = slice(start, min(start + _ROWS, q.shape[2]))
-        keys = slice(0, call.last_key(rows))
+        keys = call.span(rows)
         # A bias on the score turns nothing; a clipped distance turns the pair.
         turn = position.scores if isinstance(position, ReRope) else lambda *a: Position.scores(position, *a)
         cos = turn(q[:, :, rows], k[:, :, keys], call.pos_q[:, rows], call.pos_k[:, keys], call.params)

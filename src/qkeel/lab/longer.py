@@ -21,7 +21,7 @@ from qkeel.lab.data import batch, long_texts
 from qkeel.lab.data import load as load_corpus
 from qkeel.lab.evaluate import measuring
 from qkeel.lab.methods import Method
-from qkeel.lab.model import attention_spec, autocast, resolve, threads
+from qkeel.lab.model import autocast, layers, resolve, threads
 from qkeel.lab.needle import hide
 from qkeel.lab.plan import LongContexts
 from qkeel.lab.trainer import Trainer
@@ -56,8 +56,9 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
     for method in map(Method.parse, contexts.posthoc):
         if method.form:
             lookup("attention form", PRESETS, parse(method.form)[0].name)
-        with contextlib.suppress(RefusedError):
-            stretched(attention_spec(config.model.attention), method, length, max(contexts.test_lengths))
+        for spec in dict.fromkeys(layers(config.model, length)):
+            with contextlib.suppress(RefusedError):
+                stretched(spec, method, length, max(contexts.test_lengths))
 
 
 def stretched(spec: AttentionSpec, method: Method, train_length: int, test_length: int) -> AttentionSpec:
@@ -204,8 +205,8 @@ def trained_on(trainer: Trainer, method: Method, steps: int) -> nn.Module:
     optim = dataclasses.replace(config.optim, lr=config.optim.lr / 10)
     longer = Trainer(dataclasses.replace(config, data=data, optim=optim, steps=steps))
     longer.trained.model.load_state_dict(trainer.trained.model.state_dict())
-    for module in _attentions(longer.trained.model):
-        module.spec = stretched(module.spec, method, config.data.context, method.trained_at)
+    for module, before in zip(_attentions(longer.trained.model), _attentions(trainer.trained.model), strict=True):
+        module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
     for step in range(steps):
         longer.step(step)
     return longer.trained.model

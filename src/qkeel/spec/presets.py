@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from qkeel.errors import InvalidTypeError, unknown
-from qkeel.functional.scaling import cosine_scale, qk_norm_init
+from qkeel.functional.scaling import cosine_scale, gradient_scale, qk_norm_init
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.cap import Softcap
 from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
 from qkeel.spec.position import NoPosition, Rope
-from qkeel.spec.scale import Fixed, FloorLogTemperature, InverseSqrt, Learned, LogN, Sqrt
+from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Sqrt
 
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
+FAR_OFF = 1.25  # a fixed λ and the best one this many times apart call for a word
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,34 +31,65 @@ class Preset:
     build: Callable[..., AttentionSpec]
 
 
-def _su(on: On | None, scale: str, dynamic: bool) -> Callable[..., AttentionSpec]:
-    """One row of the KeyNorm table, or its log-n twin. Only a normed form takes a gain."""
+def _slots(on: On, gain: bool) -> dict[str, Any]:
+    """Norm and position: the norm behind the rotation, as in the source, but a gain per dimension before it.
 
-    def spec(train_length: int, clip: bool, gain: bool) -> AttentionSpec:
-        slots: dict[str, Any] = {"position": Rope()}
-        if on is not None:
-            # Behind the rotation as in the source; a gain per dimension only leaves distances alone before it.
-            slots = {"position": Rope(order="norm_then_rotate" if gain else "rotate_then_norm")}
-            slots["norm"] = L2Norm(on=on, gain="dim" if gain else "none")
-        # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
-        cosine = 4 * math.log(train_length) if dynamic else cosine_scale(train_length)
-        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(cosine)}
-        scaled = LogN(inner=scales[scale], train_length=train_length, clip=clip) if dynamic else scales[scale]
-        return AttentionSpec(**slots, scale=scaled)
+    Behind the rotation such a gain would make logits depend on more than the distance.
+    """
+    order = "norm_then_rotate" if gain else "rotate_then_norm"
+    return {"norm": L2Norm(on=on, gain="dim" if gain else "none"), "position": Rope(order=order)}
 
-    def plain(train_length: int = 512) -> AttentionSpec:
-        return spec(train_length, False, False)
 
-    def log_n(train_length: int = 512, clip: bool = False) -> AttentionSpec:
-        return spec(train_length, clip, False)
+def _baseline(train_length: int = 512) -> AttentionSpec:
+    return AttentionSpec(position=Rope())
 
-    def normed(train_length: int = 512, gain: bool = False) -> AttentionSpec:
-        return spec(train_length, False, gain)
 
-    def normed_log_n(train_length: int = 512, clip: bool = False, gain: bool = False) -> AttentionSpec:
-        return spec(train_length, clip, gain)
+def _baseline_logn(train_length: int = 512, clip: bool = False) -> AttentionSpec:
+    return AttentionSpec(position=Rope(), scale=LogN(train_length=train_length, clip=clip))
 
-    return (log_n if dynamic else plain) if on is None else (normed_log_n if dynamic else normed)
+
+def _one_normed(on: On) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
+    """QNA or KNA, and its log-n twin."""
+
+    def plain(train_length: int = 512, gain: bool = False) -> AttentionSpec:
+        return AttentionSpec(**_slots(on, gain), scale=Fixed(1.0))
+
+    def log_n(train_length: int = 512, clip: bool = False, gain: bool = False) -> AttentionSpec:
+        scale = LogN(inner=Fixed(1.0), train_length=train_length, clip=clip)
+        return AttentionSpec(**_slots(on, gain), scale=scale)
+
+    return plain, log_n
+
+
+_QNA, _QNA_LOGN = _one_normed("q")
+_KNA, _KNA_LOGN = _one_normed("k")
+
+
+def _cosa(train_length: int = 512, gradient: bool = False, gain: bool = False) -> AttentionSpec:
+    scale = GradientMax(keys=train_length / 2) if gradient else Fixed(cosine_scale(train_length))
+    return AttentionSpec(**_slots("qk", gain), scale=scale)
+
+
+def _cosa_logn(
+    train_length: int = 512, clip: bool = False, gradient: bool = False, gain: bool = False
+) -> AttentionSpec:
+    # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
+    inner = GradientMax(keys=train_length) if gradient else Fixed(4 * math.log(train_length))
+    return AttentionSpec(**_slots("qk", gain), scale=LogN(inner=inner, train_length=train_length, clip=clip))
+
+
+def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
+    """Why a fixed λ = 4 ln n of cosine attention does not suit heads of this size, where it is far from the optimum."""
+    scale = spec.scale.inner if isinstance(spec.scale, LogN) else spec.scale
+    if not isinstance(scale, Fixed) or spec.norm != L2Norm(on="qk") or not scale.value > 1:
+        return None
+    best = gradient_scale(math.exp(scale.value / 4), head_dim)
+    if 1 / FAR_OFF <= scale.value / best <= FAR_OFF:
+        return None
+    return (
+        f"λ = 4 ln n = {scale.value:.4g} was derived for heads of 128 numbers; for head_dim {head_dim} most gradient "
+        f"passes at {best:.4g}: use cosa:gradient=true (a GradientMax scale)"
+    )
 
 
 def _qknorm_2020(length: int = 72) -> AttentionSpec:
@@ -150,16 +182,14 @@ def _swin_v2() -> AttentionSpec:
 
 
 PRESETS: dict[str, Preset] = {
-    "baseline": Preset(
-        line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_su(None, "sqrt", False)
-    ),
-    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_su(None, "sqrt", True)),
-    "qna": Preset(line="L2-normed queries, scale 1", source=_SU, build=_su("q", "one", False)),
-    "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_su("q", "one", True)),
-    "kna": Preset(line="KeyNorm: L2-normed keys, scale 1", source=_SU, build=_su("k", "one", False)),
-    "kna_logn": Preset(line="KeyNorm, logits × ln n/ln L", source=_SU, build=_su("k", "one", True)),
-    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_su("qk", "cosine", False)),
-    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_su("qk", "cosine", True)),
+    "baseline": Preset(line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_baseline),
+    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_baseline_logn),
+    "qna": Preset(line="L2-normed queries, scale 1", source=_SU, build=_QNA),
+    "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_QNA_LOGN),
+    "kna": Preset(line="KeyNorm: L2-normed keys, scale 1", source=_SU, build=_KNA),
+    "kna_logn": Preset(line="KeyNorm, logits × ln n/ln L", source=_SU, build=_KNA_LOGN),
+    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_cosa),
+    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_cosa_logn),
     "qknorm_2020": Preset(
         line="L2-normed q and k, one learned scale per layer, no RoPE",
         source="Henry et al. 2020, arXiv 2010.04245",

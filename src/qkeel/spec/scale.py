@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
 from qkeel.functional.norms import wide
-from qkeel.functional.scaling import floor_log_temperature, log_n
+from qkeel.functional.scaling import floor_log_temperature, gradient_scale, log_n
 from qkeel.spec.slot import Geometry, Params, Slot
 
 
@@ -72,6 +72,22 @@ class Fixed(Scale):
 
     def formula(self) -> str:
         return f"{self.value:.4g}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GradientMax(Scale):
+    """The scale of cosine attention for `keys` visible keys and heads of any size, see functional.scaling."""
+
+    keys: float
+
+    def __post_init__(self) -> None:
+        gradient_scale(self.keys, 128)  # checks the number
+
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
+        return gradient_scale(self.keys, head_dim)
+
+    def formula(self) -> str:
+        return f"λ(d) of most gradient for {self.keys:g} keys"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

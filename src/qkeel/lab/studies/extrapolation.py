@@ -6,10 +6,10 @@ import dataclasses
 import inspect
 from collections.abc import Sequence
 
-from qkeel.errors import InvalidValueError, unknown
+from qkeel.errors import unknown
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
-from qkeel.registry import Term, lookup, parse
+from qkeel.registry import lookup, parse
 from qkeel.spec import PRESETS
 
 FORMS = ("baseline", "baseline_logn", "qna", "qna_logn", "kna", "kna_logn", "cosa", "cosa_logn")
@@ -34,7 +34,7 @@ def plan(base: RunConfig, grid: Grid | None) -> Plan:
     runs = []
     for block in grid.blocks or DEFAULT.blocks:
         for form in grid.remedies:
-            model = dataclasses.replace(base.model, **_sizes(base.model, block), attention=_trained(form, base))
+            model = dataclasses.replace(base.model, **_sizes(base.model, block), **_trained(form, base))
             for lr in grid.lrs:
                 optim = dataclasses.replace(base.optim, lr=lr)
                 for seed in grid.seeds:
@@ -52,27 +52,20 @@ def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
     return {"block": "mha", "n_heads": int(block[-1]), "n_kv_heads": None, "head_dim": None}
 
 
-def _trained(form: str, base: RunConfig) -> str:
-    """The form with the training length that its constants follow from, and half of it as window, where it has any."""
-    length = base.data.context
-    terms = list(parse(form))
-    takes = inspect.signature(lookup("attention form", PRESETS, terms[0].name).build).parameters
+def _trained(form: str, base: RunConfig) -> dict[str, str]:
+    """Attention and position of a form, with the training length that its constants follow from, where it has any."""
+    terms = parse(form)
+    attention, _, position = form.partition("+") if len(terms) > 1 else (form, "", "")
+    term = terms[0]
+    takes = inspect.signature(lookup("attention form", PRESETS, term.name).build).parameters
     if "train_length" in takes:
-        terms[0] = _with(terms[0], "train_length", length)
-    if len(terms) > 1 and terms[1].name in ("rerope", "leaky_rerope"):
-        terms[1] = _with(terms[1], "window", length // 2)
-        window = terms[1].options["window"]
-        if not isinstance(window, str) and window >= length:
-            raise InvalidValueError(f"expected a window under the training length {length} in {form!r}, got {window}")
-    return "+".join(map(str, terms))
-
-
-def _with(term: Term, option: str, default: int) -> Term:
-    return dataclasses.replace(term, options={option: default, **term.options})
+        options = {"train_length": base.data.context, **term.options}
+        attention = str(dataclasses.replace(term, options=options))
+    return {"attention": attention, "position": position or base.model.position}
 
 
 def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
-    """Each form at each position: rope is the forms' own, any other stands behind a plus.
+    """Each form at each position, as layer_specs names them: rope is the forms' own, any other stands behind a plus.
 
     >>> by_position(["kna"], ["rope", "alibi"])
     ['kna', 'kna+alibi']
