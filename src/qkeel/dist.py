@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
@@ -9,8 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch import distributed as torch_distributed
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 Verdict = Literal["together", "apart", "alone"]
 
@@ -82,16 +81,31 @@ def splits_heads(model: nn.Module) -> bool:
     """
     if not _on():
         return False
-    sharded = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    once = {id(p) for m in model.modules() if _is(m, _FSDP) for p in m.parameters()}
     return any(
-        isinstance(p, DTensor) and sum(not x.is_replicate() for x in p.placements) > (id(p) in sharded)
+        _is(p, _DTENSOR) and sum(not x.is_replicate() for x in p.placements) > (id(p) in once)  # type: ignore[attr-defined]
         for p in model.parameters()
     )
 
 
 def sharded(model: nn.Module) -> bool:
     """Whether fully_shard was applied to it or a part of it."""
-    return any(isinstance(m, FSDPModule) for m in model.modules())
+    return any(_is(m, _FSDP) for m in model.modules())
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor that is split over processes put together; any other as it is."""
+    return x.full_tensor() if _is(x, _DTENSOR) else x  # type: ignore[attr-defined]
+
+
+# Both take half as long to import as all of torch, and where nobody has imported them nothing is of their kind.
+_FSDP = ("torch.distributed.fsdp", "FSDPModule")
+_DTENSOR = ("torch.distributed.tensor", "DTensor")
+
+
+def _is(value: object, kind: tuple[str, str]) -> bool:
+    module = sys.modules.get(kind[0])
+    return module is not None and isinstance(value, vars(module)[kind[1]])
 
 
 def _on() -> bool:

@@ -7,8 +7,8 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from qkeel.dist import whole
 from qkeel.functional.norms import wide
 from qkeel.functional.updates import repeat_groups
 from qkeel.monitor.weights import Numbers
@@ -61,7 +61,7 @@ class Gains:
     def _part(self, name: str, index: Tensor) -> Tensor:
         """A head's numbers of a parameter [n r], float32 or wider."""
         x = self._parameters[name].detach()
-        x = x.full_tensor() if isinstance(x, DTensor) else x
+        x = whole(x)
         key = id(index), x.device
         if key not in self._places:
             self._places[key] = index.to(x.device)

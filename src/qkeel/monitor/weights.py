@@ -7,8 +7,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from qkeel.dist import whole
 from qkeel.functional.bounds import gram_interaction_norms
 from qkeel.functional.norms import wide
 from qkeel.functional.updates import repeat_groups
@@ -113,7 +113,7 @@ class Weights:
 
 def _whole(part: HeadSlice, x: Tensor) -> Tensor:
     """The heads' rows [n r m] in float32 or wider, of sharded weights gathered."""
-    x = x.full_tensor() if isinstance(x, DTensor) else x
+    x = whole(x)
     return part.heads(x.detach()).to(wide(x.dtype))
 
 
