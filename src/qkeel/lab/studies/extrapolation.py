@@ -56,7 +56,7 @@ def _trained(form: str, base: RunConfig) -> dict[str, str]:
     """Attention and position of a form, with the training length that its constants follow from, where it has any."""
     terms = parse(form)
     attention, _, position = form.partition("+") if len(terms) > 1 else (form, "", "")
-    term = terms[0]
+    term = next(iter(terms))
     takes = inspect.signature(lookup("attention form", PRESETS, term.name).build).parameters
     if "train_length" in takes:
         options = {"train_length": base.data.context, **term.options}
