@@ -211,6 +211,14 @@ def test_bad_forms_and_counts_are_refused(tiny: Make) -> None:
         plan(tiny, ("kna+rerop",))
 
 
+def test_a_form_can_be_trained_with_a_clipped_distance_and_is_watched_meanwhile(tiny: Make, tmp_path: Path) -> None:
+    contexts = LongContexts(posthoc=("none",), test_lengths=(16,), sequences=2)
+    result = run_plan(plan(tiny, ("kna+rerope",), contexts), tmp_path / "s", Execution())
+    assert not result.failures  # the watcher once met the bits of masks seen as integers
+    (row,) = table(tmp_path / "s")
+    assert float(row["max_logit"]) != 0
+
+
 def test_long_texts_never_cross_from_one_document_into_the_next() -> None:
     lengths = [5, 40, 9, 33, 32, 100]
     tokens = np.concatenate([np.full(n, i, dtype=np.uint8) for i, n in enumerate(lengths)])
