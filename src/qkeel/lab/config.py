@@ -82,10 +82,13 @@ class DataConfig:
     """Number of token ids; 256 for text (bytes), the largest token + 1 for .bin if not given."""
     task: Literal["text", "multimodal", "vision"] = "text"
     """Next tokens of text, of text and images in one sequence, or the class of an image."""
+    needle: float = 0.0
+    """Share of training sequences that hide a value in the text and ask for it."""
 
     def __post_init__(self) -> None:
         settle(self)
         _at_least(self, 1, "context", "batch", "vocab_size")
+        _check("needle", self.needle, 0 <= self.needle <= 1, "between 0 and 1")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
 
@@ -176,7 +179,11 @@ _PARTS = (("model", ModelConfig), ("data", DataConfig), ("optim", OptimConfig), 
 # Cannot change a recorded number, so it is no part of what a run is.
 _CADENCE = ("checkpoint_every",)
 # Younger than the first runs: left out where it says nothing, so that older runs keep their names.
-_YOUNGER = {"model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0}, "": {"accumulate": 1}}
+_YOUNGER = {
+    "data": {"needle": 0.0},
+    "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0},
+    "": {"accumulate": 1},
+}
 
 
 @final

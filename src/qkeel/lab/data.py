@@ -14,6 +14,7 @@ import numpy as np
 from qkeel.errors import DataError
 from qkeel.lab.config import DataConfig
 from qkeel.lab.corpora import BUILT_IN, read_documents
+from qkeel.lab.needle import check_needle, hide
 from qkeel.registry import lookup
 
 HELD_OUT = 0.1  # share of the bytes
@@ -22,7 +23,10 @@ _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Training and held-out tokens; `sha256` covers both and the cut between them."""
+    """Training and held-out tokens; `sha256` covers both and the cut between them.
+
+    `ends` are those of the held-out documents; a .bin file counts as one document.
+    """
 
     name: str
     vocab_size: int
@@ -30,6 +34,7 @@ class Corpus:
     sha256: str
     train: np.ndarray
     heldout: np.ndarray
+    ends: np.ndarray
 
 
 def load(config: DataConfig) -> Corpus:
@@ -44,13 +49,19 @@ def load(config: DataConfig) -> Corpus:
                 f"the {part} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
                 f"context, {config.context}. Give more text or a shorter context."
             )
+    if config.needle:
+        check_needle(corpus.loss_unit, corpus.vocab_size, config.context)
     return corpus
 
 
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
     """The training windows of a step: int64 [batch, context + 1], a function of (seed, step) alone."""
     starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
-    return _windows(corpus.train, starts, config.context)
+    windows = _windows(corpus.train, starts, config.context)
+    asked = round(config.needle * config.batch)
+    if asked:
+        windows[:asked] = hide(windows[:asked], None, np.random.default_rng((seed, step, 1)))
+    return windows
 
 
 def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
@@ -59,6 +70,24 @@ def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
     count = min(sequences, max(1, room // context))
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
     return _windows(corpus.heldout, starts, context)
+
+
+def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
+    """Held-out windows int64 [n, context + 1], each inside one document, spread evenly; n ≤ sequences.
+
+    They do not overlap but for the last token, which is only foretold.
+
+    Raises: DataError if no held-out document is longer than the context.
+    """
+    begins = np.concatenate([[0], corpus.ends[:-1]])
+    starts = np.concatenate([np.arange(a, b - context, context) for a, b in zip(begins, corpus.ends, strict=True)])
+    if not len(starts):
+        raise DataError(
+            f"no held-out document of {corpus.name} has more than {context} {corpus.loss_unit}s, the longest has "
+            f"{int((corpus.ends - begins).max())}; give longer documents or a shorter context to test"
+        )
+    count = min(sequences, len(starts))
+    return _windows(corpus.heldout, starts[((np.arange(count) + 0.5) / count * len(starts)).astype(np.int64)], context)
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
@@ -105,7 +134,7 @@ def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int]
     if not train:
         raise DataError(f"{source} is empty; expected text")
     parts = [np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)]
-    return _corpus(documents.name, "byte", parts, vocab_size or 256)
+    return _corpus(documents.name, "byte", parts, vocab_size or 256, [len(text) for text in held])
 
 
 def _is_tokens(source: str) -> bool:
@@ -142,7 +171,13 @@ def _read_bin(path: Path, kind: str) -> np.ndarray:
         raise DataError(f"cannot read {path}: {error.strerror or error}. Expected a file of {kind} tokens.") from error
 
 
-def _corpus(name: str, unit: Literal["byte", "token"], parts: list[np.ndarray], vocab_size: int) -> Corpus:
+def _corpus(
+    name: str,
+    unit: Literal["byte", "token"],
+    parts: list[np.ndarray],
+    vocab_size: int,
+    lengths: Sequence[int] | None = None,
+) -> Corpus:
     largest = max(int(part.max(initial=0)) for part in parts)
     if largest >= vocab_size:
         raise DataError(
@@ -154,5 +189,11 @@ def _corpus(name: str, unit: Literal["byte", "token"], parts: list[np.ndarray], 
         digest.update(memoryview(np.ascontiguousarray(part)))  # type: ignore[arg-type]
     train, held = parts
     return Corpus(
-        name=name, vocab_size=vocab_size, loss_unit=unit, sha256=digest.hexdigest(), train=train, heldout=held
+        name=name,
+        vocab_size=vocab_size,
+        loss_unit=unit,
+        sha256=digest.hexdigest(),
+        train=train,
+        heldout=held,
+        ends=np.cumsum(lengths or [len(held)]),
     )

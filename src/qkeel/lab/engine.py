@@ -159,14 +159,19 @@ def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
     left = []
     for run in mine:
         place = RunDirectory(run_directory(out, run))
-        if place.status is not RunStatus.DONE or (plan.contexts and missing(place, plan.contexts)):
+        if place.status is not RunStatus.DONE or (plan.contexts and missing(place, plan.contexts.of(run.name))):
             left.append(run)
     return sorted(left, key=lambda run: -run.config.steps)
 
 
 def _jobs(plan: Plan, out: Path, execution: Execution) -> list[Job]:
     return [
-        Job(run.config.to_dict(), str(run_directory(out, run)), execution.command, plan.contexts)
+        Job(
+            run.config.to_dict(),
+            str(run_directory(out, run)),
+            execution.command,
+            plan.contexts and plan.contexts.of(run.name),
+        )
         for run in pending(plan, out, execution.shard)
     ]
 
@@ -208,15 +213,18 @@ def _joined(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, 
     """Methods and lengths of both; how many sequences they are measured on stays as it was."""
     if old is None:
         return dict(new)
-    if old["sequences"] != new["sequences"]:
-        raise RunDirectoryError(
-            f"this study measures on {old['sequences']} held-out sequences, not {new['sequences']}; choose another "
-            "directory; nothing was changed."
-        )
+    for name, what in (
+        ("sequences", "measures on {} held-out sequences"),
+        ("continue_steps", "trains on for {} steps"),
+    ):
+        if old[name] != new[name]:
+            raise RunDirectoryError(
+                f"this study {what.format(old[name])}, not {new[name]}; choose another directory; nothing was changed."
+            )
     return {
+        **new,
         "posthoc": list(dict.fromkeys([*old["posthoc"], *new["posthoc"]])),
         "test_lengths": sorted({*old["test_lengths"], *new["test_lengths"]}),
-        "sequences": new["sequences"],
     }
 
 

@@ -147,7 +147,13 @@ def init_linears(
 def build_block(config: DecoderConfig, spec: AttentionSpec) -> Block | GAUBlock:
     """One layer of a model of these sizes and choices."""
     if config.attention == "gau":
-        gau = GAU(config.d_model, size=config.head_dim or 128, spec=spec, dropout=config.dropout)
+        gau = GAU(
+            config.d_model,
+            size=config.head_dim or 128,
+            spec=spec,
+            bias=config.norm_order == "pre",  # the paper's unit; post-norm is GAU-α's, without
+            dropout=config.dropout,
+        )
         alpha = deepnorm(config.sublayers)[0] if config.deepnorm else 1.0
         return GAUBlock(gau, norm_order=config.norm_order, alpha=alpha)
     attention: Attention | MLA

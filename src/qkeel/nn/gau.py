@@ -104,9 +104,12 @@ class OffsetScale(nn.Module):
 
 @final
 class GAUBlock(nn.Module):
-    """A GAU on the residual stream: x + F(N(x)) ("pre"), or N(αx + F(x)) ("post"); N is RMS norm without gain.
+    """A GAU on the residual stream: x + F(N(x)) ("pre"), or N(αx + F(x)) ("post").
 
-    Source: pre-norm: arXiv 2202.10447; post-norm: GAU-α; α: DeepNorm, `functional.scaling.deepnorm`.
+    N is RMS norm, with a gain before the branch, without one behind it.
+
+    Source: pre-norm: arXiv 2202.10447, there LayerNorm or ScaleNorm; post-norm: GAU-α; α: DeepNorm,
+    `functional.scaling.deepnorm`.
     """
 
     def __init__(self, gau: GAU, *, norm_order: str = "pre", alpha: float = 1.0) -> None:
@@ -119,7 +122,7 @@ class GAUBlock(nn.Module):
             raise InvalidValueError(f"alpha is for norm_order='post', got {alpha} with 'pre'")
         self.norm_order, self.alpha = norm_order, alpha
         self.attention = gau
-        self.norm = nn.RMSNorm(gau.d_model, eps=1e-6, elementwise_affine=False)
+        self.norm = nn.RMSNorm(gau.d_model, eps=1e-6, elementwise_affine=norm_order == "pre")
 
     def forward(
         self,

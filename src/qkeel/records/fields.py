@@ -144,13 +144,17 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "accuracy_train": Field("share", "next tokens foretold, as trained, the test's text cut into training lengths"),
     "accuracy_nonrepeat": Field("share", "next tokens foretold on held-out text of the test length"),
     "accuracy_repeat": Field("share", "the same where one training length of text is repeated up to the test length"),
-    "accuracy_last": Field("share", "next tokens foretold in the last training length of accuracy_nonrepeat's text"),
+    "accuracy_last": Field("share", "next tokens foretold in the last training length of the text"),
     "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
     "loss_train": Field("nats/token", "loss as trained, the test's text cut into training lengths"),
     "loss_nonrepeat": Field("nats/token", "loss on held-out text of the test length"),
     "max_logit": Field("nats", "largest max_logit over training"),
     "run_id": Field("name", "hash of the canonical configuration"),
     "accuracy_train_posthoc": Field("share", "accuracy_train under the post-hoc method"),
+    "accuracy_last_short": Field("share", "accuracy_last's tokens foretold from one training length of text alone"),
+    "cos_outside": Field("share", "visible pairs whose cos(q, k) lies outside the range their head met in training"),
+    "dilution": Field("share", "largest weight that one of test_length keys can get in the least able head"),
+    "needle": Field("share", "hidden values that are foretold when asked for; empty without needles in training"),
 }
 
 

@@ -13,9 +13,9 @@ from qkeel.functional.scaling import cosine_scale, gradient_scale, qk_norm_init
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.cap import Softcap
-from qkeel.spec.norm import L2Norm, LayerNorm, RMSNorm
+from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
 from qkeel.spec.position import NoPosition, Rope
-from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Scale, Sqrt
+from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Sqrt
 
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
@@ -31,35 +31,51 @@ class Preset:
     build: Callable[..., AttentionSpec]
 
 
-def _keynorm(norm: L2Norm | None, scale: Scale) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
-    """One row of the KeyNorm table and its log-n twin."""
-    slots: dict[str, Any] = {"position": Rope()}
-    if norm is not None:
-        slots = {"norm": norm, "position": Rope(order="rotate_then_norm")}
+def _slots(on: On, gain: bool) -> dict[str, Any]:
+    """Norm and position: the norm behind the rotation, as in the source, but a gain per dimension before it.
 
-    def plain(train_length: int = 512) -> AttentionSpec:
-        return AttentionSpec(**slots, scale=scale)
+    Behind the rotation such a gain would make logits depend on more than the distance.
+    """
+    order = "norm_then_rotate" if gain else "rotate_then_norm"
+    return {"norm": L2Norm(on=on, gain="dim" if gain else "none"), "position": Rope(order=order)}
 
-    def log_n(train_length: int = 512, clip: bool = False) -> AttentionSpec:
-        return AttentionSpec(**slots, scale=LogN(inner=scale, train_length=train_length, clip=clip))
+
+def _baseline(train_length: int = 512) -> AttentionSpec:
+    return AttentionSpec(position=Rope())
+
+
+def _baseline_logn(train_length: int = 512, clip: bool = False) -> AttentionSpec:
+    return AttentionSpec(position=Rope(), scale=LogN(train_length=train_length, clip=clip))
+
+
+def _one_normed(on: On) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
+    """QNA or KNA, and its log-n twin."""
+
+    def plain(train_length: int = 512, gain: bool = False) -> AttentionSpec:
+        return AttentionSpec(**_slots(on, gain), scale=Fixed(1.0))
+
+    def log_n(train_length: int = 512, clip: bool = False, gain: bool = False) -> AttentionSpec:
+        scale = LogN(inner=Fixed(1.0), train_length=train_length, clip=clip)
+        return AttentionSpec(**_slots(on, gain), scale=scale)
 
     return plain, log_n
 
 
-_BASELINE, _BASELINE_LOGN = _keynorm(None, InverseSqrt())
-_QNA, _QNA_LOGN = _keynorm(L2Norm(on="q"), Fixed(1.0))
-_KNA, _KNA_LOGN = _keynorm(L2Norm(on="k"), Fixed(1.0))
+_QNA, _QNA_LOGN = _one_normed("q")
+_KNA, _KNA_LOGN = _one_normed("k")
 
 
-def _cosa(train_length: int = 512, gradient: bool = False) -> AttentionSpec:
+def _cosa(train_length: int = 512, gradient: bool = False, gain: bool = False) -> AttentionSpec:
     scale = GradientMax(keys=train_length / 2) if gradient else Fixed(cosine_scale(train_length))
-    return AttentionSpec(norm=L2Norm(on="qk"), position=Rope(order="rotate_then_norm"), scale=scale)
+    return AttentionSpec(**_slots("qk", gain), scale=scale)
 
 
-def _cosa_logn(train_length: int = 512, clip: bool = False, gradient: bool = False) -> AttentionSpec:
+def _cosa_logn(
+    train_length: int = 512, clip: bool = False, gradient: bool = False, gain: bool = False
+) -> AttentionSpec:
     # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
     inner = GradientMax(keys=train_length) if gradient else Fixed(4 * math.log(train_length))
-    return _cosa(train_length).replace(scale=LogN(inner=inner, train_length=train_length, clip=clip))
+    return AttentionSpec(**_slots("qk", gain), scale=LogN(inner=inner, train_length=train_length, clip=clip))
 
 
 def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
@@ -166,8 +182,8 @@ def _swin_v2() -> AttentionSpec:
 
 
 PRESETS: dict[str, Preset] = {
-    "baseline": Preset(line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_BASELINE),
-    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_BASELINE_LOGN),
+    "baseline": Preset(line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_baseline),
+    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_baseline_logn),
     "qna": Preset(line="L2-normed queries, scale 1", source=_SU, build=_QNA),
     "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_QNA_LOGN),
     "kna": Preset(line="KeyNorm: L2-normed keys, scale 1", source=_SU, build=_KNA),
