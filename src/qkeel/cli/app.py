@@ -86,9 +86,9 @@ def demo(
 
 @app.command
 def run(
+    recipe: Path | None = None,
     *,
     out: Annotated[Path | None, Parameter(show_default=False)] = None,
-    recipe: Path | None = None,
     json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
     fail_on_collapse: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     flags: Annotated[RunFlags, Flat] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008
@@ -96,8 +96,8 @@ def run(
     """Train once, recording the logits of every head; the same command goes on after an interruption.
 
     Args:
-        out: Directory of the run [default: runs/RUN_ID].
         recipe: TOML file of settings; flags go over it.
+        out: Directory of the run [default: runs/RUN_ID].
         json_: Print the result as JSON, everything else to stderr.
         fail_on_collapse: Exit with code 3 if attention collapsed or the loss is NaN.
     """

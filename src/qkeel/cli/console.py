@@ -119,13 +119,13 @@ class RunView:
     def __init__(self, console: Console, steps: int) -> None:
         self.console = console
         self.steps = steps
-        self.first: tuple[float, int, int] | None = None
+        self.first: tuple[float, int] | None = None
 
     def on_record(self, record: Mapping[str, Any]) -> None:
         """Print a line of metrics.jsonl: step loss grad_norm max_logit tok/s ETA."""
-        now, step, tokens = time.monotonic(), record["step"], record["tokens"]
+        now, step = time.monotonic(), record["step"]
         if self.first is None:
-            self.first = (now, step, tokens)
+            self.first = (now, step)
         seconds = now - self.first[0]
         line = f"step {step:>{len(str(self.steps))}}"
         for name, label in (("train_loss", "loss"), ("val_loss", "val_loss"), ("grad_norm", "grad_norm")):
@@ -134,7 +134,8 @@ class RunView:
         line += f"  max_logit {number(record['max_logit'])}  entropy {record['entropy']:.2f}"
         if step > self.first[1] and seconds > 0:
             left = (self.steps - step) * seconds / (step - self.first[1])
-            line += f"  tok/s {(tokens - self.first[2]) / seconds:,.0f}  ETA {spent(left)}"
+            rate, share = record["tokens_per_second"], record["mfu"]
+            line += f"  tok/s {number(rate)}{'' if share is None else f'  mfu {100 * share:.1f} %'}  ETA {spent(left)}"
         self.console.print(line, highlight=False, soft_wrap=True)
 
 

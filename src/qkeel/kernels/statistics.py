@@ -170,7 +170,7 @@ def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
     """Rows and the keys that they can see at most."""
     for rows in row_blocks(call, BLOCK, ROWS):
-        yield rows, slice(0, call.last_key(rows))
+        yield rows, slice(0, call.span(rows).stop)
 
 
 def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Seen]:
@@ -181,7 +181,7 @@ def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice)
 
 def _seen(call: AttentionCall, rows: slice, keys: slice) -> Seen:
     start = 0
-    if call.causal and call.plain and call.mask is None:
+    if call.causal and call.plain and call.mask is None and call.window is None:
         # Every row of the block sees the keys before the block's own diagonal.
         start = min(max(call.k.shape[2] - call.q.shape[2] + rows.start + 1, 0), keys.stop)
     visible = call.visible(rows, slice(start, keys.stop)) if start < keys.stop else None
@@ -217,7 +217,7 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     """Which keys [b g s] some counted row sees, in any of the heads that share them."""
     b, g, s, _ = call.k.shape
     counted = call.query_mask
-    if counted is None and call.mask is None and (not call.causal or call.plain):
+    if counted is None and call.mask is None and call.window is None and (not call.causal or call.plain):
         return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
     found = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
     for rows, keys in _blocks(call):

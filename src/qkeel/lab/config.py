@@ -30,14 +30,20 @@ class ModelConfig:
     """Width of one head; d_model / n_heads if not given."""
     attention: str = "baseline"
     """What attention computes: a preset, with options as in 'gemma2:cap=30'."""
+    position: str = ""
+    """Position in place of the form's, like 'alibi' or 'hwfa:window=16', several layers by '/'; empty keeps it."""
     block: Literal["mha", "mla", "gau"] = "mha"
     """Multi-head (grouped, multi-query), multi-head latent attention, or gated attention units, which take no MLP."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """The feed-forward branch."""
+    mlp_ratio: float = 4.0
+    """Hidden units of the feed-forward branch as a multiple of d_model."""
     norm_order: Literal["pre", "post", "swin", "peri"] = "pre"
     """Where the norms of a block stand."""
     tied: bool = False
     """Whether the head shares the embedding's weights."""
+    deepnorm: bool = False
+    """DeepNorm's factors on the residual stream and at the start; for block gau with norm_order post."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -49,6 +55,10 @@ class ModelConfig:
             )
         if self.block == "gau" and self.n_heads != 1:
             raise InvalidValueError(f"expected n_heads=1 for block gau, which has one head, got {self.n_heads}")
+        if not self.mlp_ratio * self.d_model >= 1:
+            raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
+        if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
+            raise InvalidValueError("deepnorm is for block gau with norm_order post")
         if self.head_dim is None and self.d_model % self.n_heads:
             raise InvalidValueError(
                 f"expected d_model to be a multiple of n_heads, got {self.d_model} and {self.n_heads}; "
@@ -62,7 +72,8 @@ class DataConfig:
     """Where the text comes from and how it is cut."""
 
     source: str = "stdlib"
-    """stdlib, topics, hf:NAME, or a path: text file, folder, glob, .bin, .jsonl#column, .parquet#column."""
+    """stdlib, topics, hf:NAME, or a path: text file, folder, glob, .bin (uint16, or .bin#uint8), .jsonl#column,
+    .parquet#column."""
     context: int = 32
     """Tokens per sequence."""
     batch: int = 8
@@ -122,6 +133,8 @@ class OptimConfig:
 
 # Cannot change a recorded number, so it is no part of what a run is.
 _CADENCE = ("checkpoint_every",)
+# Younger than the first runs: left out where it says nothing, so that older runs keep their names.
+_YOUNGER = {"model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0}, "": {"accumulate": 1}}
 
 
 @final
@@ -138,6 +151,8 @@ class RunConfig:
     """Decides initial weights and batches."""
     steps: int = 150
     """Optimizer steps."""
+    accumulate: int = 1
+    """Equal parts that a step's batch is computed in, one after the other, where it does not fit into memory whole."""
     log_every: int = 10
     """Steps between records; the first and the last step are always recorded."""
     checkpoint_every: int = 50
@@ -162,8 +177,12 @@ class RunConfig:
         for name, kind in (("model", ModelConfig), ("data", DataConfig), ("optim", OptimConfig)):
             if not isinstance(getattr(self, name), kind):
                 raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {getattr(self, name)!r}")
-        _at_least(self, 1, "steps", "log_every", "eval_sequences", "probe_sequences", "threads")
+        _at_least(self, 1, "steps", "accumulate", "log_every", "eval_sequences", "probe_sequences", "threads")
         _at_least(self, 0, "seed", "checkpoint_every", "eval_every")
+        if self.data.batch % self.accumulate:
+            raise InvalidValueError(
+                f"expected batch to be a multiple of accumulate, got {self.data.batch} and {self.accumulate}"
+            )
         if self.eval_every % self.log_every:
             raise InvalidValueError(
                 f"expected eval_every to be a multiple of log_every, got {self.eval_every} and {self.log_every}"
@@ -180,6 +199,11 @@ class RunConfig:
     def identity(self) -> dict[str, Any]:
         """The configuration without checkpoint cadence and device number: what makes two runs the same run."""
         values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
+        for section, names in _YOUNGER.items():
+            table = values[section] if section else values
+            for name, nothing in names.items():
+                if table[name] == nothing:
+                    del table[name]
         return {**values, "device": self.device.split(":")[0]}
 
     def to_dict(self) -> dict[str, Any]:

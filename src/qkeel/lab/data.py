@@ -14,8 +14,10 @@ import numpy as np
 from qkeel.errors import DataError
 from qkeel.lab.config import DataConfig
 from qkeel.lab.corpora import BUILT_IN, read_documents
+from qkeel.registry import lookup
 
 HELD_OUT = 0.1  # share of the bytes
+_TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,7 +98,8 @@ def _stamp(source: str) -> tuple[tuple[str, int, int], ...]:
 @functools.lru_cache(maxsize=4)
 def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
     if _is_tokens(source):
-        return _tokens(Path(source).expanduser(), vocab_size)
+        place, _, kind = source.partition("#")
+        return _tokens(Path(place).expanduser(), kind or "uint16", vocab_size)
     documents = read_documents(source)
     train, held = split(documents.texts)
     if not train:
@@ -106,33 +109,37 @@ def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int]
 
 
 def _is_tokens(source: str) -> bool:
-    place = Path(source).expanduser()
+    place = Path(source.partition("#")[0]).expanduser()
     return source not in BUILT_IN and (place.suffix == ".bin" or (place / "train.bin").is_file())
 
 
-def _tokens(path: Path, vocab_size: int | None) -> Corpus:
-    """uint16 files as nanoGPT writes them: train.bin beside val.bin, or one file whose last tenth is held out."""
+def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
+    """Files as nanoGPT writes them: train.bin beside val.bin, or one file whose last tenth is held out."""
     path = path / "train.bin" if path.is_dir() else path
     beside = path.with_name("val.bin")
-    whole = _read_bin(path)
+    whole = _read_bin(path, kind)
     if path.name == "train.bin" and beside.is_file():
-        parts = [whole, _read_bin(beside)]
+        parts = [whole, _read_bin(beside, kind)]
     else:
         cut = len(whole) - round(HELD_OUT * len(whole))
         parts = [whole[:cut], whole[cut:]]
     return _corpus(path.name, "token", parts, vocab_size or int(whole.max()) + 1)
 
 
-def _read_bin(path: Path) -> np.ndarray:
+def _read_bin(path: Path, kind: str) -> np.ndarray:
+    dtype = np.dtype(lookup("kind of tokens", _TOKEN_KINDS, kind))
     try:
         size = path.stat().st_size
-        if size == 0 or size % 2:
-            raise DataError(f"{path} has {size} bytes; expected a positive even number: uint16 tokens")
-        return np.asarray(np.memmap(path, dtype="<u2", mode="r"))
+        if size == 0 or size % dtype.itemsize:
+            raise DataError(
+                f"{path} has {size} bytes; expected a positive multiple of {dtype.itemsize}: {kind} tokens. Say what "
+                f"they are as {path.name}#uint8"
+            )
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except OSError as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"cannot read {path}: {error.strerror or error}. Expected a file of uint16 tokens.") from error
+        raise DataError(f"cannot read {path}: {error.strerror or error}. Expected a file of {kind} tokens.") from error
 
 
 def _corpus(name: str, unit: Literal["byte", "token"], parts: list[np.ndarray], vocab_size: int) -> Corpus:

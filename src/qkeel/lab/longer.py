@@ -18,7 +18,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.data import heldout
 from qkeel.lab.data import load as load_corpus
 from qkeel.lab.evaluate import measuring
-from qkeel.lab.model import attention_spec, autocast, resolve, threads
+from qkeel.lab.model import autocast, layers, resolve, threads
 from qkeel.lab.plan import LongContexts
 from qkeel.lab.trainer import Trainer
 from qkeel.nn.core import SpecModule
@@ -48,8 +48,9 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
     contexts.check(length)
     load_corpus(dataclasses.replace(config.data, context=max(contexts.test_lengths)))
     for method in contexts.posthoc:
-        with contextlib.suppress(RefusedError):
-            stretched(attention_spec(config.model.attention), method, length, max(contexts.test_lengths))
+        for spec in dict.fromkeys(layers(config.model, length)):
+            with contextlib.suppress(RefusedError):
+                stretched(spec, method, length, max(contexts.test_lengths))
 
 
 def stretched(spec: AttentionSpec, method: str, train_length: int, test_length: int) -> AttentionSpec:

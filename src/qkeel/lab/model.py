@@ -14,7 +14,7 @@ from qkeel.lab.optim import build_optimizer
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.registry import parse
 from qkeel.remedies import apply, canonical
-from qkeel.spec import AttentionSpec, preset
+from qkeel.spec import AttentionSpec, layer_specs, preset
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -24,7 +24,7 @@ def resolve(config: RunConfig) -> RunConfig:
     """
     device = _device(config.device)
     kinds = {"auto": "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"}
-    attention_spec(config.model.attention)
+    layers(config.model, config.data.context)
     return dataclasses.replace(
         config,
         device=device,
@@ -36,10 +36,11 @@ def resolve(config: RunConfig) -> RunConfig:
 def check(config: RunConfig) -> None:
     """Raise if the model cannot be built or the remedy refuses it, in a few milliseconds."""
     model = config.model
+    depth = model.n_layers if model.position else 1
     narrow = dataclasses.replace(
-        model, d_model=8, n_layers=1, head_dim=model.head_dim or model.d_model // model.n_heads
+        model, d_model=8, n_layers=depth, head_dim=model.head_dim or model.d_model // model.n_heads
     )
-    decoder = build_decoder(narrow, vocab_size=2)
+    decoder = build_decoder(narrow, vocab_size=2, train_length=config.data.context)
     apply(config.remedy, decoder, build_optimizer(config.optim, decoder), train_length=config.data.context)
 
 
@@ -58,7 +59,12 @@ def attention_spec(text: str) -> AttentionSpec:
     return preset(terms[0].name, **options)
 
 
-def build_decoder(config: ModelConfig, vocab_size: int) -> Decoder:
+def layers(config: ModelConfig, train_length: int | None = None) -> tuple[AttentionSpec, ...]:
+    """The spec of each layer; `train_length` is for positions that depend on it."""
+    return layer_specs(attention_spec(config.attention), config.n_layers, config.position, train_length)
+
+
+def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:
     """The model with PyTorch's initial weights; `Decoder.init_weights` gives it the run's."""
     return Decoder(
         DecoderConfig(
@@ -68,11 +74,13 @@ def build_decoder(config: ModelConfig, vocab_size: int) -> Decoder:
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
-            spec=attention_spec(config.attention),
+            spec=layers(config, train_length),
             attention=config.block,
             mlp=config.mlp,
+            mlp_ratio=config.mlp_ratio,
             norm_order=config.norm_order,
             tied=config.tied,
+            deepnorm=config.deepnorm,
         )
     )
 

@@ -18,6 +18,7 @@ from qkeel.lab.evaluate import Probe, heldout_loss, probe, token_loss
 from qkeel.lab.model import autocast, build_decoder
 from qkeel.lab.optim import build_optimizer
 from qkeel.lab.schedule import learning_rate
+from qkeel.lab.throughput import flops_per_token
 from qkeel.remedies import apply
 
 
@@ -37,9 +38,10 @@ class Trainer:
     def _build(self) -> Trained:
         config = self.config
         torch.manual_seed(config.seed)
-        model = build_decoder(config.model, self.corpus.vocab_size)
+        model = build_decoder(config.model, self.corpus.vocab_size, config.data.context)
         model.init_weights(torch.Generator().manual_seed(config.seed))
         model.to(self.device)
+        self.flops_per_token = flops_per_token(model, config.data.context)
         optimizer = build_optimizer(config.optim, model)
         handle = apply(config.remedy, model, optimizer, train_length=config.data.context)
         model.train()
@@ -53,18 +55,24 @@ class Trainer:
         for group in trained.optimizer.param_groups:
             group["lr"] = learning_rate(config.optim, step, config.steps)
         tokens = self._move(batch(self.corpus, config.data, config.seed, step))
-        with autocast(config):
-            logits = trained.model(tokens[:, :-1])
-        loss = token_loss(logits, tokens[:, 1:])
-        total = loss + z_loss(logits, config.optim.z_loss) if config.optim.z_loss else loss
-        total.backward()
+        loss = torch.stack([self._backward(part) for part in tokens.chunk(config.accumulate)]).sum()
         weights = [p for p in trained.model.parameters() if p.grad is not None]
         norm = get_total_norm([p.grad for p in weights if p.grad is not None], foreach=True)
         if config.optim.grad_clip:
             clip_grads_with_norm_(weights, config.optim.grad_clip, norm, foreach=True)
         trained.optimizer.step()
         trained.optimizer.zero_grad()
-        return loss.detach(), norm
+        return loss, norm
+
+    def _backward(self, tokens: Tensor) -> Tensor:
+        """Add the gradient of a part of the batch; its share of the loss."""
+        config = self.config
+        with autocast(config):
+            logits = self.trained.model(tokens[:, :-1])
+        loss = token_loss(logits, tokens[:, 1:])
+        total = loss + z_loss(logits, config.optim.z_loss) if config.optim.z_loss else loss
+        (total / config.accumulate).backward()
+        return loss.detach() / config.accumulate
 
     def probe(self) -> Probe:
         """Attention statistics on the probe."""

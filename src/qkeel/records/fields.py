@@ -39,6 +39,8 @@ STEP_FIELDS: dict[str, Field] = {
     "capped_max_logit": Field("nats", "largest attention logit after the cap; equals max_logit without one"),
     "entropy": Field("nats", "attention entropy: mean over query rows, heads, layers"),
     "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
+    "tokens_per_second": Field("1/s", "training tokens a second since the last line, measuring and saving apart"),
+    "mfu": Field("share", "model operations a second over the device's peak in bf16; null where that is not known"),
 }
 
 NON_FINITE = "non_finite"  # named apart: it says that the others of its head mean nothing

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from qkeel.errors import InvalidTypeError, unknown
-from qkeel.functional.scaling import cosine_scale, qk_norm_init
+from qkeel.functional.scaling import cosine_scale, gradient_scale, qk_norm_init
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.cap import Softcap
 from qkeel.spec.norm import L2Norm, LayerNorm, RMSNorm
 from qkeel.spec.position import NoPosition, Rope
-from qkeel.spec.scale import Fixed, FloorLogTemperature, InverseSqrt, Learned, LogN, Sqrt
+from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Scale, Sqrt
 
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
+FAR_OFF = 1.25  # a fixed λ and the best one this many times apart call for a word
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,28 +31,49 @@ class Preset:
     build: Callable[..., AttentionSpec]
 
 
-def _keynorm(norm: L2Norm | None, scale: str) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
+def _keynorm(norm: L2Norm | None, scale: Scale) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
     """One row of the KeyNorm table and its log-n twin."""
     slots: dict[str, Any] = {"position": Rope()}
     if norm is not None:
         slots = {"norm": norm, "position": Rope(order="rotate_then_norm")}
 
     def plain(train_length: int = 512) -> AttentionSpec:
-        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(cosine_scale(train_length))}
-        return AttentionSpec(**slots, scale=scales[scale])
+        return AttentionSpec(**slots, scale=scale)
 
     def log_n(train_length: int = 512, clip: bool = False) -> AttentionSpec:
-        # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
-        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(4 * math.log(train_length))}
-        return AttentionSpec(**slots, scale=LogN(inner=scales[scale], train_length=train_length, clip=clip))
+        return AttentionSpec(**slots, scale=LogN(inner=scale, train_length=train_length, clip=clip))
 
     return plain, log_n
 
 
-_BASELINE, _BASELINE_LOGN = _keynorm(None, "sqrt")
-_QNA, _QNA_LOGN = _keynorm(L2Norm(on="q"), "one")
-_KNA, _KNA_LOGN = _keynorm(L2Norm(on="k"), "one")
-_COSA, _COSA_LOGN = _keynorm(L2Norm(on="qk"), "cosine")
+_BASELINE, _BASELINE_LOGN = _keynorm(None, InverseSqrt())
+_QNA, _QNA_LOGN = _keynorm(L2Norm(on="q"), Fixed(1.0))
+_KNA, _KNA_LOGN = _keynorm(L2Norm(on="k"), Fixed(1.0))
+
+
+def _cosa(train_length: int = 512, gradient: bool = False) -> AttentionSpec:
+    scale = GradientMax(keys=train_length / 2) if gradient else Fixed(cosine_scale(train_length))
+    return AttentionSpec(norm=L2Norm(on="qk"), position=Rope(order="rotate_then_norm"), scale=scale)
+
+
+def _cosa_logn(train_length: int = 512, clip: bool = False, gradient: bool = False) -> AttentionSpec:
+    # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
+    inner = GradientMax(keys=train_length) if gradient else Fixed(4 * math.log(train_length))
+    return _cosa(train_length).replace(scale=LogN(inner=inner, train_length=train_length, clip=clip))
+
+
+def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
+    """Why a fixed λ = 4 ln n of cosine attention does not suit heads of this size, where it is far from the optimum."""
+    scale = spec.scale.inner if isinstance(spec.scale, LogN) else spec.scale
+    if not isinstance(scale, Fixed) or spec.norm != L2Norm(on="qk") or not scale.value > 1:
+        return None
+    best = gradient_scale(math.exp(scale.value / 4), head_dim)
+    if 1 / FAR_OFF <= scale.value / best <= FAR_OFF:
+        return None
+    return (
+        f"λ = 4 ln n = {scale.value:.4g} was derived for heads of 128 numbers; for head_dim {head_dim} most gradient "
+        f"passes at {best:.4g}: use cosa:gradient=true (a GradientMax scale)"
+    )
 
 
 def _qknorm_2020(length: int = 72) -> AttentionSpec:
@@ -150,8 +172,8 @@ PRESETS: dict[str, Preset] = {
     "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_QNA_LOGN),
     "kna": Preset(line="KeyNorm: L2-normed keys, scale 1", source=_SU, build=_KNA),
     "kna_logn": Preset(line="KeyNorm, logits × ln n/ln L", source=_SU, build=_KNA_LOGN),
-    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_COSA),
-    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_COSA_LOGN),
+    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_cosa),
+    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_cosa_logn),
     "qknorm_2020": Preset(
         line="L2-normed q and k, one learned scale per layer, no RoPE",
         source="Henry et al. 2020, arXiv 2010.04245",
