@@ -57,6 +57,7 @@ class FusedTask(Task):
             sha256=digest,
             train=self.text.train,
             heldout=self.text.heldout,
+            ends=self.text.ends,
         )
 
     def _check_room(self) -> None:

@@ -44,6 +44,7 @@ class VisionTask(Task):
             sha256=pictures.sha256,
             train=flat[0],
             heldout=flat[1],
+            ends=np.array([len(flat[1])]),
         )
 
     def batch(self, seed: int, step: int) -> Examples:
