@@ -1,0 +1,120 @@
+"""The compiled operators, loaded when first wanted: shapes for the compiler, derivatives, and whether there are any."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import get_interpreter_stack
+
+from qkeel.errors import caution
+from qkeel.kernels.native.build import compiled
+
+NONE = 0  # the kind of a pass that only rotates
+_LOADING = threading.Lock()
+
+
+def ready() -> bool:
+    """Whether the operators can be used here: asked for by QKEEL_NATIVE (default), compiled, no torch.func transform.
+
+    The first call may compile. A failure is told once; from then on torch computes, as with QKEEL_NATIVE=0.
+    """
+    if os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux" or get_interpreter_stack() is not None:
+        return False
+    with _LOADING:
+        return _loaded()
+
+
+# What torch.compiler.assume_constant_result sets; that function would import torch's compiler with qkeel.
+ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _loaded() -> bool:
+    try:
+        try:
+            torch.ops.load_library(compiled())
+        except OSError:  # sound, but not for this machine
+            torch.ops.load_library(compiled(afresh=True))
+        _register()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = " ".join(str(error).split())
+        caution(f"qkeel computes without its compiled CPU kernels: {reason}. QKEEL_NATIVE=0 silences this.")
+        return False
+    return True
+
+
+def norm_rope(
+    x: Tensor, gain: Tensor | None, table: tuple[Tensor, Tensor] | None, kind: int, eps: float, keep_x: bool
+) -> Tensor:
+    """rotation(gain · norm(x)) of x [b h t d], in x's dtype and layout.
+
+    Args:
+        gain: [], [d], [h 1] or [h d]. table: cos and sin, float32 [1|b 1 1|t half]. kind: 0 no norm, 1 RMS, 2 L2,
+            3 LayerNorm. eps: of the norm. keep_x: keep x for backward, else the result, from which x̂ is made anew.
+    """
+    cos, sin = (None, None) if table is None else table
+    return torch.ops.qkeel_native.norm_rope(x, gain, cos, sin, kind, eps, keep_x)[0]
+
+
+def gain_spread(gain: Tensor) -> float:
+    """min |gain| / max |gain|; 0 for a gain with zeros or NaN."""
+    return torch.ops.qkeel_native.gain_spread(gain)
+
+
+def _register() -> None:
+    own = "qkeel_native::"
+    torch.library.register_fake(own + "norm_rope", _forward_shapes)
+    torch.library.register_fake(own + "norm_rope_backward", _backward_shapes)
+    torch.library.register_autograd(own + "norm_rope", _backward, setup_context=_keep)
+    torch.library.register_autograd(own + "norm_rope_backward", _not_twice)
+
+
+def _forward_shapes(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, keep_x: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:3] if kind != NONE else (0,), dtype=torch.float32)
+
+
+def _backward_shapes(dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
+    return torch.empty_like(kept), kept.new_empty(shape, dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, gain, cos, sin, ctx.kind, ctx.eps, ctx.keep_x = inputs
+    y, inverse = output
+    ctx.set_materialize_grads(False)
+    if ctx.kind == NONE:
+        ctx.save_for_backward(cos, sin)
+    else:
+        ctx.save_for_backward(x if ctx.keep_x else y, inverse, gain, cos, sin)
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 5
+    if dy is None:
+        return None, None, *nothing
+    if ctx.kind == NONE:
+        cos, sin = ctx.saved_tensors
+        return norm_rope(dy, None, (cos, -sin), NONE, 0.0, False), None, *nothing
+    kept, inverse, gain, cos, sin = ctx.saved_tensors
+    dx, over = torch.ops.qkeel_native.norm_rope_backward(
+        dy, kept, inverse, gain, cos, sin, ctx.kind, ctx.eps, ctx.keep_x
+    )
+    return dx, None if gain is None else _like(over, gain), *nothing
+
+
+def _like(over: Tensor, gain: Tensor) -> Tensor:
+    """A gradient for every head and dimension [1|h d] summed to the gain's own shape."""
+    return over.sum_to_size(gain.shape if gain.ndim else (1, 1)).view(gain.shape).to(gain.dtype)
+
+
+def _not_twice(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("the fused norm and rotation can be differentiated once; QKEEL_NATIVE=0 does not fuse them")
