@@ -63,6 +63,9 @@ def _one(part: Part, x: Tensor, spec: AttentionSpec, table: Table | None, params
     if not isinstance(norm, GainNorm) or part not in norm.on:
         return x if table is None else norm_rope(x, None, table, NONE, 0.0, False)
     gain = norm.weight(part, params)
-    # A compiler sees no values, so there x is kept.
-    keep_x = gain is not None and (torch.compiler.is_compiling() or gain_spread(gain.detach()) < _SPREADS[x.dtype])
-    return norm_rope(x, gain, table, _KINDS[type(norm)], norm.eps, keep_x)
+    return norm_rope(x, gain, table, _KINDS[type(norm)], norm.eps, gain is not None and _keeps(x, gain))
+
+
+def _keeps(x: Tensor, gain: Tensor) -> bool:
+    """Whether backward needs x itself: some gain is too small to divide by. A compiler sees no values: there, yes."""
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or gain_spread(gain) < _SPREADS[x.dtype])
