@@ -14,7 +14,16 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("norm_rope.cpp")
-FLAGS = ("-std=gnu++20", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden")
+FLAGS = (
+    "-std=gnu++20",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+)
 LONGEST = 600  # seconds a compiler may take
 
 
