@@ -46,6 +46,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "part of a fused projection": lambda x: (
         torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]]
     ),
+    "dimensions apart": lambda x: x.mT.contiguous().mT,
     "every other number": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
 }
 Given = tuple[AttentionSpec, Tensor, Tensor, Params]
@@ -83,7 +84,8 @@ def check(case: Given, dtype: torch.dtype, told: str) -> None:
     A gain's gradient is a sum over rows: there also the rounding of every term, as of independent errors. The result
     and the gradient from above are rounded to the dtype, so each term is.
     """
-    above = [torch.randn_like(x) for x in case[1:3]]
+    layouts = torch.randint(len(LAYOUTS), (2,)).tolist()
+    above = [list(LAYOUTS.values())[i](torch.randn(x.shape).to(x.dtype)) for i, x in zip(layouts, case[1:3])]
     truth, theirs = run(torchs, case, torch.float64, above), run(torchs, case, dtype, above)
     ours = run(native.encoded, case, dtype, above)
     terms = sum((a.double() * o).square().sum() for a, o in zip(above, truth)).detach()  # type: ignore[union-attr]

@@ -224,7 +224,7 @@ std::tuple<Tensor, Tensor> run(const Tensor& x_, const Maybe& gain, const Maybe&
   check(x_, cos, sin);
   Tensor x = with_last_dense(x_);
   Walk w(x, gain, cos, sin);
-  Tensor y = at::empty_like(x_);
+  Tensor y = at::empty_like(x);
   auto floats = x.options().dtype(at::kFloat);
   Tensor r = kind == NONE || !inverses ? at::empty({0}, floats) : at::empty({w.b, w.h, w.t}, floats);
   if (x.scalar_type() == at::kFloat) forward_any<float>(x, y, r, w, kind, float(eps));
@@ -359,7 +359,7 @@ std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& dy_, const Tensor& k
   check(kept, cos, sin);
   TORCH_CHECK(kind != NONE && dy_.sizes() == kept.sizes() && dy_.scalar_type() == kept.scalar_type(),
               "expected a norm, and gradient and kept tensor of one shape and dtype");
-  Tensor dy = with_last_dense(dy_), base = with_last_dense(kept), dx = at::empty_like(kept);
+  Tensor dy = with_last_dense(dy_), base = with_last_dense(kept), dx = at::empty_like(base);
   Walk w(base, gain, cos, sin);
   Options o{kind, float(eps), kept_x};
   Tensor parts;

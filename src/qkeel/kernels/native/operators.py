@@ -82,16 +82,16 @@ def _register() -> None:
 def _forward_shapes(
     x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, keep_x: bool
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[:3] if kind != NONE else (0,), dtype=torch.float32)
+    return _shape(x), x.new_empty(x.shape[:3] if kind != NONE else (0,), dtype=torch.float32)
 
 
 def _shape(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
 def _backward_shapes(dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
-    return torch.empty_like(kept), kept.new_empty(shape, dtype=torch.float32)
+    return _shape(kept), kept.new_empty(shape, dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
