@@ -7,6 +7,8 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ExpandUtils.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -383,6 +385,82 @@ double gain_spread(const Tensor& gain) {
   return low / high;
 }
 
+using torch::autograd::AutogradContext;
+using torch::autograd::tensor_list;
+
+// The operator as the dispatcher knows it: what is called may be a compiler's stand-in.
+template <typename F> c10::TypedOperatorHandle<F> known(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
+}
+template <typename... Args> auto call_forward(Args&&... args) {
+  static auto op = known<decltype(norm_rope)>("qkeel_native::norm_rope");
+  return op.call(std::forward<Args>(args)...);
+}
+template <typename... Args> auto call_backward(Args&&... args) {
+  static auto op = known<decltype(norm_rope_backward)>("qkeel_native::norm_rope_backward");
+  return op.call(std::forward<Args>(args)...);
+}
+Maybe maybe(const Tensor& x) { return x.defined() ? Maybe(x) : std::nullopt; }
+
+struct Forward : torch::autograd::Function<Forward> {
+  static tensor_list forward(AutogradContext* ctx, const Tensor& x, const Maybe& gain, const Maybe& cos,
+                             const Maybe& sin, int64_t kind, double eps, bool keep_x) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [y, r] = call_forward(x, gain, cos, sin, kind, eps, keep_x);
+    Tensor none, kept = kind == NONE ? none : keep_x ? x : y;
+    ctx->save_for_backward({kept, r, gain.value_or(none), cos.value_or(none), sin.value_or(none)});
+    ctx->saved_data["kind"] = kind;
+    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["keep_x"] = keep_x;
+    ctx->mark_non_differentiable({r});
+    ctx->set_materialize_grads(false);
+    return {y, r};
+  }
+  static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
+    tensor_list found(7);
+    if (!grads[0].defined()) return found;
+    auto saved = ctx->get_saved_variables();
+    const Tensor& gain = saved[2];
+    Maybe cos = maybe(saved[3]), sin = maybe(saved[4]);
+    int64_t kind = ctx->saved_data["kind"].toInt();
+    if (kind == NONE) {  // a rotation is undone by the one back, which is differentiable in its turn
+      found[0] = std::get<0>(call_forward(grads[0], Maybe(), cos, sin ? Maybe(-*sin) : sin, kind, 0.0, false));
+      return found;
+    }
+    auto [dx, over] = call_backward(grads[0], saved[0], saved[1], maybe(gain), cos, sin, kind,
+                                    ctx->saved_data["eps"].toDouble(), ctx->saved_data["keep_x"].toBool());
+    found[0] = dx;
+    if (gain.defined()) found[1] = at::sum_to(over, gain.sizes()).to(gain.scalar_type());
+    return found;
+  }
+};
+
+struct Backward : torch::autograd::Function<Backward> {
+  static tensor_list forward(AutogradContext*, const Tensor& dy, const Tensor& kept, const Tensor& r,
+                             const Maybe& gain, const Maybe& cos, const Maybe& sin, int64_t kind, double eps,
+                             bool kept_x) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [dx, over] = call_backward(dy, kept, r, gain, cos, sin, kind, eps, kept_x);
+    return {dx, over};
+  }
+  static tensor_list backward(AutogradContext*, tensor_list) {
+    TORCH_CHECK(false, "the fused norm and rotation can be differentiated once; QKEEL_NATIVE=0 does not fuse them");
+  }
+};
+
+std::tuple<Tensor, Tensor> norm_rope_tracked(const Tensor& x, const Maybe& gain, const Maybe& cos, const Maybe& sin,
+                                             int64_t kind, double eps, bool keep_x) {
+  auto found = Forward::apply(x, gain, cos, sin, kind, eps, keep_x);
+  return {found[0], found[1]};
+}
+
+std::tuple<Tensor, Tensor> norm_rope_backward_tracked(const Tensor& dy, const Tensor& kept, const Tensor& r,
+                                                      const Maybe& gain, const Maybe& cos, const Maybe& sin,
+                                                      int64_t kind, double eps, bool kept_x) {
+  auto found = Backward::apply(dy, kept, r, gain, cos, sin, kind, eps, kept_x);
+  return {found[0], found[1]};
+}
+
 } // namespace
 
 TORCH_LIBRARY(qkeel_native, m) {
@@ -399,4 +477,9 @@ TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
   m.impl("norm_rope_alone", &norm_rope_alone);
   m.impl("norm_rope_backward", &norm_rope_backward);
   m.impl("gain_spread", &gain_spread);
+}
+
+TORCH_LIBRARY_IMPL(qkeel_native, Autograd, m) {
+  m.impl("norm_rope", &norm_rope_tracked);
+  m.impl("norm_rope_backward", &norm_rope_backward_tracked);
 }

@@ -75,8 +75,6 @@ def _register() -> None:
     torch.library.register_fake(own + "norm_rope", _forward_shapes)
     torch.library.register_fake(own + "norm_rope_alone", _shape)
     torch.library.register_fake(own + "norm_rope_backward", _backward_shapes)
-    torch.library.register_autograd(own + "norm_rope", _backward, setup_context=_keep)
-    torch.library.register_autograd(own + "norm_rope_backward", _not_twice)
 
 
 def _forward_shapes(
@@ -92,36 +90,3 @@ def _shape(x: Tensor, *_: Any) -> Tensor:
 def _backward_shapes(dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
     return _shape(kept), kept.new_empty(shape, dtype=torch.float32)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, gain, cos, sin, ctx.kind, ctx.eps, ctx.keep_x = inputs
-    y, inverse = output
-    ctx.set_materialize_grads(False)
-    if ctx.kind == NONE:
-        ctx.save_for_backward(cos, sin)
-    else:
-        ctx.save_for_backward(x if ctx.keep_x else y, inverse, gain, cos, sin)
-
-
-def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 5
-    if dy is None:
-        return None, None, *nothing
-    if ctx.kind == NONE:
-        cos, sin = ctx.saved_tensors
-        return norm_rope(dy, None, (cos, -sin), NONE, 0.0, False), None, *nothing
-    kept, inverse, gain, cos, sin = ctx.saved_tensors
-    dx, over = torch.ops.qkeel_native.norm_rope_backward(
-        dy, kept, inverse, gain, cos, sin, ctx.kind, ctx.eps, ctx.keep_x
-    )
-    return dx, None if gain is None else _like(over, gain), *nothing
-
-
-def _like(over: Tensor, gain: Tensor) -> Tensor:
-    """A gradient for every head and dimension [1|h d] summed to the gain's own shape."""
-    return over.sum_to_size(gain.shape if gain.ndim else (1, 1)).view(gain.shape).to(gain.dtype)
-
-
-def _not_twice(ctx: Any, *_: Any) -> None:
-    raise RuntimeError("the fused norm and rotation can be differentiated once; QKEEL_NATIVE=0 does not fuse them")
