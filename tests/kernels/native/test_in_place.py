@@ -57,3 +57,22 @@ def test_the_rows_of_each_head_are_found_behind_it() -> None:
     (site,) = qkeel.find_sites(model, torch.randn(1, 6, 32))
     assert [s.parameter for s in site.query] == ["0.q_proj.weight"]
     assert [rows.tolist() for rows in site.query[0].index] == [list(range(8 * h, 8 * h + 8)) for h in range(4)]
+
+
+def test_an_exported_program_holds_torchs_operators_alone() -> None:
+    module, x = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3")), torch.randn(1, 5, 16)
+    program = torch.export.export(module, (x,))
+    assert "qkeel_native" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x), module(x))
+
+
+def test_gradients_of_several_outputs_at_once_and_inference_mode() -> None:
+    module, x = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3")), torch.randn(1, 5, 16)
+    with torch.inference_mode():
+        quiet = module(x)
+    out = module(x)
+    assert torch.equal(out, quiet)
+    above = torch.eye(80).view(80, 1, 5, 16)[::9]
+    (together,) = torch.autograd.grad(out, module.q_proj.weight, above, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, module.q_proj.weight, a, retain_graph=True)[0] for a in above]
+    torch.testing.assert_close(together, torch.stack(each), rtol=0, atol=1e-6)

@@ -171,16 +171,17 @@ def test_shapes_dtypes_and_tensors_that_are_not_for_it_are_left_to_torch() -> No
     torch.testing.assert_close(torch.func.vmap(mapped)(x[None])[0], spec.encode(x, x, pos, pos, {})[0])
 
 
-def test_threads_change_no_bit() -> None:
+@pytest.mark.parametrize("threads", [2, 8])
+def test_threads_change_no_bit(threads: int) -> None:
     case = given(RMSNorm(gain="dim"), Rope(), 300, 64, torch.float32, "heads beside each other")
     above = [torch.randn_like(x) for x in case[1:3]]
     one = run(native.encoded, case, torch.float32, above)
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     try:
-        two = run(native.encoded, case, torch.float32, above)
+        many = run(native.encoded, case, torch.float32, above)
     finally:
         torch.set_num_threads(1)
-    assert all(map(torch.equal, one, two))
+    assert all(map(torch.equal, one, many))
 
 
 @pytest.fixture

@@ -21,11 +21,13 @@ _LOADING = threading.Lock()
 
 
 def ready() -> bool:
-    """Whether the operators can be used here: asked for by QKEEL_NATIVE (default), compiled, no torch.func transform.
+    """Whether the operators can be used here: not switched off, compiled, no torch.func transform and no export.
 
     The first call may compile. A failure is told once; from then on torch computes, as with QKEEL_NATIVE=0.
     """
-    if os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux" or get_interpreter_stack() is not None:
+    off = os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux"
+    # What is exported or traced is run elsewhere, by programs that know no operators of ours.
+    if off or get_interpreter_stack() is not None or torch.compiler.is_exporting() or torch.jit.is_tracing():
         return False
     with _LOADING:
         return _loaded()
