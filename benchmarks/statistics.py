@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import qkeel
 from benchmarks.measure import Row, interleave
+from qkeel.functional.classes import TokenClasses
 from qkeel.kernels.statistics import logit_change, logit_maxima, logit_stats, sampled_stats
 from qkeel.spec.call import make_call
 
@@ -43,6 +45,12 @@ def bench(shape: tuple[int, int, int, int], rounds: int) -> list[Row]:
 
     call = make_call(SPEC, q, k, v)
     moved = make_call(SPEC, q.detach() * 1.001, k.detach() * 1.001, v)
+    # One class after the other, alike in all sequences, as images before text; or anywhere.
+    blocks, anywhere = torch.arange(t)[None] * 2 // t, torch.randint(0, 2, (b, t), generator=generator)
+    by_class = [
+        dataclasses.replace(call, classes=TokenClasses(names=("text", "image"), query=of, key=of))
+        for of in (blocks, anywhere)
+    ]
     rng = torch.Generator()
     sampled = min(64, t)
     cases = {
@@ -54,6 +62,8 @@ def bench(shape: tuple[int, int, int, int], rounds: int) -> list[Row]:
         "qkeel, exact LogitStats, O(T) memory": ours(True),
         "SDPA + the full matrix (maximum, entropy)": full_matrix,
         "alone: exact LogitStats": lambda: logit_stats(call),
+        "alone: exact LogitStats, by two classes in blocks": lambda: logit_stats(by_class[0]),
+        "alone: exact LogitStats, by two classes anywhere": lambda: logit_stats(by_class[1]),
         "alone: maxima only": lambda: logit_maxima(call),
         f"alone: estimate from {sampled} queries": lambda: sampled_stats(call, sampled, generator=rng),
         "alone: change of logits, all pairs": lambda: logit_change(call, moved),

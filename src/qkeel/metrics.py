@@ -79,6 +79,17 @@ def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int 
     return slope(points[:, 0], points[:, 1])
 
 
+def drift(values: Sequence[float] | np.ndarray) -> float:
+    """The last measured value over the first one: the factor by which a ratio moved. NaN with fewer than two.
+
+    >>> drift([math.nan, 1.0, 1.2, 1.5])
+    1.5
+    """
+    known = np.asarray(values, dtype=np.float64)
+    known = known[np.isfinite(known)]
+    return float(known[-1] / known[0]) if len(known) > 1 and known[0] else math.nan
+
+
 def slope(x: np.ndarray, y: np.ndarray) -> float:
     """The slope of the line through points [n], by least squares; NaN where all x are the same.
 
@@ -134,7 +145,7 @@ def paired_gain(rows: Sequence[Mapping[str, Any]], remedy: str, baseline: str, l
 
 
 # Bits behind the binary point of a number in [1, 2).
-FRACTION_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
+FRACTION_BITS = {"fp8": 3, "bf16": 7, "fp16": 10, "fp32": 23}  # fp8: e4m3
 # RMS relative error of rounding to p such bits is 2^-p · √(1/12) · √(3/(8 ln 2)): the absolute error is uniform over a
 # spacing of 2^-p for m in [1, 2), and mantissas are spread evenly on a logarithmic scale (Benford).
 _RELATIVE = math.sqrt(3 / (96 * math.log(2)))
@@ -145,8 +156,8 @@ def fused_logit_error(
 ) -> float:
     """Standard deviation, in nats, of a logit whose q and k were rounded: scale · √2 · r · ‖q‖ ‖k‖ / √d.
 
-    What fused kernels suffer: they sum in float32, but read q and k in `dtype` (bf16, fp16, fp32) with relative RMS
-    error r each; the d products' errors are independent, and q, k spread over the dimensions. scale: 1/√d if not given.
+    What fused kernels suffer: they sum in float32, but read q and k in `dtype` (FRACTION_BITS) with relative RMS error
+    r each; the d products' errors are independent, and q, k spread over the dimensions. scale: 1/√d if not given.
 
     >>> round(fused_logit_error(100.0, 100.0, 128, "bf16"), 4)
     0.1833

@@ -16,6 +16,7 @@ WIDE = {
     "qkeel.ops.attention": "the public signature of DESIGN §10",
     "qkeel.reference.attend": "the public signature of DESIGN §10, that of attention without the kernel's options",
     "qkeel.spec.call.make_call": "checks exactly what attention takes",
+    "qkeel.monitor.watch.watch": "the public signature of DESIGN §10 and what to measure besides, each on its own",
     "qkeel.nn.core.SpecModule.attend": "hands on exactly what attention takes",
 }
 # **options of a named thing: read against its own literal list of options, never passed through unread.

@@ -332,6 +332,11 @@ def test_the_extrapolation_study_prints_what_is_kept_and_goes_on_with_more(tmp_p
     assert main([*study, "--forms", "kna", "--posthoc", "rerope", "--blocks", "gau", "mha1", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "2 runs, 2 to do" in out  # one only to be measured under another method
+    more = ["--forms", "kna", "cosa:gain=true", "--positions", "rope", "alibi", "--continue-at", "16", "--dry-run"]
+    assert main([*study, *more]) == 0
+    out = capsys.readouterr().out
+    assert "4 runs, 4 to do" in out
+    assert "cosa:gain=true+alibi, lr 0.01" in out
     assert not (tmp_path / "s" / "runs" / "x").exists()
     config = RunDirectory(next((tmp_path / "s" / "runs").iterdir())).config()
     assert (config["data"]["context"], config["model"]["block"], config["optim"]["weight_decay"]) == (8, "gau", 0.01)
@@ -344,7 +349,13 @@ def test_the_extrapolation_study_prints_what_is_kept_and_goes_on_with_more(tmp_p
         ("--posthoc rerop", "rerope"),
         ("--posthoc rerope:window=64", "under the training length"),
         ("--forms knaa", "kna"),
-        ("--forms kna --data topics --test-lengths 64000000", "shorter context"),
+        ("--forms kna --data topics --test-lengths 64000000", "the longest has"),
+        ("--positions rope window", "window:window=128"),
+        ("--positions alibii", "alibi"),
+        ("--forms kna+rerope:window=64", "under the training length, got 64 of 64"),
+        ("--continue-at 100", "multiple of the training length 64 above it, got 100"),
+        ("--needle 2", "between 0 and 1"),
+        ("--posthoc knaa/ntk", "kna"),
         ("--block mha", "--block"),
     ],
 )

@@ -29,6 +29,7 @@ from qkeel.spec import (
     Rope,
     Sigmoid,
     Sink,
+    SlidingWindow,
     Softcap,
     Softpick,
     SquaredReLU,
@@ -63,6 +64,9 @@ EXTRA: dict[str, AttentionSpec] = {
     "kerple_log": AttentionSpec(position=Kerple()),
     "kerple_power": AttentionSpec(norm=RMSNorm(), position=Kerple(kind="power")),
     "xpos": AttentionSpec(position=XPos()),
+    "window": AttentionSpec(position=SlidingWindow(window=3)),
+    "window_log_n": AttentionSpec(norm=RMSNorm(), position=SlidingWindow(window=2), scale=LogN(train_length=4)),
+    "window_alibi_sink": AttentionSpec(position=SlidingWindow(window=3, inner=ALiBi()), normalizer=Sink()),
 }
 SPECS: dict[str, AttentionSpec] = {**{name: preset(name) for name in PRESETS}, **EXTRA}
 

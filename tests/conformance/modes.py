@@ -138,7 +138,8 @@ def ways() -> str:
         "Against plain eager execution: losses of three steps of AdamW (compiled with backend aot_eager, with\n"
         "gradient checkpointing, in micro-batches of one), logits of the last token (decoded with a cache, of a\n"
         "`deepcopy`), and flex_attention in evaluation, which is all it does on a CPU.\n"
-        "`sigma_reparam` takes one power iteration per forward pass, so micro-batches give it another σ.\n"
+        "`sigma_reparam` takes one power iteration per forward pass, so micro-batches give it another σ;\n"
+        "`dropout` draws other masks for them.\n"
         "`pytest -m slow tests/conformance` asks again.\n",
         table("remedy", list(MODES), rows()) + "\n",
         *why,

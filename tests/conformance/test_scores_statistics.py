@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from qkeel.functional.stats import LogitStats
+from qkeel.functional.stats import TENSORS, LogitStats
 from qkeel.kernels.statistics import logit_stats
 from qkeel.reference import attend_call
 from qkeel.sites import scores
@@ -19,7 +19,7 @@ from .cases import GEOMETRIES, MASKS, SPECS, calls, pairs
 
 SOME = pairs([GEOMETRIES[i] for i in (0, 5, 10, 7)], MASKS)
 SOFT = [name for name, spec in SPECS.items() if spec.normalizer.softmax_over_keys]
-FIELDS = [f.name for f in dataclasses.fields(LogitStats)]
+FIELDS = list(TENSORS)
 OPERANDS = ("qk_frobenius", "cos_max", "cos_mean", "n_products")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkeel import attention, preset
-from qkeel.functional.stats import POSITION_BINS, LogitStats, merge
+from qkeel.functional.stats import POSITION_BINS, TENSORS, LogitStats, merge
 from qkeel.kernels import statistics
 from qkeel.kernels.statistics import logit_maxima, logit_stats
 from qkeel.metrics import ALARM_THRESHOLD
@@ -23,7 +23,7 @@ from .cases import GEOMETRIES, MASKS, SPECS, calls, pairs, truth_of, widened
 
 ALL = pairs(GEOMETRIES, MASKS)
 SOME = pairs([GEOMETRIES[i] for i in (0, 5, 10, 7)], MASKS)
-FIELDS = [field.name for field in dataclasses.fields(LogitStats)]
+FIELDS = list(TENSORS)
 
 
 def recomputed(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> dict[str, Tensor]:

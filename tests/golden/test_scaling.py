@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from qkeel.errors import InvalidValueError
-from qkeel.functional.scaling import cosine_scale, floor_log_temperature, log_n, qk_norm_init, sigmoid_bias
-from qkeel.spec import LogN, preset
+from qkeel.functional.scaling import (
+    cosine_scale,
+    floor_log_temperature,
+    gradient_scale,
+    log_n,
+    qk_norm_init,
+    sigmoid_bias,
+)
+from qkeel.nn import Attention
+from qkeel.spec import GradientMax, LogN, preset
 
 
 @pytest.mark.parametrize(
@@ -31,6 +39,31 @@ def test_cosine_attention_scales_by_four_ln_n(n: int, value: float) -> None:
     for train_length in (64, 512):
         dynamic = preset("cosa_logn", train_length=train_length).scale.factor(torch.tensor([[n - 1]]), 128, {})
         assert dynamic.item() == pytest.approx(value, abs=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("n", "value"), [(64, 1.5494), (256, 1.8635), (512, 2.0084), (1024, 2.1465), (4096, 2.4055), (20_000, 2.6782)]
+)
+def test_most_gradient_passes_gaussian_similarities_near_root_ln_n(n: int, value: float) -> None:
+    assert gradient_scale(n) == pytest.approx(value, abs=5e-5)
+    # Where the derivative 1 - e^(λ²)(1 + 2λ²)/n vanishes.
+    assert math.exp(value**2) * (1 + 2 * value**2) == pytest.approx(n, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "values"),
+    [
+        (64, (15, 16.75, 18.25, 21.25, 22.75)),
+        (128, (20.25, 22.25, 24.25, 28, 29.75)),
+        (256, (28, 30.75, 33.25, 38, 40.25)),
+    ],
+)
+def test_most_gradient_passes_cosines_at_a_scale_that_grows_with_the_head(head_dim: int, values: tuple[float]) -> None:
+    for n, value in zip((128, 256, 512, 2048, 4096), values):
+        assert gradient_scale(n, head_dim) == pytest.approx(value, abs=0.126), n  # found on a grid of 0.25
+    assert preset("cosa", gradient=True).scale.factor(torch.tensor([[0]]), head_dim, {}) == gradient_scale(
+        256, head_dim
+    )
 
 
 def test_log_n_is_four_thirds_at_eight_times_a_training_length_of_512() -> None:
@@ -121,3 +154,26 @@ def test_published_scale_at_head_dim_128(name: str, expected: float) -> None:
 def test_lengths_without_a_logarithm_are_refused(call: object) -> None:
     with pytest.raises(InvalidValueError, match="length above"):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: gradient_scale(1.0), lambda: gradient_scale(64, 1), lambda: GradientMax(keys=0.5)]
+)
+def test_the_scale_of_most_gradient_needs_keys_and_cosines(make) -> None:
+    with pytest.raises(InvalidValueError):
+        make()
+
+
+def test_a_scale_made_for_other_heads_is_warned_of_once_with_the_better_one() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("qkeel.nn.core.caution", said.append)
+        Attention(128, 1, spec=preset("cosa"))  # head_dim 128
+        Attention(64, 1, spec=preset("cosa", train_length=64))  # 13.86, best 11.76
+        Attention(64, 1, spec=preset("cosa", gradient=True))
+        Attention(64, 1, spec=preset("kna"))
+        assert said == []
+        Attention(64, 1, spec=preset("cosa"))
+        Attention(64, 2, spec=preset("cosa_logn", train_length=64))
+    assert "head_dim 64 most gradient passes at 16.64" in said[0]
+    assert "cosa:gradient=true" in said[1]

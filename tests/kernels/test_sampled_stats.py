@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,14 +9,14 @@ from torch import Tensor
 from qkeel import preset
 from qkeel.errors import InvalidValueError
 from qkeel.functional.sampling import chosen_rows
-from qkeel.functional.stats import LogitStats
+from qkeel.functional.stats import TENSORS
 from qkeel.kernels.statistics import logit_stats, sampled_stats
 from qkeel.reference import attend_call
 from qkeel.sites.scores import ScoresCall, sampled_scores_stats, scores_stats
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import make_call, with_query_mask
 
-FIELDS = [f.name for f in dataclasses.fields(LogitStats)]
+FIELDS = list(TENSORS)
 KEYS = [name for name in FIELDS if "key" in name]
 DRAWS = 120
 

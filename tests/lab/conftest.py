@@ -22,7 +22,7 @@ TINY = RunConfig(
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> Callable[..., RunConfig]:
     """A tiny configuration; keywords replace fields, those of the optimizer as `optim_lr=…`."""
 

@@ -151,7 +151,7 @@ def test_bad_corpora_get_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     refused(data(empty), "is empty")
     refused(data(short, context=32), "expected more than the context, 32")
-    refused(data(odd), "expected a positive even number")
+    refused(data(odd), "positive multiple of 2")
     refused(data(words, vocab_size=300), "has token 300; expected tokens below the vocabulary size, 300")
     refused(data(short, vocab_size=100), "expected tokens below the vocabulary size, 100")
     refused(data(tmp_path / "nul.txt"), "NUL bytes")

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from qkeel import reference
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import Execution, Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
-from qkeel.lab.data import heldout
-from qkeel.lab.longer import changed, measure, missing
-from qkeel.lab.studies.extrapolation import BASE, CONTEXTS, DEFAULT
+from qkeel.lab.angles import Range, cosine_ranges, outside
+from qkeel.lab.data import Corpus, batch, load, long_texts
+from qkeel.lab.longer import changed, measure, missing, trained_on
+from qkeel.lab.methods import Method
+from qkeel.lab.model import attention_spec, layers
+from qkeel.lab.needle import MARK, VALUES, hide
+from qkeel.lab.studies.extrapolation import BASE, CONTEXTS, DEFAULT, by_position, continued
 from qkeel.lab.trainer import Trainer
+from qkeel.nn.core import SpecModule
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, read_json
+from qkeel.spec import ALiBi, AttentionCall, Fixed, L2Norm, NoPosition, ReRope
 
 Make = Callable[..., RunConfig]
+CLIPPED = Method.parse("rerope:window=3")
 CONTEXT = LongContexts(posthoc=("none", "rerope:window=3"), test_lengths=(32, 16), sequences=3)
 
 
@@ -32,11 +43,16 @@ def table(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.fixture(scope="module")
+def once(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("once") / "s"
+    assert not run_plan(plan(tiny), out, Execution()).failures
+    return out
+
+
 @pytest.fixture
-def done(tiny: Make, tmp_path: Path) -> Path:
-    result = run_plan(plan(tiny), tmp_path / "s", Execution())
-    assert not result.failures
-    return tmp_path / "s"
+def done(once: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(once, tmp_path / "s")
 
 
 def test_the_table_has_a_row_for_each_run_method_and_length(done: Path) -> None:
@@ -67,28 +83,30 @@ def test_the_numbers_are_those_of_the_weights_token_by_token(done: Path) -> None
     from qkeel.lab.checkpoint import load
 
     load(place, trainer.trained)
-    model, windows = trainer.trained.model.eval(), torch.from_numpy(heldout(trainer.corpus, 32, 3))
-    hits: dict[str, list[bool]] = {name: [] for name in ("train", "posthoc", "long", "last", "repeat")}
+    model, windows = trainer.trained.model.eval(), torch.from_numpy(long_texts(trainer.corpus, 32, 3))
+    hits: dict[str, list[bool]] = {name: [] for name in ("train", "posthoc", "long", "last", "short", "repeat")}
     with torch.no_grad():
         for text in windows:
             for start in range(0, 32, 8):
                 piece = text[start : start + 9]
                 hits["train"] += (model(piece[None, :8])[0].argmax(-1) == piece[1:]).tolist()
-                with changed(model, "rerope:window=3", 8, 32):
+                with changed(model, CLIPPED, 8, 32):
                     hits["posthoc"] += (model(piece[None, :8])[0].argmax(-1) == piece[1:]).tolist()
             again = torch.tensor([text[i % 8] for i in range(33)])
-            with changed(model, "rerope:window=3", 8, 32):
+            with changed(model, CLIPPED, 8, 32):
                 long = (model(text[None, :32])[0].argmax(-1) == text[1:]).tolist()
+                hits["short"] += (model(text[None, 24:32])[0].argmax(-1) == text[25:]).tolist()
                 hits["repeat"] += (model(again[None, :32])[0].argmax(-1) == again[1:]).tolist()
             hits["long"] += long
             hits["last"] += long[-8:]
     share = {name: sum(values) / len(values) for name, values in hits.items()}
-    assert [len(values) for values in hits.values()] == [96, 96, 96, 24, 96]
+    assert [len(values) for values in hits.values()] == [96, 96, 96, 24, 24, 96]
     for column, name in (
         ("accuracy_train", "train"),
         ("accuracy_train_posthoc", "posthoc"),
         ("accuracy_nonrepeat", "long"),
         ("accuracy_last", "last"),
+        ("accuracy_last_short", "short"),
         ("accuracy_repeat", "repeat"),
     ):
         assert float(row[column]) == pytest.approx(share[name], abs=1e-12), column
@@ -148,10 +166,14 @@ def test_blocks_have_the_sizes_that_are_compared(tiny: Make) -> None:
 def test_a_method_is_undone_and_changes_every_layer(tiny: Make) -> None:
     model = Trainer(dataclasses.replace(plan(tiny).runs[0].config)).trained.model
     specs = [module.spec for module in model.modules() if hasattr(module, "spec")]
-    with changed(model, "ntk", 8, 32):
+    with changed(model, Method.parse("ntk"), 8, 32):
         assert all("NTK" in m.spec.position.formula() for m in model.modules() if hasattr(m, "spec"))
     assert [m.spec for m in model.modules() if hasattr(m, "spec")] == specs
-    with pytest.raises(RefusedError, match="as trained"), changed(model, "ntk", 8, 32), changed(model, "pi", 8, 32):
+    with (
+        pytest.raises(RefusedError, match="as trained"),
+        changed(model, Method.parse("ntk"), 8, 32),
+        changed(model, Method.parse("pi"), 8, 32),
+    ):
         pass
 
 
@@ -163,7 +185,12 @@ def test_a_method_is_undone_and_changes_every_layer(tiny: Make) -> None:
         ({"posthoc": ("rerop",)}, UnknownNameError, "rerope"),
         ({"posthoc": ("rerope:window=8",)}, InvalidValueError, "under the training length"),
         ({"posthoc": ("ntk:windw=8",)}, QkeelError, "option of ntk"),
-        ({"test_lengths": (8 * 10**6,)}, DataError, "shorter context"),
+        ({"test_lengths": (8 * 10**6,)}, DataError, "the longest has"),
+        ({"posthoc": ("pi@12",)}, InvalidValueError, "multiple of the training length 8 above it, got 12"),
+        ({"posthoc": ("pi@8",)}, InvalidValueError, "above it, got 8"),
+        ({"posthoc": ("pi@x",)}, InvalidValueError, "length in tokens behind the @"),
+        ({"posthoc": ("knaa/pi",)}, UnknownNameError, "kna"),
+        ({"continue_steps": 0}, InvalidValueError, "at least 1 step"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(
@@ -171,7 +198,154 @@ def test_bad_input_is_refused_before_anything_is_trained(
 ) -> None:
     with pytest.raises(error, match=says):
         plan(tiny, contexts=dataclasses.replace(CONTEXT, **contexts))  # type: ignore[arg-type]
+
+
+def test_bad_forms_and_counts_are_refused(tiny: Make) -> None:
     with pytest.raises(InvalidValueError, match="at least 1 held-out"):
         LongContexts(sequences=0)
     with pytest.raises(UnknownNameError, match="kna"):
         plan(tiny, ("knaa",))
+    with pytest.raises(InvalidValueError, match="window under the training length, got 8 of 8"):
+        plan(tiny, ("kna+rerope:window=8",))
+    with pytest.raises(UnknownNameError, match="rerope"):
+        plan(tiny, ("kna+rerop",))
+
+
+def test_a_form_can_be_trained_with_a_clipped_distance_and_is_watched_meanwhile(tiny: Make, tmp_path: Path) -> None:
+    contexts = LongContexts(posthoc=("none",), test_lengths=(16,), sequences=2)
+    result = run_plan(plan(tiny, ("kna+rerope",), contexts), tmp_path / "s", Execution())
+    assert not result.failures  # the watcher once met the bits of masks seen as integers
+    (row,) = table(tmp_path / "s")
+    assert float(row["max_logit"]) != 0
+
+
+def test_long_texts_never_cross_from_one_document_into_the_next() -> None:
+    lengths = [5, 40, 9, 33, 32, 100]
+    tokens = np.concatenate([np.full(n, i, dtype=np.uint8) for i, n in enumerate(lengths)])
+    held = {"train": tokens, "heldout": tokens, "ends": np.cumsum(lengths)}
+    corpus = Corpus(name="six", vocab_size=256, loss_unit="byte", sha256="", **held)
+    windows = long_texts(corpus, 32, 10)
+    assert windows.shape == (5, 33)
+    assert windows[:, 0].tolist() == [1, 3, 5, 5, 5]
+    assert (windows == windows[:, :1]).all()
+    with pytest.raises(DataError, match="more than 128 bytes, the longest has 100"):
+        long_texts(corpus, 128, 1)
+
+
+def test_a_method_may_be_for_one_form_only(tiny: Make, tmp_path: Path) -> None:
+    contexts = LongContexts(posthoc=("none", "baseline/ntk"), test_lengths=(16,), sequences=2)
+    assert contexts.of("kna").posthoc == ("none",)
+    assert LongContexts(posthoc=("baseline/ntk",)).of("kna").posthoc == ("none",)
+    run_plan(plan(tiny, contexts=contexts), tmp_path / "s", Execution())
+    assert [(r["form"], r["posthoc"]) for r in table(tmp_path / "s")] == [
+        ("baseline", "none"),
+        ("baseline", "ntk"),
+        ("kna", "none"),
+    ]
+
+
+def test_training_on_changes_a_copy_of_the_weights_under_the_method(tiny: Make) -> None:
+    trainer = Trainer(plan(tiny).runs[0].config)
+    before = {name: value.clone() for name, value in trainer.trained.model.state_dict().items()}
+    model = trained_on(trainer, Method.parse("pi@32"), 2)
+    assert all(torch.equal(value, before[name]) for name, value in trainer.trained.model.state_dict().items())
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    formulas = {m.spec.position.formula() for m in model.modules() if isinstance(m, SpecModule)}
+    assert formulas == {"RoPE(base 10000, PI ×4)"}
+    assert continued(256) == ["kna/none@256", "baseline/none@256", "baseline/pi@256", "baseline/abf@256"]
+
+
+def test_forms_take_other_positions_and_gains(tiny: Make) -> None:
+    forms = (*by_position(["kna"], ["rope", "nope", "kerple_log", "hwfa", "rerope"]), "cosa:gain=true")
+    runs = {run.form: run.config for run in plan(tiny, forms).runs}
+    assert (runs["kna+rerope"].model.attention, runs["kna+rerope"].model.position) == ("kna:train_length=8", "rerope")
+    assert runs["cosa:gain=true"].model.attention == "cosa:gain=true,train_length=8"
+    assert attention_spec("cosa:gain=true").norm == L2Norm(gain="dim")
+    formulas = [[spec.position.formula() for spec in layers(runs[form].model, 8)] for form in ("kna+nope", "kna+hwfa")]
+    assert formulas[0] == ["no position"] * 4
+    assert formulas[1][-1] == "no position"
+    assert "|i - j| < 2" in formulas[1][0]
+    assert layers(runs["kna+rerope"].model, 8)[0].position == ReRope(window=4)
+
+
+@pytest.mark.parametrize("form", ["baseline", "cosa_logn", "kna+alibi"])
+@pytest.mark.parametrize("method", ["none", "rerope:window=3"])
+def test_angles_are_those_of_all_visible_pairs(tiny: Make, form: str, method: str) -> None:
+    if "+" in form and method != "none":
+        pytest.skip("only RoPE is clipped after training")
+    trainer = Trainer(plan(tiny, (form,)).runs[0].config)
+    model, tokens = trainer.trained.model, torch.from_numpy(long_texts(trainer.corpus, 256, 2))[:, :-1]
+    cosines: list[torch.Tensor] = []
+    largest: list[float] = []
+
+    def see(call: AttentionCall) -> None:
+        full = dataclasses.replace(call.spec, scale=Fixed(1.0), norm=L2Norm())
+        if isinstance(full.position, ALiBi):
+            full = dataclasses.replace(full, position=NoPosition())
+        cos = reference.attend(full, call.q.double(), call.k.double(), call.v.double()).logits
+        cosines.append(cos[torch.ones_like(cos, dtype=torch.bool).tril()])
+        q, k = call.encoded()
+        scale = float(torch.as_tensor(call.spec.scale.factor(call.pos_q[:, -1:], 16, {})))
+        largest.append(float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) * scale)
+
+    ranges = [Range(torch.tensor([-0.1]), torch.tensor([0.3]))] * 4
+    with torch.no_grad(), changed(model, Method.parse(method), 8, 256):
+        found, met = outside(model, [tokens[:1], tokens[1:]], ranges), cosine_ranges(model, [tokens])
+        for module in model.modules():
+            if isinstance(module, SpecModule):
+                module.observers.append(see)
+        model(tokens)
+    shares = [((c < -0.1) | (c > 0.3)).double().mean().item() for c in cosines]
+    assert (found.outside / found.pairs)[:, 0].tolist() == pytest.approx(shares, abs=1e-4)
+    assert found.pairs.unique().tolist() == [2 * 256 * 257 / 2]
+    assert found.largest_logit[:, 0].tolist() == pytest.approx(largest, rel=1e-5)
+    assert [float(r.low[0]) for r in met] == pytest.approx([float(c.min()) for c in cosines], abs=1e-5)
+    assert [float(r.high[0]) for r in met] == pytest.approx([float(c.max()) for c in cosines], abs=1e-5)
+    assert found.dilution(256)[:, 0].tolist() == pytest.approx(
+        [math.exp(c) / (math.exp(c) + 255 * math.exp(0.5)) for c in largest], rel=1e-5
+    )
+
+
+def test_texts_of_training_lie_inside_the_range_that_they_made(tiny: Make) -> None:
+    trainer = Trainer(plan(tiny).runs[0].config)
+    model, tokens = trainer.trained.model, torch.from_numpy(long_texts(trainer.corpus, 32, 3))[:, :-1]
+    with torch.no_grad():
+        assert outside(model, [tokens], cosine_ranges(model, [tokens])).share == 0
+
+
+def test_a_needle_is_one_byte_and_its_question_ends_the_text() -> None:
+    windows = np.full((50, 65), 97, dtype=np.int64)
+    for depth, place in ((0.0, 0), (1.0, 62)):
+        hidden = hide(windows, depth, np.random.default_rng(0))
+        assert (hidden[:, 63] == MARK).all()
+        assert (hidden[:, 64] == hidden[:, place]).all()
+        assert set(hidden[:, 64]) == set(VALUES)
+        assert ((hidden != 97).sum(1) == 3).all()
+    shown = hide(windows, None, np.random.default_rng(0))
+    for text in shown:
+        value = text[-1]
+        first = int(np.argmax(text != 97))
+        assert text[first] == value  # the value comes before the first question
+        assert (text[1:][text[:-1] == MARK] == value).all()
+    assert (windows == 97).all()
+
+
+def test_needles_are_measured_where_they_were_trained_and_refused_where_they_cannot_be(
+    tiny: Make, tmp_path: Path
+) -> None:
+    base = dataclasses.replace(tiny(), steps=2)
+    base = dataclasses.replace(base, data=dataclasses.replace(base.data, needle=0.5))
+    grid = Grid(remedies=("kna",), lrs=(0.1,), seeds=(0,), blocks=("gau",))
+    run_plan(make_plan("extrapolation", base, grid, CONTEXT), tmp_path / "s", Execution())
+    assert all(0 <= float(r["needle"]) <= 1 for r in table(tmp_path / "s"))
+    config, corpus = base.data, load(base.data)
+    windows = batch(corpus, config, 0, 0)
+    assert (windows[0, -2], windows[1, -2] == MARK) == (MARK, False)
+    assert (windows[1] == batch(corpus, dataclasses.replace(config, needle=0.0), 0, 0)[1]).all()
+    with pytest.raises(DataError, match="at least 8 bytes"):
+        load(dataclasses.replace(config, context=7))
+    with pytest.raises(InvalidValueError, match="between 0 and 1"):
+        dataclasses.replace(config, needle=2.0)
+    (tmp_path / "t.bin").write_bytes(bytes(2000))
+    with pytest.raises(DataError, match="not tokens"):
+        load(dataclasses.replace(config, source=str(tmp_path / "t.bin")))

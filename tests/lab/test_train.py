@@ -17,7 +17,7 @@ from qkeel.lab.model import attention_spec, build_decoder
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, read_json, write_json
 
 Make = Callable[..., RunConfig]
-TIMES = ("cpu_seconds",)
+TIMES = ("cpu_seconds", "tokens_per_second", "mfu")
 
 
 def timeless(record: Mapping[str, Any]) -> dict[str, Any]:

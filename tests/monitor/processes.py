@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qkeel import watch
 from qkeel.errors import QkeelWarning
-from qkeel.functional.stats import LogitStats
+from qkeel.functional.stats import TENSORS, LogitStats
 from qkeel.monitor import together
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.weights import Weights
@@ -70,7 +70,7 @@ def unwatched(**options: Any) -> list[Tensor]:
 
 
 def close(a: LogitStats, b: LogitStats) -> None:
-    for field in LogitStats.__slots__:
+    for field in TENSORS:
         torch.testing.assert_close(getattr(a, field).double(), getattr(b, field).double(), rtol=2e-5, atol=1e-5)
 
 

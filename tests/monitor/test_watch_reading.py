@@ -20,7 +20,7 @@ from qkeel.errors import (
     QkeelError,
     QkeelWarning,
 )
-from qkeel.functional.stats import LogitStats
+from qkeel.functional.stats import TENSORS, LogitStats
 from qkeel.monitor import Adaptive, History, LogSpaced, Rule
 from qkeel.monitor.queries import Given
 
@@ -44,7 +44,7 @@ def counts(stats: dict[str, LogitStats]) -> list[list[int]]:
 
 
 def close(a: LogitStats, b: LogitStats) -> None:
-    for field in LogitStats.__slots__:
+    for field in TENSORS:
         torch.testing.assert_close(getattr(a, field).double(), getattr(b, field).double(), rtol=1e-5, atol=1e-6)
 
 

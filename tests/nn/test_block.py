@@ -54,7 +54,12 @@ def peri(b: Block, x: Tensor) -> Tensor:
     return x + before(b, "mlp_post_norm")(b.mlp(before(b, "mlp_norm")(x)))
 
 
-FORMULAS = {"pre": pre, "post": post, "swin": swin, "peri": peri}
+def none(b: Block, x: Tensor) -> Tensor:
+    x = x + b.attention(x)
+    return x + b.mlp(x)
+
+
+FORMULAS = {"pre": pre, "post": post, "swin": swin, "peri": peri, "none": none}
 
 
 @pytest.mark.parametrize("order", NORM_ORDERS)

@@ -22,6 +22,7 @@ from qkeel.spec import (
     Rope,
     Sigmoid,
     Sink,
+    SlidingWindow,
     XPos,
     YaRN,
 )
@@ -40,6 +41,8 @@ SPECS = {
     "alibi": AttentionSpec(position=ALiBi()),
     "kerple": AttentionSpec(position=Kerple(kind="power")),
     "xpos": AttentionSpec(position=XPos()),
+    "window": AttentionSpec(norm=RMSNorm(), position=SlidingWindow(window=4), scale=LogN(train_length=4)),
+    "window_rerope": AttentionSpec(position=SlidingWindow(window=5, inner=ReRope(window=3))),
 }
 every_spec = pytest.mark.parametrize("name", SPECS)
 

@@ -114,7 +114,10 @@ def test_blocks_norm_before_or_after_and_weigh_the_stream() -> None:
     def norm(y: Tensor) -> Tensor:
         return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
-    assert torch.allclose(GAUBlock(module)(x), x + module(norm(x)), rtol=0, atol=1e-12)
+    pre = GAUBlock(module).double()
+    assert torch.allclose(pre(x), x + module(norm(x)), rtol=0, atol=1e-12)
+    pre.norm.weight.mul_(3.0)
+    assert torch.allclose(pre(x), x + module(3.0 * norm(x)), rtol=0, atol=1e-12)
     post = GAUBlock(module, norm_order="post", alpha=2.0)
     assert torch.allclose(post(x), norm(2.0 * x + module(x)), rtol=0, atol=1e-12)
     assert not list(post.norm.parameters())

@@ -44,7 +44,7 @@ CONFLICTS = {
     )
 }
 
-NEEDS_MORE = ("z_loss", "final_softcap", "swin_norm", "peri_norm")
+NEEDS_MORE = ("z_loss", "final_softcap", "swin_norm", "peri_norm", "dropout")
 
 
 def apply(*args: Any, **options: Any) -> Handle:

@@ -29,6 +29,8 @@ def study(path: Path) -> Path:
                 if name == form:
                     shares = dict.fromkeys(("accuracy_train", "accuracy_repeat"), 0.5)
                     long = dict.fromkeys(("accuracy_nonrepeat", "accuracy_last"), 0.5 * kept[seed])
+                    if method == "none":
+                        long |= {"accuracy_last_short": 0.47, "cos_outside": 0.001, "dilution": 0.9}
                     line = {"posthoc": method, "test_length": 512, **shares, **long, "kept_nonrepeat": kept[seed]}
                     append_line(run / "extrapolation.jsonl", {**line, "segments": [0.5, kept[seed] / 2]})
             refused = {"posthoc": "log_n", "test_length": 512, "refused": "no"}
@@ -79,3 +81,15 @@ def test_the_page_sets_the_published_numbers_beside_the_measured_ones(tmp_path: 
     assert ">0.96<" in table
     assert ">0.47<" in table
     assert "2 of 3 pairs" in text
+
+
+def test_what_reading_on_is_worth_is_told_and_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
+    made = part(tmp_path)
+    found = [f.text for f in lengths.findings(made)]
+    assert "What the last 64 tokens gain from all before them, in points: kna +1.0 and baseline -9.5." in found
+    text = str(lengths.comparison(made))
+    assert "Angles outside" in text
+    assert ">0.100<" in text
+    assert ">0.90<" in text
+    assert "Needle" not in text
+    assert text.count(">–<") == 3

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 
 import torch
 from torch import Tensor, nn
 
 from qkeel import preset
-from qkeel.functional.stats import LogitStats, merge
+from qkeel.functional.stats import TENSORS, LogitStats, merge
 from qkeel.kernels.statistics import logit_stats
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache
 from qkeel.sites import Tap, find_sites
 from qkeel.spec import AttentionCall
 
-FIELDS = [f.name for f in dataclasses.fields(LogitStats)]
+FIELDS = list(TENSORS)
 
 
 def decoder(**choices: object) -> Decoder:

@@ -22,9 +22,11 @@ from qkeel.spec import (
     L2Norm,
     Learned,
     LogN,
+    NoPosition,
     Rope,
     Sigmoid,
     Sink,
+    SlidingWindow,
     Softcap,
     Softpick,
     SquaredReLU,
@@ -274,15 +276,25 @@ def test_a_block_of_scores_is_that_block_of_the_logits(name: str, rows: tuple[in
 
 
 @few
-@given(t=st.integers(1, 7), s=st.integers(1, 7), stop=st.integers(1, 7), causal=st.booleans())
-def test_the_last_key_of_a_block_of_rows_is_the_last_that_any_of_them_sees(
-    t: int, s: int, stop: int, causal: bool
+@given(
+    t=st.integers(1, 7),
+    s=st.integers(1, 7),
+    ends=st.tuples(st.integers(0, 6), st.integers(1, 7)),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 8),
+)
+def test_the_span_of_a_block_of_rows_is_from_the_first_key_that_any_of_them_sees_to_the_last(
+    t: int, s: int, ends: tuple[int, int], causal: bool, window: int | None
 ) -> None:
-    rows = slice(0, min(stop, t))
-    call = make_call(AttentionSpec(), *draw(t=t, s=s), causal=causal)
+    start, stop = min(*ends, t - 1), max(min(max(ends), t), 1)
+    rows = slice(min(start, stop - 1), stop)
+    position = NoPosition() if window is None else SlidingWindow(window=window, inner=NoPosition())
+    call = make_call(AttentionSpec(position=position), *draw(t=t, s=s), causal=causal)
     visible = call.visible(rows, slice(0, s))
     seen = torch.ones(1, s, dtype=torch.bool) if visible is None else visible.flatten(0, -2)
-    assert call.last_key(rows) == int(seen.any(0).sum())
+    found = seen.any(0).nonzero().flatten().tolist()
+    span = call.span(rows)
+    assert list(range(span.start, span.stop)) == found
 
 
 # dtype

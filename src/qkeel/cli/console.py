@@ -119,13 +119,13 @@ class RunView:
     def __init__(self, console: Console, steps: int) -> None:
         self.console = console
         self.steps = steps
-        self.first: tuple[float, int, int] | None = None
+        self.first: tuple[float, int] | None = None
 
     def on_record(self, record: Mapping[str, Any]) -> None:
         """Print a line of metrics.jsonl: step loss grad_norm max_logit tok/s ETA."""
-        now, step, tokens = time.monotonic(), record["step"], record["tokens"]
+        now, step = time.monotonic(), record["step"]
         if self.first is None:
-            self.first = (now, step, tokens)
+            self.first = (now, step)
         seconds = now - self.first[0]
         line = f"step {step:>{len(str(self.steps))}}"
         for name, label in (("train_loss", "loss"), ("val_loss", "val_loss"), ("grad_norm", "grad_norm")):
@@ -134,7 +134,8 @@ class RunView:
         line += f"  max_logit {number(record['max_logit'])}  entropy {record['entropy']:.2f}"
         if step > self.first[1] and seconds > 0:
             left = (self.steps - step) * seconds / (step - self.first[1])
-            line += f"  tok/s {(tokens - self.first[2]) / seconds:,.0f}  ETA {spent(left)}"
+            rate, share = record["tokens_per_second"], record["mfu"]
+            line += f"  tok/s {number(rate)}{'' if share is None else f'  mfu {100 * share:.1f} %'}  ETA {spent(left)}"
         self.console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -169,6 +170,8 @@ def ranking(table: Sequence[Mapping[str, Any]]) -> Table:
             here = [row for row in rows if row["remedy"] == remedy and row["lr"] == lr]
             mean = sum(row["val_loss"] for row in here) / len(here) if here else None
             top = max((row["max_logit"] for row in here), default=None)
-            cells.append(f"{mean:.3f} ({number(top)})" if mean is not None else "–")
+            right = [row["val_accuracy"] for row in here if row.get("val_accuracy") is not None]
+            share = f", {100 * sum(right) / len(right):.1f} % right" if right else ""
+            cells.append(f"{mean:.3f}{share} ({number(top)})" if mean is not None else "–")
         shown.add_row(escape(remedy), *cells)
     return shown

@@ -14,7 +14,7 @@ import docstring_parser
 from cyclopts import Parameter
 
 from qkeel.errors import DataError, InvalidValueError
-from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.fields import field_types
 
 _SECTIONS: dict[str, tuple[type, str]] = {
@@ -22,6 +22,7 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "data": (DataConfig, "Data"),
     "optim": (OptimConfig, "Optimizer"),
     "model": (ModelConfig, "Model"),
+    "images": (ImagesConfig, "Images"),
 }
 _RENAMED = {("data", "source"): "data", ("optim", "name"): "optimizer"}
 # What a study's axes say.
@@ -86,6 +87,18 @@ def configure(flags: object, recipe: Path | None, base: RunConfig | None = None)
     if not isinstance(study, dict):
         raise InvalidValueError(f"expected [study] to be a table, got {study!r}")
     return RunConfig.from_dict(values), study
+
+
+def starting(flags: object) -> RunConfig | None:
+    """What stands where neither flags nor recipe say otherwise, by the task that the flags name; None: the defaults."""
+    task = getattr(flags, "task", None)
+    if task == "vision":
+        return RunConfig(model=ModelConfig(attention="vit"), data=DataConfig(task="vision", batch=32))
+    if task == "multimodal":
+        from qkeel.lab.studies.multimodal import BASE
+
+        return BASE
+    return None
 
 
 def _over(values: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

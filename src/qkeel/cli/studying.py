@@ -78,17 +78,46 @@ class PartFlags:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MixFlags:
+    """Of which mixes of text and images a study has a part each."""
+
+    mixes: Annotated[list[str] | None, _SEVERAL] = None
+    """Mixes: text, mix, images, patches, with options as in patches:share=0.25,variance=4,norm=none."""
+    grid: Annotated[bool, Parameter(negative=(), show_default=False, group="Grid")] = False
+    """The search for a regime: patches of variance 1, 4, 16 in 1/4, 1/2, 3/4 of sequences, with and without norms."""
+
+    def over(self, recipe: Mapping[str, Any]) -> dict[str, Any]:
+        """A recipe's [study] table with these flags over it."""
+        return {**recipe, **({"mixes": self.mixes} if self.mixes else {})}
+
+    def default(self) -> tuple[RunConfig, Grid]:
+        """What stands where nothing is given."""
+        from qkeel.lab.studies import multimodal
+
+        if self.grid:
+            return multimodal.REGIME_BASE, multimodal.REGIMES
+        return multimodal.BASE, multimodal.DEFAULT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FormFlags:
     """What the extrapolation study is a product of, and what is done with each run's weights."""
 
     forms: Annotated[list[str] | None, _SEVERAL] = None
-    """Attention: presets [default: baseline qna kna cosa, each with and without _logn]."""
+    """Attention: presets, also as preset+position [default: baseline qna kna cosa, each with and without _logn]."""
+    positions: Annotated[list[str] | None, _SEVERAL] = None
+    """Each form with each, like rope, nope, alibi, kerple_log, xpos, hwfa, rerope [default: rope]."""
     blocks: Annotated[list[Literal["gau", "mha1", "mha4"]] | None, _SEVERAL] = None
     """Gated attention units, or attention of 1 or 4 heads and MLP [default: gau]."""
     seeds: Annotated[list[int] | None, _SEVERAL] = None
     """Seeds of weights and batches [default: 0 1]."""
     posthoc: Annotated[list[str] | None, _SEVERAL] = None
-    """Methods that change the trained attention, like ntk or rerope:window=16 [default: none rerope ntk]."""
+    """Methods that change the trained attention, like ntk or rerope:window=16; kna/ntk changes that form only.
+    [default: none; rerope and ntk on baseline and kna]."""
+    continue_at: Annotated[int | None, Parameter(show_default=False, group="Grid")] = None
+    """Train on at so many tokens: kna as it is, baseline as it is and under pi and abf."""
+    continue_steps: Annotated[int | None, Parameter(show_default=False, group="Grid")] = None
+    """Steps to train on [default: 100]."""
     test_lengths: Annotated[list[int] | None, _SEVERAL] = None
     """Tokens of context in the test, multiples of the training length [default: 8 times it]."""
     test_sequences: Annotated[int | None, Parameter(show_default=False, group="Grid")] = None
@@ -97,9 +126,11 @@ class FormFlags:
     def grid(self, lr: float, recipe: Mapping[str, Any]) -> Grid:
         """The grid of these flags over those of a recipe's [study] table over the default."""
         from qkeel.lab.studies.extrapolation import DEFAULT as ALL
+        from qkeel.lab.studies.extrapolation import by_position
 
+        forms = self.forms or recipe.get("forms") or ALL.remedies
         return Grid(
-            remedies=self.forms or recipe.get("forms") or ALL.remedies,
+            remedies=by_position(forms, self.positions or recipe.get("positions") or ["rope"]),
             lrs=(lr,),
             seeds=self.seeds or recipe.get("seeds") or ALL.seeds,
             blocks=self.blocks or recipe.get("blocks") or ALL.blocks,
@@ -107,13 +138,16 @@ class FormFlags:
 
     def contexts(self, train_length: int, recipe: Mapping[str, Any]) -> LongContexts:
         """What is done with the weights."""
-        from qkeel.lab.studies.extrapolation import CONTEXTS
+        from qkeel.lab.studies.extrapolation import CONTEXTS, continued
 
         for key in recipe:
             if key not in (names := [field.name for field in dataclasses.fields(self)]):
                 raise unknown("key in [study]", key, names)
+        at = self.continue_at or recipe.get("continue_at")
+        posthoc = self.posthoc or recipe.get("posthoc") or CONTEXTS.posthoc
         return LongContexts(
-            posthoc=self.posthoc or recipe.get("posthoc") or CONTEXTS.posthoc,
+            posthoc=[*posthoc, *(continued(at) if at else ())],
+            continue_steps=self.continue_steps or recipe.get("continue_steps") or CONTEXTS.continue_steps,
             test_lengths=self.test_lengths or recipe.get("test_lengths") or (8 * train_length,),
             sequences=self.test_sequences or recipe.get("test_sequences") or CONTEXTS.sequences,
         )

@@ -34,6 +34,25 @@ def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
     return math.sqrt(head_dim) * gain
 
 
+def dilution_bound(logit: Tensor, n: int) -> Tensor:
+    """The weight of the best of n keys, at `logit`, where the others' logits are N(0, 1): c ↦ e^c / (e^c + (n-1) √e).
+
+    With the largest logit that a head can reach as c it bounds how well the head can look at one key among n: √d for
+    gain-free RMS-normed q and k, λ for cosine attention.
+
+    Args:
+        logit: c, of any shape. n: keys, at least 1.
+
+    Returns: shares in (0, 1], of the same shape.
+
+    Source: the arithmetic behind what Yang et al. 2025, arXiv 2501.18795, report of QK-norm: logits too close together.
+
+    >>> [round(float(dilution_bound(torch.tensor(8.0), n)), 2) for n in (512, 4096)]
+    [0.78, 0.31]
+    """
+    return torch.sigmoid(logit - 0.5 - math.log(n - 1)) if n > 1 else torch.ones_like(logit)
+
+
 def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b"]:
     """‖q kᵀ‖_F = sqrt(Σ (qᵀq) ∘ (kᵀk)): two d×d Gram matrices, O(T d²)."""
     return ((q.mT @ q) * (k.mT @ k)).sum((-2, -1)).clamp_min(0).sqrt()

@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkeel.functional.classes import ClassStats, KeyClasses, TokenClasses, class_norms, class_stats, one_hot
 from qkeel.functional.stats import POSITION_BINS, LogitStats
 
 PerRow = Float[Tensor, "b h t"]
+PerRowAndClass = Float[Tensor, "b h t c"]
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -54,6 +56,13 @@ class Seen:
         some = self.visible.expand(*self.visible.shape[:2], rows, self.n - self.start)
         return some.sum(-1) + self.start
 
+    def counts_of(self, members: Tensor) -> Tensor:
+        """How many of the members [b|1 n c] of each class each row sees, [b h|1 rows|1 c]."""
+        before = members[:, : self.start].sum(1)[:, None, None]
+        if self.visible is None:
+            return before
+        return before + self.visible.to(members.dtype) @ members[:, None, self.start :]
+
     def first(self, x: Tensor) -> Tensor:
         """x [b h rows] at the first key that each row sees."""
         if self.visible is None or self.start:
@@ -94,19 +103,23 @@ class RowStats:
     cos_max: PerRow
     cos_total: PerRow
     n_products: Int[Tensor, "b h t"]
+    class_max: PerRowAndClass | None = None
+    class_mass: PerRowAndClass | None = None
+    class_keys: PerRowAndClass | None = None
 
     @classmethod
-    def nothing(cls, like: PerRow) -> RowStats:
+    def nothing(cls, like: PerRow, keys: KeyClasses | None = None) -> RowStats:
         """Rows that see no key, as many as there are in `like`."""
         zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
-        fields = {f.name: zeros for f in dataclasses.fields(cls)}
-        return cls(**{**fields, "n_keys": none, "n_products": none})
+        split = None if keys is None else like.new_zeros(*like.shape, keys.members.shape[-1])
+        fields = {f.name: split if f.name.startswith("class") else zeros for f in dataclasses.fields(cls)}
+        return cls(**{**fields, "n_keys": none, "n_products": none})  # type: ignore[arg-type]
 
     @classmethod
     def cat(cls, parts: list[RowStats]) -> RowStats:
         """Rows one after the other."""
-        fields = (f.name for f in dataclasses.fields(cls))
-        return cls(**{name: torch.cat([getattr(part, name) for part in parts], dim=2) for name in fields})
+        names = [f.name for f in dataclasses.fields(cls) if getattr(parts[0], f.name) is not None]
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts], dim=2) for name in names})
 
 
 def extreme_logits(z: Tensor, seen: Seen, counted: Bool[Tensor, "b r"] | None) -> tuple[Tensor, Tensor]:
@@ -118,7 +131,7 @@ def extreme_logits(z: Tensor, seen: Seen, counted: Bool[Tensor, "b r"] | None) -
     return seen.lower_(z).amax(-1).masked_fill(~over, -torch.inf).amax((0, 2)), low
 
 
-def logit_rows(z: Tensor, seen: Seen, threshold: float) -> dict[str, Tensor]:
+def logit_rows(z: Tensor, seen: Seen, threshold: float, keys: KeyClasses | None = None) -> dict[str, Tensor]:
     """Extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
     b, h, r, _ = z.shape
     found = {"total": z.sum(-1), "min_logit": seen.least(z)}
@@ -127,11 +140,15 @@ def logit_rows(z: Tensor, seen: Seen, threshold: float) -> dict[str, Tensor]:
     # look: elsewhere that would wait for the device.
     over = z.device.type != "cpu" or bool((top > threshold).any())
     above = (z > threshold).sum(-1).to(z.dtype) if over else torch.zeros_like(top)
+    if keys is not None:
+        members = keys.upto(z.shape[-1])
+        found["class_keys"] = seen.counts_of(members).expand(b, h, r, -1)
+        found["class_max"] = keys.maxima(z, found["class_keys"])
     return {**found, "max_logit": top, "above": above, "n_keys": seen.counts(r, z.device).expand(b, h, r)}
 
 
-def softmax_rows(z: Tensor, seen: Seen) -> dict[str, Tensor]:
-    """Largest capped logit, entropy and first weight of the softmax of lowered z [b h rows n]; overwrites z.
+def softmax_rows(z: Tensor, seen: Seen, keys: KeyClasses | None = None) -> dict[str, Tensor]:
+    """Largest capped logit, entropy, first weight and weight by class of the softmax of lowered z; overwrites z.
 
     Centred: with m the row maximum, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m); no cancellation at logits of
     thousands.
@@ -141,9 +158,16 @@ def softmax_rows(z: Tensor, seen: Seen) -> dict[str, Tensor]:
     z.sub_(top).clamp_(min=math.log(torch.finfo(z.dtype).tiny) + 1)
     p = z.exp()
     mass = p.sum(-1)
+    split = {} if keys is None else {"class_mass": by_class(p, keys) / mass[..., None]}
     first = seen.first(p) / mass
     entropy = mass.log() - p.mul_(z).sum(-1) / mass
-    return {"capped_max": top[..., 0], "entropy": entropy.clamp_min_(0), "first_weight": first}
+    return {"capped_max": top[..., 0], "entropy": entropy.clamp_min_(0), "first_weight": first, **split}
+
+
+def by_class(weights: Tensor, keys: KeyClasses) -> PerRowAndClass:
+    """Sums of weights [b h rows n] over the keys of each class: attention whose v is 1 at the class of its key."""
+    members = keys.upto(weights.shape[-1]).expand(len(weights), -1, -1)
+    return (weights.flatten(1, 2) @ members).view(*weights.shape[:3], -1)
 
 
 def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, seen: Seen) -> dict[str, Tensor]:
@@ -178,8 +202,10 @@ def reduce_rows(
     q_norm: PerRow | None,
     k_norm: Float[Tensor, "b g s"] | None,
     keys_seen: Bool[Tensor, "b g s"],
+    classes: TokenClasses | None = None,
 ) -> LogitStats:
     """LogitStats of all rows that see a key and count; norms None where they are unknown."""
+    split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
     over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
     free = over & (rows.n_keys > 1)
     n_queries, n_free = over.sum((0, 2)), free.sum((0, 2))
@@ -214,9 +240,37 @@ def reduce_rows(
         cos_mean=mean(rows.cos_total, n_products),
         n_free=n_free,
         n_products=n_products,
+        classes=split,
         **_keys(
             rows.total.new_zeros(keys_seen.shape) if k_norm is None else k_norm, keys_seen, known=k_norm is not None
         ),
+    )
+
+
+def _split(
+    classes: TokenClasses,
+    rows: RowStats,
+    counted: Tensor | None,
+    q_norm: Tensor | None,
+    keys: tuple[Tensor | None, Tensor],
+) -> ClassStats:
+    """The statistics by class; keys: their norms, None where unknown, and which are seen."""
+    over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
+    assert rows.class_max is not None
+    assert rows.class_mass is not None
+    assert rows.class_keys is not None
+    query, key = (one_hot(c, len(classes.names)).to(over.device) for c in (classes.query, classes.key))
+    q_mean, q_most, n_normed = class_norms(query, q_norm, over, rows.total)
+    k_mean, k_most, n_keys = class_norms(key, keys[0], keys[1], rows.total)
+    return ClassStats(
+        names=classes.names,
+        query_norm=q_mean,
+        query_norm_max=q_most,
+        n_normed=n_normed,
+        key_norm=k_mean,
+        key_norm_max=k_most,
+        n_keys=n_keys,
+        **class_stats(query, (rows.class_max, rows.class_mass, rows.class_keys), over, rows.n_keys),
     )
 
 

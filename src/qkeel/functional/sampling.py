@@ -40,6 +40,10 @@ def standing_for(stats: LogitStats, t: int, n: int) -> LogitStats:
     def scaled(count: Tensor) -> Tensor:
         return (count * t + n // 2) // n
 
+    split = stats.classes
+    if split is not None:
+        counts = {name: scaled(getattr(split, name)) for name in ("n_queries", "n_pairs", "n_normed")}
+        split = dataclasses.replace(split, **counts)
     return dataclasses.replace(
         stats,
         n_queries=scaled(stats.n_queries),
@@ -47,4 +51,5 @@ def standing_for(stats: LogitStats, t: int, n: int) -> LogitStats:
         n_free=scaled(stats.n_free),
         n_products=scaled(stats.n_products),
         qk_frobenius=stats.qk_frobenius * (t / n) ** 0.5,
+        classes=split,
     )

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError
+from qkeel.functional.classes import ClassStats, merge_classes
 
 PerHead = Float[Tensor, " h"]
 POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1) .. 2^i - 1
@@ -34,6 +35,7 @@ class LogitStats:
         not measured and read 0, -inf, 0.
     key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row): bin 0
         is that key, bin i >= 1 holds offsets 2^(i-1) .. 2^i - 1; `n_keys_by_position` keys each.
+    classes: the same split by token classes, where those of the call are known.
     """
 
     max_logit: PerHead
@@ -59,6 +61,7 @@ class LogitStats:
     n_products: Int[Tensor, " h"]
     key_norm_by_position: Float[Tensor, "g bins"]
     n_keys_by_position: Int[Tensor, "g bins"]
+    classes: ClassStats | None = None
 
     @property
     def max_abs_logit(self) -> PerHead:
@@ -103,6 +106,7 @@ class LogitStats:
         )
 
 
+TENSORS = tuple(f.name for f in dataclasses.fields(LogitStats) if f.name != "classes")
 # How each field merges: the larger, the smaller, the sum, the root of the sum of squares, or the mean weighted by a
 # count.
 _MAX = ("max_logit", "capped_max_logit", "query_norm_max", "key_norm_max", "cos_max")
@@ -143,7 +147,7 @@ def merge(a: LogitStats, b: LogitStats) -> LogitStats:
         # In the means' dtype: a quotient of integers would be float32.
         share = getattr(b, count).to(mean.dtype) / fields[count].clamp_min(1)
         fields[name] = torch.lerp(mean, getattr(b, name), share)
-    return LogitStats(**fields)
+    return LogitStats(**fields, classes=merge_classes(a.classes, b.classes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -37,8 +37,8 @@ class Chunked(Kernel):
 
 
 def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
-    keys = slice(0, call.last_key(rows))
-    if keys.stop == 0:
+    keys = call.span(rows)
+    if keys.start == keys.stop:
         return q.new_zeros(*q.shape[:2], rows.stop - rows.start, v.shape[-1])
     logits = call.scores(q[:, :, rows], k[:, :, keys], rows, keys)
     weights = call.spec.normalizer.weights(call.spec.cap.apply(logits), call.visible(rows, keys), call.params)

@@ -14,6 +14,8 @@ from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.slot import Params
 
+LEAST_UNDER_WINDOW = 128  # rows at once under a narrower window: fewer make poor matrix products
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
@@ -39,9 +41,14 @@ class Kernel(abc.ABC):
 
 
 def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[slice]:
-    """Blocks of at least `least` query rows whose logits hold about `elements` numbers: O(T) memory at any T."""
+    """Blocks of at least `least` query rows whose logits hold about `elements` numbers: O(T) memory at any T.
+
+    Under a window blocks are about as tall as it is wide, so that they see little beside it.
+    """
     b, h, t, _ = call.q.shape
     rows = max(1, min(t, max(least, elements // max(1, b * h * call.k.shape[2]))))
+    if call.window is not None:
+        rows = min(rows, max(LEAST_UNDER_WINDOW, call.window))
     for start in range(0, t, rows):
         yield slice(start, min(t, start + rows))
 
@@ -57,7 +64,7 @@ def average(weights: Tensor, v: Tensor) -> Tensor:
 
 def whole_and_plain(call: AttentionCall) -> bool:
     """Whether one fused call without a mask does: everything visible, or square and causal at default positions."""
-    if call.mask is not None:
+    if call.mask is not None or call.window is not None:
         return False
     return not call.causal or (call.plain and call.q.shape[2] == call.k.shape[2])
 

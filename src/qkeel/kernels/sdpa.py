@@ -37,12 +37,12 @@ class Sdpa(Kernel):
         q, k, v, scale = folded(call)
         if call.causal and whole_and_plain(call):
             return _sdpa(q, k, v, scale, call, is_causal=True)
-        if call.mask is None and (not call.causal or (call.plain and q.shape[2] == 1)):
+        if call.mask is None and call.window is None and (not call.causal or (call.plain and q.shape[2] == 1)):
             return _sdpa(q, k, v, scale, call)
         parts = []
         for rows in row_blocks(call, MASK_BLOCK):
-            keys = slice(0, call.last_key(rows))
-            if keys.stop == 0:
+            keys = call.span(rows)
+            if keys.start == keys.stop:
                 parts.append(q.new_zeros(*q.shape[:2], rows.stop - rows.start, v.shape[-1]))
                 continue
             mask, empty = _mask(call, rows, keys, q.dtype)
@@ -93,7 +93,7 @@ def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> 
     gradients.
     """
     visible, bias = call.visible(rows, keys), call.bias(rows, keys)
-    assert visible is not None  # a mask or causality brought us here
+    assert visible is not None  # a mask, a window or causality brought us here
     empty = ~visible.any(-1, keepdim=True)
     seen = visible | empty
     if bias is None:

@@ -10,8 +10,18 @@ from torch import Tensor
 
 from qkeel.errors import RefusedError, ShapeError
 from qkeel.functional.changes import LogitChange, change_factors, change_rows, no_change_rows, reduce_changes
+from qkeel.functional.classes import KeyClasses
 from qkeel.functional.normalizers import entropy
-from qkeel.functional.rows import RowStats, Seen, extreme_logits, logit_rows, product_rows, reduce_rows, softmax_rows
+from qkeel.functional.rows import (
+    RowStats,
+    Seen,
+    by_class,
+    extreme_logits,
+    logit_rows,
+    product_rows,
+    reduce_rows,
+    softmax_rows,
+)
 from qkeel.functional.sampling import chosen_rows, standing_for
 from qkeel.functional.stats import LogitStats
 from qkeel.kernels.contract import row_blocks
@@ -124,19 +134,20 @@ def logit_maxima(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _stats(call: AttentionCall, keys_seen: Tensor, threshold: float) -> LogitStats:
     q, k = call.encoded()
     q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
+    classes = None if call.classes is None else call.classes.keys(q)
     parts = []
     for rows, keys in _blocks(call):
         if keys.stop == 0:
-            parts.append(RowStats.nothing(q_norm[:, :, rows]))
+            parts.append(RowStats.nothing(q_norm[:, :, rows], classes))
             continue
         z, seen = _logits(call, q, k, rows, keys)
         products, unit = _products(call, q, k, rows, keys)
         products = z if products is None else seen.blank_(products)
         # In this order: logit_rows lowers z, _weight_rows overwrites it.
         angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
-        found = logit_rows(z, seen, threshold)
-        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen)))
-    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen)
+        found = logit_rows(z, seen, threshold, classes)
+        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes)
 
 
 def _with_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
@@ -145,9 +156,9 @@ def _with_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
     if mask is not None and mask.shape[2] > 1:
         mask = mask[:, :, rows]
     counted = None if call.query_mask is None else call.query_mask[:, rows]
-    return dataclasses.replace(
-        call, q=call.q[:, :, rows], pos_q=call.pos_q[:, rows], mask=mask, query_mask=counted, plain=False
-    )
+    classes = None if call.classes is None else call.classes.rows(rows)
+    q, pos_q = call.q[:, :, rows], call.pos_q[:, rows]
+    return dataclasses.replace(call, q=q, pos_q=pos_q, mask=mask, query_mask=counted, classes=classes, plain=False)
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -159,7 +170,7 @@ def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
     """Rows and the keys that they can see at most."""
     for rows in row_blocks(call, BLOCK, ROWS):
-        yield rows, slice(0, call.last_key(rows))
+        yield rows, slice(0, call.span(rows).stop)
 
 
 def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Seen]:
@@ -170,7 +181,7 @@ def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice)
 
 def _seen(call: AttentionCall, rows: slice, keys: slice) -> Seen:
     start = 0
-    if call.causal and call.plain and call.mask is None:
+    if call.causal and call.plain and call.mask is None and call.window is None:
         # Every row of the block sees the keys before the block's own diagonal.
         start = min(max(call.k.shape[2] - call.q.shape[2] + rows.start + 1, 0), keys.stop)
     visible = call.visible(rows, slice(start, keys.stop)) if start < keys.stop else None
@@ -187,24 +198,26 @@ def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slic
     return products, 1.0
 
 
-def _weight_rows(call: AttentionCall, z: Tensor, seen: Seen) -> dict[str, Tensor]:
-    """Largest capped logit, entropy and first weight of lowered logits; overwrites them."""
+def _weight_rows(call: AttentionCall, z: Tensor, seen: Seen, keys: KeyClasses | None) -> dict[str, Tensor]:
+    """Largest capped logit, entropy, first weight and weight by class of lowered logits; overwrites them."""
     cap, normalizer = call.spec.cap, call.spec.normalizer
     if not isinstance(cap, NoCap):
         z = seen.lower_(seen.blank_(cap.apply(z)))
     if normalizer.softmax_over_keys:
-        return softmax_rows(z, seen)
+        return softmax_rows(z, seen, keys)
     weights = normalizer.weights(z, seen.whole(z), call.params)
     total = weights.sum(-1)
-    first = seen.first(weights) / torch.where(total > 0, total, 1.0)
-    return {"capped_max": z.amax(-1), "entropy": entropy(weights).clamp_min(0), "first_weight": first}
+    total = torch.where(total > 0, total, 1.0)
+    split = {} if keys is None else {"class_mass": by_class(weights, keys) / total[..., None]}
+    first = seen.first(weights) / total
+    return {"capped_max": z.amax(-1), "entropy": entropy(weights).clamp_min(0), "first_weight": first, **split}
 
 
 def _keys_seen(call: AttentionCall) -> Tensor:
     """Which keys [b g s] some counted row sees, in any of the heads that share them."""
     b, g, s, _ = call.k.shape
     counted = call.query_mask
-    if counted is None and call.mask is None and (not call.causal or call.plain):
+    if counted is None and call.mask is None and call.window is None and (not call.causal or call.plain):
         return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
     found = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
     for rows, keys in _blocks(call):

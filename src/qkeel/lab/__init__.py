@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+    from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
     from qkeel.lab.engine import Execution, StudyResult, make_plan, run_plan, study
     from qkeel.lab.plan import Grid, LongContexts, Plan
     from qkeel.lab.train import Watcher, run
@@ -14,6 +14,7 @@ __all__ = [
     "DataConfig",
     "Execution",
     "Grid",
+    "ImagesConfig",
     "LongContexts",
     "ModelConfig",
     "OptimConfig",
@@ -30,7 +31,7 @@ __all__ = [
 
 # Loaded when first asked for, so that `qkeel --help` does not wait for torch.
 _HOMES = {
-    **dict.fromkeys(("DataConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
+    **dict.fromkeys(("DataConfig", "ImagesConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
     **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "engine"),
     **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan"),
     **dict.fromkeys(("Watcher", "run"), "train"),

@@ -11,12 +11,12 @@ from typing import Any, final
 
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
-from qkeel.lab.data import load
 from qkeel.lab.longer import check_methods, long_rows, missing
 from qkeel.lab.model import check, resolve
 from qkeel.lab.plan import AXES, Grid, LongContexts, Plan, PlannedRun
-from qkeel.lab.studies import demo, extrapolation, lr, mla
+from qkeel.lab.studies import demo, extrapolation, lr, mla, multimodal
 from qkeel.lab.table import rows, write_table
+from qkeel.lab.tasks import load_task
 from qkeel.lab.workers import Job, Outcome, Shard, execute
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, read_json, write_json
 from qkeel.records.files import remove_leftovers
@@ -28,9 +28,10 @@ STUDIES: dict[str, Callable[[RunConfig, Grid | None], Plan]] = {
     "mla": mla.plan,
     "demo": demo.plan,
     "extrapolation": extrapolation.plan,
+    "multimodal": multimodal.plan,
 }
 # What a study is of where nothing else is said.
-BASES: dict[str, RunConfig] = {"extrapolation": extrapolation.BASE}
+BASES: dict[str, RunConfig] = {"extrapolation": extrapolation.BASE, "multimodal": multimodal.BASE}
 
 
 def _ignore(outcome: Outcome) -> None:
@@ -81,7 +82,7 @@ def make_plan(
         if contexts:
             check_methods(config, contexts)
     for config in {run.role: run.config for run in runs}.values():
-        load(config.data)
+        load_task(config)
     axes = dataclasses.replace(plan.grid, remedies=[r.name for r in runs if r.role != "drift"])
     once = list({run.config.run_id: run for run in runs}.values())
     return Plan(name=plan.name, grid=axes, runs=once, contexts=contexts)
@@ -133,7 +134,7 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
                 table = rows(out, about["runs"])
                 long_table = long_rows(out, about) if plan.contexts else []
                 if plan.contexts:
-                    write_table(out, long_table, EXTRAPOLATION_COLUMNS)
+                    write_table(out, long_table, list(EXTRAPOLATION_COLUMNS))
                 else:
                     write_table(out, table)
     return StudyResult(path=out, table=table, long_table=long_table, failures=failures)
@@ -158,14 +159,19 @@ def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
     left = []
     for run in mine:
         place = RunDirectory(run_directory(out, run))
-        if place.status is not RunStatus.DONE or (plan.contexts and missing(place, plan.contexts)):
+        if place.status is not RunStatus.DONE or (plan.contexts and missing(place, plan.contexts.of(run.name))):
             left.append(run)
     return sorted(left, key=lambda run: -run.config.steps)
 
 
 def _jobs(plan: Plan, out: Path, execution: Execution) -> list[Job]:
     return [
-        Job(run.config.to_dict(), str(run_directory(out, run)), execution.command, plan.contexts)
+        Job(
+            run.config.to_dict(),
+            str(run_directory(out, run)),
+            execution.command,
+            plan.contexts and plan.contexts.of(run.name),
+        )
         for run in pending(plan, out, execution.shard)
     ]
 
@@ -207,15 +213,18 @@ def _joined(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, 
     """Methods and lengths of both; how many sequences they are measured on stays as it was."""
     if old is None:
         return dict(new)
-    if old["sequences"] != new["sequences"]:
-        raise RunDirectoryError(
-            f"this study measures on {old['sequences']} held-out sequences, not {new['sequences']}; choose another "
-            "directory; nothing was changed."
-        )
+    for name, what in (
+        ("sequences", "measures on {} held-out sequences"),
+        ("continue_steps", "trains on for {} steps"),
+    ):
+        if old[name] != new[name]:
+            raise RunDirectoryError(
+                f"this study {what.format(old[name])}, not {new[name]}; choose another directory; nothing was changed."
+            )
     return {
+        **new,
         "posthoc": list(dict.fromkeys([*old["posthoc"], *new["posthoc"]])),
         "test_lengths": sorted({*old["test_lengths"], *new["test_lengths"]}),
-        "sequences": new["sequences"],
     }
 
 

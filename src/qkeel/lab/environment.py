@@ -33,7 +33,7 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
             "loss_unit": corpus.loss_unit,
         },
         "n_parameters": sum(p.numel() for p in model.parameters()),
-        "formula": find_sites(model)[0].spec.explain(),
+        "formula": "\n\n".join(dict.fromkeys(site.spec.explain() for site in find_sites(model))),
         "remedy_line": remedy.line,
         "remedy_source": remedy.source,
         "command": command,

@@ -8,27 +8,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.errors import RefusedError
+from qkeel.lab.angles import Range, cosine_ranges, outside
 from qkeel.lab.checkpoint import load
 from qkeel.lab.config import RunConfig
-from qkeel.lab.data import heldout
+from qkeel.lab.data import batch, long_texts
 from qkeel.lab.data import load as load_corpus
 from qkeel.lab.evaluate import measuring
-from qkeel.lab.model import attention_spec, autocast, resolve, threads
+from qkeel.lab.methods import Method
+from qkeel.lab.model import autocast, layers, resolve, threads
+from qkeel.lab.needle import hide
 from qkeel.lab.plan import LongContexts
 from qkeel.lab.trainer import Trainer
 from qkeel.nn.core import SpecModule
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line, write_text
 from qkeel.records.files import json_line
-from qkeel.registry import parse
-from qkeel.spec import AttentionSpec
+from qkeel.registry import lookup, parse
+from qkeel.spec import PRESETS, AttentionSpec
 
 FILE = "extrapolation.jsonl"
 _TOKENS = 8192  # looked at in one forward
+_ANGLED = 16  # texts whose angles are looked at: about two million pairs a head at 512
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of needles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,26 +48,29 @@ class Foretold:
 def check_methods(config: RunConfig, contexts: LongContexts) -> None:
     """Raise if a method is unknown, has a wrong option, or a length does not fit; what a form refuses may stay.
 
-    Raises: UnknownNameError, InvalidValueError; DataError if the corpus is too short for the longest context.
+    Raises: UnknownNameError, InvalidValueError; DataError if no held-out document is longer than the longest context.
     """
     length = config.data.context
     contexts.check(length)
-    load_corpus(dataclasses.replace(config.data, context=max(contexts.test_lengths)))
-    for method in contexts.posthoc:
-        with contextlib.suppress(RefusedError):
-            stretched(attention_spec(config.model.attention), method, length, max(contexts.test_lengths))
+    long_texts(load_corpus(config.data), max(contexts.test_lengths), 1)
+    for method in map(Method.parse, contexts.posthoc):
+        if method.form:
+            lookup("attention form", PRESETS, parse(method.form)[0].name)
+        for spec in dict.fromkeys(layers(config.model, length)):
+            with contextlib.suppress(RefusedError):
+                stretched(spec, method, length, max(contexts.test_lengths))
 
 
-def stretched(spec: AttentionSpec, method: str, train_length: int, test_length: int) -> AttentionSpec:
-    """The spec under a method named with its options, like 'rerope:window=16'."""
-    term = parse(method)[0]
-    return spec.extrapolate(term.name, factor=test_length / train_length, train_length=train_length, **term.options)
+def stretched(spec: AttentionSpec, method: Method, train_length: int, test_length: int) -> AttentionSpec:
+    """The spec under a method; one that is trained on has the factor of that length."""
+    factor = (method.trained_at or test_length) / train_length
+    return spec.extrapolate(method.term.name, factor=factor, train_length=train_length, **method.term.options)
 
 
 def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
     """The pairs of method and length that a run has not been measured at."""
     done = {(line["posthoc"], line["test_length"]) for line in place.long_contexts()}
-    return [(m, n) for n in contexts.test_lengths for m in contexts.posthoc if (m, n) not in done]
+    return [(m, n) for m in contexts.posthoc for n in contexts.test_lengths if (m, n) not in done]
 
 
 def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait: float = 0.0) -> None:
@@ -74,55 +83,150 @@ def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait
         done = load(place, trainer.trained).step if place.checkpoint.exists() else 0
         # Whole lines only: nothing is appended to one that a kill left torn.
         write_text(place.path / FILE, "".join(map(json_line, place.long_contexts())))
-        for method, length in missing(place, contexts):
-            about = {"posthoc": method, "test_length": length}
+        known: dict[int, _AsTrained] = {}
+        for text, length in missing(place, contexts):
             try:
                 if done < config.steps:
                     raise RefusedError(f"training ended at step {done} of {config.steps}")
-                with measuring(trainer.trained.model), autocast(config):
-                    found = _measured(trainer, method, length, contexts.sequences)
+                known[length] = known.get(length) or _as_trained(trainer, length, contexts.sequences)
+                found = _at(trainer, known[length], Method.parse(text), contexts.continue_steps)
             except RefusedError as refusal:
                 found = {"refused": str(refusal)}
-            append_line(place.path / FILE, {**about, **found})
+            append_line(place.path / FILE, {"posthoc": text, "test_length": length, **found})
 
 
-def _measured(trainer: Trainer, method: str, length: int, sequences: int) -> dict[str, Any]:
-    short, model = trainer.config.data.context, trainer.trained.model
-    windows = torch.from_numpy(heldout(trainer.corpus, length, sequences)).to(trainer.device)
-    tokens, targets = windows[:, :-1], windows[:, 1:]
-    pieces = tokens.reshape(-1, short), targets.reshape(-1, short)
-    again = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
-    as_trained = foretell(model, *pieces)
-    with changed(model, method, short, length):
-        cut, whole = foretell(model, *pieces), foretell(model, tokens, targets)
-        repeat = foretell(model, again[:, :-1], again[:, 1:])
-    segments = _share(whole.hit.unflatten(1, (-1, short)).transpose(0, 1).flatten(1))
-    accuracy, trained = _share(whole.hit.flatten()), _share(as_trained.hit.flatten())
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _AsTrained:
+    """What every method at a length is compared with."""
+
+    windows: Tensor
+    """Held-out texts [n, length + 1]."""
+    short: Foretold
+    """Of their pieces of the training length."""
+    ranges: Sequence[Range]
+
+
+def _as_trained(trainer: Trainer, length: int, sequences: int) -> _AsTrained:
+    windows = torch.from_numpy(long_texts(trainer.corpus, length, sequences)).to(trainer.device)
+    with measuring(trainer.trained.model), autocast(trainer.config):
+        short = foretell(trainer.trained.model, *_pieces(windows, trainer.config.data.context))
+        return _AsTrained(windows=windows, short=short, ranges=cosine_ranges(trainer.trained.model, _seen(trainer)))
+
+
+def _at(trainer: Trainer, known: _AsTrained, method: Method, steps: int) -> dict[str, Any]:
+    config, short, windows = trainer.config, trainer.config.data.context, known.windows
+    if method.trained_at:
+        model, changing = trained_on(trainer, method, steps), contextlib.nullcontext()
+    else:
+        model = trainer.trained.model
+        changing = changed(model, method, short, windows.shape[1] - 1)
+    with measuring(model), autocast(config), changing:
+        found = _measured(model, windows, short, known.ranges)
+        if config.data.needle:
+            found["needle_by_depth"] = [_found(model, windows, depth) for depth in DEPTHS]
+            found["needle"] = sum(found["needle_by_depth"]) / len(DEPTHS)
+    trained = _share(known.short.hit.flatten())
     return {
         "accuracy_train": trained,
-        "accuracy_nonrepeat": accuracy,
+        "kept_nonrepeat": found["accuracy_nonrepeat"] / trained if trained else None,
+        "loss_train": float(known.short.loss.double().mean()),
+        **found,
+    }
+
+
+def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Range]) -> dict[str, Any]:
+    """What a model makes of windows [n, length + 1] after training at `short`."""
+    tokens, targets, length = windows[:, :-1], windows[:, 1:], windows.shape[1] - 1
+    again = windows[:, :short].repeat(1, length // short + 1)[:, : length + 1]
+    whole, repeat = foretell(model, tokens, targets), foretell(model, again[:, :-1], again[:, 1:])
+    cut = foretell(model, *_pieces(windows, short))
+    last = {context: _last(model, windows, context, short) for context in _growing(short, length)}
+    angles = outside(model, tokens[:_ANGLED].split(4), ranges)
+    return {
+        "accuracy_nonrepeat": _share(whole.hit.flatten()),
         "accuracy_repeat": _share(repeat.hit.flatten()),
-        "accuracy_last": segments[-1],
-        "kept_nonrepeat": accuracy / trained if trained else None,
-        "loss_train": float(as_trained.loss.double().mean()),
+        "accuracy_last": last[length],
+        "accuracy_last_short": last[short],
         "loss_nonrepeat": float(whole.loss.double().mean()),
         "accuracy_train_posthoc": _share(cut.hit.flatten()),
-        "segments": segments,
+        "segments": _share(whole.hit.unflatten(1, (-1, short)).transpose(0, 1).flatten(1)),
+        "last": {str(context): share for context, share in last.items()},
         "sequences": len(windows),
+        "cos_outside": angles.share,
+        "cos_outside_by_head": (angles.outside / angles.pairs).tolist(),
+        "dilution": float(angles.dilution(length).min()),
+        "dilution_by_head": angles.dilution(length).tolist(),
     }
+
+
+def _pieces(windows: Tensor, short: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of windows [n, length + 1], cut into pieces of `short`."""
+    return windows[:, :-1].reshape(-1, short), windows[:, 1:].reshape(-1, short)
+
+
+def _growing(short: int, length: int) -> list[int]:
+    """The training length, doubled up to the whole: 64, 128, 256, 512."""
+    lengths = [short]
+    while 2 * lengths[-1] < length:
+        lengths.append(2 * lengths[-1])
+    return [*lengths, length] if length > short else lengths
+
+
+def _last(model: nn.Module, windows: Tensor, context: int, short: int) -> float:
+    """Accuracy on the last `short` tokens of each text with so much context: the same tokens whatever it is."""
+    seen = windows[:, -context - 1 :]
+    return _share(foretell(model, seen[:, :-1], seen[:, 1:]).hit[:, -short:].flatten())
+
+
+def _found(model: nn.Module, windows: Tensor, depth: float) -> float:
+    """The share of needles at a depth that are foretold when asked for."""
+    asked = torch.from_numpy(hide(windows.cpu().numpy(), depth, np.random.default_rng(0))).to(windows.device)
+    return _share(foretell(model, asked[:, :-1], asked[:, 1:]).hit[:, -1])
+
+
+def _seen(trainer: Trainer) -> Iterator[Tensor]:
+    """Texts of training: eight steps' worth."""
+    config = trainer.config
+    for step in range(8):
+        yield torch.from_numpy(batch(trainer.corpus, config.data, config.seed, step)).to(trainer.device)[:, :-1]
+
+
+def trained_on(trainer: Trainer, method: Method, steps: int) -> nn.Module:
+    """A copy of the weights after more steps at the method's length, the attention changed so, at a tenth of the rate.
+
+    As many tokens a step as before, a fresh optimizer, the run's own schedule.
+    """
+    config = trainer.config
+    data = dataclasses.replace(
+        config.data,
+        context=method.trained_at,
+        batch=max(1, config.data.batch * config.data.context // method.trained_at),
+    )
+    optim = dataclasses.replace(config.optim, lr=config.optim.lr / 10)
+    longer = Trainer(dataclasses.replace(config, data=data, optim=optim, steps=steps))
+    longer.trained.model.load_state_dict(trainer.trained.model.state_dict())
+    for module, before in zip(_attentions(longer.trained.model), _attentions(trainer.trained.model), strict=True):
+        module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
+    for step in range(steps):
+        longer.step(step)
+    return longer.trained.model
 
 
 def _share(hit: Tensor) -> Any:
     return hit.double().mean(-1).tolist()
 
 
+def _attentions(model: nn.Module) -> list[SpecModule]:
+    return [module for module in model.modules() if isinstance(module, SpecModule)]
+
+
 @contextlib.contextmanager
-def changed(model: nn.Module, method: str, train_length: int, test_length: int) -> Iterator[None]:
+def changed(model: nn.Module, method: Method, train_length: int, test_length: int) -> Iterator[None]:
     """Every attention of the model under a post-hoc method, afterwards as it was.
 
     Raises: RefusedError if the attention cannot be changed so.
     """
-    modules = [m for m in model.modules() if isinstance(m, SpecModule)]
+    modules = _attentions(model)
     before = [m.spec for m in modules]
     after = [stretched(spec, method, train_length, test_length) for spec in before]
     try:
@@ -155,14 +259,12 @@ def long_rows(out: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
         named = {"block": entry["role"], "form": entry["remedy"], "seed": entry["seed"], "run_id": entry["run_id"]}
         named["train_length"] = about["base"][entry["role"]]["data"]["context"]
         named["max_logit"] = place.summary()["max_logit"] if done else None
-        table += [_row(named, lines.get(pair, {}), pair) for pair in _pairs(about["contexts"])]
+        contexts = LongContexts(**about["contexts"]).of(entry["remedy"])
+        pairs = [(method, length) for method in contexts.posthoc for length in contexts.test_lengths]
+        table += [_row(named, lines.get(pair, {}), pair) for pair in pairs]
     return table
 
 
 def _row(named: Mapping[str, Any], line: Mapping[str, Any], pair: Sequence[Any]) -> dict[str, Any]:
     known = {**line, **named, "posthoc": pair[0], "test_length": pair[1]}
     return {name: known.get(name) for name in EXTRAPOLATION_COLUMNS}
-
-
-def _pairs(contexts: Mapping[str, Any]) -> list[tuple[str, int]]:
-    return [(method, length) for method in contexts["posthoc"] for length in contexts["test_lengths"]]

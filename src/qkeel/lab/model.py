@@ -11,10 +11,10 @@ import torch
 from qkeel.errors import InvalidValueError
 from qkeel.lab.config import ModelConfig, RunConfig
 from qkeel.lab.optim import build_optimizer
-from qkeel.nn import Decoder, DecoderConfig
+from qkeel.nn import Decoder, DecoderConfig, ViT
 from qkeel.registry import parse
 from qkeel.remedies import apply, canonical
-from qkeel.spec import AttentionSpec, preset
+from qkeel.spec import AttentionSpec, layer_specs, preset
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -24,9 +24,13 @@ def resolve(config: RunConfig) -> RunConfig:
     """
     device = _device(config.device)
     kinds = {"auto": "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"}
-    attention_spec(config.model.attention)
+    layers(config.model, config.data.context)
+    data = config.data
+    if data.task == "vision":  # a token is a patch
+        data = dataclasses.replace(data, context=(config.images.image_size // config.images.patch) ** 2)
     return dataclasses.replace(
         config,
+        data=data,
         device=device,
         dtype=kinds.get(config.dtype, config.dtype),
         remedy=canonical(config.remedy),
@@ -36,10 +40,13 @@ def resolve(config: RunConfig) -> RunConfig:
 def check(config: RunConfig) -> None:
     """Raise if the model cannot be built or the remedy refuses it, in a few milliseconds."""
     model = config.model
+    depth = model.n_layers if model.position else 1
     narrow = dataclasses.replace(
-        model, d_model=8, n_layers=1, head_dim=model.head_dim or model.d_model // model.n_heads
+        model, d_model=8, n_layers=depth, head_dim=model.head_dim or model.d_model // model.n_heads
     )
-    decoder = build_decoder(narrow, vocab_size=2)
+    length = config.data.context
+    vision = config.data.task == "vision"
+    decoder = build_vit(narrow, 2, 1, 1) if vision else build_decoder(narrow, vocab_size=2, train_length=length)
     apply(config.remedy, decoder, build_optimizer(config.optim, decoder), train_length=config.data.context)
 
 
@@ -58,22 +65,36 @@ def attention_spec(text: str) -> AttentionSpec:
     return preset(terms[0].name, **options)
 
 
-def build_decoder(config: ModelConfig, vocab_size: int) -> Decoder:
+def layers(config: ModelConfig, train_length: int | None = None) -> tuple[AttentionSpec, ...]:
+    """The spec of each layer; `train_length` is for positions that depend on it."""
+    return layer_specs(attention_spec(config.attention), config.n_layers, config.position, train_length)
+
+
+def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:
     """The model with PyTorch's initial weights; `Decoder.init_weights` gives it the run's."""
-    return Decoder(
-        DecoderConfig(
-            vocab_size=vocab_size,
-            d_model=config.d_model,
-            n_layers=config.n_layers,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            spec=attention_spec(config.attention),
-            attention=config.block,
-            mlp=config.mlp,
-            norm_order=config.norm_order,
-            tied=config.tied,
-        )
+    return Decoder(_sizes(config, vocab_size, train_length))
+
+
+def build_vit(config: ModelConfig, classes: int, patches: int, width: int) -> ViT:
+    """The same sizes as a vision transformer of so many patches, each of `width` numbers."""
+    return ViT(_sizes(config, classes, patches), patches=patches, width=width)
+
+
+def _sizes(config: ModelConfig, vocab_size: int, train_length: int | None) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        d_model=config.d_model,
+        n_layers=config.n_layers,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        spec=layers(config, train_length),
+        attention=config.block,
+        mlp=config.mlp,
+        mlp_ratio=config.mlp_ratio,
+        norm_order=config.norm_order,
+        tied=config.tied,
+        deepnorm=config.deepnorm,
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.lab.config import RunConfig
-from qkeel.registry import parse
+from qkeel.lab.methods import Method
 
-AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers")
+AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes")
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
 
 
@@ -22,7 +22,7 @@ class Grid:
     Where a study compares forms of attention they stand in place of remedies.
 
     With blocks (mha, mla) and optimizers, where not empty, there is a product of its own for each pair of them: they
-    stand side by side, for a learning rate does not mean the same to two optimizers.
+    stand side by side, for a learning rate does not mean the same to two optimizers. So with mixes of data.
     """
 
     remedies: Sequence[str]
@@ -30,6 +30,7 @@ class Grid:
     seeds: Sequence[int]
     blocks: Sequence[str] = ()
     optimizers: Sequence[str] = ()
+    mixes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in AXES:
@@ -38,7 +39,7 @@ class Grid:
                 raise InvalidTypeError(f"expected a list of {name}, got {values!r}")
             if not tuple(values) and name in AXES[:3]:
                 raise InvalidValueError(f"expected at least one of {name}, got none")
-        for name in ("remedies", "blocks", "optimizers"):
+        for name in ("remedies", "blocks", "optimizers", "mixes"):
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
         object.__setattr__(self, "seeds", tuple(sorted(set(self.seeds))))
@@ -47,25 +48,34 @@ class Grid:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LongContexts:
-    """What is done with the weights of each run of a study: every method at every length, on held-out text.
+    """What is done with the weights of each run of a study: methods at every length, on held-out text.
 
-    Methods are named as in `AttentionSpec.extrapolate`, with options as in 'rerope:window=16'; lengths are multiples
-    of the training length.
+    Methods are those of `AttentionSpec.extrapolate`, as methods.Method reads them: 'rerope:window=16' for all forms,
+    'kna/ntk' for one, 'baseline/pi@256' trained on at 256 tokens. Lengths are multiples of the training length.
     """
 
     posthoc: Sequence[str] = ("none", "rerope", "ntk")
     test_lengths: Sequence[int] = (512,)
     sequences: int = 64
+    continue_steps: int = 100
+    """Steps of a method that is trained on."""
 
     def __post_init__(self) -> None:
         for name in ("posthoc", "test_lengths"):
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, Iterable) or not tuple(values):
                 raise InvalidTypeError(f"expected a list of {name}, got {values!r}")
-        object.__setattr__(self, "posthoc", tuple(dict.fromkeys(str(parse(text)[0]) for text in self.posthoc)))
+        object.__setattr__(self, "posthoc", tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)))
         object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
         if self.sequences < 1:
             raise InvalidValueError(f"expected at least 1 held-out sequence, got {self.sequences}")
+        if self.continue_steps < 1:
+            raise InvalidValueError(f"expected at least 1 step to train on, got {self.continue_steps}")
+
+    def of(self, form: str) -> Self:
+        """Those of one form; as trained where no method is asked of it."""
+        methods = [method for text in self.posthoc if (method := Method.parse(text)).form in ("", form)]
+        return dataclasses.replace(self, posthoc=[method.label for method in methods] or ["none"])
 
     def check(self, train_length: int) -> None:
         """Raise unless every length is a multiple of the training length."""
@@ -73,6 +83,11 @@ class LongContexts:
             if length < train_length or length % train_length:
                 raise InvalidValueError(
                     f"expected test lengths that are multiples of the training length {train_length}, got {length}"
+                )
+        for at in filter(None, (Method.parse(text).trained_at for text in self.posthoc)):
+            if at <= train_length or at % train_length:
+                raise InvalidValueError(
+                    f"expected to train on at a multiple of the training length {train_length} above it, got {at}"
                 )
 
 

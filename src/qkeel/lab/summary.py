@@ -8,10 +8,14 @@ from typing import Any
 
 from qkeel import metrics
 from qkeel.lab.config import RunConfig
+from qkeel.records import STEP_FIELDS
 
 
 def summarize(config: RunConfig, records: Sequence[Mapping[str, Any]], cpu_seconds: float) -> dict[str, Any]:
-    """One value per records.TABLE_COLUMNS, from the lines of metrics.jsonl (the first: step 0, the last: the end)."""
+    """One value per records.TABLE_COLUMNS, from the lines of metrics.jsonl (the first: step 0, the last: the end).
+
+    What the task records beside records.STEP_FIELDS follows, as it was at the end.
+    """
     first, last = records[0], records[-1]
     losses = [record["train_loss"] for record in records if record["train_loss"] is not None]
     return {
@@ -34,6 +38,7 @@ def summarize(config: RunConfig, records: Sequence[Mapping[str, Any]], cpu_secon
         "block": config.model.block,
         "optimizer": config.optim.name,
         "status": "done",
+        **{name: value for name, value in last.items() if name not in STEP_FIELDS},
     }
 
 

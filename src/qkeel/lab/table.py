@@ -12,8 +12,15 @@ from qkeel.records import TABLE_COLUMNS, RunDirectory, RunStatus, write_text
 
 
 def rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One dict per run by records.TABLE_COLUMNS; a run without result has only its name and status."""
-    return [_row(RunDirectory(out / "runs" / entry["run_id"]), entry) for entry in entries]
+    """One dict per run by `columns`; a run without result has only its name and status."""
+    table = [_row(RunDirectory(out / "runs" / entry["run_id"]), entry) for entry in entries]
+    names = columns(table)
+    return [{name: row.get(name) for name in names} for row in table]
+
+
+def columns(table: Iterable[Mapping[str, Any]]) -> list[str]:
+    """records.TABLE_COLUMNS, then what the task of some run adds to them."""
+    return list(dict.fromkeys([*TABLE_COLUMNS, *(name for row in table for name in row)]))
 
 
 def _row(directory: RunDirectory, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,14 +28,18 @@ def _row(directory: RunDirectory, entry: Mapping[str, Any]) -> dict[str, Any]:
     named = {name: entry[name] for name in ("remedy", "lr", "seed", "run_id")}
     status = directory.status
     results = directory.summary() if status is RunStatus.DONE else {}
-    return {**blank, **{k: v for k, v in results.items() if k in blank}, **named, "status": str(status)}
+    more = {"mix": entry["role"]} if any("/" in name for name in results) else {}
+    return {**blank, **more, **results, **named, "status": str(status)}
 
 
-def write_table(out: Path, table: Sequence[Mapping[str, Any]], columns: Iterable[str] = TABLE_COLUMNS) -> None:
-    """Write table.csv atomically. Floats have all their digits, truth is true or false, what is unknown is empty."""
+def write_table(out: Path, table: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
+    """Write table.csv atomically, by default with all columns of the table.
+
+    Floats have all their digits, truth is true or false, what is unknown is empty.
+    """
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    names = list(columns)
+    names = list(names) or columns(table)
     writer.writerow(names)
     writer.writerows([_cell(row[name]) for name in names] for row in table)
     write_text(out / "table.csv", text.getvalue())

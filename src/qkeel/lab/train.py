@@ -16,12 +16,13 @@ from torch import Tensor
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.checkpoint import Progress, load, save
 from qkeel.lab.config import RunConfig
-from qkeel.lab.data import load as load_corpus
 from qkeel.lab.environment import environment
 from qkeel.lab.evaluate import PROBE_FIELDS
 from qkeel.lab.model import check, resolve, threads
 from qkeel.lab.schedule import learning_rate
 from qkeel.lab.summary import summarize
+from qkeel.lab.tasks import load_task
+from qkeel.lab.throughput import peak, speed
 from qkeel.lab.trainer import Trainer
 from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
 
@@ -60,7 +61,7 @@ def run(
     """
     config = resolve(config)
     check(config)
-    load_corpus(config.data)
+    load_task(config)
     place = RunDirectory(Path(directory))
     with place.lock(wait), threads(config.threads):
         _claim(place, config)
@@ -101,6 +102,7 @@ class _Session:
         self.trainer = Trainer(config)
         self.heads = HeadRecorder(place.path, PROBE_FIELDS, config.model.n_layers, config.model.n_heads)
         self.done = Progress()
+        self.trained, self.seconds = 0, 0.0  # steps and wall time since the last record
 
     def prepare(self, command: str) -> None:
         """Bring directory and weights to the same step: the checkpoint's, or the beginning."""
@@ -143,20 +145,28 @@ class _Session:
         """The steps that are left, then the summary."""
         config = self.config
         for step in range(self.done.step, config.steps):
+            start = time.perf_counter()
             loss, norm = self.trainer.step(step)
-            done = step + 1
+            done, due = step + 1, self._is_saved(step + 1)
+            if due or self._is_logged(done):
+                loss.item()  # an accelerator may be steps behind
+            self.trained, self.seconds = self.trained + 1, self.seconds + time.perf_counter() - start
             if self._is_logged(done) and not self._record(done, loss, norm):
                 # No checkpoint of this: a run that is killed here stops here again.
                 self._event(done, "stopped: the loss or the gradient is not finite")
                 break
             stop = done < config.steps and self.watcher.should_stop()
-            if stop or done == config.steps or (config.checkpoint_every and done % config.checkpoint_every == 0):
+            if stop or due:
                 save(self.place, self.trainer.trained, Progress(done, self._cpu_seconds()))
             if stop:
                 raise KeyboardInterrupt
         summary = summarize(config, self.place.metrics(), self._cpu_seconds())
         write_json(self.place.path / "summary.json", summary)
         write_text(self.place.path / "DONE", "")
+
+    def _is_saved(self, step: int) -> bool:
+        every = self.config.checkpoint_every
+        return step == self.config.steps or bool(every and step % every == 0)
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.log_every == 0 or step == self.config.steps
@@ -169,20 +179,29 @@ class _Session:
         fine = all(x is None or math.isfinite(x) for x in (train_loss, grad_norm))
         due = step in (0, config.steps) or bool(config.eval_every and step % config.eval_every == 0)
         seen = self.trainer.probe()
+        held = self.trainer.evaluate() if due or not fine else {}
         record = {
             "step": step,
             "tokens": step * config.data.batch * config.data.context,
             "lr": learning_rate(config.optim, max(0, step - 1), config.steps),
             "train_loss": train_loss,
-            "val_loss": self.trainer.val_loss() if due or not fine else None,
+            "val_loss": held.pop("val_loss", None),
             "grad_norm": grad_norm,
             **seen.record,
+            **held,
             "cpu_seconds": round(self._cpu_seconds(), 3),
+            **self._speed(),
         }
         self.heads.append(step, seen.heads)
         append_line(self.place.path / "metrics.jsonl", record)
         self.watcher.on_record(record)
         return fine
+
+    def _speed(self) -> dict[str, Any]:
+        config, trainer = self.config, self.trainer
+        tokens, seconds = self.trained * config.data.batch * config.data.context, self.seconds
+        self.trained, self.seconds = 0, 0.0
+        return speed(tokens, seconds, trainer.flops_per_token, peak(trainer.device, config.dtype))
 
     def _event(self, step: int, text: str) -> None:
         append_line(self.place.path / "events.jsonl", {"step": step, "event": text})

@@ -13,6 +13,7 @@ from qkeel.monitor.alarms import (
     replay,
 )
 from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
+from qkeel.monitor.classes import Classes
 from qkeel.monitor.forecast import Forecast, forecast
 from qkeel.monitor.history import History
 from qkeel.monitor.planned import PlannedRates
@@ -30,6 +31,7 @@ __all__ = [
     "Approach",
     "Cadence",
     "Ceiling",
+    "Classes",
     "DEFAULT",
     "EntropyCollapse",
     "EntropyDrop",

@@ -12,6 +12,7 @@ from qkeel import dist
 from qkeel.errors import AlarmWarning, caution
 from qkeel.functional.stats import LogitStats
 from qkeel.monitor.alarms import AlarmLog
+from qkeel.monitor.by_class import class_facts, class_rows
 from qkeel.monitor.planned import PlannedRates
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.rule import Rule
@@ -69,7 +70,7 @@ class Journal:
             self._width = max(len(s.max_logit) for s in measured.stats.values())
             self.recording = Recording(self.sites, planned=self.recording.planned)
         if self._about is not None:
-            about, self._about = self._about(), None
+            about, self._about = {**self._about(), **class_facts(measured.stats)}, None
             self.log = AlarmLog(self._rules())
             self._each(lambda sink: sink.open(about))
         sample = self.sample = self._sample(step, phase, measured)
@@ -100,6 +101,7 @@ class Journal:
 
     def _sample(self, step: int, phase: Phase, measured: Measured) -> Sample:
         rows = {name: [self._row(name, site, measured) for site in self.sites] for name in HEAD_FIELDS}
+        rows |= class_rows([measured.stats.get(site) for site in self.sites])
         heads = {name: pad_layers(of, self._width) for name, of in rows.items() if any(row is not None for row in of)}
         values = {"step": float(step)}
         values |= {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in _WHOLE if name in heads}

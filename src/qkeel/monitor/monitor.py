@@ -15,6 +15,7 @@ from qkeel.functional.stats import LogitStats
 from qkeel.handle import Handle
 from qkeel.monitor.about import about
 from qkeel.monitor.changes import Changes
+from qkeel.monitor.classes import Tokens
 from qkeel.monitor.gains import Gains
 from qkeel.monitor.hidden import Hidden
 from qkeel.monitor.history import History
@@ -23,7 +24,6 @@ from qkeel.monitor.means import Means
 from qkeel.monitor.moved import Moved
 from qkeel.monitor.observed import Observed
 from qkeel.monitor.plan import Plan
-from qkeel.monitor.queries import with_query_mask
 from qkeel.monitor.rule import Alarm, Rule
 from qkeel.monitor.sample import Sample
 from qkeel.monitor.setup_rules import rules_for
@@ -54,7 +54,7 @@ class Monitor(Handle):
         self.steps = 0  # done so far
         self.sites: list[AttentionSite] = []  # known from the first pass on
         self._last: dict[Phase, int | None] = {"train": None, "eval": None}
-        self._mask: Tensor | None = None
+        self._tokens = Tokens(plan.query_mask, plan.classes)
         self._moved = Moved()
         self._means = Means()
         self._observed = Observed()
@@ -167,8 +167,7 @@ class Monitor(Handle):
 
     def _before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._means.begin()
-        if self.plan.query_mask is not None:
-            self._mask = self.plan.query_mask.of(args, kwargs)
+        self._tokens.begin(args, kwargs)
         if self._hidden is None:
             self._discover(args, kwargs)
 
@@ -201,9 +200,10 @@ class Monitor(Handle):
 
     def _measure(self, call: Seen) -> LogitStats | None:
         self._observed.see(call)
-        return statistics(with_query_mask(call, self._mask), self.plan.threshold)
+        return statistics(self._tokens.on(call), self.plan.threshold)
 
     def _after_pass(self, output: object, phase: Phase) -> None:
+        self._tokens.end()
         seen = self._tap.has(phase) or any(self._taken[phase])
         untold, self._untold = self._untold, None
         if not seen and not self._journal.sites and (untold is not None or not self.sites):

@@ -7,6 +7,7 @@ from typing import final
 
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.monitor.cadence import Cadence, Every
+from qkeel.monitor.classes import Classes
 from qkeel.monitor.planned import PlannedRates
 from qkeel.monitor.queries import QueryMask
 from qkeel.monitor.rule import Rule
@@ -23,6 +24,7 @@ class Plan:
     sinks: tuple[Sink, ...] = ()
     rules: tuple[Rule, ...] | None = None
     query_mask: QueryMask | None = None
+    classes: Classes | None = None
     probe: Arguments | None = None
     planned: PlannedRates | None = None
     threshold: float = ALARM_THRESHOLD

@@ -16,6 +16,8 @@ _COLUMNS = {
     "entropy": "entropy",
     "query_norm": "|q|",
     "key_norm": "|k|",
+    "query_competition": "|q| by class",
+    "key_competition": "|k| by class",
     "cos_max": "cos max",
     "logit_change_rms": "logit change",
 }

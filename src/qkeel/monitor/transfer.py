@@ -13,9 +13,10 @@ from torch import Tensor
 
 from qkeel import dist
 from qkeel.errors import InvalidValueError
-from qkeel.functional.stats import LogitStats, merge
+from qkeel.functional.classes import TENSORS as CLASS_TENSORS
+from qkeel.functional.classes import ClassStats
+from qkeel.functional.stats import TENSORS, LogitStats, merge
 
-FIELDS = tuple(f.name for f in dataclasses.fields(LogitStats))
 Stats = dict[str, LogitStats]
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
@@ -30,13 +31,13 @@ class Measured:
 
     def layout(self) -> Layout:
         """Name and shape of every tensor, in the order they are packed."""
-        of_stats = [(site, field, getattr(s, field)) for site, s in self.stats.items() for field in FIELDS]
+        of_stats = [(site, field, x) for site, s in self.stats.items() for field, x in _tensors(s)]
         others = [(site, name, x) for (site, name), x in self.numbers.items()]
         return tuple((site, name, tuple(x.shape)) for site, name, x in (*of_stats, *others))
 
     def pack(self, device: torch.device) -> Tensor:
         """All of it as one vector, a Flag in front."""
-        of_stats = [getattr(s, field) for s in self.stats.values() for field in FIELDS]
+        of_stats = [x for s in self.stats.values() for _, x in _tensors(s)]
         dtype = torch.float32 if device.type == "mps" else torch.float64  # exact for counts under 2^53
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
         parts += [x.detach().reshape(-1).to(device=device, dtype=dtype) for x in (*of_stats, *self.numbers.values())]
@@ -117,12 +118,34 @@ class Transfer:
             size = math.prod(shape)
             found[site, name] = row[start : start + size].view(shape)
             start += size
-        sites = dict.fromkeys(site for site, name, _ in self.layout if name == FIELDS[0])
+        sites = dict.fromkeys(site for site, name, _ in self.layout if name == TENSORS[0])
         stats = {
-            site: LogitStats(**{f: _counted(f, found.pop((site, f))) for f in FIELDS})  # type: ignore[arg-type]
+            site: LogitStats(
+                **{f: _counted(f, found.pop((site, f))) for f in TENSORS},  # type: ignore[arg-type]
+                classes=_classes(site, found),
+            )
             for site in sites
         }
         return stats, found
+
+
+def _tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
+    """Every tensor of a site's statistics; those by class carry the names of the classes."""
+    found = [(name, getattr(stats, name)) for name in TENSORS]
+    classes = stats.classes
+    if classes is not None:
+        found += [("\t".join((name, *classes.names)), getattr(classes, name)) for name in CLASS_TENSORS]
+    return found
+
+
+def _classes(site: str, found: dict[tuple[str, str], Tensor]) -> ClassStats | None:
+    """Those of a site, taken out of what was found."""
+    own = [name.split("\t") for at, name in found if at == site and "\t" in name]
+    if not own:
+        return None
+    names = own[0][1:]
+    values = {name: _counted(name, found.pop((site, "\t".join((name, *names))))) for name, *_ in own}
+    return ClassStats(names=tuple(names), **values)
 
 
 def _counted(field: str, value: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError
 from qkeel.monitor.cadence import Cadence, cadence
+from qkeel.monitor.classes import Classes, GivenClasses
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.plan import Plan
 from qkeel.monitor.planned import PlannedRates
@@ -28,6 +29,7 @@ def watch(
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
     rules: Rule | Sequence[Rule] | None = None,
     query_mask: Given | None = None,
+    classes: GivenClasses | Classes | None = None,
     probe: object = None,
     planned: PlannedRates | None = None,
 ) -> Monitor:
@@ -43,6 +45,10 @@ def watch(
             seen (number format, kernel, head width, norms), an empty list for none.
         query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
+        classes: which token is of which class, such as text and image: a dict of token ids by class name, the name of
+            an argument of the forward that holds class numbers or is true at class 1, a function of its arguments or a
+            tensor [b t]; see `monitor.Classes`, which gives names too. What is measured is split by them besides:
+            `read()[site].classes`.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments; with it the
             change of its logits by each measured step is measured, by two passes of their own without gradients.
         planned: the learning rates of the run, if known; with them alarms come earlier and forecasts follow the
@@ -64,6 +70,7 @@ def watch(
         sinks=tuple(_sink(s) for s in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")),
         rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask=None if query_mask is None else QueryMask.on(model, query_mask),
+        classes=None if classes is None else Classes.on(model, classes),
         probe=None if probe is None else arguments(probe, "probe batch"),
         planned=planned,
     )

@@ -6,6 +6,7 @@ from qkeel.nn.cache import Cache, KVCache, LatentCache
 from qkeel.nn.decoder import Decoder, DecoderConfig
 from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.mla import MLA, LatentSizes
+from qkeel.nn.patches import FusedEmbedding, ViT
 
 __all__ = [
     "GAU",
@@ -16,8 +17,10 @@ __all__ = [
     "Cache",
     "Decoder",
     "DecoderConfig",
+    "FusedEmbedding",
     "GAUBlock",
     "KVCache",
     "LatentCache",
     "LatentSizes",
+    "ViT",
 ]

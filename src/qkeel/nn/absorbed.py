@@ -129,7 +129,7 @@ def attend_latents(call: AttentionCall, inverse: Tensor | None, head_dim: int) -
 
 
 def _block(call: AttentionCall, q: Tensor, k: Tensor, inverse: Tensor | None, rows: slice) -> Tensor:
-    keys, spec = slice(0, call.last_key(rows)), call.spec
+    keys, spec = call.span(rows), call.spec
     k = k[:, :, keys]
     z = spec.position.scores(q[:, :, rows], k, call.pos_q[:, rows], call.pos_k[:, keys], call.params)
     if inverse is not None:

@@ -12,12 +12,13 @@ from qkeel.nn.attention import Attention
 from qkeel.nn.cache import Cache
 from qkeel.nn.mla import MLA
 
-NormOrder = Literal["pre", "post", "swin", "peri"]
+NormOrder = Literal["pre", "post", "swin", "peri", "none"]
 NORM_ORDERS: dict[str, str] = {
     "pre": "x + F(N(x)): GPT-2, Llama",
     "post": "N(x + F(x)): Vaswani et al. 2017",
     "swin": "x + N(F(x)): Swin V2 (arXiv 2111.09883), Chameleon 34B (arXiv 2405.09818), OLMo 2",
     "peri": "x + N(F(N(x))): Gemma 2, Peri-LN (arXiv 2502.02732)",
+    "none": "x + F(x): σReparam's pure variant (arXiv 2303.06296)",
 }
 
 
@@ -51,7 +52,7 @@ class Block(nn.Module):
         self.norm_order = norm_order
         self.attention = attention
         self.mlp = mlp
-        before, after = norm_order in ("pre", "peri"), norm_order != "pre"
+        before, after = norm_order in ("pre", "peri"), norm_order in ("post", "swin", "peri")
         self.attention_norm = _rms(d_model, before)
         self.mlp_norm = _rms(d_model, before)
         self.attention_post_norm = _rms(d_model, after)
@@ -64,9 +65,10 @@ class Block(nn.Module):
         cache: Cache | None = None,
         mask: Tensor | None = None,
         pos: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         """x [b t m] -> [b t m]."""
-        branch = self.attention(self.attention_norm(x), cache=cache, mask=mask, pos=pos)
+        branch = self.attention(self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos)
         if self.norm_order == "post":
             x = self.attention_post_norm(x + branch)
             return self.mlp_post_norm(x + self.mlp(x))

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.kernels.contract import encoded
 from qkeel.nn.cache import KVCache
 from qkeel.ops import KERNELS, run
 from qkeel.registry import lookup
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
+from qkeel.spec.presets import scale_advice
 from qkeel.spec.slot import Params
 
 Observer = Callable[[AttentionCall], None]
@@ -44,6 +45,9 @@ class SpecModule(nn.Module):
         self.impl = impl
         self.observers: list[Observer] = []
         self.spec = spec
+        advice = scale_advice(spec, geometry[2])
+        if advice is not None:
+            caution(advice)
         for name, value in spec.init_params(*geometry).items():
             self.register_parameter(name, nn.Parameter(value))
 

@@ -23,7 +23,7 @@ from qkeel.spec import AttentionSpec, preset
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and choices of a Decoder."""
+    """Sizes and choices of a Decoder. `spec` is one for all layers, or one for each (`qkeel.spec.layer_specs`)."""
 
     vocab_size: int
     d_model: int = 64
@@ -31,7 +31,7 @@ class DecoderConfig:
     n_heads: int = 4
     n_kv_heads: int | None = None
     head_dim: int | None = None
-    spec: AttentionSpec = dataclasses.field(default_factory=lambda: preset("baseline"))
+    spec: AttentionSpec | tuple[AttentionSpec, ...] = dataclasses.field(default_factory=lambda: preset("baseline"))
     attention: Literal["mha", "mla", "gau"] = "mha"
     latent: LatentSizes = dataclasses.field(default_factory=LatentSizes)
     latent_norm: bool = False
@@ -55,12 +55,19 @@ class DecoderConfig:
                 raise InvalidValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
         if not int(self.mlp_ratio * self.d_model) >= 1:
             raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
+        if isinstance(self.spec, tuple) and len(self.spec) != self.n_layers:
+            raise InvalidValueError(f"expected one spec per layer, {self.n_layers}, got {len(self.spec)}")
         check_dropout(self.dropout)
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
         if self.attention == "gau" and self.n_heads != 1:
             raise InvalidValueError(f"a GAU has one head; expected n_heads=1, got {self.n_heads}")
         if self.deepnorm and not (self.attention == "gau" and self.norm_order == "post"):
             raise InvalidValueError("deepnorm is for attention='gau' with norm_order='post'")
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """What each layer's attention computes."""
+        return self.spec if isinstance(self.spec, tuple) else (self.spec,) * self.n_layers
 
     @property
     def sublayers(self) -> int:
@@ -76,7 +83,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(_block(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(build_block(config, spec) for spec in config.specs)
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tied:
@@ -112,23 +119,41 @@ class Decoder(nn.Module):
 
         Under DeepNorm those have its β instead.
         """
-        n = self.config.sublayers
-        residual = deepnorm(n)[1] if self.config.deepnorm else 1 / math.sqrt(n)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                std = module.in_features**-0.5 * (residual if name.endswith((".o_proj", ".down")) else 1.0)
-                if module.weight is not self.embedding.weight:
-                    module.weight.normal_(0.0, std, generator=generator)
-                if module.bias is not None:
-                    module.bias.zero_()
+        init_linears(self, self.config, self.embedding.weight, generator)
         self.embedding.weight.normal_(0.0, 1.0, generator=generator)
         if self.config.tied:  # a head of std 1 would start with a loss of tens of nats
             self.embedding.weight.mul_(self.config.d_model**-0.5)
 
 
-def _block(config: DecoderConfig) -> Block | GAUBlock:
+@torch.no_grad()
+def init_linears(
+    model: nn.Module, config: DecoderConfig, table: Tensor, generator: torch.Generator | None = None
+) -> None:
+    """Matrices std 1/√fan_in, those that write to the residual stream less (see `Decoder.init_weights`).
+
+    `table` is left alone: a head that shares its weight with the embedding.
+    """
+    n = config.sublayers
+    residual = deepnorm(n)[1] if config.deepnorm else 1 / math.sqrt(n)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            std = module.in_features**-0.5 * (residual if name.endswith((".o_proj", ".down")) else 1.0)
+            if module.weight is not table:
+                module.weight.normal_(0.0, std, generator=generator)
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+def build_block(config: DecoderConfig, spec: AttentionSpec) -> Block | GAUBlock:
+    """One layer of a model of these sizes and choices."""
     if config.attention == "gau":
-        gau = GAU(config.d_model, size=config.head_dim or 128, spec=config.spec, dropout=config.dropout)
+        gau = GAU(
+            config.d_model,
+            size=config.head_dim or 128,
+            spec=spec,
+            bias=config.norm_order == "pre",  # the paper's unit; post-norm is GAU-α's, without
+            dropout=config.dropout,
+        )
         alpha = deepnorm(config.sublayers)[0] if config.deepnorm else 1.0
         return GAUBlock(gau, norm_order=config.norm_order, alpha=alpha)
     attention: Attention | MLA
@@ -137,7 +162,7 @@ def _block(config: DecoderConfig) -> Block | GAUBlock:
             config.d_model,
             config.n_heads,
             sizes=config.latent,
-            spec=config.spec,
+            spec=spec,
             latent_norm=config.latent_norm,
             dropout=config.dropout,
         )
@@ -147,7 +172,7 @@ def _block(config: DecoderConfig) -> Block | GAUBlock:
             config.n_heads,
             config.n_kv_heads,
             config.head_dim,
-            spec=config.spec,
+            spec=spec,
             dropout=config.dropout,
         )
     hidden = int(config.mlp_ratio * config.d_model)

@@ -104,9 +104,12 @@ class OffsetScale(nn.Module):
 
 @final
 class GAUBlock(nn.Module):
-    """A GAU on the residual stream: x + F(N(x)) ("pre"), or N(αx + F(x)) ("post"); N is RMS norm without gain.
+    """A GAU on the residual stream: x + F(N(x)) ("pre"), or N(αx + F(x)) ("post").
 
-    Source: pre-norm: arXiv 2202.10447; post-norm: GAU-α; α: DeepNorm, `functional.scaling.deepnorm`.
+    N is RMS norm, with a gain before the branch, without one behind it.
+
+    Source: pre-norm: arXiv 2202.10447, there LayerNorm or ScaleNorm; post-norm: GAU-α; α: DeepNorm,
+    `functional.scaling.deepnorm`.
     """
 
     def __init__(self, gau: GAU, *, norm_order: str = "pre", alpha: float = 1.0) -> None:
@@ -119,12 +122,18 @@ class GAUBlock(nn.Module):
             raise InvalidValueError(f"alpha is for norm_order='post', got {alpha} with 'pre'")
         self.norm_order, self.alpha = norm_order, alpha
         self.attention = gau
-        self.norm = nn.RMSNorm(gau.d_model, eps=1e-6, elementwise_affine=False)
+        self.norm = nn.RMSNorm(gau.d_model, eps=1e-6, elementwise_affine=norm_order == "pre")
 
     def forward(
-        self, x: Tensor, *, cache: KVCache | None = None, mask: Tensor | None = None, pos: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        pos: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         """x [b t m] -> [b t m]."""
-        if self.norm_order == "pre":
-            return x + self.attention(self.norm(x), cache=cache, mask=mask, pos=pos)
-        return self.norm(self.alpha * x + self.attention(x, cache=cache, mask=mask, pos=pos))
+        pre = self.norm_order == "pre"
+        branch = self.attention(self.norm(x) if pre else x, cache=cache, causal=causal, mask=mask, pos=pos)
+        return x + branch if pre else self.norm(self.alpha * x + branch)

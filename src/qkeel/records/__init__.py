@@ -4,26 +4,31 @@ No torch here: the report reads runs on machines that have none.
 """
 
 from qkeel.records.fields import (
+    CLASS_FIELDS,
     EXTRAPOLATION_COLUMNS,
     HEAD_FIELDS,
     NON_FINITE,
     STEP_FIELDS,
     TABLE_COLUMNS,
+    TASK_FIELDS,
     VALUE_FIELDS,
     Field,
     HeadField,
     explain_field,
+    head_field,
 )
 from qkeel.records.files import append_line, read_json, read_lines, write_bytes, write_json, write_text
 from qkeel.records.heads import HeadRecorder, Heads, fold_heads, read_heads
 from qkeel.records.rundir import RunDirectory, RunStatus, fresh_directory
 
 __all__ = [
+    "CLASS_FIELDS",
     "EXTRAPOLATION_COLUMNS",
     "HEAD_FIELDS",
     "NON_FINITE",
     "STEP_FIELDS",
     "TABLE_COLUMNS",
+    "TASK_FIELDS",
     "VALUE_FIELDS",
     "Field",
     "HeadField",
@@ -35,6 +40,7 @@ __all__ = [
     "explain_field",
     "fold_heads",
     "fresh_directory",
+    "head_field",
     "read_heads",
     "read_json",
     "read_lines",

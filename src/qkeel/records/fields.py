@@ -39,6 +39,8 @@ STEP_FIELDS: dict[str, Field] = {
     "capped_max_logit": Field("nats", "largest attention logit after the cap; equals max_logit without one"),
     "entropy": Field("nats", "attention entropy: mean over query rows, heads, layers"),
     "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
+    "tokens_per_second": Field("1/s", "training tokens a second since the last line, measuring and saving apart"),
+    "mfu": Field("share", "model operations a second over the device's peak in bf16; null where that is not known"),
 }
 
 NON_FINITE = "non_finite"  # named apart: it says that the others of its head mean nothing
@@ -76,10 +78,36 @@ HEAD_FIELDS: dict[str, HeadField] = {
     "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
 }
 
+# The same split by token classes, where a model is watched with classes: "NAME/text" by class, "NAME/image->text" by
+# the classes of query and key. The first two are of a head as a whole.
+CLASS_FIELDS: dict[str, HeadField] = {
+    "query_competition": HeadField("1", "mean query norm of the longest token class over that of the shortest", "mean"),
+    "key_competition": HeadField("1", "mean key norm of the longest token class over that of the shortest", "mean"),
+    "class_max_logit": HeadField("nats", "largest signed logit of queries of one class and keys of another", "max"),
+    "class_mass": HeadField("share", "weight that queries of one class give to all keys of another, mean", "mean"),
+    "class_uniform_mass": HeadField("share", "class_mass if a query gave each key it sees the same weight", "mean"),
+    "class_query_norm": HeadField("1", "mean L2 norm of the queries of a class", "mean"),
+    "class_key_norm": HeadField("1", "mean L2 norm of the keys of a class (of the head's group)", "mean"),
+}
+
 # More numbers of a watched model; "block_output_norm/LAYER" is that of one layer.
 VALUE_FIELDS: dict[str, Field] = {
     "final_hidden_norm": Field("1", "mean L2 norm of the hidden states that enter the output layer"),
     "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
+}
+
+# More numbers of a run whose task has them; "NAME/text" is that of tokens or targets of a class, "NAME/image>text" that
+# of queries of the one and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
+TASK_FIELDS: dict[str, Field] = {
+    "val_loss": Field("nats/token", "loss on held-out targets of a kind; null where it was not evaluated"),
+    "val_accuracy": Field("share", "held-out images whose class has the largest logit"),
+    "query_norm": Field("1", "mean L2 norm of the class's queries as they enter the dot product, over heads, layers"),
+    "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads, layers"),
+    "max_logit": Field("nats", "largest signed attention logit of a query and a key class, scaled, before cap"),
+    "attention_mass": Field("share", "weight that queries of one class give keys of the other, over heads, layers"),
+    "uniform_mass": Field("share", "attention_mass if each query gave all keys it sees the same weight"),
+    "last_block_norm": Field("1", "mean L2 norm of the class's hidden states that leave the last block"),
+    "mix": Field("name", "the mix of data in a multimodal study"),
 }
 
 # One row per run in a study's table.csv.
@@ -116,14 +144,27 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "accuracy_train": Field("share", "next tokens foretold, as trained, the test's text cut into training lengths"),
     "accuracy_nonrepeat": Field("share", "next tokens foretold on held-out text of the test length"),
     "accuracy_repeat": Field("share", "the same where one training length of text is repeated up to the test length"),
-    "accuracy_last": Field("share", "next tokens foretold in the last training length of accuracy_nonrepeat's text"),
+    "accuracy_last": Field("share", "next tokens foretold in the last training length of the text"),
     "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
     "loss_train": Field("nats/token", "loss as trained, the test's text cut into training lengths"),
     "loss_nonrepeat": Field("nats/token", "loss on held-out text of the test length"),
     "max_logit": Field("nats", "largest max_logit over training"),
     "run_id": Field("name", "hash of the canonical configuration"),
     "accuracy_train_posthoc": Field("share", "accuracy_train under the post-hoc method"),
+    "accuracy_last_short": Field("share", "accuracy_last's tokens foretold from one training length of text alone"),
+    "cos_outside": Field("share", "visible pairs whose cos(q, k) lies outside the range their head met in training"),
+    "dilution": Field("share", "largest weight that one of test_length keys can get in the least able head"),
+    "needle": Field("share", "hidden values that are foretold when asked for; empty without needles in training"),
 }
+
+
+def head_field(name: str) -> HeadField | None:
+    """The field of a number of each head, by token classes or not; None if there is none of the name.
+
+    >>> head_field("class_max_logit/image->text").fold
+    'max'
+    """
+    return HEAD_FIELDS.get(name) or CLASS_FIELDS.get(name.partition("/")[0])
 
 
 def explain_field(name: str) -> str:
@@ -136,7 +177,9 @@ def explain_field(name: str) -> str:
     table: dict[str, Field | HeadField] = {
         **EXTRAPOLATION_COLUMNS,
         **HEAD_FIELDS,
+        **CLASS_FIELDS,
         **VALUE_FIELDS,
+        **TASK_FIELDS,
         **STEP_FIELDS,
         **TABLE_COLUMNS,
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.errors import RunDirectoryError, ShapeError
-from qkeel.records.fields import HEAD_FIELDS
+from qkeel.records.fields import head_field
 from qkeel.records.files import read_json, write_json
 
 _FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
@@ -80,7 +80,7 @@ def cut_heads(directory: Path, last_step: int) -> None:
 
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
     """[... heads] -> [...]: the largest, smallest or mean head by records.HEAD_FIELDS; NaN is not measured."""
-    field = HEAD_FIELDS.get(name)
+    field = head_field(name)
     if field is not None and field.fold != "mean":
         return _FOLDS[field.fold](values, axis=-1, initial=np.nan)
     measured = ~np.isnan(values)

@@ -15,6 +15,7 @@ from qkeel.registry import parse as parse_terms
 from qkeel.remedies.attention_temperature import AttentionTemperature
 from qkeel.remedies.base import Remedy, Target, check_weights, compose_all
 from qkeel.remedies.cosine import Cosine
+from qkeel.remedies.dropout import Dropout
 from qkeel.remedies.final_softcap import FinalSoftcap
 from qkeel.remedies.key_norm import KeyNorm
 from qkeel.remedies.lalr import LALR
@@ -65,6 +66,7 @@ REMEDIES: dict[str, type[Remedy]] = {
     "final_softcap": FinalSoftcap,
     "swin_norm": SwinNorm,
     "peri_norm": PeriNorm,
+    "dropout": Dropout,
 }
 ALIASES: dict[str, str] = {"quack": "lalr"}
 

@@ -16,12 +16,17 @@ from qkeel.report.markup import Markup, join, tag
 from qkeel.report.summary import Finding
 from qkeel.report.tables import cell, column, swatch, table
 
-_COLUMNS = {
+_ACCURACIES = {
     "accuracy_train": "At the training length",
+    "accuracy_train_posthoc": "There, post hoc",
     "accuracy_nonrepeat": "Long",
     "accuracy_last": "Last stretch",
+    "accuracy_last_short": "That stretch alone",
     "accuracy_repeat": "Repeated",
+    "needle": "Needle",
 }
+_MECHANISM = {"cos_outside": "Angles outside", "dilution": "Largest weight"}
+_VALUES = (*_ACCURACIES, *_MECHANISM, "kept_nonrepeat")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +58,14 @@ def measured(study: StudyData) -> list[Measured]:
                 if line.get("kept_nonrepeat") is not None:
                     found.setdefault((form, str(line["posthoc"]), int(line["test_length"])), []).append(line)
     return [
-        Measured(*key, {name: spread([line[name] for line in lines]) for name in (*_COLUMNS, "kept_nonrepeat")})
+        Measured(
+            *key,
+            {
+                name: spread([line[name] for line in lines])
+                for name in _VALUES
+                if all(line.get(name) is not None for line in lines)
+            },
+        )
         for key, lines in found.items()
     ]
 
@@ -78,6 +90,10 @@ def findings(study: StudyData) -> list[Finding]:
     if plain:
         text = f"Trained on {short} tokens and tested on {longest}, as trained: the share of accuracy kept is {held}; "
         found.append(Finding("lead", text + f"{count(seeds, 'seed')}."))
+    reading = [row for row in plain if "accuracy_last_short" in row.values]
+    if reading:
+        said = listing([f"{row.form} {_gained(row):+.1f}" for row in reading])
+        found.append(Finding("note", f"What the last {short} tokens gain from all before them, in points: {said}."))
     agree, pairs = agreement([row for row in rows if row.length == longest])
     if pairs:
         text = f"{agree} of {pairs} pairs of form and method stand in the published order of the share kept"
@@ -85,6 +101,11 @@ def findings(study: StudyData) -> list[Finding]:
     if seeds == 1:
         found.append(Finding("caution", "One seed: differences of a few points may be chance."))
     return found
+
+
+def _gained(row: Measured) -> float:
+    """Points of accuracy on the last stretch of a text that the text before it is worth."""
+    return 100 * (row.values["accuracy_last"].mean - row.values["accuracy_last_short"].mean)
 
 
 def agreement(rows: Sequence[Measured]) -> tuple[int, int]:
@@ -99,30 +120,38 @@ def comparison(study: StudyData) -> Markup:
     rows = measured(study)
     if not rows:
         return Markup("")
-    head = [column("Form", "text"), column("Post hoc", "text"), column("Length"), *map(column, _COLUMNS.values())]
-    head += [column("Kept"), column("Published: kept")]
+    shown = [name for name in _VALUES if any(name in row.values for row in rows)]
+    titles = {**_ACCURACIES, "kept_nonrepeat": "Kept", **_MECHANISM}
+    head = [column("Form", "text"), column("Post hoc", "text"), column("Length")]
+    head += [column(title) for name, title in titles.items() if name in shown]
+    head.append(column("Published: kept"))
     note = (
         "Next tokens foretold, in %, mean over seeds with the range below. Kept: long over training length as trained. "
+        "Last stretch: the last training length of a text, with all before it and alone: what is gained by reading on. "
+        "Angles outside: visible pairs, in %, whose cos(q, k) lies outside the range that their head met in training. "
+        "Largest weight: what one key among so many can get in the least able head, at best. "
         f"Published: {published.SOURCE}, GAU, {published.TRAIN_LENGTH} → {published.TEST_LENGTH}; "
         "orders can be compared, sizes cannot."
     )
-    body = [tag("tr", {}, *_line(study, row)) for row in rows]
+    body = [tag("tr", {}, *_line(study, row, [name for name in titles if name in shown])) for row in rows]
     inner = table("Accuracy at other lengths, measured and published", head, body, sortable=True)
     return join([tag("p", {"class": "note"}, note), inner])
 
 
-def _line(study: StudyData, row: Measured) -> list[Markup]:
+def _line(study: StudyData, row: Measured, names: Sequence[str]) -> list[Markup]:
     theirs = published.kept(row.form, row.method)
     return [
         tag("th", {"scope": "row"}, swatch(study, row.form)),
         tag("td", {"class": "text"}, row.method),
         cell(f"{row.length:,}", row.length),
-        *(_cell(row.values[name], 100, 1) for name in _COLUMNS),
-        _cell(row.values["kept_nonrepeat"], 1, 2),
+        *(_cell(row.values.get(name), name) for name in names),
         cell("–" if theirs is None else f"{theirs:.2f}", math.inf if theirs is None else theirs),
     ]
 
 
-def _cell(value: Spread, times: float, places: int) -> Markup:
+def _cell(value: Spread | None, name: str) -> Markup:
+    if value is None:
+        return cell("–", math.inf)
+    times, places = (100, 3 if name == "cos_outside" else 1) if name not in ("kept_nonrepeat", "dilution") else (1, 2)
     low, high = (f"{times * x:.{places}f}" for x in (value.low, value.high))
     return cell(f"{times * value.mean:.{places}f}", value.mean, f"{low} to {high}" if value.n > 1 else "")

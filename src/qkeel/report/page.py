@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from qkeel.report import lengths, sections, tables
+from qkeel.report import accuracy, lengths, modalities, sections, tables
 from qkeel.report.charts import Chart, charts, figures
 from qkeel.report.collect import StudyData
 from qkeel.report.embed import chart_data
 from qkeel.report.formats import count, listing, rate
 from qkeel.report.markup import Markup, join, tag
+from qkeel.report.modality_table import by_modality
 from qkeel.report.shell import document
 from qkeel.report.summary import Finding, findings
 
@@ -19,6 +20,7 @@ TITLES = {
     "lr": "Learning-rate study",
     "demo": "Learning-rate demo",
     "mla": "Latent-attention study",
+    "multimodal": "Text and images in one sequence",
 }
 
 
@@ -64,6 +66,8 @@ def _header(study: StudyData, title: str) -> Markup:
 
 def _findings(study: StudyData) -> list[Finding]:
     """The first screen's; of a study in parts what each part has to say first, the rest stands with the part."""
+    if modalities.is_multimodal(study):
+        return modalities.findings(study)
     parts = study.parts()
     if parts:
         return [
@@ -79,7 +83,7 @@ def _findings(study: StudyData) -> list[Finding]:
 
 def _said(study: StudyData) -> list[Finding]:
     """What the numbers say: about long contexts, where they were measured, else about remedies."""
-    return lengths.findings(study) if lengths.is_long(study) else findings(study)
+    return lengths.findings(study) if lengths.is_long(study) else [*findings(study), *accuracy.findings(study)]
 
 
 def _item(finding: Finding, remedies: Sequence[str]) -> Markup:
@@ -114,7 +118,7 @@ def _meta(study: StudyData) -> str:
 
 def _part(part: StudyData) -> Markup:
     """One part of a study: what it has to say beside its lead, and its ranking."""
-    notes = [_item(f, part.remedies) for f in _findings(part) if f.kind != "lead"]
+    notes = [_item(f, part.remedies) for f in _said(part) if f.kind != "lead"]
     return join([tag("ul", {"class": "findings"}, *notes) if notes else "", _ranking(part)])
 
 
@@ -124,6 +128,8 @@ def _main(study: StudyData, present: Sequence[Chart]) -> list[Markup]:
     own_words = "What each form computes" if lengths.is_long(study) else "What each remedy does"
     parts = [
         ("charts", "Charts", join([choice, figures(study, present)])),
+        ("modality", "By modality", by_modality(study) if modalities.is_multimodal(study) else Markup("")),
+        ("accuracy", "Accuracy", accuracy.table_of(study)),
         ("ranking", "Ranking", _ranking(study)),
         *((f"part-{i}", name, _part(part)) for i, (name, part) in enumerate(own.items())),
         ("without", "Runs without a result", tables.without_result(study)),

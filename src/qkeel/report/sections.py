@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY
-from qkeel.records import EXTRAPOLATION_COLUMNS, STEP_FIELDS, TABLE_COLUMNS
+from qkeel.records import EXTRAPOLATION_COLUMNS, STEP_FIELDS, TABLE_COLUMNS, TASK_FIELDS
 from qkeel.report.collect import RunData, StudyData
 from qkeel.report.formats import count, number
 from qkeel.report.markup import Markup, join, tag
@@ -152,7 +152,7 @@ def definitions() -> Markup:
         "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed.",
         "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
     }
-    names = {**EXTRAPOLATION_COLUMNS, **STEP_FIELDS, **TABLE_COLUMNS}
+    names = {**EXTRAPOLATION_COLUMNS, **TASK_FIELDS, **STEP_FIELDS, **TABLE_COLUMNS}
     recorded = [(name, f"{field.meaning} [{field.unit}]") for name, field in names.items()]
     first = [join([tag("dt", {}, name), tag("dd", {}, text)]) for name, text in own.items()]
     second = [join([tag("dt", {}, tag("code", {}, name)), tag("dd", {}, text)]) for name, text in recorded]

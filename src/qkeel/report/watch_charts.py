@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from qkeel.report.charts import Chart
+from qkeel.report.watch_classes import class_names
 from qkeel.report.watch_findings import norm_product
 from qkeel.report.watched import Watched
 
@@ -76,7 +77,7 @@ def charts(runs: Sequence[Watched]) -> list[Chart]:
         (ENTROPY, _any(shown, "entropy")),
         (NORMS, bool({"query_norm", "key_norm"} & measured)),
         (ANGLE, "cos_max" in measured and any(norm_product(run) is not None for run in shown)),
-        (MORE, any(name in measured for name in EXTRA)),
+        (MORE, any(name in measured for name in EXTRA) or any(map(class_names, shown))),
         (LOSS, _any(shown, "train_loss")),
     ]
     return [chart for chart, wanted in present if wanted]

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from qkeel.metrics import ALARM_THRESHOLD
-from qkeel.records import HEAD_FIELDS, Heads, fold_heads
+from qkeel.records import Heads, fold_heads, head_field
 from qkeel.report.embed import MAX_RECORDS, rounded, thin
+from qkeel.report.watch_classes import class_names
 from qkeel.report.watch_findings import norm_product
 from qkeel.report.watched import Watched, overall
 
@@ -23,10 +24,11 @@ LEAST_RECORDS = 30
 def chart_data(runs: Sequence[Watched]) -> dict[str, Any]:
     """Everything the charts need, as plain JSON values."""
     shown = [run for run in runs if run.records]
-    width = sum(max(1, len(run.layers)) * len(LINES) for run in shown)
+    width = sum(max(1, len(run.layers)) * len((*LINES, *class_names(run))) for run in shown)
     most = int(min(MAX_RECORDS, max(LEAST_RECORDS, MOST_LINES // max(1, width))))
     names = {name for run in shown for name in run.heads.values} | set(LINES)
-    known = {n: {"meaning": f.meaning, "unit": f.unit} for n, f in HEAD_FIELDS.items() if n in names}
+    fields = {name: field for name in sorted(names) if (field := head_field(name)) is not None}
+    known = {n: {"meaning": _meaning(n, f.meaning), "unit": f.unit} for n, f in fields.items()}
     return {
         "alarm": ALARM_THRESHOLD,
         "fields": known,
@@ -34,18 +36,23 @@ def chart_data(runs: Sequence[Watched]) -> dict[str, Any]:
     }
 
 
+def _meaning(name: str, meaning: str) -> str:
+    of = name.partition("/")[2]
+    return f"{meaning}: {of}" if of else meaning
+
+
 def _run(run: Watched, most: int, cells: int) -> dict[str, Any]:
     peaks = run.overall("max_logit")
     kept = thin([{"row": i, "max_logit": float(v)} for i, v in enumerate(peaks)], most)
     rows = np.array([record["row"] for record in kept])
-    head = run.leader()
+    head, names = run.leader(), (*class_names(run), *LINES)
     return {
         "name": run.name,
         "status": str(run.status),
         "step": [run.steps[i] for i in rows],
         "values": {name: series(values[rows]) for name in VALUES if np.isfinite(values := run.overall(name)).any()},
         "layers": short_names(run.layers),
-        "lines": {name: _lines(run.heads, name, rows) for name in LINES if name in run.measured()},
+        "lines": {name: _lines(run.heads, name, rows) for name in names if name in run.measured()},
         "leader": None if head is None else {"layer": head.layer, "head": head.head, **_leading(run, rows)},
         "last": _last(run, cells),
         "alarms": [_alarm(run, alarm) for alarm in run.alarms],

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from qkeel.records import HEAD_FIELDS, fold_heads
+from qkeel.records import fold_heads, head_field
 from qkeel.report.charts import Chart, figure
 from qkeel.report.formats import count, listing, number
 from qkeel.report.markup import Markup, join, tag
 from qkeel.report.shell import document
 from qkeel.report.tables import cell, column, table
 from qkeel.report.watch_charts import RUNS, charts
+from qkeel.report.watch_classes import class_tables
 from qkeel.report.watch_data import chart_data
 from qkeel.report.watch_findings import findings, movement, place
 from qkeel.report.watched import Watched
@@ -89,6 +90,7 @@ def _main(runs: Sequence[Watched], present: Sequence[Chart]) -> list[Markup]:
         ("alarms", "Alarms", _alarms(runs)),
         ("charts", "Charts", _charts(runs, present)),
         ("compared", "The runs", _compared(runs)),
+        ("classes", "Token classes, last sample", class_tables(runs)),
         ("layers", "Layer by layer, last sample", _layers(runs)),
         ("watched", "What was watched", _facts(runs)),
         ("definitions", "Definitions", _definitions(runs)),
@@ -193,7 +195,8 @@ def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray]) -> Markup:
     for name, values in folded.items():
         value = float(values[i])
         heads = run.heads.values[name][-1][i]
-        fold = HEAD_FIELDS[name].fold if name in HEAD_FIELDS else "mean"
+        field = head_field(name)
+        fold = "mean" if field is None else field.fold
         which = ""
         if fold != "mean" and not np.isnan(heads).all():
             which = f"head {int(np.nanargmax(heads) if fold == 'max' else np.nanargmin(heads))}"
@@ -247,13 +250,13 @@ def _sites(run: Watched) -> Markup:
 
 
 def _definitions(runs: Sequence[Watched]) -> Markup:
-    names = list(dict.fromkeys(name for run in runs for name in run.measured() if name in HEAD_FIELDS))
-    if not names:
+    recorded = dict.fromkeys(name.partition("/")[0] for run in runs for name in run.measured())
+    fields = {name: field for name in recorded if (field := head_field(name)) is not None}
+    if not fields:
         return Markup("")
     words = {"max": "the largest head", "min": "the smallest head", "mean": "the mean over heads"}
     lines = []
-    for name in names:
-        field = HEAD_FIELDS[name]
+    for name, field in fields.items():
         text = f"{field.meaning} [{field.unit}]; of a layer: {words[field.fold]}"
         lines.append(join([tag("dt", {}, tag("code", {}, name)), tag("dd", {}, text)]))
     return tag("dl", {"class": "facts"}, *lines)

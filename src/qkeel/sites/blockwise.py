@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from qkeel.functional.classes import TokenClasses
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
 
@@ -104,7 +105,7 @@ class PackedCall:
     """Sequences of unequal lengths in one call, each attending to itself: q [1 h total d], k [1 g total d].
 
     `calls` are theirs, beginning at the rows `starts` of q; sequences without a query or a key are left out.
-    `query_mask` [1 total] is that of AttentionCall.
+    `query_mask` [1 total] and `classes`, for sequences of as many keys as queries, are those of AttentionCall.
     """
 
     spec: AttentionSpec
@@ -113,15 +114,17 @@ class PackedCall:
     calls: tuple[AttentionCall, ...]
     starts: tuple[int, ...]
     query_mask: Tensor | None = None
+    classes: TokenClasses | None = None
 
     def parts(self) -> Iterator[AttentionCall]:
         """The call of each sequence."""
         for start, call in zip(self.starts, self.calls):
-            if self.query_mask is None:
-                yield call
-            else:
-                mask = self.query_mask[:, start : start + call.q.shape[2]]
-                yield dataclasses.replace(call, query_mask=mask)
+            own = slice(start, start + call.q.shape[2])
+            mask = None if self.query_mask is None else self.query_mask[:, own]
+            classes = self.classes
+            if classes is not None:
+                classes = dataclasses.replace(classes, query=classes.query[:, own], key=classes.key[:, own])
+            yield dataclasses.replace(call, query_mask=mask, classes=classes)
 
 
 def flex_call(

@@ -243,6 +243,8 @@ def _step(
     """The tag of `name(…)` of tagged scores x, or None if what comes out are no scores any more."""
     assert x is not None
     args, kwargs = given
+    if any(isinstance(arg, torch.dtype) for arg in args[1:]) and name == "view":
+        return None  # the bits of scores, as numbers of another kind
     if name in SHAPES:
         return _rearranged(name, tag, x, args, kwargs, out)
     if name == "tanh":

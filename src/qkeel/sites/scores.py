@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qkeel.errors import ShapeError
 from qkeel.functional.changes import LogitChange, change_rows, reduce_changes
+from qkeel.functional.classes import TokenClasses, joined_classes
 from qkeel.functional.norms import wide
 from qkeel.functional.rows import (
     RowStats,
@@ -22,7 +23,7 @@ from qkeel.functional.rows import (
     softmax_rows,
 )
 from qkeel.functional.sampling import chosen_rows, standing_for
-from qkeel.functional.stats import LogitStats
+from qkeel.functional.stats import TENSORS, LogitStats
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec import AttentionSpec
 
@@ -36,7 +37,7 @@ class ScoresCall:
     Where no cap was seen both are one tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key.
     q [b h t d] and k [b g s d] are those that were multiplied, or None where that could not be told: they carry
     norms, angles and weights, the logits are never computed from them. `headless` marks a call of one head of
-    several. `query_mask` [b t]: False leaves a query row out of the statistics.
+    several. `query_mask` [b t]: False leaves a query row out of the statistics; `classes` splits them.
     """
 
     spec: AttentionSpec
@@ -47,6 +48,7 @@ class ScoresCall:
     k: Tensor | None
     headless: bool = False
     query_mask: Tensor | None = None
+    classes: TokenClasses | None = None
 
     @property
     def query_shape(self) -> tuple[int, int]:
@@ -119,6 +121,7 @@ def _stats(call: ScoresCall, keys_seen: Tensor, threshold: float) -> LogitStats:
     q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
     q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
     each = None if k is None else k.repeat_interleave(call.logits.shape[1] // k.shape[1], dim=1)
+    classes = None if call.classes is None else call.classes.keys(call.logits.new_zeros((), dtype=kind))
     parts = []
     for rows in _blocks(call):
         z, seen = _logits(call, rows)
@@ -126,11 +129,11 @@ def _stats(call: ScoresCall, keys_seen: Tensor, threshold: float) -> LogitStats:
         if q is not None and each is not None and q_norm is not None and k_norm is not None:
             products = seen.blank_(q[:, :, rows] @ each.mT)
             angle = product_rows(products, 1.0, q_norm[:, :, rows], k_norm, seen)
-        found = logit_rows(z, seen, threshold)
+        found = logit_rows(z, seen, threshold, classes)
         if call.capped is not call.logits:
             z = seen.lower_(seen.blank_(call.capped[:, :, rows].to(kind, copy=True)))
-        parts.append(RowStats(**angle, **found, **softmax_rows(z, seen)))
-    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen)
+        parts.append(RowStats(**angle, **found, **softmax_rows(z, seen, classes)))
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes)
 
 
 def _with_rows(call: ScoresCall, rows: Tensor) -> ScoresCall:
@@ -143,6 +146,7 @@ def _with_rows(call: ScoresCall, rows: Tensor) -> ScoresCall:
         hidden=call.hidden if call.hidden is None or call.hidden.shape[2] == 1 else call.hidden[:, :, rows],
         q=None if call.q is None else call.q[:, :, rows],
         query_mask=None if call.query_mask is None else call.query_mask[:, rows],
+        classes=None if call.classes is None else call.classes.rows(rows),
     )
 
 
@@ -177,5 +181,5 @@ def _keys_seen(call: ScoresCall) -> Tensor:
 
 def cat_heads(parts: list[LogitStats]) -> LogitStats:
     """The statistics of calls of one head each as those of one site."""
-    fields = (f.name for f in dataclasses.fields(LogitStats))
-    return LogitStats(**{name: torch.cat([getattr(p, name) for p in parts]) for name in fields})
+    whole = {name: torch.cat([getattr(p, name) for p in parts]) for name in TENSORS}
+    return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]))

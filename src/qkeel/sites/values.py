@@ -87,16 +87,19 @@ class _Values(TorchFunctionMode):
         out = func(*args, **kwargs)
         name = bare(func)
         if self._now is not None and name == "scaled_dot_product_attention":
-            self.values.setdefault(self._now, kwargs.get("value", args[2] if len(args) > 2 else None))
+            self.values.setdefault(self._now, kwargs["value"] if "value" in kwargs else args[2])
         elif isinstance(out, Tensor) and args and isinstance(args[0], Tensor):
-            self._follow(name, args, out)
+            self._follow(name, args[0], args[1:], out)
         return out
 
-    def _follow(self, name: str, args: tuple[Any, ...], out: Tensor) -> None:
-        site = self._open.get(id(args[0]), (None,))[0] if self._now is None else self._now
+    def _follow(self, name: str, x: Tensor, rest: tuple[Any, ...], out: Tensor) -> None:
+        site = self._now
         if site is None:
-            return
-        if name in _PRODUCTS and len(args) > 1 and self._now is None:
-            self.values.setdefault(site, args[1])
-        elif out.shape == args[0].shape:
+            known = self._open.get(id(x))
+            if known is None:
+                return
+            site = known[0]
+        if name in _PRODUCTS and rest and self._now is None:
+            self.values.setdefault(site, rest[0])
+        elif out.shape == x.shape:
             self._open[id(out)] = (site, out)  # held, so that no other tensor gets its number

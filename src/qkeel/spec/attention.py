@@ -66,11 +66,12 @@ class AttentionSpec:
 
         Args:
             method: a name of `qkeel.spec.METHODS`: pi, ntk, ntk_fixed, ntk_mixed, dynamic_ntk, abf, yarn, rerope,
-                leaky_rerope, self_extend, log_n, none.
+                leaky_rerope, self_extend, rope, window, log_n, none. Under a sliding window that is no wider than
+                the training length the rotation stays: its distances are all trained.
             factor: test length / training length, at least 1. train_length: where the method needs it.
-            options: window= (rerope, leaky_rerope, self_extend; default half of train_length), leak= (how much slower
-                distances grow beyond it, default 2·factor), power= (ntk_mixed), base= (abf), ramp=, fast=, slow=
-                (yarn).
+            options: window= (rerope, leaky_rerope, self_extend: half of train_length; window: train_length), leak= (how
+                much slower distances grow beyond it, default 2·factor), power= (ntk_mixed), base= (abf), ramp=, fast=,
+                slow= (yarn).
 
         Raises:
             UnknownNameError: no such method or option. InvalidValueError: a value that is known to fail.
@@ -101,7 +102,7 @@ class AttentionSpec:
             raise RefusedError(
                 f"{self.position.formula()} needs raw keys; keep those in the cache and attend with the full spec"
             )
-        spec = dataclasses.replace(self, norm=NoNorm(), position=NoPosition())
+        spec = dataclasses.replace(self, norm=NoNorm(), position=self.position.encoded())
         return spec, {name: p for name, p in params.items() if "_norm" not in name}
 
     def encode(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params) -> tuple[Tensor, Tensor]:
@@ -120,7 +121,10 @@ class AttentionSpec:
 
     def factor(self, pos_q: Tensor, head_dim: int, params: Params, dtype: torch.dtype) -> float | Tensor:
         """The scale: a float, or a tensor that broadcasts to [b h t 1]."""
-        value = self.scale.factor(pos_q, head_dim, params)
+        reach = self.position.reach
+        # A scale reads from the position how many keys a query sees.
+        at = pos_q if reach is None else pos_q.clamp_max(reach - 1)
+        value = self.scale.factor(at, head_dim, params)
         return value.to(dtype) if isinstance(value, Tensor) else value
 
     def scores(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
+from qkeel.functional.classes import TokenClasses
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.slot import Params
 
@@ -19,7 +20,7 @@ class AttentionCall:
 
     `plain` says that positions are the default ones (0 .. s-1, queries aligned to the end of the keys), so a
     kernel may use a causal flag instead of comparing positions. `query_mask` [b t] is read by statistics only:
-    False leaves a query row, a padded one say, out of them; attention computes it all the same.
+    False leaves a query row, a padded one say, out of them; attention computes it all the same. `classes` splits them.
     """
 
     spec: AttentionSpec
@@ -34,6 +35,7 @@ class AttentionCall:
     plain: bool
     dropout: float = 0.0
     query_mask: Tensor | None = None
+    classes: TokenClasses | None = None
 
     @property
     def query_shape(self) -> tuple[int, int]:
@@ -44,6 +46,14 @@ class AttentionCall:
     def query_device(self) -> torch.device:
         """Where the queries are."""
         return self.q.device
+
+    @property
+    def window(self) -> int | None:
+        """A query sees the keys less than this many tokens away; None where that is known to be all."""
+        reach = self.spec.position.reach
+        if reach is not None and self.plain and reach >= max(self.q.shape[2], self.k.shape[2]):
+            return None
+        return reach
 
     def encoded(self) -> tuple[Tensor, Tensor]:
         """q and k as they enter the dot product, float32 or wider."""
@@ -67,18 +77,26 @@ class AttentionCall:
         seen = None
         if self.causal:
             seen = (self.pos_k[:, None, keys] <= self.pos_q[:, rows, None])[:, None]
+        window = self.window
+        if window is not None:
+            near = (self.pos_q[:, rows, None] - self.pos_k[:, None, keys])[:, None].abs() < window
+            seen = near if seen is None else seen & near
         block = self._mask_block(rows, keys)
         if block is not None:
             allowed = block if block.dtype == torch.bool else ~_hides(block)
             seen = allowed if seen is None else seen & allowed
         return seen
 
-    def last_key(self, rows: slice) -> int:
-        """How many leading keys the rows can see at most, known without looking at data."""
-        s, t = self.k.shape[2], self.q.shape[2]
-        if not (self.causal and self.plain):
-            return s
-        return max(0, min(s, s - t + rows.stop))
+    def span(self, rows: slice) -> slice:
+        """The keys that the rows can see at most, known without looking at data; perhaps none."""
+        s, t, reach = self.k.shape[2], self.q.shape[2], self.spec.position.reach
+        if not self.plain:
+            return slice(0, s)
+        first, last = s - t + rows.start, s - t + rows.stop - 1
+        start = 0 if reach is None else first - reach + 1
+        stop = last + 1 if self.causal else s if reach is None else last + reach
+        stop = max(0, min(s, stop))
+        return slice(min(max(0, start), stop), stop)
 
     def _mask_block(self, rows: slice, keys: slice) -> Tensor | None:
         if self.mask is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 
 from qkeel.errors import InvalidValueError, RefusedError, unknown
@@ -11,6 +12,7 @@ from qkeel.spec.position import Position, Rope
 from qkeel.spec.rerope import LeakyReRope, ReRope
 from qkeel.spec.scale import LogN, Scale
 from qkeel.spec.stretch import NTK, PI, DynamicNTK, NoStretch, Stretch, YaRN
+from qkeel.spec.window import SlidingWindow
 
 Option = float | int | str | bool
 Options = Mapping[str, Option]
@@ -27,6 +29,8 @@ METHODS: dict[str, str] = {
     "yarn": "interpolation of the slow pairs only, logits × (0.1 ln factor + 1)² [arXiv 2309.00071]",
     "rerope": "distances clipped at window= (half of train_length) [kexue.fm 9708]",
     "leaky_rerope": "distances beyond window= grow 1/factor as fast [kexue.fm 9708]",
+    "rope": "plain RoPE in place of the clipped one of training (InvLeaky) [kexue.fm 9728]",
+    "window": "only the last window= (train_length) keys are seen [arXiv 2004.05150]",
     "self_extend": "leaky_rerope at whole positions [arXiv 2401.01325]",
     "log_n": "logits × max(1, ln n / ln train_length) at test time [kexue.fm 9706]",
 }
@@ -38,9 +42,20 @@ def position_for(
     """The position in place of a trained one; see AttentionSpec.extrapolate."""
     if method not in METHODS:
         raise unknown("extrapolation method", method, METHODS)
+    if not (math.isfinite(factor) and factor >= 1):
+        raise InvalidValueError(
+            f"expected a factor of at least 1 (test length / train length) for {method}, got {factor}"
+        )
     if method in ("none", "log_n"):
         _only(method, options)
         return position
+    if method == "window":
+        return _seeing(position, train_length, options)
+    if isinstance(position, SlidingWindow):
+        return _beyond_window(position, norm, method, factor, train_length, options)
+    if method == "rope":
+        _only(method, options)
+        return _unclipped(position)
     if not isinstance(position, Rope) or not isinstance(position.stretch, NoStretch):
         raise RefusedError(
             f"{method} changes the rotation of a RoPE that is as trained; this spec has {position.formula()}"
@@ -54,6 +69,35 @@ def position_for(
     if stretch.magnitude != 1 and position.order == "rotate_then_norm":
         position = _normed_first(position, norm)
     return _replaced(position, stretch=stretch)
+
+
+def _seeing(position: Position, train_length: int | None, options: Options) -> Position:
+    _only("window", options, "window")
+    window = int(options["window"]) if "window" in options else _length("window", train_length)
+    if train_length is not None and window > train_length:
+        raise InvalidValueError(
+            f"expected a window of at most the training length, got {window} of {train_length}: keys further away were "
+            "never seen in training"
+        )
+    inner = position.inner if isinstance(position, SlidingWindow) else position
+    narrow = window if position.reach is None else min(window, position.reach)
+    return SlidingWindow(window=narrow, inner=inner)
+
+
+def _beyond_window(
+    position: SlidingWindow, norm: Norm, method: str, factor: float, train_length: int | None, options: Options
+) -> Position:
+    """A window inside the training length sees no distance that is new, so nothing in it is changed."""
+    inner = position_for(position.inner, norm, method, factor, train_length, options)
+    return position if position.window <= _length(method, train_length) else dataclasses.replace(position, inner=inner)
+
+
+def _unclipped(position: Position) -> Position:
+    if isinstance(position, Rope) and isinstance(position.stretch, NoStretch):
+        return position
+    if not isinstance(position, ReRope):
+        raise RefusedError(f"rope undoes the clipping of ReRope and LeakyReRope; this spec has {position.formula()}")
+    return Rope(base=position.base, rotary=position.rotary)
 
 
 def _normed_first(rope: Rope, norm: Norm) -> Rope:

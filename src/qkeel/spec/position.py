@@ -20,7 +20,7 @@ class Position(Slot):
     """A position offers `encode` (what happens to q and k alone) and `scores` (what needs the pair).
 
     A position that is a rotation does all its work in `encode`. One that depends on the distance in another
-    way (a bias, ReRoPE) overrides `scores` and says so by `folds = False`.
+    way (a bias, ReRoPE) overrides `scores` and says so by `folds = False`. One that hides keys says how far it sees.
     """
 
     __slots__ = ()
@@ -31,6 +31,15 @@ class Position(Slot):
     def keeps(self) -> bool:
         """Whether an encoded key stays what it is while more come, so that a cache may hold it."""
         return self.folds
+
+    @property
+    def reach(self) -> int | None:
+        """A query sees the keys less than this many tokens away; None for all."""
+        return None
+
+    def encoded(self) -> Position:
+        """The position for q and k that are encoded already."""
+        return NoPosition()
 
     def check(self, head_dim: int) -> None:
         """Raise if this position cannot be used with that head size."""

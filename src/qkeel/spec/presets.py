@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from qkeel.errors import InvalidTypeError, unknown
-from qkeel.functional.scaling import cosine_scale, qk_norm_init
+from qkeel.functional.scaling import cosine_scale, gradient_scale, qk_norm_init
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.cap import Softcap
-from qkeel.spec.norm import L2Norm, LayerNorm, RMSNorm
+from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
 from qkeel.spec.position import NoPosition, Rope
-from qkeel.spec.scale import Fixed, FloorLogTemperature, InverseSqrt, Learned, LogN, Sqrt
+from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Sqrt
 
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
+FAR_OFF = 1.25  # a fixed λ and the best one this many times apart call for a word
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,28 +31,65 @@ class Preset:
     build: Callable[..., AttentionSpec]
 
 
-def _keynorm(norm: L2Norm | None, scale: str) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
-    """One row of the KeyNorm table and its log-n twin."""
-    slots: dict[str, Any] = {"position": Rope()}
-    if norm is not None:
-        slots = {"norm": norm, "position": Rope(order="rotate_then_norm")}
+def _slots(on: On, gain: bool) -> dict[str, Any]:
+    """Norm and position: the norm behind the rotation, as in the source, but a gain per dimension before it.
 
-    def plain(train_length: int = 512) -> AttentionSpec:
-        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(cosine_scale(train_length))}
-        return AttentionSpec(**slots, scale=scales[scale])
+    Behind the rotation such a gain would make logits depend on more than the distance.
+    """
+    order = "norm_then_rotate" if gain else "rotate_then_norm"
+    return {"norm": L2Norm(on=on, gain="dim" if gain else "none"), "position": Rope(order=order)}
 
-    def log_n(train_length: int = 512, clip: bool = False) -> AttentionSpec:
-        # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
-        scales = {"sqrt": InverseSqrt(), "one": Fixed(1.0), "cosine": Fixed(4 * math.log(train_length))}
-        return AttentionSpec(**slots, scale=LogN(inner=scales[scale], train_length=train_length, clip=clip))
+
+def _baseline(train_length: int = 512) -> AttentionSpec:
+    return AttentionSpec(position=Rope())
+
+
+def _baseline_logn(train_length: int = 512, clip: bool = False) -> AttentionSpec:
+    return AttentionSpec(position=Rope(), scale=LogN(train_length=train_length, clip=clip))
+
+
+def _one_normed(on: On) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
+    """QNA or KNA, and its log-n twin."""
+
+    def plain(train_length: int = 512, gain: bool = False) -> AttentionSpec:
+        return AttentionSpec(**_slots(on, gain), scale=Fixed(1.0))
+
+    def log_n(train_length: int = 512, clip: bool = False, gain: bool = False) -> AttentionSpec:
+        scale = LogN(inner=Fixed(1.0), train_length=train_length, clip=clip)
+        return AttentionSpec(**_slots(on, gain), scale=scale)
 
     return plain, log_n
 
 
-_BASELINE, _BASELINE_LOGN = _keynorm(None, "sqrt")
-_QNA, _QNA_LOGN = _keynorm(L2Norm(on="q"), "one")
-_KNA, _KNA_LOGN = _keynorm(L2Norm(on="k"), "one")
-_COSA, _COSA_LOGN = _keynorm(L2Norm(on="qk"), "cosine")
+_QNA, _QNA_LOGN = _one_normed("q")
+_KNA, _KNA_LOGN = _one_normed("k")
+
+
+def _cosa(train_length: int = 512, gradient: bool = False, gain: bool = False) -> AttentionSpec:
+    scale = GradientMax(keys=train_length / 2) if gradient else Fixed(cosine_scale(train_length))
+    return AttentionSpec(**_slots("qk", gain), scale=scale)
+
+
+def _cosa_logn(
+    train_length: int = 512, clip: bool = False, gradient: bool = False, gain: bool = False
+) -> AttentionSpec:
+    # CosA's own dynamic scale is 4 ln n: the fixed 4 ln L times ln n / ln L.
+    inner = GradientMax(keys=train_length) if gradient else Fixed(4 * math.log(train_length))
+    return AttentionSpec(**_slots("qk", gain), scale=LogN(inner=inner, train_length=train_length, clip=clip))
+
+
+def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
+    """Why a fixed λ = 4 ln n of cosine attention does not suit heads of this size, where it is far from the optimum."""
+    scale = spec.scale.inner if isinstance(spec.scale, LogN) else spec.scale
+    if not isinstance(scale, Fixed) or spec.norm != L2Norm(on="qk") or not scale.value > 1:
+        return None
+    best = gradient_scale(math.exp(scale.value / 4), head_dim)
+    if 1 / FAR_OFF <= scale.value / best <= FAR_OFF:
+        return None
+    return (
+        f"λ = 4 ln n = {scale.value:.4g} was derived for heads of 128 numbers; for head_dim {head_dim} most gradient "
+        f"passes at {best:.4g}: use cosa:gradient=true (a GradientMax scale)"
+    )
 
 
 def _qknorm_2020(length: int = 72) -> AttentionSpec:
@@ -144,18 +182,23 @@ def _swin_v2() -> AttentionSpec:
 
 
 PRESETS: dict[str, Preset] = {
-    "baseline": Preset(line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_BASELINE),
-    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_BASELINE_LOGN),
+    "baseline": Preset(line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_baseline),
+    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_baseline_logn),
     "qna": Preset(line="L2-normed queries, scale 1", source=_SU, build=_QNA),
     "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_QNA_LOGN),
     "kna": Preset(line="KeyNorm: L2-normed keys, scale 1", source=_SU, build=_KNA),
     "kna_logn": Preset(line="KeyNorm, logits × ln n/ln L", source=_SU, build=_KNA_LOGN),
-    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_COSA),
-    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_COSA_LOGN),
+    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_cosa),
+    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_cosa_logn),
     "qknorm_2020": Preset(
         line="L2-normed q and k, one learned scale per layer, no RoPE",
         source="Henry et al. 2020, arXiv 2010.04245",
         build=_qknorm_2020,
+    ),
+    "vit": Preset(
+        line="scaled dot product, no position (the model adds one to its input)",
+        source="Dosovitskiy et al. 2020, arXiv 2010.11929",
+        build=AttentionSpec,
     ),
     "vit22b": Preset(
         line="LayerNorm on q and k per head, no position",

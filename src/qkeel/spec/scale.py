@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
 from qkeel.functional.norms import wide
-from qkeel.functional.scaling import floor_log_temperature, log_n
+from qkeel.functional.scaling import floor_log_temperature, gradient_scale, log_n
 from qkeel.spec.slot import Geometry, Params, Slot
 
 
@@ -75,6 +75,22 @@ class Fixed(Scale):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GradientMax(Scale):
+    """The scale of cosine attention for `keys` visible keys and heads of any size, see functional.scaling."""
+
+    keys: float
+
+    def __post_init__(self) -> None:
+        gradient_scale(self.keys, 128)  # checks the number
+
+    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
+        return gradient_scale(self.keys, head_dim)
+
+    def formula(self) -> str:
+        return f"λ(d) of most gradient for {self.keys:g} keys"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Learned(Scale):
     """A learned scale per layer or head; with `log`, its logarithm is stored and may be clamped by `maximum`."""
 
@@ -118,7 +134,7 @@ def _check_inner(inner: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogN(Scale):
-    """inner · ln(n) / ln(train_length), n = position + 1; with `clip`, the ratio is never under 1.
+    """inner · ln(n) / ln(train_length), n = position + 1 or a smaller window; with `clip`, the ratio is never under 1.
 
     `learned` per layer or head: inner · s · ln(n), s the parameter `log_n_scale`, which starts at 1/ln(train_length).
 

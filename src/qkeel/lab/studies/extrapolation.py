@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 
 from qkeel.errors import unknown
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
@@ -14,7 +15,7 @@ from qkeel.spec import PRESETS
 FORMS = ("baseline", "baseline_logn", "qna", "qna_logn", "kna", "kna_logn", "cosa", "cosa_logn")
 BLOCKS = ("gau", "mha1", "mha4")
 DEFAULT = Grid(remedies=FORMS, lrs=(0.01,), seeds=(0, 1), blocks=("gau",))
-CONTEXTS = LongContexts()
+CONTEXTS = LongContexts(posthoc=("none", "baseline/rerope", "baseline/ntk", "kna/rerope", "kna/ntk"))
 # Small enough for half a minute a run on one core, large enough to show what the published table shows.
 BASE = RunConfig(
     model=ModelConfig(n_layers=3),
@@ -33,7 +34,7 @@ def plan(base: RunConfig, grid: Grid | None) -> Plan:
     runs = []
     for block in grid.blocks or DEFAULT.blocks:
         for form in grid.remedies:
-            model = dataclasses.replace(base.model, **_sizes(base.model, block), attention=_trained(form, base))
+            model = dataclasses.replace(base.model, **_sizes(base.model, block), **_trained(form, base))
             for lr in grid.lrs:
                 optim = dataclasses.replace(base.optim, lr=lr)
                 for seed in grid.seeds:
@@ -51,10 +52,30 @@ def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
     return {"block": "mha", "n_heads": int(block[-1]), "n_kv_heads": None, "head_dim": None}
 
 
-def _trained(form: str, base: RunConfig) -> str:
-    """The form with the training length that its constants follow from, where it has any."""
-    term = parse(form)[0]
+def _trained(form: str, base: RunConfig) -> dict[str, str]:
+    """Attention and position of a form, with the training length that its constants follow from, where it has any."""
+    terms = parse(form)
+    attention, _, position = form.partition("+") if len(terms) > 1 else (form, "", "")
+    term = next(iter(terms))
     takes = inspect.signature(lookup("attention form", PRESETS, term.name).build).parameters
-    if "train_length" not in takes or "train_length" in term.options:
-        return form
-    return f"{form}{',' if term.options else ':'}train_length={base.data.context}"
+    if "train_length" in takes:
+        options = {"train_length": base.data.context, **term.options}
+        attention = str(dataclasses.replace(term, options=options))
+    return {"attention": attention, "position": position or base.model.position}
+
+
+def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
+    """Each form at each position, as layer_specs names them: rope is the forms' own, any other stands behind a plus.
+
+    >>> by_position(["kna"], ["rope", "alibi"])
+    ['kna', 'kna+alibi']
+    """
+    return [form if position == "rope" else f"{form}+{position}" for form in forms for position in positions]
+
+
+def continued(length: int) -> list[str]:
+    """What is compared where models are trained on at a length: KNA as it is against a baseline with a remedy.
+
+    Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
+    """
+    return [f"kna/none@{length}", f"baseline/none@{length}", f"baseline/pi@{length}", f"baseline/abf@{length}"]

@@ -1,0 +1,82 @@
+"""The multimodal study: text, images, or both in one sequence, under the same probe."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from qkeel.errors import unknown
+from qkeel.lab.config import DataConfig, OptimConfig, RunConfig
+from qkeel.lab.plan import Grid, Plan, PlannedRun, product
+from qkeel.registry import lookup, parse
+
+# Chameleon, arXiv 2405.09818, section 2.3: what held its two sizes.
+CHAMELEON_7B = "qk_norm:kind=layer+dropout:rate=0.1+z_loss:coefficient=1e-05"
+CHAMELEON_34B = "qk_norm:kind=layer+swin_norm+z_loss:coefficient=1e-05"
+DEFAULT = Grid(
+    remedies=("none", "qk_norm", "swin_norm", CHAMELEON_7B, CHAMELEON_34B),
+    lrs=(0.01, 0.1),
+    seeds=(0, 1, 2),
+    mixes=("text", "mix"),
+)
+# Where the variance of what enters decides: every cell is run, every cell is published.
+REGIMES = Grid(
+    remedies=("none",),
+    lrs=(0.01, 0.03, 0.1),
+    seeds=(0, 1, 2),
+    mixes=tuple(
+        f"patches:norm={norm},share={share},variance={variance}"
+        for norm in ("pre", "none")
+        for share in (0.25, 0.5, 0.75)
+        for variance in (1, 4, 16)
+    ),
+)
+BASE = RunConfig(
+    data=DataConfig(task="multimodal", context=96, batch=8),
+    optim=OptimConfig(lr=0.01),
+    steps=200,
+    eval_sequences=64,
+    probe_sequences=8,
+)
+# Half as long: what the variance of the input does shows early, and there are 162 runs.
+REGIME_BASE = dataclasses.replace(BASE, steps=100, log_every=20)
+# Where each named mix starts from: fields of ImagesConfig.
+MIXES: dict[str, dict[str, Any]] = {
+    "text": {"image_share": 0.0},
+    "mix": {"image_share": 0.5},
+    "images": {"image_share": 1.0},
+    "patches": {"image_share": 0.5, "image_input": "patches"},
+}
+_OPTIONS = {"share": "image_share", "variance": "image_variance", "first": "image_first", "norm": "norm_order"}
+
+
+def plan(base: RunConfig, grid: Grid | None) -> Plan:
+    """Mixes × remedies × rates × seeds, each mix a part.
+
+    Source: Chameleon, arXiv 2405.09818, section 2.3, for the question; the mixes are our own.
+    """
+    grid = grid or DEFAULT
+    runs: list[PlannedRun] = []
+    for mix in grid.mixes or DEFAULT.mixes:
+        runs += product(mixed(base, mix), grid, mix)
+    return Plan(name="multimodal", grid=grid, runs=runs)
+
+
+def mixed(base: RunConfig, mix: str) -> RunConfig:
+    """The configuration under a mix like 'patches:share=0.25,variance=4,norm=none'.
+
+    Raises: UnknownNameError for another name or option.
+    """
+    term = parse(mix)[0]
+    fields = dict(lookup("data mix", MIXES, term.name))
+    for option, value in term.options.items():
+        if option not in _OPTIONS:
+            raise unknown(f"option of mix {term.name}", option, _OPTIONS)
+        fields[_OPTIONS[option]] = value
+    order = fields.pop("norm_order", base.model.norm_order)
+    return dataclasses.replace(
+        base,
+        model=dataclasses.replace(base.model, norm_order=order),
+        data=dataclasses.replace(base.data, task="multimodal"),
+        images=dataclasses.replace(base.images, **fields),
+    )

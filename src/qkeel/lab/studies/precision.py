@@ -1,0 +1,202 @@
+"""The precision study: where low precision loses attention, observed by computing it and foretold by `metrics`.
+
+Nothing is trained. Random q and k with logits of growing size go through the same attention in float64 and in each
+format. Two sets of logits:
+
+    spread: independent logits whose standard deviation grows. Rows saturate, so few rows have two keys that compete.
+    shifted: logits of standard deviation 1 around a mean that grows. A softmax does not see the mean, rounding does:
+        what a large norm along a shared direction does to attention that still looks at many keys.
+
+And two kernels: "fused" reads q, k and v in the format and does all else in float32, as flash kernels do; "eager" also
+writes the product and the scaled logits in the format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkeel.metrics import fused_logit_error, stored_logit_error
+from qkeel.registry import lookup
+from qkeel.spec import AttentionSpec, Fixed, L2Norm, RMSNorm, Softcap
+
+TOLERANCE = 0.25  # nats; a logit that is off by more weighs a key by 28 % too much or too little
+REMEDIES: dict[str, AttentionSpec] = {
+    "none": AttentionSpec(),
+    "qk_norm": AttentionSpec(norm=RMSNorm()),
+    "cosine": AttentionSpec(norm=L2Norm(), scale=Fixed(10.0)),
+    "softcap:cap=50": AttentionSpec(cap=Softcap(50.0)),
+}
+FORMATS: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
+SIZES = tuple(2 ** (i / 2) for i in range(6, 31))
+DATA = ("spread", "shifted")
+COLUMNS = (
+    *("data", "remedy", "format", "kernel", "size", "max_logit"),
+    *("logit_error", "predicted_error", "output_error", "flipped", "overflow"),
+)
+
+
+Row = Mapping[str, float | str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Heads of so many tokens; head_dim d."""
+
+    heads: int = 2
+    tokens: int = 64
+    head_dim: int = 64
+
+
+def rows(
+    shape: Shape = Shape(), sizes: Sequence[float] = SIZES, remedies: Sequence[str] = tuple(REMEDIES), seed: int = 0
+) -> Iterator[dict[str, float | str]]:
+    """One row by COLUMNS for each set of logits, remedy, format, kernel and size (nats, before a remedy)."""
+    for data in DATA:
+        for size in sizes:
+            q, k, v = tensors(data, size, shape, seed)
+            for remedy in remedies:
+                exact = _Exact.of(lookup("remedy of the precision study", REMEDIES, remedy), q, k, v)
+                for name in FORMATS:
+                    for kernel in ("fused",) if name == "fp8" else ("fused", "eager"):
+                        about = {"data": data, "remedy": remedy, "format": name, "kernel": kernel, "size": size}
+                        yield {**about, **exact.against(name, kernel)}
+
+
+def tensors(data: str, size: float, shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [1 h n d] in float64 whose logits q·k/√d have standard deviation (spread) or mean (shifted) `size`."""
+    rng = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, shape.heads, shape.tokens, shape.head_dim, generator=rng, dtype=torch.float64) for _ in range(3)
+    )
+    if data == "spread":
+        return q * math.sqrt(size), k * math.sqrt(size), v
+    along = torch.nn.functional.normalize(torch.randn(shape.head_dim, generator=rng, dtype=torch.float64), dim=0)
+    q, k = (x - (x @ along)[..., None] * along for x in (q, k))
+    both = math.sqrt(size * math.sqrt(shape.head_dim)) * along
+    return q + both, k + both, v
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Exact:
+    """Attention in float64, to compare with; `product` is scale·|q||k| of each row's largest logit `top`."""
+
+    spec: AttentionSpec
+    given: tuple[Tensor, Tensor, Tensor]
+    z: Tensor
+    out: Tensor
+    top: Tensor
+    product: Tensor
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> _Exact:
+        q2, k2 = _encoded(spec, q, k)
+        factor = _factor(spec, q)
+        z = factor * q2 @ k2.mT
+        top = z.argmax(-1, keepdim=True)
+        lengths = k2.norm(dim=-1)[:, :, None].expand_as(z).gather(-1, top)[..., 0]
+        out = spec.cap.apply(z).softmax(-1) @ v
+        return cls(spec=spec, given=(q, k, v), z=z, out=out, top=top, product=factor * q2.norm(dim=-1) * lengths)
+
+    def against(self, name: str, kernel: str) -> dict[str, float]:
+        """The errors of a format and kernel."""
+        z, out = forward(self.spec, *self.given, FORMATS[name], eager=kernel == "eager")
+        finite = z.isfinite().all() and out.isfinite().all()
+        best = self.z.gather(-1, self.top)
+        return {
+            "max_logit": float(self.z.max()),
+            "logit_error": _rms(z.gather(-1, self.top) - best) if finite else math.nan,
+            "predicted_error": self.predicted(name, kernel),
+            "output_error": float((out - self.out).norm() / self.out.norm()) if finite else math.nan,
+            "flipped": float((z.argmax(-1, keepdim=True) != self.top).double().mean()) if finite else math.nan,
+            "overflow": float(not finite),
+        }
+
+    def predicted(self, name: str, kernel: str) -> float:
+        """What `metrics` says the error of the rows' largest logits is, root mean square."""
+        d = self.given[0].shape[-1]
+        error = fused_logit_error(1.0, 1.0, d, name, 1.0) * _rms(self.product)
+        if kernel == "fused":
+            return error
+        stored = [stored_logit_error(float(x), name) for x in self.z.gather(-1, self.top).flatten()]
+        return math.hypot(error, math.sqrt(sum(x * x for x in stored) / len(stored)))
+
+
+def forward(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, eager: bool
+) -> tuple[Tensor, Tensor]:
+    """Logits before the cap and output of attention in a format, given back in float64; see the module."""
+    q, k, v = (rounded(x, dtype) for x in (q, k, v))
+    q, k = (rounded(x, dtype) for x in _encoded(spec, q, k))
+    factor = _factor(spec, q)
+    if not eager:
+        z = factor * (q.float() @ k.float().mT)
+        out = spec.cap.apply(z).softmax(-1) @ v.float()
+        return z.double(), (out if dtype == torch.float8_e4m3fn else out.to(dtype)).double()
+    z = (q @ k.mT) * factor
+    weights = spec.cap.apply(z).softmax(-1, dtype=torch.float32).to(dtype)
+    return z.double(), (weights @ v).double()
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a format; in fp8 by one scale per tensor, its largest entry 448, and back in float32."""
+    if dtype != torch.float8_e4m3fn:
+        return x.to(dtype)
+    unit = x.abs().max().float() / torch.finfo(dtype).max
+    return (x.float() / unit).to(dtype).float() * unit
+
+
+def _encoded(spec: AttentionSpec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    place = torch.arange(q.shape[2])[None]
+    return spec.encode(q, k, place, place, {})
+
+
+def _factor(spec: AttentionSpec, q: Tensor) -> float:
+    return float(spec.scale.factor(torch.zeros(1, 1), q.shape[-1], {}))
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def thresholds(table: Sequence[Row], tolerance: float = TOLERANCE) -> list[dict[str, float | str]]:
+    """Per set of logits, remedy, format and kernel: the largest logit at which errors pass the tolerance.
+
+    By `predicted_error`, by `logit_error`, and by the relative `output_error`; and the first size that overflows. NaN
+    where that never happens.
+    """
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in table:
+        found.setdefault(tuple(str(row[name]) for name in COLUMNS[:4]), []).append(row)
+    lines = []
+    for key, course in found.items():
+        line: dict[str, float | str] = dict(zip(COLUMNS[:4], key))
+        for name in ("predicted_error", "logit_error", "output_error"):
+            line[name.removesuffix("_error")] = _crossing(course, name, tolerance)
+        line["overflow"] = min((float(r["max_logit"]) for r in course if r["overflow"]), default=math.nan)
+        lines.append(line)
+    return lines
+
+
+def _crossing(course: Sequence[Row], name: str, tolerance: float) -> float:
+    """The largest logit, interpolated between sizes on logarithmic axes, at which an error first passes."""
+    x = np.log([float(row["max_logit"]) for row in course])
+    y = np.log(np.maximum([float(row[name]) for row in course], 1e-300))
+    over = np.flatnonzero(y > math.log(tolerance))
+    if not len(over):
+        return math.nan
+    i = int(over[0])
+    if i == 0 or not y[i] > y[i - 1]:
+        return float(np.exp(x[i]))
+    share = (math.log(tolerance) - y[i - 1]) / (y[i] - y[i - 1])
+    return float(np.exp(x[i - 1] + share * (x[i] - x[i - 1])))

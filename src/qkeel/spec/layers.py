@@ -1,0 +1,188 @@
+"""Positions by name, one per layer: the same in all, or windows in most and full attention in a few."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.registry import parse
+from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.bias import ALiBi, Kerple
+from qkeel.spec.extrapolation import METHODS
+from qkeel.spec.position import NoPosition, Position, Rope
+from qkeel.spec.rerope import LeakyReRope
+from qkeel.spec.scale import LogN
+from qkeel.spec.window import SlidingWindow
+from qkeel.spec.xpos import XPos
+
+Specs = tuple[AttentionSpec, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A position by name: one line of what it is, its source, and the specs of a model's layers under it."""
+
+    line: str
+    source: str
+    build: Callable[..., Specs]
+
+
+def _everywhere(spec: AttentionSpec, n_layers: int, position: Position) -> Specs:
+    return (spec.replace(position=position),) * n_layers
+
+
+def _rope(spec: AttentionSpec, n_layers: int, /, *, base: float = 10_000.0, rotary: float = 1.0) -> Specs:
+    return _everywhere(spec, n_layers, Rope(base=base, rotary=rotary))
+
+
+def _xpos(spec: AttentionSpec, n_layers: int, /, *, base: float = 10_000.0, scale: float = 512.0) -> Specs:
+    return _everywhere(spec, n_layers, XPos(base=base, scale=scale))
+
+
+def _plain(position: Position) -> Callable[..., Specs]:
+    def build(spec: AttentionSpec, n_layers: int, /) -> Specs:
+        return _everywhere(spec, n_layers, position)
+
+    return build
+
+
+def _inv_leaky(
+    spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None, leak: float = 1 / 16
+) -> Specs:
+    width = _under("inv_leaky", window, train_length // 4, train_length)
+    return _everywhere(spec, n_layers, LeakyReRope(window=width, factor=leak))
+
+
+def _window(spec: AttentionSpec, n_layers: int, /, *, window: int) -> Specs:
+    return (spec.replace(position=SlidingWindow(window=window, inner=spec.position)),) * n_layers
+
+
+def _hwfa(spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None) -> Specs:
+    _deep_enough("hwfa", n_layers)
+    width = _under("hwfa", window, int(0.75 * train_length / (n_layers - 1)), train_length)
+    near = spec.replace(position=SlidingWindow(window=width, inner=spec.position))
+    scale = spec.scale if isinstance(spec.scale, LogN) else LogN(inner=spec.scale, train_length=train_length)
+    return (*(near,) * (n_layers - 1), spec.replace(position=NoPosition(), scale=scale))
+
+
+def _hwfa2(
+    spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None, full: int = 1
+) -> Specs:
+    _deep_enough("hwfa2", n_layers)
+    if not 1 <= full < n_layers:
+        raise InvalidValueError(f"expected 1 to {n_layers - 1} full layers of {n_layers}, got {full}")
+    width = _under("hwfa2", window, min(3 * train_length // n_layers, train_length // 2), train_length)
+    near = spec.replace(position=SlidingWindow(window=width, inner=spec.position))
+    whole = {n_layers * j // (full + 1) for j in range(1, full + 1)}
+    return tuple(spec if i in whole else near for i in range(n_layers))
+
+
+def _under(name: str, window: int | None, default: int, train_length: int) -> int:
+    width = max(1, default) if window is None else window
+    if not 1 <= width < train_length:
+        raise InvalidValueError(
+            f"expected a window from 1 to {train_length - 1} for {name}, under the training length, got {width}: a "
+            "wider one hides nothing in training"
+        )
+    return width
+
+
+def _deep_enough(name: str, n_layers: int) -> None:
+    if n_layers < 2:
+        raise InvalidValueError(
+            f"{name} mixes layers with a window and without, so it needs at least 2, got {n_layers}"
+        )
+
+
+# What is not here may be a method of `AttentionSpec.extrapolate`, used in training.
+POSITIONS: dict[str, Placement] = {
+    "rope": Placement(line="rotary; base=, rotary= (share of each head)", source="arXiv 2104.09864", build=_rope),
+    "nope": Placement(line="none: the causal mask alone", source="arXiv 2305.19466", build=_plain(NoPosition())),
+    "alibi": Placement(line="- m_h|i - j| on the logit", source="arXiv 2108.12409", build=_plain(ALiBi())),
+    "kerple_log": Placement(
+        line="- p ln(1 + a|i - j|), learned per head", source="arXiv 2205.09921", build=_plain(Kerple())
+    ),
+    "kerple_power": Placement(
+        line="- a|i - j|^p, learned per head", source="arXiv 2205.09921", build=_plain(Kerple(kind="power"))
+    ),
+    "xpos": Placement(line="RoPE that fades; base=, scale=", source="arXiv 2212.10554", build=_xpos),
+    "inv_leaky": Placement(
+        line="distances beyond window= grow 16 times as fast; tested with plain RoPE ('rope' post hoc)",
+        source="kexue.fm 9728",
+        build=_inv_leaky,
+    ),
+    "window": Placement(
+        line="the form's position, keys within window= tokens only", source="arXiv 1904.10509", build=_window
+    ),
+    "hwfa": Placement(
+        line="windows of 3/4 L/(layers - 1) tokens, the last layer full, without position, log n",
+        source="kexue.fm 9603",
+        build=_hwfa,
+    ),
+    "hwfa2": Placement(
+        line="windows of 3 L/layers tokens, L/2 at most, full= evenly spaced layers without; those change post hoc",
+        source="kexue.fm 9731, 9948",
+        build=_hwfa2,
+    ),
+}
+
+
+def positions() -> dict[str, str]:
+    """Names of all positions and placements, each with one line and its source."""
+    methods = {name: line for name, line in METHODS.items() if name not in ("none", "log_n", "rope", "window")}
+    return {**{name: f"{row.line} [{row.source}]" for name, row in POSITIONS.items()}, **methods}
+
+
+def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_length: int | None = None) -> Specs:
+    """One spec per layer: `spec` with the named position in place of its own.
+
+    Args:
+        positions: a name of POSITIONS or of `qkeel.spec.METHODS` with options, like "alibi" or "hwfa:window=16";
+            several joined by "/" are repeated over the layers, like "window:window=64/rope". Empty: `spec`.
+        train_length: for those that depend on it and do not say it themselves.
+
+    Raises:
+        UnknownNameError: no such position or option. InvalidValueError: a value that cannot be. RefusedError: the form
+            cannot have this position.
+
+    >>> [s.position.formula() for s in layer_specs(AttentionSpec(position=Rope()), 2, "hwfa", train_length=64)]
+    ['RoPE(base 10000), |i - j| < 48', 'no position']
+    """
+    if not positions:
+        return (spec,) * n_layers
+    rows = [_placed(spec, n_layers, part, train_length) for part in positions.split("/")]
+    return tuple(row[i] for i, row in zip(range(n_layers), itertools.cycle(rows)))
+
+
+def _placed(spec: AttentionSpec, n_layers: int, text: str, train_length: int | None) -> Specs:
+    terms = parse(text)
+    if len(terms) != 1:
+        raise InvalidValueError(f"expected one position, got {len(terms)} in {text!r}; join those of layers by '/'")
+    name, options = terms[0].name, terms[0].options
+    if name not in POSITIONS:
+        return (_stretched(spec, name, options, train_length),) * n_layers
+    build = POSITIONS[name].build
+    known = [n for n in inspect.signature(build).parameters if n not in ("spec", "n_layers")]
+    for option, value in options.items():
+        if option not in known:
+            raise unknown(f"option of position {name!r}", option, known)
+        if isinstance(value, str | bool):
+            raise InvalidTypeError(f"expected a number for option {option!r} of position {name!r}, got {value!r}")
+    if "train_length" in known and "train_length" not in options:
+        if train_length is None:
+            raise InvalidValueError(f"{name} needs the training length: {name}:train_length=512")
+        options = {**options, "train_length": train_length}
+    if name == "window" and "window" not in options:
+        raise InvalidValueError("window needs the number of tokens that a query sees: window:window=128")
+    return build(spec, n_layers, **options)
+
+
+def _stretched(
+    spec: AttentionSpec, name: str, options: Mapping[str, bool | int | float | str], train_length: int | None
+) -> AttentionSpec:
+    if name not in METHODS or name in ("none", "log_n"):
+        raise unknown("position", name, {**POSITIONS, **METHODS})
+    return spec.extrapolate(name, **{"train_length": train_length, **options})  # type: ignore[arg-type]

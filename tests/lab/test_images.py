@@ -1,0 +1,184 @@
+"""Images: what is shipped, what users give, how they are split, and one clear error each for what does not fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkeel.errors import DataError, MissingLibraryError
+from qkeel.lab.images import grey, load_pictures, patches
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    image = pytest.importorskip("PIL.Image")
+
+    def make(name: str, seed: int = 0, size: tuple[int, int] = (8, 8), mode: str = "L") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        channels = {"L": (), "RGB": (3,), "RGBA": (4,), "CMYK": (4,)}[mode]
+        pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], *channels), dtype=np.uint8)
+        image.fromarray(pixels, mode).save(path)
+        return path
+
+    return make
+
+
+def listed(path: Path, *entries: dict[str, str]) -> str:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return str(path)
+
+
+def test_the_digits_are_the_1797_of_the_set() -> None:
+    digits = load_pictures("digits", 8)
+    assert digits.pixels.shape == (1797, 8, 8, 1)
+    assert set(np.unique(digits.pixels * 16)) == set(range(17))
+    assert np.bincount(digits.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert digits.captions[:3] == ["zero", "one", "two"]
+
+
+def test_a_tenth_of_each_class_is_held_out_and_no_image_stands_on_both_sides() -> None:
+    digits = load_pictures("digits", 8)
+    for label in range(10):
+        mine = digits.held[digits.labels == label]
+        assert 0.09 < mine.mean() < 0.12
+    sides = [{image.tobytes() for image in digits.pixels[side]} for side in (digits.held, ~digits.held)]
+    assert not sides[0] & sides[1]
+
+
+def test_the_photos_are_tiles_with_their_place_as_caption() -> None:
+    photos = load_pictures("photos", 8)
+    assert photos.pixels.shape == (1200, 8, 8, 1)
+    assert (photos.captions[0], photos.captions[-1]) == ("china 0 0", "flower 19 29")
+    assert photos.classes == ("china", "flower")
+    assert photos.labels.tolist() == [0] * 600 + [1] * 600
+
+
+def test_patches_are_cut_row_by_row() -> None:
+    image = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)
+    assert patches(image, 2)[0].tolist() == [[[0, 1, 4, 5], [2, 3, 6, 7]], [[8, 9, 12, 13], [10, 11, 14, 15]]]
+
+
+def test_grey_is_the_luma_of_colour() -> None:
+    assert grey(np.ones((1, 1, 1, 3), np.float32))[0, 0, 0] == pytest.approx(1.0)
+    assert grey(np.array([[[[0, 1, 0]]]], np.float32)).item() == pytest.approx(0.587)
+
+
+def test_a_list_of_captions_is_read(save: Save, tmp_path: Path) -> None:
+    entries = [{"path": save(f"{i}.png", i).name, "text": f"  picture {i} "} for i in range(3)]
+    found = load_pictures(listed(tmp_path / "all.jsonl", *entries), 8)
+    assert found.captions == ["picture 0", "picture 1", "picture 2"]
+    assert found.pixels.shape == (3, 8, 8, 1)
+    assert found.held.sum() == 1
+    assert found.classes == ()
+
+
+def test_copies_of_an_image_are_held_out_together(save: Save, tmp_path: Path) -> None:
+    entries = [{"path": save(f"{i}.png", i // 2).name, "text": f"picture {i}"} for i in range(8)]
+    held = load_pictures(listed(tmp_path / "all.jsonl", *entries), 8).held
+    assert (held[::2] == held[1::2]).all()
+    assert 0 < held.sum() < 8
+
+
+def test_folders_are_classes(save: Save, tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        for i in range(3):
+            save(f"{name}/{i}.png", hash((name, i)) % 1000, mode="RGB")
+    found = load_pictures(str(tmp_path), 8)
+    assert found.classes == ("cat", "dog")
+    assert found.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert found.pixels.shape == (6, 8, 8, 3)
+    assert found.held.sum() == 2
+
+
+def test_an_image_of_another_size_is_refused(save: Save, tmp_path: Path) -> None:
+    save("cat/0.png", size=(9, 8))
+    with pytest.raises(DataError, match=r"0\.png is 9 × 8 pixels; expected 8 × 8"):
+        load_pictures(str(tmp_path), 8)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "CMYK"])
+def test_an_image_of_another_mode_is_refused(save: Save, tmp_path: Path, mode: str) -> None:
+    save("cat/0.tiff" if mode == "CMYK" else "cat/0.png", mode=mode).rename(tmp_path / "cat" / "1.png")
+    with pytest.raises(DataError, match=f"is of mode {mode}; expected 8-bit grey"):
+        load_pictures(str(tmp_path), 8)
+
+
+def test_grey_and_colour_do_not_mix(save: Save, tmp_path: Path) -> None:
+    save("cat/0.png")
+    save("cat/1.png", mode="RGB")
+    with pytest.raises(DataError, match="mixes grey and RGB"):
+        load_pictures(str(tmp_path), 8)
+
+
+def test_what_is_no_image_is_refused(save: Save, tmp_path: Path) -> None:
+    save("cat/0.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"cannot read .*0\.png as an image"):
+        load_pictures(str(tmp_path), 8)
+
+
+def test_a_missing_file_is_named(save: Save, tmp_path: Path) -> None:
+    source = listed(tmp_path / "all.jsonl", {"path": "gone.png", "text": "gone"})
+    with pytest.raises(DataError, match=r"cannot read .*gone\.png"):
+        load_pictures(source, 8)
+
+
+def test_a_class_without_images_is_named(save: Save, tmp_path: Path) -> None:
+    save("cat/0.png", 0)
+    save("cat/1.png", 1)
+    (tmp_path / "dog").mkdir()
+    with pytest.raises(DataError, match="class 'dog' has no image"):
+        load_pictures(str(tmp_path), 8)
+
+
+def test_a_class_that_cannot_be_split_is_named(save: Save, tmp_path: Path) -> None:
+    for i in range(2):
+        save(f"cat/{i}.png", i)
+        save(f"dog/{i}.png", 7)
+    with pytest.raises(DataError, match="class 'dog' has 1 different images; expected at least 2"):
+        load_pictures(str(tmp_path), 8)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1 is not JSON"),
+        ("[1]", 'expected {"path"'),
+        ('{"path": "a.png"}', 'expected {"path"'),
+        ('{"path": "a.png", "text": "  "}', "the caption of a.png is empty"),
+        ("", "lists no image"),
+    ],
+)
+def test_a_bad_list_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "all.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match=message):
+        load_pictures(str(path), 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "message"),
+    [
+        ("digits", 16, "the images of digits are 8 × 8"),
+        ("nowhere", 8, "no images 'nowhere'"),
+        (".", 8, "holds no subfolder|has no image"),
+    ],
+)
+def test_a_source_that_is_none_is_refused(source: str, size: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        load_pictures(str(tmp_path) if source == "." else source, size)
+
+
+def test_without_pillow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    (tmp_path / "a.png").write_bytes(b"")
+    source = listed(tmp_path / "all.jsonl", {"path": "a.png", "text": "a"})
+    with pytest.raises(MissingLibraryError, match=r"pip install 'qkeel\[images\]'"):
+        load_pictures(source, 8)

@@ -1,0 +1,205 @@
+"""Windows: the numbers of the full form under a written-out mask; layers that have one and layers that do not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkeel import attention, preset, reference
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError, UnknownNameError
+from qkeel.nn import Decoder, DecoderConfig
+from qkeel.ops import KERNELS, run
+from qkeel.spec import (
+    POSITIONS,
+    ALiBi,
+    AttentionSpec,
+    LeakyReRope,
+    LogN,
+    NoPosition,
+    ReRope,
+    Rope,
+    SlidingWindow,
+    layer_specs,
+    positions,
+)
+from qkeel.spec.call import make_call
+
+
+def near(t: int, s: int, window: int) -> Tensor:
+    """Written out: query i, the (s - t + i)th token, and key j are less than `window` apart."""
+    return torch.tensor([[abs(s - t + i - j) < window for j in range(s)] for i in range(t)])
+
+
+@pytest.mark.parametrize("inner", [Rope(), NoPosition(), ALiBi(), ReRope(window=2)], ids=lambda p: p.formula())
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_is_the_full_form_under_a_mask(inner: NoPosition, causal: bool) -> None:
+    for t, s, window in ((7, 7, 1), (7, 7, 3), (3, 8, 4), (1, 9, 2), (9, 5, 3), (6, 6, 6), (6, 6, 50)):
+        q, k, v = (torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((4, t), (2, s), (2, s)))
+        full = reference.attend(AttentionSpec(position=inner), q, k, v, causal=causal, mask=near(t, s, window))
+        call = make_call(AttentionSpec(position=SlidingWindow(window=window, inner=inner)), q, k, v, causal=causal)
+        assert torch.equal(reference.attend_call(call).out, full.out)
+        for name, kernel in KERNELS.items():
+            if kernel.supports(call) is None:
+                assert (kernel(call) - full.out).abs().max() <= 1e-13, (name, t, s, window)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "chunked"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_long_sequences_go_block_by_block_to_the_same_numbers_and_gradients(impl: str, causal: bool) -> None:
+    q, k, v = (torch.randn(1, 2, 301, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    spec = AttentionSpec(position=SlidingWindow(window=40))
+    ours = run(make_call(spec, q, k, v, causal=causal), impl)
+    full = reference.attend(AttentionSpec(position=Rope()), q, k, v, causal=causal, mask=near(301, 301, 40)).out
+    assert torch.allclose(ours, full, rtol=0, atol=1e-13)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (ours, full))):
+        assert torch.allclose(a, b, rtol=0, atol=1e-11)
+
+
+def test_keys_outside_every_window_of_a_block_are_not_read() -> None:
+    q, k, v = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 100, 8), torch.randn(1, 1, 100, 8)
+    k[:, :, :90] = math.nan
+    for impl in ("sdpa", "chunked"):
+        assert attention(q, k, v, spec=AttentionSpec(position=SlidingWindow(window=10)), impl=impl).isfinite().all()
+
+
+def test_own_positions_decide_who_is_near() -> None:
+    q, k, v = (torch.randn(1, 1, 4, 8, dtype=torch.float64) for _ in range(3))
+    pos = torch.tensor([[0, 5, 6, 20]])
+    spec = AttentionSpec(position=SlidingWindow(window=3))
+    for impl in ("sdpa", "chunked"):
+        out = attention(q, k, v, spec=spec, pos_q=pos, pos_k=pos, impl=impl)
+        alone = [0, 1, 3]
+        assert torch.allclose(out[:, :, alone], v[:, :, alone], atol=1e-12)
+        assert not torch.allclose(out[:, :, 2], v[:, :, 2])
+
+
+def test_log_n_counts_the_keys_inside_the_window() -> None:
+    spec = AttentionSpec(position=SlidingWindow(window=4), scale=LogN(train_length=8))
+    found = spec.factor(torch.tensor([[0, 1, 3, 4, 100]]), 4, {}, torch.float64).flatten().tolist()  # type: ignore[union-attr]
+    assert found == pytest.approx([0.5 * math.log(n) / math.log(8) for n in (1, 2, 4, 4, 4)], abs=1e-15)
+
+
+def test_statistics_are_those_of_the_visible_pairs() -> None:
+    q, k, v = (torch.randn(1, 2, 90, 8, dtype=torch.float64) for _ in range(3))
+    _, stats = attention(q, k, v, spec=AttentionSpec(position=SlidingWindow(window=5)), stats=True)
+    _, masked = attention(q, k, v, spec=AttentionSpec(position=Rope()), mask=near(90, 90, 5), stats=True)
+    for name in ("max_logit", "min_logit", "mean_logit", "entropy", "key_norm", "qk_frobenius"):
+        assert torch.allclose(getattr(stats, name), getattr(masked, name), rtol=1e-12), name
+    _, bracket = attention(q, k, v, spec=AttentionSpec(position=SlidingWindow(window=5)), stats="bracket")
+    assert torch.equal(bracket.upper, stats.max_logit)
+
+
+# layers
+
+
+FORM = preset("kna", train_length=64)
+
+
+def test_hwfa_has_windows_and_a_last_layer_of_full_attention_with_log_n_and_no_position() -> None:
+    *first, last = layer_specs(preset("baseline"), 24, "hwfa", 512)
+    assert first == [AttentionSpec(position=SlidingWindow(window=16))] * 23
+    assert last == AttentionSpec(scale=LogN(train_length=512))
+    assert (16 - 1) * 23 + 1 == 346 <= 0.75 * 512  # what 23 windows see together: the source's own numbers
+    kept = layer_specs(FORM, 3, "hwfa:window=5,train_length=64")
+    assert [s.norm for s in kept] == [FORM.norm] * 3
+    assert kept[0].position == SlidingWindow(window=5, inner=FORM.position)
+
+
+def test_hwfa2_keeps_a_few_full_layers_evenly_spaced_and_only_those_change_post_hoc() -> None:
+    specs = layer_specs(preset("baseline"), 24, "hwfa2:full=2", 512)
+    assert [i for i, s in enumerate(specs) if s.position == Rope()] == [8, 16]
+    assert specs[0].position == SlidingWindow(window=64)
+    later = [s.extrapolate("rerope", factor=8, train_length=512).position for s in specs]
+    expected = [ReRope(window=256) if i in (8, 16) else s.position for i, s in enumerate(specs)]
+    assert later == expected
+
+
+def test_positions_of_several_layers_are_repeated() -> None:
+    found = [s.position for s in layer_specs(FORM, 5, "window:window=4/window:window=4/nope")]
+    near = SlidingWindow(window=4, inner=FORM.position)
+    assert found == [near, near, NoPosition(), near, near]
+    assert layer_specs(FORM, 2) == (FORM, FORM)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_decoder_of_every_position_learns_and_decodes(name: str) -> None:
+    """Its loss falls, and piece by piece it says what it says at once, at one and a half times its training length."""
+    tokens = torch.randint(11, (3, 12), generator=torch.Generator().manual_seed(0))
+    specs = layer_specs(FORM, 2, "window:window=4" if name == "window" else name, 8)
+    model = Decoder(DecoderConfig(vocab_size=11, d_model=16, n_heads=2, spec=specs)).double()
+    model.init_weights(torch.Generator().manual_seed(0))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.02), []
+    for _ in range(4):
+        logits = model(tokens[:, :7]).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:8].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.2
+    with torch.no_grad():
+        caches = model.new_caches()
+        parts = [model(part, caches=caches) for part in tokens.split((5, 1, 2, 1, 3), dim=1)]
+        assert torch.allclose(torch.cat(parts, 1), model(tokens), rtol=0, atol=1e-10)
+
+
+def test_window_post_hoc_is_a_window_over_the_position_as_trained() -> None:
+    assert FORM.extrapolate("window", train_length=64).position == SlidingWindow(window=64, inner=FORM.position)
+    narrow = FORM.extrapolate("window", window=9).extrapolate("window", train_length=64)
+    assert narrow.position == SlidingWindow(window=9, inner=FORM.position)
+    alibi = AttentionSpec(position=ALiBi()).extrapolate("window", train_length=64)
+    assert alibi.position == SlidingWindow(window=64, inner=ALiBi())
+
+
+def test_a_window_wider_than_the_training_length_lets_its_rotation_change() -> None:
+    wide = AttentionSpec(position=SlidingWindow(window=128))
+    found = wide.extrapolate("pi", factor=8, train_length=64).position
+    assert isinstance(found, SlidingWindow)
+    assert found.inner == AttentionSpec(position=Rope()).extrapolate("pi", factor=8).position
+    with pytest.raises(InvalidValueError, match="training length"):
+        wide.extrapolate("pi", factor=8)
+
+
+def test_inverse_leaky_rerope_is_tested_with_plain_rope() -> None:
+    (spec,) = layer_specs(FORM, 1, "inv_leaky", 512)
+    assert spec.position == LeakyReRope(window=128, factor=1 / 16)
+    # In training distances reach 128 + 16 · (511 - 128) = 6256, more than 8 times 512.
+    assert spec.extrapolate("rope").position == Rope()
+    assert FORM.extrapolate("rope") == FORM
+    with pytest.raises(RefusedError, match="clipping"):
+        AttentionSpec().extrapolate("rope")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: SlidingWindow(window=0), InvalidValueError, "at least 1"),
+        (lambda: SlidingWindow(window=2, inner="rope"), InvalidTypeError, "position such as"),
+        (lambda: SlidingWindow(window=2, inner=SlidingWindow(window=3)), RefusedError, "window already"),
+        (lambda: FORM.extrapolate("window", window=65, train_length=64), InvalidValueError, "at most the training"),
+        (lambda: FORM.extrapolate("rerope", factor=0.5, train_length=64), InvalidValueError, "factor of at least 1"),
+        (lambda: layer_specs(FORM, 4, "hwfa"), InvalidValueError, "hwfa:train_length=512"),
+        (lambda: layer_specs(FORM, 1, "hwfa", 64), InvalidValueError, "at least 2, got 1"),
+        (lambda: layer_specs(FORM, 4, "hwfa:window=64", 64), InvalidValueError, "hides nothing"),
+        (lambda: layer_specs(FORM, 4, "hwfa2:full=4", 64), InvalidValueError, "1 to 3 full layers"),
+        (lambda: layer_specs(FORM, 4, "inv_leaky:window=64", 64), InvalidValueError, "from 1 to 63"),
+        (lambda: layer_specs(FORM, 4, "window"), InvalidValueError, "window:window=128"),
+        (lambda: layer_specs(FORM, 4, "alibii"), UnknownNameError, "Did you mean 'alibi'"),
+        (lambda: layer_specs(FORM, 4, "xpos:bass=3"), UnknownNameError, "Did you mean 'base'"),
+        (lambda: layer_specs(FORM, 4, "rope:base=big"), InvalidTypeError, "expected a number"),
+        (lambda: layer_specs(FORM, 4, "rope+nope"), InvalidValueError, "join those of layers by '/'"),
+        (lambda: layer_specs(preset("vit22b"), 4, "pi:factor=2"), RefusedError, "no position"),
+        (lambda: DecoderConfig(vocab_size=5, n_layers=3, spec=(FORM, FORM)), InvalidValueError, "one spec per layer"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(make, error: type[QkeelError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_every_position_has_a_line_and_a_source() -> None:
+    assert set(POSITIONS) < set(positions())
+    assert all(line.endswith("]") for line in positions().values())
