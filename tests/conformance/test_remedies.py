@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qkeel import remedies
 from qkeel.errors import AlreadyAppliedError, QkeelError, RefusedError, UnknownNameError
 from qkeel.handle import Handle
-from qkeel.nn import MLA, MLP, Attention, Block
+from qkeel.nn import GAU, MLA, MLP, Attention, Block, GAUBlock
 from qkeel.nn.mla import LatentSizes
 from qkeel.remedies import ALIASES, REMEDIES, Remedy, Target, parse
 from qkeel.sites import find_sites
@@ -37,13 +37,17 @@ class Model(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(attention(kind), MLP(D, 24), D) for _ in range(2))
+        self.blocks = nn.ModuleList(block(kind) for _ in range(2))
         self.head = nn.Linear(D, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+def block(kind: str) -> Block | GAUBlock:
+    return GAUBlock(GAU(D, size=8)) if kind == "GAU" else Block(attention(kind), MLP(D, 24), D)
 
 
 def attention(kind: str) -> Attention | MLA:

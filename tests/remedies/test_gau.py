@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.monitor.weights import Weights
-from qkeel.nn import GAU
+from qkeel.nn import GAU, GAUBlock
 from qkeel.sites import Tap
 
 WIDTH, SIZE, LR, TAU = 12, 8, 0.5, 0.3
@@ -99,3 +99,14 @@ def test_the_monitors_spectral_norm_is_that_of_the_matrices_written_out() -> Non
     expected = torch.linalg.matrix_norm((q[:, None] * w).mT @ (k[:, None] * w), 2)
     assert torch.allclose(numbers["", "qk_spectral_norm"], expected[None], rtol=1e-9)
     assert torch.allclose(numbers["", "query_weight_norm"], q.norm()[None], rtol=1e-12)
+
+
+def test_the_norm_before_a_gated_unit_is_dropped_where_values_are_normed_too() -> None:
+    torch.manual_seed(0)
+    block, x = GAUBlock(GAU(WIDTH, size=SIZE)), torch.randn(2, 7, WIDTH)
+    first, norm = block(x), block.norm
+    with qkeel.apply("qkv_norm:kind=rms,gain=none", block):
+        assert isinstance(block.norm, nn.Identity)
+        assert torch.equal(block(x), x + block.attention(x))
+    assert block.norm is norm
+    assert torch.equal(block(x), first)

@@ -96,6 +96,10 @@ def _qknorm_2020(length: int = 72) -> AttentionSpec:
     return AttentionSpec(norm=L2Norm(), scale=Learned(init=qk_norm_init(length)))
 
 
+def _vit() -> AttentionSpec:
+    return AttentionSpec()
+
+
 def _vit22b() -> AttentionSpec:
     return AttentionSpec(norm=LayerNorm(gain="dim", eps=1e-6))
 
@@ -198,7 +202,7 @@ PRESETS: dict[str, Preset] = {
     "vit": Preset(
         line="scaled dot product, no position (the model adds one to its input)",
         source="Dosovitskiy et al. 2020, arXiv 2010.11929",
-        build=AttentionSpec,
+        build=_vit,
     ),
     "vit22b": Preset(
         line="LayerNorm on q and k per head, no position",
