@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,10 @@ from jaxtyping import install_import_hook
 install_import_hook(("qkeel.functional", "qkeel.report"), "run_time_types.check")
 
 import torch  # noqa: E402
+
+# Tests see torch's own path, so that none waits for a compiler; tests/kernels/native turns the compiled kernels on,
+# and QKEEL_NATIVE=1 in the environment does so everywhere.
+os.environ.setdefault("QKEEL_NATIVE", "0")
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,3 +23,14 @@ def test_every_benchmark_runs_at_toy_size(tmp_path: Path) -> None:
     for part in ("forward + backward", "activation memory", "statistics", "optimizer step", "one token with a cache"):
         assert part in titles
     assert "qkeel rope + norm" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler here")
+def test_the_benchmark_of_the_compiled_kernels_runs_at_toy_size() -> None:
+    command = [sys.executable, "-m", "benchmarks.native", "--toy"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for part in ("norm + rope, forward", "forward + backward", "one token", "attention modules"):
+        assert part in done.stdout

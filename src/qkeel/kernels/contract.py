@@ -8,7 +8,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from qkeel.functional.norms import wide
+from qkeel.kernels import native
+from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
+from qkeel.spec.slot import Params
 
 LEAST_UNDER_WINDOW = 128  # rows at once under a narrower window: fewer make poor matrix products
 
@@ -67,9 +71,21 @@ def whole_and_plain(call: AttentionCall) -> bool:
 
 def folded(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, float]:
     """q, k, v as a plain softmax kernel takes them, in the caller's dtype, and the scale left to it."""
-    q, k = call.encoded()
-    scale = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
+    dtype = call.q.dtype
+    scale = call.spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(dtype))
+    whole = isinstance(scale, Tensor) and dtype != wide(dtype)  # q times scale is rounded once, not twice
+    q, k = call.encoded() if whole else encoded(call.spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
-    dtype = call.q.dtype
     return q.to(dtype), k.to(dtype), call.spec.values(call.v, call.params), scale
+
+
+def encoded(
+    spec: AttentionSpec, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
+) -> tuple[Tensor, Tensor]:
+    """`spec.encode`, in the caller's dtype: by the compiled operators where they do it, else by torch."""
+    fast = native.encoded(spec, q, k, pos_q, pos_k, params)
+    if fast is not None:
+        return fast
+    ours, theirs = spec.encode(q, k, pos_q, pos_k, params)
+    return ours.to(q.dtype), theirs.to(k.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, caution
+from qkeel.kernels.contract import encoded
 from qkeel.nn.cache import KVCache
 from qkeel.ops import KERNELS, run
 from qkeel.registry import lookup
@@ -84,10 +85,10 @@ class SpecModule(nn.Module):
             raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() makes one")
         cache.check_positions(pos, mask)
         at = cache.next_positions(k, pos)
-        spec, params, dtype = self.spec, self.spec_params(), q.dtype
+        spec, params = self.spec, self.spec_params()
         if spec.position.keeps:  # encode each token once; else the whole spec runs on raw keys every time
-            q, encoded = spec.encode(q, k, at, at, params)
-            q, k, v = q.to(dtype), encoded.to(k.dtype), spec.values(v, params)
+            q, k = encoded(spec, q, k, at, at, params)
+            v = spec.values(v, params)
             spec, params = spec.core(params)
         k, v = cache.append(k, v, pos=None if pos is None else at)
         own = None if cache.pos is None else at

@@ -112,11 +112,17 @@ class Rope(Position):
         rope_frequencies(round(head_dim * self.rotary), self.base)
 
     def encode(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Tensor, Tensor]:
+        (cos_q, sin_q), (cos_k, sin_k) = self.tables(q, k, pos_q, pos_k)
+        return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
+
+    def tables(
+        self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider."""
         theta = rope_frequencies(round(q.shape[-1] * self.rotary), self.base)
         frequencies = self.stretch.frequencies(theta, self.base, pos_k)
-        cos_k, sin_k = self._table(pos_k, frequencies, k)
-        cos_q, sin_q = (cos_k, sin_k) if pos_q is pos_k else self._table(pos_q, frequencies, q)
-        return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
+        keys = self._table(pos_k, frequencies, k)
+        return (keys if pos_q is pos_k else self._table(pos_q, frequencies, q)), keys
 
     def _table(self, pos: Tensor, frequencies: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rope_table(pos[:, None], frequencies, like.dtype)

@@ -1,0 +1,5 @@
+"""Norm and rotation of q and k in C++, compiled on first use; without a compiler the same numbers from torch."""
+
+from qkeel.kernels.native.encode import encoded
+
+__all__ = ["encoded"]

@@ -1,0 +1,117 @@
+"""Compiles the C++ source once per machine and torch, and trusts nothing that it finds in the cache unseen."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("norm_rope.cpp")
+FLAGS = (
+    "-std=gnu++20",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+)
+LONGEST = 600  # seconds a compiler may take
+
+
+class BuildError(RuntimeError):
+    """Why there is no compiled library."""
+
+
+def compiled(afresh: bool = False) -> Path:
+    """The shared library, from the cache or compiled now; `afresh` does not take the cached one.
+
+    Two processes that want it at once: one compiles, the other waits for the lock, which the system lifts when its
+    holder dies. The file appears whole, by one rename.
+
+    Raises:
+        BuildError: no compiler, or one that fails. OSError: a cache that can't be written.
+    """
+    import fcntl  # not on Windows, where nothing is compiled
+
+    folder = cache_folder()
+    path = folder / f"norm_rope-{key()}.so"
+    if not afresh and _sound(path):
+        return path
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise BuildError("no C++ compiler: neither c++ on the PATH nor what CXX names")
+    folder.mkdir(parents=True, exist_ok=True)
+    before = _stamp(path)
+    with open(folder / "lock", "a", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _sound(path) or (afresh and _stamp(path) == before):  # else another process was faster
+            _compile(compiler, path)
+    return path
+
+
+def cache_folder() -> Path:
+    """QKEEL_NATIVE_CACHE, or qkeel/native in the user's cache."""
+    own = os.environ.get("QKEEL_NATIVE_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qkeel" / "native"
+
+
+def key() -> str:
+    """One per source, flags, torch and processor: a cache on a shared disk serves machines of several kinds."""
+    parts = (SOURCE.read_bytes(), repr(FLAGS).encode(), torch.__version__.encode(), _processor().encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What code for this very processor may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    features = [line.partition(":")[2] for line in lines if line.lower().startswith(("flags", "features"))]
+    return f"{platform.machine()} {' '.join(sorted(set(features[0].split()))) if features else platform.processor()}"
+
+
+def _compile(compiler: str, path: Path) -> None:
+    print(f"qkeel: compiling its CPU kernels, once, into {path.parent} (QKEEL_NATIVE=0: do without)", file=sys.stderr)
+    home = Path(torch.__file__).parent
+    include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+    libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *FLAGS, *include, str(SOURCE), "-o", str(made), *libraries]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=False)
+        if done.returncode:
+            told = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [done.stderr[-300:]]
+            raise BuildError(f"{compiler} failed: {told[0].strip()}")
+        content = made.read_bytes()
+        made.write_bytes(content + hashlib.sha256(content).digest())  # a loader ignores what follows the sections
+        os.replace(made, path)
+
+
+def _sound(path: Path) -> bool:
+    """Whether the file is what the compiler wrote: loading a torn one could end the interpreter."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Tells a file from the one that replaced it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

@@ -1,0 +1,71 @@
+"""What of an AttentionSpec the compiled operators do to q and k, and where."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.kernels.native.operators import NONE, gain_spread, norm_rope, ready
+from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.norm import GainNorm, L2Norm, LayerNorm, NoNorm, Norm, Part, RMSNorm
+from qkeel.spec.position import NoPosition, Position, Rope
+from qkeel.spec.slot import Params
+
+_KINDS: dict[type[Norm], int] = {NoNorm: NONE, RMSNorm: 1, L2Norm: 2, LayerNorm: 3}
+_WIDEST = 1024  # WIDEST in the source
+# The least min |gain| / max |gain| of a pair at which x̂ is made from the result: dividing magnifies its rounding.
+_SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
+
+Table = tuple[Tensor, Tensor]
+
+
+def encoded(
+    spec: AttentionSpec, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
+) -> tuple[Tensor, Tensor] | None:
+    """q and k as `spec.encode` gives them, rounded to their own dtype; None where this is not for the operators.
+
+    They are for a norm over heads without bias, before RoPE with half pairs or none, or after it where norm and
+    rotation commute; float32, bfloat16 and float16 on a CPU; head_dim a multiple of 8.
+    """
+    if not (_takes(spec.norm, spec.position) and _holds(q) and _holds(k) and ready()):
+        return None
+    position = spec.position
+    tables = (None, None)
+    if isinstance(position, Rope):
+        tables = position.tables(q, k, pos_q, pos_k)
+    return _one("q", q, spec, tables[0], params), _one("k", k, spec, tables[1], params)
+
+
+def _takes(norm: Norm, position: Position) -> bool:
+    # Exact types: what a subclass changes is not known here.
+    if type(norm) not in _KINDS or type(position) not in (Rope, NoPosition):
+        return False
+    rotated = isinstance(position, Rope)
+    if not isinstance(norm, GainNorm):
+        return rotated and position.pairing != "interleaved"
+    if norm.over != "head" or norm.bias:
+        return False
+    if not rotated or position.order == "norm_then_rotate":
+        return not rotated or position.pairing != "interleaved"
+    commutes = isinstance(norm, RMSNorm | L2Norm) and norm.gain in ("none", "scalar", "head")
+    return commutes and position.pairing != "interleaved"
+
+
+def _holds(x: Tensor) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype in _SPREADS
+    return plain and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST and x.numel() > 0
+
+
+def _one(part: Part, x: Tensor, spec: AttentionSpec, table: Table | None, params: Params) -> Tensor:
+    norm, position = spec.norm, spec.position
+    if isinstance(position, Rope) and position.pairing == "half_reversed" and table is not None:
+        table = table[0], -table[1]
+    if not isinstance(norm, GainNorm) or part not in norm.on:
+        return x if table is None else norm_rope(x, None, table, NONE, 0.0, False)
+    gain = norm.weight(part, params)
+    return norm_rope(x, gain, table, _KINDS[type(norm)], norm.eps, gain is not None and _keeps(x, gain))
+
+
+def _keeps(x: Tensor, gain: Tensor) -> bool:
+    """Whether backward needs x itself: some gain is too small to divide by. A compiler sees no values: there, yes."""
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or gain_spread(gain) < _SPREADS[x.dtype])

@@ -1,0 +1,94 @@
+"""The compiled operators, loaded when first wanted: shapes for the compiler, derivatives, and whether there are any."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import get_interpreter_stack
+
+from qkeel.errors import caution
+from qkeel.kernels.native.build import compiled
+
+NONE = 0  # the kind of a pass that only rotates
+_LOADING = threading.Lock()
+
+
+def ready() -> bool:
+    """Whether the operators can be used here: not switched off, compiled, no torch.func transform and no export.
+
+    The first call may compile. A failure is told once; from then on torch computes, as with QKEEL_NATIVE=0.
+    """
+    off = os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux"
+    # What is exported or traced is run elsewhere, by programs that know no operators of ours.
+    if off or get_interpreter_stack() is not None or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    with _LOADING:
+        return _loaded()
+
+
+# What torch.compiler.assume_constant_result sets; that function would import torch's compiler with qkeel.
+ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _loaded() -> bool:
+    try:
+        try:
+            torch.ops.load_library(compiled())
+        except OSError:  # sound, but not for this machine
+            torch.ops.load_library(compiled(afresh=True))
+        _register()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = " ".join(str(error).split())
+        caution(f"qkeel computes without its compiled CPU kernels: {reason}. QKEEL_NATIVE=0 silences this.")
+        return False
+    return True
+
+
+def norm_rope(
+    x: Tensor, gain: Tensor | None, table: tuple[Tensor, Tensor] | None, kind: int, eps: float, keep_x: bool
+) -> Tensor:
+    """rotation(gain · norm(x)) of x [b h t d], in x's dtype and layout.
+
+    Args:
+        gain: [], [d], [h 1] or [h d]. table: cos and sin, float32 [1|b 1 1|t half]. kind: 0 no norm, 1 RMS, 2 L2,
+            3 LayerNorm. eps: of the norm. keep_x: keep x for backward, else the result, from which x̂ is made anew.
+    """
+    cos, sin = (None, None) if table is None else table
+    if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
+        return torch.ops.qkeel_native.norm_rope_alone(x, gain, cos, sin, kind, eps)  # half the price of a small call
+    return torch.ops.qkeel_native.norm_rope(x, gain, cos, sin, kind, eps, keep_x)[0]
+
+
+def gain_spread(gain: Tensor) -> float:
+    """min |gain| / max |gain|; 0 for a gain with zeros or NaN."""
+    return torch.ops.qkeel_native.gain_spread(gain)
+
+
+def _register() -> None:
+    own = "qkeel_native::"
+    torch.library.register_fake(own + "norm_rope", _forward_shapes)
+    torch.library.register_fake(own + "norm_rope_alone", _shape)
+    torch.library.register_fake(own + "norm_rope_backward", _backward_shapes)
+
+
+def _forward_shapes(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, keep_x: bool
+) -> tuple[Tensor, Tensor]:
+    return _shape(x), x.new_empty(x.shape[:3] if kind != NONE else (0,), dtype=torch.float32)
+
+
+def _shape(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
+
+
+def _backward_shapes(dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
+    return _shape(kept), kept.new_empty(shape, dtype=torch.float32)

@@ -1,0 +1,191 @@
+"""What can go wrong between a source and a library, and what then happens."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qkeel.errors import QkeelWarning
+from qkeel.kernels.native import build, operators
+
+# Stands in for a compiler, which takes half a minute: counts its calls and hands out a given file.
+COMPILER = """#!{python}
+import pathlib, sys, time
+with open({log!r}, "a") as log:
+    log.write("called\\n")
+time.sleep({seconds})
+to = sys.argv[sys.argv.index("-o") + 1]
+pathlib.Path(to).write_bytes(pathlib.Path({source!r}).read_bytes())
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def compiler(folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> Path:
+    """Puts a compiler in place that makes a copy of `source`; returns the log of its calls."""
+    script, log = folder / "compiler", folder / "log"
+    text = COMPILER.format(python=sys.executable, log=str(log), seconds=seconds, source=str(source))
+    script.write_text(text, encoding="utf-8")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(script))
+    return log
+
+
+def calls(log: Path) -> int:
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def failing(*_: object) -> bool:
+    """What the first use does when it fails."""
+    return operators._loaded.__wrapped__()
+
+
+@pytest.fixture
+def anything(tmp_path: Path) -> Path:
+    """Bytes that no loader takes."""
+    path = tmp_path / "anything"
+    path.write_bytes(b"no library " * 50)
+    return path
+
+
+def test_the_library_is_compiled_once_and_then_found(
+    cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = compiler(cache.parent, anything, monkeypatch)
+    path = build.compiled()
+    assert path.parent == cache
+    assert build.compiled() == path
+    assert calls(log) == 1
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert "QKEEL_NATIVE=0" in told[0]
+    assert sorted(p.name for p in cache.iterdir()) == ["lock", path.name]
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", b"x" * 1000])
+def test_a_torn_or_foreign_file_in_the_cache_is_replaced_unread(
+    content: bytes, cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = compiler(cache.parent, anything, monkeypatch)
+    path = build.compiled()
+    whole = path.read_bytes()
+    path.write_bytes(content)
+    assert build.compiled().read_bytes() == whole
+    path.write_bytes(whole[:100] + b"?" + whole[101:])
+    assert build.compiled().read_bytes() == whole
+    assert calls(log) == 3
+
+
+def test_a_read_only_cache_with_the_library_in_it_serves(
+    cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(cache.parent, anything, monkeypatch)
+    path = build.compiled()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("wrote to the cache"))
+    monkeypatch.setenv("CXX", "/no/compiler")
+    assert build.compiled() == path
+
+
+def test_another_processor_torch_or_source_has_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = {build.key()}
+    with monkeypatch.context() as m:
+        m.setattr(build, "_processor", lambda: "aarch64 neon sve")
+        keys.add(build.key())
+    with monkeypatch.context() as m:
+        m.setattr(torch, "__version__", "9.9.9")
+        keys.add(build.key())
+    (tmp_path / "source.cpp").write_text("int main() {}")
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "source.cpp")
+    keys.add(build.key())
+    assert len(keys) == 4
+
+
+def test_without_a_compiler_torch_computes_after_one_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/compiler")
+    with pytest.warns(QkeelWarning, match=r"no C\+\+ compiler") as told:
+        assert not failing()
+    assert len(told) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_torch_computes(
+    tmp_path: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path, anything, monkeypatch)
+    monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(anything / "below_a_file"))
+    with pytest.warns(QkeelWarning, match="without its compiled CPU kernels"):
+        assert not failing()
+
+
+def test_a_compiler_that_fails_is_told_with_its_first_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = cache.parent / "compiler"
+    script.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such header' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.warns(QkeelWarning, match="no such header"):
+        assert not failing()
+    assert [p.name for p in cache.iterdir()] == ["lock"]
+
+
+def test_a_sound_file_that_does_not_load_is_made_once_more_then_given_up(
+    cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = compiler(cache.parent, anything, monkeypatch)  # what a library of another architecture looks like
+    with pytest.warns(QkeelWarning, match="without its compiled CPU kernels"):
+        assert not failing()
+    assert calls(log) == 2
+    body = build.compiled().read_bytes()
+    assert hashlib.sha256(body[:-32]).digest() == body[-32:]
+
+
+def test_off_means_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", "0")
+    monkeypatch.setattr(operators, "_loaded", lambda: pytest.fail("looked for the library"))
+    assert not operators.ready()
+
+
+USE = """
+import sys, warnings
+import torch, qkeel
+from qkeel.kernels.native import operators
+q = torch.linspace(-1, 1, 2 * 4 * 16).view(1, 2, 4, 16)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        out = qkeel.attention(q, q, q, spec=qkeel.preset("nanochat"))
+print(operators.ready(), len(told), f"{out.double().sum().item():.4f}")
+"""
+
+
+def start(**environment: str) -> subprocess.Popen[str]:
+    env = {**os.environ, **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", USE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+
+
+def test_two_processes_at_once_compile_once_and_agree_with_one_that_may_not(
+    library: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = cache.parent / "bare"
+    bare.write_bytes(library.read_bytes()[:-32])
+    log = compiler(cache.parent, bare, monkeypatch, seconds=1.0)
+    running = [start(), start(), start(CXX="/no/compiler", QKEEL_NATIVE_CACHE=str(cache / "other"))]
+    said = [process.communicate(timeout=100) for process in running]
+    one, two, without = [out.split() for out, _ in said]
+    assert one == two, said
+    assert one[:2] == ["True", "0"], said
+    assert calls(log) == 1
+    assert sum("compiling" in err for _, err in said) == 1
+    assert without == ["False", "1", one[2]], said
