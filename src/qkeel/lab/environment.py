@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qkeel.kernels.native import ready
 from qkeel.lab.config import RunConfig
 from qkeel.lab.data import Corpus
 from qkeel.remedies import note
@@ -24,6 +25,7 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
         "torch": torch.__version__,
         "device": _device_name(config.device),
         "dtype": config.dtype,
+        "compiled_kernels": config.device == "cpu" and ready(),  # they round otherwise than torch's path
         "corpus": {
             "name": corpus.name,
             "sha256": corpus.sha256,
