@@ -33,6 +33,7 @@ def test_the_page_in_the_docs_begins_with_the_matrix() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_page_in_the_docs_is_what_the_command_prints() -> None:
     """In a process of its own: torch's compiler does not go with checked annotations, nor with warnings as errors."""
     root = PAGE.parents[1]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.nn.cache import KVCache
-from qkeel.nn.core import SpecModule
+from qkeel.nn.core import SpecModule, check_input
 from qkeel.spec import AttentionSpec, preset
 
 
@@ -61,8 +61,7 @@ class Attention(SpecModule):
         cache: earlier keys and values; x are the tokens after them. context [b s m]: attend to it instead of x
         (cross-attention; not causal unless asked). pos [b t]: positions of x. mask: see `qkeel.attention`.
         """
-        if x.ndim != 3 or x.shape[-1] != self.d_model:
-            raise ShapeError(f"expected x of shape [batch tokens {self.d_model}], got {tuple(x.shape)}")
+        check_input(x, self.d_model)
         if cache is not None and context is not None:
             raise InvalidValueError("cache and context exclude each other: project the context once instead")
         if context is not None and (context.ndim != 3 or context.shape[::2] != x.shape[::2]):

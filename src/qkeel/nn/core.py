@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, caution
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, caution
 from qkeel.kernels.contract import encoded
 from qkeel.nn.cache import KVCache
 from qkeel.ops import KERNELS, run
@@ -98,3 +98,9 @@ class SpecModule(nn.Module):
         """Heads and the formula's norm, in print(model)."""
         heads = f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}"
         return f"{heads}, {self.spec.norm.formula()}; {self.spec.position.formula()}"
+
+
+def check_input(x: Tensor, d_model: int) -> None:
+    """Raise unless x is [b t m]."""
+    if x.ndim != 3 or x.shape[-1] != d_model:
+        raise ShapeError(f"expected x of shape [batch tokens {d_model}], got {tuple(x.shape)}")

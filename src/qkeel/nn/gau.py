@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.errors import InvalidValueError, RefusedError, ShapeError, unknown
+from qkeel.errors import InvalidValueError, RefusedError, unknown
 from qkeel.nn.cache import KVCache
-from qkeel.nn.core import SpecModule
+from qkeel.nn.core import SpecModule, check_input
 from qkeel.spec import AttentionSpec, preset
 
 
@@ -62,8 +62,7 @@ class GAU(SpecModule):
         pos: Tensor | None = None,
     ) -> Tensor:
         """x [b t m] -> [b t m]. cache: keys and values of earlier tokens; x are the tokens after them. pos [b t]."""
-        if x.ndim != 3 or x.shape[-1] != self.d_model:
-            raise ShapeError(f"expected x of shape [batch tokens {self.d_model}], got {tuple(x.shape)}")
+        check_input(x, self.d_model)
         if any(name.startswith("v_norm") and p.numel() > 1 for name, p in self.spec_params().items()):
             raise RefusedError(
                 f"a gain on values of {self.head_dim} numbers does not fit the {self.hidden} of a GAU; "

@@ -8,10 +8,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.nn.absorbed import absorb, attend_latents, check_latents, encode, inverse_size, key_gain, key_norm
 from qkeel.nn.cache import LatentCache
-from qkeel.nn.core import SpecModule
+from qkeel.nn.core import SpecModule, check_input
 from qkeel.spec import AttentionSpec, NoPosition, Rope
 from qkeel.spec.call import make_call
 
@@ -84,8 +84,7 @@ class MLA(SpecModule):
         pos: Tensor | None = None,
     ) -> Tensor:
         """x [b t m] -> [b t m]. cache: latents of earlier tokens; x are the tokens after them. pos [b t]: of x."""
-        if x.ndim != 3 or x.shape[-1] != self.d_model:
-            raise ShapeError(f"expected x of shape [batch tokens {self.d_model}], got {tuple(x.shape)}")
+        check_input(x, self.d_model)
         q_latent, latent = self.q_latent_norm(self.q_down(x)), self.kv_latent_norm(self.kv_down(x))
         q = torch.cat([self._heads(self.q_rope(q_latent)), self._heads(self.q_up(q_latent))], dim=-1)
         shared = self.k_rope(x)[:, None]
