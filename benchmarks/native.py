@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from benchmarks.measure import Row, interleave, show
 from benchmarks.modules import BASE, Bare, ours
 from qkeel.functional.rope import rope_frequencies, rope_table
-from qkeel.kernels.native import operators
+from qkeel.kernels.native import norm_rope
 
 # batch, tokens, query heads, key heads, head_dim
 SHAPES = [(4, 256, 8, 8, 64), (4, 1024, 8, 8, 64), (4, 2048, 8, 8, 64), (4, 1024, 16, 4, 128)]
@@ -45,7 +45,7 @@ class Passes:
         wide_cos, wide_sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
         def native(x: Tensor, gain: Tensor) -> Tensor:
-            return operators.norm_rope(x, gain, (cos, sin), 1, 1e-6, False)
+            return norm_rope.norm_rope(x, gain, (cos, sin), 1, 1e-6, False)
 
         def eager(x: Tensor, gain: Tensor) -> Tensor:
             y = F.rms_norm(x, x.shape[-1:], gain, 1e-6)
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     os.environ["QKEEL_NATIVE"] = "1"
-    if not operators.ready():
+    if not norm_rope.ready():
         raise SystemExit("the kernels could not be compiled; the warning above says why")
     shapes, rounds = ([(2, 16, 2, 1, 64)], 2) if args.toy else (SHAPES, args.rounds)
     for shape in shapes:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qkeel.kernels.native import build, operators
+from qkeel.kernels.native import build, ready
 
 
 @pytest.fixture(autouse=True)
@@ -20,5 +20,5 @@ def library(_on: None) -> Path:
     """The compiled library, loaded."""
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler here")
-    assert operators.ready()
-    return build.compiled()
+    assert ready()
+    return build.compiled("norm_rope")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qkeel.errors import QkeelWarning
-from qkeel.kernels.native import build, operators
+from qkeel.kernels.native import build, loader, norm_rope
 
 # Stands in for a compiler, which takes half a minute: counts its calls and hands out a given file.
 COMPILER = """#!{python}
@@ -49,7 +49,7 @@ def calls(log: Path) -> int:
 
 def failing(*_: object) -> bool:
     """What the first use does when it fails."""
-    return operators._loaded.__wrapped__()
+    return loader._loaded.__wrapped__("norm_rope", norm_rope._register)
 
 
 @pytest.fixture
@@ -64,14 +64,14 @@ def test_the_library_is_compiled_once_and_then_found(
     cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = compiler(cache.parent, anything, monkeypatch)
-    path = build.compiled()
+    path = build.compiled("norm_rope")
     assert path.parent == cache
-    assert build.compiled() == path
+    assert build.compiled("norm_rope") == path
     assert calls(log) == 1
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1
     assert "QKEEL_NATIVE=0" in told[0]
-    assert sorted(p.name for p in cache.iterdir()) == ["lock", path.name]
+    assert sorted(p.name for p in cache.iterdir()) == [path.name, "norm_rope.lock"]
 
 
 @pytest.mark.parametrize("content", [b"", b"torn", b"x" * 1000])
@@ -79,12 +79,12 @@ def test_a_torn_or_foreign_file_in_the_cache_is_replaced_unread(
     content: bytes, cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = compiler(cache.parent, anything, monkeypatch)
-    path = build.compiled()
+    path = build.compiled("norm_rope")
     whole = path.read_bytes()
     path.write_bytes(content)
-    assert build.compiled().read_bytes() == whole
+    assert build.compiled("norm_rope").read_bytes() == whole
     path.write_bytes(whole[:100] + b"?" + whole[101:])
-    assert build.compiled().read_bytes() == whole
+    assert build.compiled("norm_rope").read_bytes() == whole
     assert calls(log) == 3
 
 
@@ -92,24 +92,28 @@ def test_a_read_only_cache_with_the_library_in_it_serves(
     cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(cache.parent, anything, monkeypatch)
-    path = build.compiled()
+    path = build.compiled("norm_rope")
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("wrote to the cache"))
     monkeypatch.setenv("CXX", "/no/compiler")
-    assert build.compiled() == path
+    assert build.compiled("norm_rope") == path
 
 
-def test_another_processor_torch_or_source_has_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    keys = {build.key()}
+def test_another_processor_torch_source_or_header_has_another_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = {build.key("norm_rope")}
     with monkeypatch.context() as m:
         m.setattr(build, "_processor", lambda: "aarch64 neon sve")
-        keys.add(build.key())
+        keys.add(build.key("norm_rope"))
     with monkeypatch.context() as m:
         m.setattr(torch, "__version__", "9.9.9")
-        keys.add(build.key())
-    (tmp_path / "source.cpp").write_text("int main() {}")
-    monkeypatch.setattr(build, "SOURCE", tmp_path / "source.cpp")
-    keys.add(build.key())
-    assert len(keys) == 4
+        keys.add(build.key("norm_rope"))
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    (tmp_path / "norm_rope.cpp").write_text("int main() {}")
+    keys.add(build.key("norm_rope"))
+    (tmp_path / "shared.h").write_text("")
+    keys.add(build.key("norm_rope"))
+    assert len(keys) == 5
 
 
 def test_without_a_compiler_torch_computes_after_one_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +128,7 @@ def test_a_cache_that_cannot_be_written_is_told_and_torch_computes(
 ) -> None:
     compiler(tmp_path, anything, monkeypatch)
     monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(anything / "below_a_file"))
-    with pytest.warns(QkeelWarning, match="without its compiled CPU kernels"):
+    with pytest.warns(QkeelWarning, match="without its compiled norm_rope"):
         assert not failing()
 
 
@@ -135,36 +139,36 @@ def test_a_compiler_that_fails_is_told_with_its_first_error(cache: Path, monkeyp
     monkeypatch.setenv("CXX", str(script))
     with pytest.warns(QkeelWarning, match="no such header"):
         assert not failing()
-    assert [p.name for p in cache.iterdir()] == ["lock"]
+    assert [p.name for p in cache.iterdir()] == ["norm_rope.lock"]
 
 
 def test_a_sound_file_that_does_not_load_is_made_once_more_then_given_up(
     cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = compiler(cache.parent, anything, monkeypatch)  # what a library of another architecture looks like
-    with pytest.warns(QkeelWarning, match="without its compiled CPU kernels"):
+    with pytest.warns(QkeelWarning, match="without its compiled norm_rope"):
         assert not failing()
     assert calls(log) == 2
-    body = build.compiled().read_bytes()
+    body = build.compiled("norm_rope").read_bytes()
     assert hashlib.sha256(body[:-32]).digest() == body[-32:]
 
 
 def test_off_means_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "0")
-    monkeypatch.setattr(operators, "_loaded", lambda: pytest.fail("looked for the library"))
-    assert not operators.ready()
+    monkeypatch.setattr(loader, "_loaded", lambda *_: pytest.fail("looked for the library"))
+    assert not norm_rope.ready()
 
 
 USE = """
 import sys, warnings
 import torch, qkeel
-from qkeel.kernels.native import operators
+from qkeel.kernels.native import ready
 q = torch.linspace(-1, 1, 2 * 4 * 16).view(1, 2, 4, 16)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     for _ in range(3):
         out = qkeel.attention(q, q, q, spec=qkeel.preset("nanochat"))
-print(operators.ready(), len(told), f"{out.double().sum().item():.4f}")
+print(ready(), len(told), f"{out.double().sum().item():.4f}")
 """
 
 

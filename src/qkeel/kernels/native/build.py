@@ -1,4 +1,4 @@
-"""Compiles the C++ source once per machine and torch, and trusts nothing that it finds in the cache unseen."""
+"""Compiles a C++ source once per machine and torch, and trusts nothing that it finds in the cache unseen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("norm_rope.cpp")
+FOLDER = Path(__file__).parent  # of the sources and the headers that they share
 FLAGS = (
     "-std=gnu++20",
     "-O3",
@@ -31,8 +31,8 @@ class BuildError(RuntimeError):
     """Why there is no compiled library."""
 
 
-def compiled(afresh: bool = False) -> Path:
-    """The shared library, from the cache or compiled now; `afresh` does not take the cached one.
+def compiled(name: str, afresh: bool = False) -> Path:
+    """The library of the source `name`.cpp, from the cache or compiled now; `afresh` does not take the cached one.
 
     Two processes that want it at once: one compiles, the other waits for the lock, which the system lifts when its
     holder dies. The file appears whole, by one rename.
@@ -43,7 +43,7 @@ def compiled(afresh: bool = False) -> Path:
     import fcntl  # not on Windows, where nothing is compiled
 
     folder = cache_folder()
-    path = folder / f"norm_rope-{key()}.so"
+    path = folder / f"{name}-{key(name)}.so"
     if not afresh and _sound(path):
         return path
     compiler = shutil.which(os.environ.get("CXX", "c++"))
@@ -51,10 +51,10 @@ def compiled(afresh: bool = False) -> Path:
         raise BuildError("no C++ compiler: neither c++ on the PATH nor what CXX names")
     folder.mkdir(parents=True, exist_ok=True)
     before = _stamp(path)
-    with open(folder / "lock", "a", encoding="utf-8") as lock:
+    with open(folder / f"{name}.lock", "a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _sound(path) or (afresh and _stamp(path) == before):  # else another process was faster
-            _compile(compiler, path)
+            _compile(compiler, name, path)
     return path
 
 
@@ -66,9 +66,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qkeel" / "native"
 
 
-def key() -> str:
-    """One per source, flags, torch and processor: a cache on a shared disk serves machines of several kinds."""
-    parts = (SOURCE.read_bytes(), repr(FLAGS).encode(), torch.__version__.encode(), _processor().encode())
+def key(name: str) -> str:
+    """One per source, headers, flags, torch and processor: a cache on a shared disk serves machines of several kinds."""
+    texts = [(FOLDER / f"{name}.cpp").read_bytes(), *(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))]
+    parts = (*texts, repr(FLAGS).encode(), torch.__version__.encode(), _processor().encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -82,14 +83,15 @@ def _processor() -> str:
     return f"{platform.machine()} {' '.join(sorted(set(features[0].split()))) if features else platform.processor()}"
 
 
-def _compile(compiler: str, path: Path) -> None:
-    print(f"qkeel: compiling its CPU kernels, once, into {path.parent} (QKEEL_NATIVE=0: do without)", file=sys.stderr)
+def _compile(compiler: str, name: str, path: Path) -> None:
+    where = f"{name} for this CPU, once, into {path.parent}"
+    print(f"qkeel: compiling {where} (QKEEL_NATIVE=0: do without)", file=sys.stderr)
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler, *FLAGS, *include, str(SOURCE), "-o", str(made), *libraries]
+        command = [compiler, *FLAGS, *include, str(FOLDER / f"{name}.cpp"), "-o", str(made), *libraries]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=False)
         if done.returncode:
             told = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [done.stderr[-300:]]

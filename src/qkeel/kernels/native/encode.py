@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qkeel.kernels.native.operators import NONE, gain_spread, norm_rope, ready
+from qkeel.kernels.native.norm_rope import NONE, gain_spread, norm_rope, ready
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.norm import GainNorm, L2Norm, LayerNorm, NoNorm, Norm, Part, RMSNorm
 from qkeel.spec.position import NoPosition, Position, Rope

@@ -12,16 +12,16 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <tuple>
 #include <vector>
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
+
+#include "rows.h"
 
 namespace {
+
+using namespace qkeel;
 
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
@@ -30,67 +30,6 @@ enum Kind : int64_t { NONE = 0, RMS = 1, L2 = 2, LAYER = 3 };
 constexpr int64_t WIDEST = 1024;   // numbers in a head: what the row buffers hold
 constexpr int64_t CHUNKS = 64;     // partial sums of the gain's gradient: fixed, so threads change no bit
 constexpr int64_t GRAIN = 1 << 15; // numbers a thread takes at least
-
-// Rows of storage as rows of float. For float itself nothing is copied.
-const float* load(const float* x, float*, int64_t) { return x; }
-const float* load(const c10::BFloat16* x, float* to, int64_t d) {
-  const uint16_t* bits = reinterpret_cast<const uint16_t*>(x);
-  for (int64_t i = 0; i < d; ++i) to[i] = std::bit_cast<float>(uint32_t(bits[i]) << 16);
-  return to;
-}
-const float* load(const c10::Half* x, float* to, int64_t d) {
-  int64_t i = 0;
-#ifdef __F16C__
-  for (; i + 8 <= d; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
-#endif
-  for (; i < d; ++i) to[i] = float(x[i]);
-  return to;
-}
-
-float* target(float* y, float*) { return y; }
-template <typename T> float* target(T*, float* buffer) { return buffer; }
-
-void store(const float*, float*, int64_t) {}
-void store(const float* from, c10::BFloat16* y, int64_t d) {
-  uint16_t* bits = reinterpret_cast<uint16_t*>(y);
-  for (int64_t i = 0; i < d; ++i) {
-    uint32_t u = std::bit_cast<uint32_t>(from[i]);
-    uint32_t nearest = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    bits[i] = uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
-  }
-}
-void store(const float* from, c10::Half* y, int64_t d) {
-  int64_t i = 0;
-#ifdef __F16C__
-  for (; i + 8 <= d; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + i),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-  for (; i < d; ++i) y[i] = c10::Half(from[i]);
-}
-
-// Eight floats; the compiler lowers them to what the processor has. Unaligned, since rows are.
-typedef float V __attribute__((vector_size(32), aligned(4), may_alias));
-V at8(const float* p) { return *reinterpret_cast<const V*>(p); }
-void put8(float* p, V v) { *reinterpret_cast<V*>(p) = v; }
-
-float total(V a) {
-  a += __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
-  a += __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
-  a += __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6);
-  return a[0];
-}
-
-// Sum over a row of f(place), f giving eight floats: four running sums, then one.
-template <typename F> inline float sum8(int64_t d, F&& f) {
-  V s[4] = {};
-  int64_t i = 0;
-  for (; i + 32 <= d; i += 32)
-    for (int64_t j = 0; j < 4; ++j) s[j] += f(i + 8 * j);
-  for (; i < d; i += 8) s[0] += f(i);
-  return total((s[0] + s[1]) + (s[2] + s[3]));
-}
 
 inline float mean_of(const float* v, int64_t d, int64_t kind) {
   return kind == LAYER ? sum8(d, [v](int64_t i) { return at8(v + i); }) / float(d) : 0.0f;
@@ -463,7 +402,7 @@ std::tuple<Tensor, Tensor> norm_rope_backward_tracked(const Tensor& dy, const Te
 
 } // namespace
 
-TORCH_LIBRARY(qkeel_native, m) {
+TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
   m.def("norm_rope(Tensor x, Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, bool keep_x)"
         " -> (Tensor, Tensor)");
   m.def("norm_rope_alone(Tensor x, Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps) -> Tensor");

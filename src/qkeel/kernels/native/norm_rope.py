@@ -1,55 +1,24 @@
-"""The compiled operators, loaded when first wanted: shapes for the compiler, derivatives, and whether there are any."""
+"""Norm and rotation of q or k as one compiled operator, and its shapes for torch's compiler."""
 
 from __future__ import annotations
 
-import functools
-import os
-import subprocess
-import sys
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_interpreter_stack
 
-from qkeel.errors import caution
-from qkeel.kernels.native.build import compiled
+from qkeel.kernels.native.loader import usable
 
 NONE = 0  # the kind of a pass that only rotates
-_LOADING = threading.Lock()
 
 
 def ready() -> bool:
-    """Whether the operators can be used here: not switched off, compiled, no torch.func transform and no export.
-
-    The first call may compile. A failure is told once; from then on torch computes, as with QKEEL_NATIVE=0.
-    """
-    off = os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux"
-    # What is exported or traced is run elsewhere, by programs that know no operators of ours.
-    if off or get_interpreter_stack() is not None or torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return False
-    with _LOADING:
-        return _loaded()
+    """Whether the operators below can be used here and now."""
+    return usable("norm_rope", _register)
 
 
 # What torch.compiler.assume_constant_result sets; that function would import torch's compiler with qkeel.
 ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _loaded() -> bool:
-    try:
-        try:
-            torch.ops.load_library(compiled())
-        except OSError:  # sound, but not for this machine
-            torch.ops.load_library(compiled(afresh=True))
-        _register()
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        reason = " ".join(str(error).split())
-        caution(f"qkeel computes without its compiled CPU kernels: {reason}. QKEEL_NATIVE=0 silences this.")
-        return False
-    return True
 
 
 def norm_rope(
