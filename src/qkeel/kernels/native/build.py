@@ -67,7 +67,7 @@ def cache_folder() -> Path:
 
 
 def key(name: str) -> str:
-    """One per source, headers, flags, torch and processor: a cache on a shared disk serves machines of several kinds."""
+    """One per source, headers, flags, torch and processor: a cache on a shared disk serves several machines."""
     texts = [(FOLDER / f"{name}.cpp").read_bytes(), *(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))]
     parts = (*texts, repr(FLAGS).encode(), torch.__version__.encode(), _processor().encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
