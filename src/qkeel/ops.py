@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Literal, overload
 
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from qkeel.errors import RefusedError
 from qkeel.functional.stats import LogitBracket, LogitStats
+from qkeel.kernels.choice import Question, Statistics, ordered, question, steps
+from qkeel.kernels.choice.stored import switched_off
 from qkeel.kernels.chunked import Chunked
 from qkeel.kernels.contract import Kernel, average
 from qkeel.kernels.logsumexp import Price, attend_with_logsumexp, bracket
@@ -20,8 +24,9 @@ from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.slot import Params
 
-# In the order "auto" tries them: the fastest first; the last takes everything.
+# In the order "auto" tries them where nothing is measured: the fastest first; the last takes everything.
 KERNELS: dict[str, Kernel] = {"sdpa": Sdpa(), "windowed": Windowed(), "chunked": Chunked()}
+_LOG = logging.getLogger("qkeel")
 # What `stats` may say beside True.
 PRICES: dict[str, Price] = {"bracket": "bracket", "max": "max", "entropy": "entropy"}
 
@@ -113,12 +118,12 @@ def attention(
     call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout)
     if isinstance(stats, str):
         return _bracketed(call, impl, lookup("statistics", PRICES, stats))
-    out = run(call, impl)
+    out = choose(call, impl, "exact" if stats else "none")(call)
     return (out, logit_stats(call)) if stats else out
 
 
 def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, LogitBracket]:
-    kernel = choose(call, impl)
+    kernel = choose(call, impl, "bracket")
     pair = attend_with_logsumexp(call) if isinstance(kernel, Sdpa) else None
     if pair is not None:
         return pair[0], bracket(call, pair[1], price)
@@ -144,12 +149,58 @@ def run_with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return out.to(call.q.dtype), weights.to(call.q.dtype)
 
 
-def choose(call: AttentionCall, impl: str) -> Kernel:
-    """The kernel for a call: the named one, or for "auto" the first that supports it."""
+def choose(call: AttentionCall, impl: str, statistics: Statistics = "none") -> Kernel:
+    """The kernel for a call: the named one, or for "auto" the fastest of those that support it, as far as measured."""
     if impl == "auto":
-        return next(kernel for kernel in KERNELS.values() if kernel.supports(call) is None)
+        return _fastest(call, statistics)
     kernel = lookup("kernel", {**KERNELS}, impl)
     refusal = kernel.supports(call)
     if refusal is not None:
         raise RefusedError(f"kernel {impl!r} cannot do this: {refusal}")
     return kernel
+
+
+def _fastest(call: AttentionCall, statistics: Statistics) -> Kernel:
+    # Under dropout a forward pass without gradients and its recomputation must drop alike: one order for both. What is
+    # exported is for every length and machine.
+    if call.dropout or torch.compiler.is_exporting():
+        return next(kernel for kernel in KERNELS.values() if kernel.supports(call) is None)
+    asked, tokens = question(call, statistics)
+    for most, names in _orders(asked):
+        if most is None or tokens <= most:
+            break
+    for name in names:
+        kernel = KERNELS[name]
+        if kernel.supports(call) is None:
+            break
+    _tell(asked, name)
+    return kernel
+
+
+def _orders(asked: Question) -> tuple[tuple[int | None, tuple[str, ...]], ...]:
+    return _orders_once(asked)
+
+
+@functools.cache
+def _orders_once(asked: Question) -> tuple[tuple[int | None, tuple[str, ...]], ...]:
+    """Every kernel in the order to try, up to each number of query tokens; the last for any number."""
+    known = () if switched_off() else steps(asked)
+    return tuple((most, ordered(names, tuple(KERNELS))) for most, names in known or ((None, ()),))
+
+
+def _tell(asked: Question, name: str) -> None:
+    if _LOG.isEnabledFor(logging.INFO):
+        _tell_once(asked, name)
+
+
+@functools.cache
+def _tell_once(asked: Question, name: str) -> None:
+    device, dtype, head_dim, form, gradient, statistics = asked
+    size = f"head_dim {'≤' if head_dim <= 64 else '>'} 64"
+    what = f"{form} attention, {str(dtype).removeprefix('torch.')}, {size}, {'with' if gradient else 'no'} gradient"
+    _LOG.info("kernel %s for %s, statistics %s, on %s", name, what, statistics, device)
+
+
+# What torch.compiler.assume_constant_result sets: a compiler takes the tables as they are when it traces.
+_orders._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_tell._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
+from qkeel.cli.benching import bench
 from qkeel.cli.exits import COLLAPSED, FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.cli.flags import AXES, as_toml, configure, starting, view
 from qkeel.cli.precision import study_precision
@@ -50,6 +51,7 @@ study_app.command(study_precision, name="precision")
 app.command(scan)
 app.command(retrofit)
 app.command(watch)
+app.command(bench)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qkeel.kernels.choice.stored import in_force
 from qkeel.kernels.native import ready
 from qkeel.lab.config import RunConfig
 from qkeel.lab.data import Corpus
@@ -26,6 +27,7 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
         "device": _device_name(config.device),
         "dtype": config.dtype,
         "compiled_kernels": config.device == "cpu" and ready(),  # they round otherwise than torch's path
+        "kernel_tables": in_force(),  # other kernels round otherwise too
         "corpus": {
             "name": corpus.name,
             "sha256": corpus.sha256,

@@ -1,0 +1,60 @@
+"""Measured orders of kernels: this machine's own table where it has one, else a default one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import final
+
+from qkeel.kernels.choice.question import TOKENS, Form, Question, Statistics
+from qkeel.kernels.choice.stored import adopted
+
+Order = tuple[str, ...]  # names of kernels, the fastest first
+Steps = tuple[tuple[int | None, Order], ...]  # up to so many query tokens, this order; None: any number
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """An order for the questions that it names; None: any."""
+
+    order: Order
+    device: str | None = None
+    form: Form | None = None
+    gradient: bool | None = None
+    statistics: Statistics | None = None
+    least: int = 1
+    most: float = math.inf
+
+    def holds(self, asked: Question, tokens: int) -> bool:
+        """Whether it says something about so many query tokens."""
+        device, _, _, form, gradient, statistics = asked
+        pairs = ((self.device, device.type), (self.form, form), (self.gradient, gradient), (self.statistics, statistics))
+        return self.least <= tokens <= self.most and all(mine in (None, theirs) for mine, theirs in pairs)
+
+
+# Where the order of qkeel.ops.KERNELS is not the fastest, by `qkeel bench`; the first that holds counts. Docs: native.md.
+DEFAULT: tuple[Rule, ...] = ()
+
+
+def steps(asked: Question) -> Steps:
+    """What is known of a question, by number of query tokens; () where nothing is."""
+    measured = adopted().get((asked[0].type, *asked[1:]), {})
+    found: list[tuple[int | None, Order]] = []
+    for tokens in TOKENS:
+        order = measured.get(tokens) or next((r.order for r in DEFAULT if r.holds(asked, tokens)), ())
+        if found and found[-1][1] == order:
+            found.pop()
+        found.append((tokens, order))
+    return (*found[:-1], (None, found[-1][1]))
+
+
+def ordered(measured: Order, names: Sequence[str]) -> Order:
+    """All names, the measured ones in measured order; one that was not measured keeps its place.
+
+    >>> ordered(("c", "a"), ["a", "b", "c", "d"])
+    ('c', 'b', 'a', 'd')
+    """
+    known = iter([name for name in measured if name in names])
+    return tuple(next(known) if name in measured else name for name in names)
