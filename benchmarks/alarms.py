@@ -1,7 +1,7 @@
 """How early and how often wrongly alarms go off, how good forecasts are, on recorded studies; what an update costs.
 
     python -m benchmarks.alarms STUDY…
-    python -m benchmarks.alarms
+    python -m benchmarks.alarms [--toy]
 
 Studies that hold `qk_norm` runs to compare losses with are used for alarms, all of them for forecasts. Without a study,
 the time of one update late in a long run. See docs/alarms.md.
@@ -9,10 +9,10 @@ the time of one update late in a long run. See docs/alarms.md.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -193,18 +193,16 @@ def share(inside: Sequence[bool]) -> str:
     return f"{sum(inside)}/{len(inside)} = {sum(inside) / len(inside):.0%}" if inside else "-"
 
 
-def cost(layers: int = 80, heads: int = 64, last: int = 50) -> None:
+def cost(layers: int = 80, heads: int = 64, last: int = 50, records: int = 100_000) -> None:
     """Print the time of one record, with all rules, in a long run of a large model."""
-    recording, log = (
-        Recording([f"layers.{i}" for i in range(layers)], planned=PlannedRates.of(np.full(100_001, 1e-3))),
-        AlarmLog(),
-    )
+    planned = PlannedRates.of(np.full(records + 1, 1e-3))
+    recording, log = Recording([f"layers.{i}" for i in range(layers)], planned=planned), AlarmLog()
     noise = np.random.default_rng(0).random((last, layers, heads))
     times: list[float] = []
     first = 0.0
     print(f"| records so far | time per record, {layers} layers of {heads} heads | relative |\n|---|---|---|")
-    for n in range(1, 100_001):
-        logits = noise[n % last] * (40 + 50 * n / 100_000)  # high enough that every rule has to look
+    for n in range(1, records + 1):
+        logits = noise[n % last] * (40 + 50 * n / records)  # high enough that every rule has to look
         before = time.perf_counter()
         recording.append(
             {"step": n, "lr": 1e-3}, {"max_logit": logits, "entropy": 1 + logits / 100, "query_norm": logits}
@@ -219,11 +217,15 @@ def cost(layers: int = 80, heads: int = 64, last: int = 50) -> None:
     assert not log.alarms
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables of docs/alarms.md."""
-    if not arguments:
-        return cost()
-    studies = [Path(a) for a in arguments]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.alarms", description=__doc__)
+    parser.add_argument("studies", nargs="*", type=Path, metavar="STUDY")
+    parser.add_argument("--toy", action="store_true", help="a short run of a small model: only to see that it runs")
+    args = parser.parse_args(arguments)
+    studies = args.studies
+    if not studies:
+        return cost(2, 4, records=1000) if args.toy else cost()
     report_alarms([run for study in studies for run in cases(study)])
     report_forecasts(studies)
 
@@ -276,4 +278,4 @@ def report_forecasts(studies: Sequence[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,10 +1,11 @@
 """What qk_norm as a remedy costs on a transformers Llama, beside the norm that Qwen3 has by itself.
 
-`python -m benchmarks.forward_remedies`: the same weights in three models, forward and backward, one after the other.
+`python -m benchmarks.forward_remedies [--toy]`: the same weights in three models, forward and backward, one after the other.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 
@@ -23,6 +24,7 @@ SIZES = {
     "vocab_size": 256,
     "head_dim": 64,
 }
+TOY = {"hidden_size": 64, "head_dim": 8, "num_hidden_layers": 1, "intermediate_size": 64}
 BATCH, TOKENS, ROUNDS = 2, 512, 15
 
 
@@ -34,17 +36,21 @@ def step(model: nn.Module, x: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Print medians and ratios."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forward_remedies", description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="one layer, 16 tokens, one round: only to see that it runs")
+    toy = parser.parse_args(arguments).toy
+    sizes = {**SIZES, **TOY} if toy else SIZES
     torch.manual_seed(0)
-    x = torch.randint(0, 256, (BATCH, TOKENS))
-    llama, plain = (LlamaForCausalLM(LlamaConfig(**SIZES)) for _ in range(2))
-    qwen3 = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    x = torch.randint(0, 256, (BATCH, 16 if toy else TOKENS))
+    llama, plain = (LlamaForCausalLM(LlamaConfig(**sizes)) for _ in range(2))
+    qwen3 = Qwen3ForCausalLM(Qwen3Config(**sizes))
     qkeel.apply("qk_norm", llama, example=x[:, :8])
     qwen3.load_state_dict(llama.state_dict(), strict=True)
     models = {"llama": plain, "llama + qk_norm": llama, "qwen3": qwen3}
     times: dict[str, list[float]] = {name: [] for name in models}
-    for i in range(ROUNDS + 2):
+    for i in range((1 if toy else ROUNDS) + 2):
         for name, model in models.items():
             seconds = step(model, x)
             if i >= 2:

@@ -1,10 +1,11 @@
 """What naive insertion of a q/k norm costs a tiny trained Llama, and what is left after a retrofit.
 
-python -m benchmarks.retrofit
+python -m benchmarks.retrofit [--toy]
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
@@ -45,19 +46,25 @@ def trained(width: int, seed: int, rng: torch.Generator, steps: int = 100) -> nn
     return model.eval()
 
 
-def main() -> None:
+CASES = ((64, 0, "dim"), (64, 1, "dim"), (96, 0, "dim"), (64, 0, "head_dim"), (64, 0, "head"))
+
+
+def main(arguments: list[str] | None = None) -> None:
     """The table of docs/retrofit.md."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.retrofit", description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="one case, few steps: only to see that it runs")
+    toy = parser.parse_args(arguments).toy
     torch.set_num_threads(1)
     print("| width, seed, gain | naive | gains | and balanced | and 40 steps on q, k | and 100 |\n" + "|---" * 6 + "|")
-    for width, seed, gain in ((64, 0, "dim"), (64, 1, "dim"), (96, 0, "dim"), (64, 0, "head_dim"), (64, 0, "head")):
+    for width, seed, gain in ((16, 0, "dim"),) if toy else CASES:
         rng = torch.Generator().manual_seed(1)
-        model = trained(width, seed, rng)
+        model = trained(width, seed, rng, 5 if toy else 100)
         batches = [text(16, rng) for _ in range(4)]
         reference = Reference(model, [((text(64, rng),), {})])
         with qkeel.apply("qk_norm", model, example=batches[0]):
             naive = reference.gap().kl
         cells = [f"{naive:.3f}"]
-        for steps, balance in ((0, False), (0, True), (40, True), (100, True)):
+        for steps, balance in ((0, False), (0, True), *(((2, True),) if toy else ((40, True), (100, True)))):
             start = time.perf_counter()
             how = Fitting(distil=steps, balance=balance, lr=3e-3)
             with qkeel.retrofit(model, f"qk_norm:gain={gain}", batches, fitting=how):

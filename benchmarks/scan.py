@@ -3,16 +3,16 @@
 Wall time and, since that says little on a shared machine, processor time. Torch computes with one thread; `scan` has
 threads for eigenvalues beside it.
 
-python -m benchmarks.scan [gigabytes]
+python -m benchmarks.scan [gigabytes] [--toy]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -103,19 +103,24 @@ def compare(file: Path, *, cold: bool, what: str = "BF16") -> None:
         print(f"{statistics.median(busy[name]):.0f} CPU ms/GB, {work:.2f} of read")
 
 
-def main(gigabytes: float = 1.0) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Print rates, their ratio and the peak memory."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scan", description=__doc__)
+    parser.add_argument("gigabytes", nargs="?", type=float, default=1.0)
+    parser.add_argument("--toy", action="store_true", help="one layer, warm only: only to see that it runs")
+    args = parser.parse_args(arguments)
+    gigabytes = 0.0 if args.toy else args.gigabytes
     torch.set_num_threads(1)
-    for dtype, name in NAMES.items():
+    for dtype, name in list(NAMES.items())[: 1 if args.toy else None]:
         with tempfile.TemporaryDirectory() as folder:
             file = write_checkpoint(Path(folder), gigabytes, dtype)
             read(file)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            for cold in (False, True):
+            for cold in (False,) if args.toy else (False, True):
                 compare(file, cold=cold, what=name)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"peak memory of the process: {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before the scans)")
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:2]))
+    main()

@@ -1,6 +1,7 @@
 """What lalr and qk_clip add to an optimizer step: ratios to torch's fused AdamW on the same weights.
 
 `python -m benchmarks.steps` prints both tables at the shapes of the goals, or at others: --layers, --heads, --dim.
+--toy only shows that it runs.
 """
 
 from __future__ import annotations
@@ -104,12 +105,15 @@ def _only(top: Tensor) -> LogitStats:
     return stats
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
     for name, default in (("layers", 14), ("heads", 32), ("dim", 1024), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    args = vars(parser.parse_args())
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, two rounds: only to see that it runs")
+    args = vars(parser.parse_args(arguments))
+    if args.pop("toy"):
+        args = {"layers": 2, "heads": 4, "dim": 64, "rounds": 2}
     torch.set_num_threads(1)
     show(f"optimizer step, {args}", bench(**args), BASE)
     rows = bench_clip(**args)

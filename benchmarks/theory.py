@@ -91,8 +91,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Print every table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.theory", description=__doc__)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--toy", action="store_true", help="two steps, one seed: only to see that it runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args(arguments)
+    if args.toy:
+        args.steps, args.seeds = 2, [0]
     torch.set_num_threads(1)
     print("standard deviation of logits at initialisation, head size 64")
     for name, spread in initial_spread().items():

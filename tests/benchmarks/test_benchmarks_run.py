@@ -1,36 +1,55 @@
 """Every benchmark runs at toy size, so that none rots. No test here looks at a time."""
 
+from __future__ import annotations
+
+import ast
+import importlib
 import json
-import os
+import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+# What has no benchmark of its own to run, and why.
+NOT_RUN = {
+    "__init__": "says what the package is",
+    "measure": "the timing that all share",
+    "modules": "tables of `python -m benchmarks`",
+    "statistics": "tables of `python -m benchmarks`",
+    "latents": "tables of `python -m benchmarks`",
+    "remedy_charts": "draws charts from a finished study, measures nothing",
+}
+NEEDS_A_COMPILER = {"native"}
+MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
-def test_every_benchmark_runs_at_toy_size(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--toy", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(next(tmp_path.glob("*.json")).read_text())
-    titles = " ".join(results["tables"])
-    for part in ("forward + backward", "activation memory", "statistics", "optimizer step", "one token with a cache"):
-        assert part in titles
-    assert "qkeel rope + norm" in done.stdout
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in NOT_RUN])
+@pytest.mark.filterwarnings("ignore")  # what peers and torch warn of is not looked at here
+def test_a_benchmark_runs_at_toy_size(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name in NEEDS_A_COMPILER and shutil.which("c++") is None:
+        pytest.skip("there is no C++ compiler here")
+    monkeypatch.setenv("QKEEL_NATIVE", "0")  # what a benchmark changes is put back afterwards
+    monkeypatch.chdir(tmp_path)  # where one writes its results
+    monkeypatch.setattr(sys, "argv", [name, "--toy"])
+    importlib.import_module(f"benchmarks.{name}").main()
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+    for path in tmp_path.rglob("*.json"):
+        assert json.loads(path.read_text())["about"]["torch"], "results say with what they were measured"
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler here")
-def test_the_benchmark_of_the_compiled_kernels_runs_at_toy_size() -> None:
-    command = [sys.executable, "-m", "benchmarks.native", "--toy"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for part in ("norm + rope, forward", "forward + backward", "one token", "attention modules"):
-        assert part in done.stdout
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_every_exception_is_still_one(name: str) -> None:
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    assert not functions or name == "remedy_charts", "it can run by itself: take it off the list"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_benchmark_restarts_as_itself(name: str) -> None:
+    for module in re.findall(r"settle\((.*?)\)", (FOLDER / f"{name}.py").read_text()):
+        assert module in ("", f'module="benchmarks.{name}"') and (module or name == "__main__")

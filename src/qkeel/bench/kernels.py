@@ -100,7 +100,7 @@ def measure(cell: Cell, size: Size) -> list[Row]:
         return []
     cases = {name: _case(cell, tensors, mask, name) for name in names}
     clock = processor_ms if cell.device == "cpu" else gpu_ms
-    calls = max(1, 128 // cell.tokens) if size.shrink == 1 else 1
+    calls = max(1, 16 // cell.tokens) if size.shrink == 1 else 1
     return interleave(cases, names[0], size.rounds, calls, warmup=1, clock=clock)
 
 

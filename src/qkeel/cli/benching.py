@@ -103,7 +103,8 @@ def _measured(size: str, device: str) -> Iterator[dict[str, Any]]:
     from qkeel.bench.measure import steady
 
     command = [sys.executable, "-m", "qkeel.bench", "--size", size, "--device", device]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **steady()}) as process:
+    options: dict[str, Any] = {"text": True, "start_new_session": True, "env": {**os.environ, **steady()}}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:  # of its own: Ctrl-C is ours to pass on
         assert process.stdout is not None
         try:
             yield from map(json.loads, process.stdout)
