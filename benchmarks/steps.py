@@ -37,7 +37,8 @@ def _model(layers: int, heads: int, dim: int) -> nn.Module:
     return nn.ModuleList(blocks)
 
 
-def _case(layers: int, heads: int, dim: int, remedy: str, **options: bool) -> Callable[[], object]:
+def adamw_step(layers: int, heads: int, dim: int, remedy: str, **options: bool) -> Callable[[], object]:
+    """The step of AdamW with a remedy, on fixed gradients."""
     model = _model(layers, heads, dim)
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
@@ -50,13 +51,13 @@ def bench(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
     """One optimizer step each: the same weights, the same fixed gradients."""
     sizes = (layers, heads, dim)
     cases = {
-        BASE: _case(*sizes, "none", fused=True),
-        "AdamW, fused + lalr": _case(*sizes, "lalr", fused=True),
-        "AdamW, fused + lalr (plain decay)": _case(*sizes, "lalr:decay=plain", fused=True),
-        "AdamW, fused + lalr (spectral)": _case(*sizes, "lalr:norm=spectral", fused=True),
-        "AdamW, fused + qk_lr": _case(*sizes, "qk_lr", fused=True),
-        "AdamW, fused + qk_weight_decay": _case(*sizes, "qk_weight_decay", fused=True),
-        "AdamW, foreach": _case(*sizes, "none", foreach=True),
+        BASE: adamw_step(*sizes, "none", fused=True),
+        "AdamW, fused + lalr": adamw_step(*sizes, "lalr", fused=True),
+        "AdamW, fused + lalr (plain decay)": adamw_step(*sizes, "lalr:decay=plain", fused=True),
+        "AdamW, fused + lalr (spectral)": adamw_step(*sizes, "lalr:norm=spectral", fused=True),
+        "AdamW, fused + qk_lr": adamw_step(*sizes, "qk_lr", fused=True),
+        "AdamW, fused + qk_weight_decay": adamw_step(*sizes, "qk_weight_decay", fused=True),
+        "AdamW, foreach": adamw_step(*sizes, "none", foreach=True),
     }
     return interleave(cases, BASE, rounds)
 

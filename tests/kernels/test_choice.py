@@ -87,7 +87,9 @@ def test_a_measured_table_decides_by_tokens(tmp_path: Path, monkeypatch: pytest.
 def test_the_numbers_stay_those_of_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adopt({ROW: {128: ("chunked", "sdpa")}}, tmp_path / "t.json", monkeypatch)
     q = torch.randn(1, 2, 5, 8)
-    assert torch.equal(attention(q, q, q, spec=AttentionSpec()), attention(q, q, q, spec=AttentionSpec(), impl="chunked"))
+    assert torch.equal(
+        attention(q, q, q, spec=AttentionSpec()), attention(q, q, q, spec=AttentionSpec(), impl="chunked")
+    )
 
 
 def test_a_kernel_that_refuses_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +103,9 @@ def test_a_named_kernel_is_not_asked_about_tables(tmp_path: Path, monkeypatch: p
     assert chosen(call(), "sdpa") == "sdpa"
 
 
-def test_under_dropout_the_order_is_that_of_the_table_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_dropout_the_order_is_that_of_the_table_of_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adopt({ROW: {128: ("chunked", "sdpa")}}, tmp_path / "t.json", monkeypatch)
     assert (chosen(call()), chosen(call(dropout=0.1))) == ("chunked", "sdpa")
 

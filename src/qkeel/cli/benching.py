@@ -48,7 +48,9 @@ def bench(
             if not json_ and line["rows"]:
                 print(shown(line), flush=True)
     except subprocess.CalledProcessError as error:
-        print(f"error: the process that measures ended with {error.returncode}; its last words are above", file=sys.stderr)
+        print(
+            f"error: the process that measures ended with {error.returncode}; its last words are above", file=sys.stderr
+        )
         return FAILED
     if place is not None:
         _adopt(place, found)
@@ -104,7 +106,9 @@ def _measured(size: str, device: str) -> Iterator[dict[str, Any]]:
 
     command = [sys.executable, "-m", "qkeel.bench", "--size", size, "--device", device]
     options: dict[str, Any] = {"text": True, "start_new_session": True, "env": {**os.environ, **steady()}}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:  # of its own: Ctrl-C is ours to pass on
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, **options
+    ) as process:  # of its own: Ctrl-C is ours to pass on
         assert process.stdout is not None
         try:
             yield from map(json.loads, process.stdout)

@@ -41,11 +41,12 @@ class Rule:
         return fits and self.least <= tokens <= self.most and all(mine in (None, theirs) for mine, theirs in pairs)
 
 
+_HALF = (torch.bfloat16, torch.float16)
 # Where the order of qkeel.ops.KERNELS is not the fastest (`qkeel bench --size full`); the first rule that holds counts.
 DEFAULT: tuple[Rule, ...] = (
-    # Backward of torch's flash kernel for half precision takes 4.2 to 4.7 times the chunked one without such units,
-    # and 2.3 to 2.8 times under ReRoPE.
-    Rule(order=("chunked", "sdpa", "windowed"), device="cpu", vectors="AVX2", dtypes=(torch.bfloat16,), gradient=True),
+    # Forward and backward by torch's flash kernel takes 4.1 to 7.1 times the chunked one's time in half precision on a
+    # processor without units for it; windowed, which is made of it, 2.3 to 3.5 times. Table: docs/benchmarks.md.
+    Rule(order=("chunked", "sdpa", "windowed"), device="cpu", vectors="AVX2", dtypes=_HALF, gradient=True),
 )
 
 

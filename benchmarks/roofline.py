@@ -1,0 +1,280 @@
+"""How far each operator is from what the machine can do: its time beside copies and a matrix product, in one run.
+
+    python -m benchmarks.roofline                        measures, writes benchmarks/results/roofline-DATE.json
+    python -m benchmarks.roofline_chart FILE.json FILE.svg   draws it
+
+An operator stands by the bytes and floating-point operations that it cannot do without: every tensor read or written
+once, every product that a visible pair needs. What it moves or computes beside them shows as distance from the roof.
+Roofs: a matrix product, and the rate of a copy, or of a multiplication in place for what writes where it read (a copy's
+target is fetched before it is overwritten, which no one counts), in the cache that takes twice the operator's bytes.
+--no-compile leaves inductor out, --toy only shows that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import settle
+
+if __name__ == "__main__":
+    settle(module="benchmarks.roofline")  # before torch: the allocator reads its settings when the process starts
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import qkeel
+from benchmarks.measure import Row, interleave
+from benchmarks.native import Passes
+from benchmarks.steps import adamw_step
+from qkeel.kernels.native import ready
+from qkeel.kernels.statistics import logit_stats
+from qkeel.ops import KERNELS
+from qkeel.spec.call import make_call
+
+Call = Callable[[], object]
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """A name, its kind, the bytes and the floating-point operations it cannot do without, and what makes a call of it."""
+
+    name: str
+    kind: str
+    bytes: float
+    flops: float
+    make: Callable[[], Call]
+    in_place: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of all operators: attention of batch · tokens · heads · head_dim, weights of layers · dim²."""
+
+    batch: int = 4
+    tokens: int = 1024
+    heads: int = 8
+    head_dim: int = 64
+    layers: int = 2
+    dim: int = 1024
+    matrix: int = 1024
+
+    @property
+    def numbers(self) -> int:
+        """Of q, and of k, v and the output."""
+        return self.batch * self.tokens * self.heads * self.head_dim
+
+    @property
+    def pairs(self) -> int:
+        """Query and key that see each other, causal."""
+        return self.batch * self.heads * self.tokens * (self.tokens + 1) // 2
+
+    @property
+    def weights(self) -> int:
+        """Four projections and an MLP of 4·dim a layer."""
+        return 12 * self.layers * self.dim**2
+
+
+TOY = Sizes(batch=1, tokens=16, heads=2, head_dim=64, layers=1, dim=64, matrix=64)
+
+
+def operators(sizes: Sizes, compiled: bool) -> Iterator[Operator]:
+    """The table. A kernel that joins KERNELS, a compiled pass behind the statistics or lalr, is measured as it stands."""
+    n, size = sizes.numbers, 4  # bytes of a float32
+    passes = Passes((sizes.batch, sizes.tokens, sizes.heads, sizes.heads, sizes.head_dim), compiled)
+    for name, way in passes.ways.items():
+        if name.startswith("qkeel") and not ready():
+            print(f"  left out: {name} (not compiled here)")
+            continue
+        # Forward: read x, write y; 2 operations to sum squares, 2 to scale, 3 to rotate. Backward: read y and dy, write
+        # dx; 3 to rotate back dy, 3 y, 4 to sum two products, 4 to combine.
+        yield Operator(
+            name=f"norm + rope: {name}", kind="norm + rope", bytes=2 * 2 * n * size, flops=2 * 7 * n,
+            make=lambda way=way: passes.forward(way),
+        )  # fmt: skip
+        yield Operator(
+            name=f"norm + rope, f+b: {name}", kind="norm + rope, f+b", bytes=2 * 5 * n * size, flops=2 * 21 * n,
+            make=lambda way=way: passes.both(way),
+        )  # fmt: skip
+    # Two products per pair forward, five backward; q, k, v, out, then those and four gradients.
+    product = 2 * sizes.pairs * sizes.head_dim
+    for name in attentions(sizes):
+        forward = {"kind": "attention", "bytes": 4 * n * size, "flops": 2 * product}
+        both = {"kind": "attention, f+b", "bytes": 12 * n * size, "flops": 7 * product}
+        yield Operator(name=f"attention: {name}", **forward, make=lambda name=name: attend(sizes, name, False))
+        yield Operator(name=f"attention, f+b: {name}", **both, make=lambda name=name: attend(sizes, name, True))
+    # One product per pair.
+    yield Operator(
+        name="statistics pass", kind="statistics", bytes=2 * n * size, flops=product, make=lambda: statistic(sizes)
+    )
+    # Weight, gradient and two moments read, weight and moments written; 12 operations a weight.
+    for remedy, name in (("none", "AdamW, fused"), ("lalr", "AdamW, fused + lalr")):
+        yield Operator(
+            name=name, kind="optimizer", bytes=7 * sizes.weights * size, flops=12 * sizes.weights, in_place=True,
+            make=lambda remedy=remedy: adamw_step(sizes.layers, sizes.dim // 64, sizes.dim, remedy, fused=True),
+        )  # fmt: skip
+
+
+def inputs(sizes: Sizes, gradient: bool) -> list[torch.Tensor]:
+    """q, k, v and a gradient of the output, heads beside each other in memory."""
+    rng, shape = torch.Generator().manual_seed(0), (sizes.batch, sizes.tokens, sizes.heads, sizes.head_dim)
+    made = [torch.randn(shape, generator=rng).transpose(1, 2) for _ in range(4)]
+    return [x.requires_grad_(gradient) for x in made[:3]] + made[3:]
+
+
+def attentions(sizes: Sizes) -> list[str]:
+    """torch's own SDPA and every kernel of ours that takes such a call."""
+    q, k, v, _ = inputs(sizes, False)
+    call = make_call(qkeel.AttentionSpec(), q, k, v)
+    return ["torch SDPA", *(name for name, kernel in KERNELS.items() if kernel.supports(call) is None)]
+
+
+def attend(sizes: Sizes, name: str, gradient: bool) -> Call:
+    """Causal attention by torch or by a kernel of ours, with its backward pass or without."""
+    *qkv, above = inputs(sizes, gradient)
+    spec = qkeel.AttentionSpec()
+
+    def forward() -> torch.Tensor:
+        if name == "torch SDPA":
+            return scaled_dot_product_attention(*qkv, is_causal=True)
+        return qkeel.attention(*qkv, spec=spec, impl=name)
+
+    return (lambda: torch.autograd.grad(forward(), qkv, above)) if gradient else forward
+
+
+def statistic(sizes: Sizes) -> Call:
+    """Exact statistics of one call, with nothing else."""
+    q, k, v, _ = inputs(sizes, False)
+    call = make_call(qkeel.AttentionSpec(), q, k, v)
+    return lambda: logit_stats(call)
+
+
+def cache(level: int, default: int) -> int:
+    """Bytes of a cache of the first processor."""
+    for index in sorted(CACHES.glob("index*")):
+        text = (index / "size").read_text().strip() if (index / "level").read_text().strip() == str(level) else ""
+        if text:
+            return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]]
+    return default
+
+
+def streams(size: int, least: int) -> tuple[dict[str, Call], int]:
+    """A copy and a multiplication inside so many bytes, over until `least` were read and written; how many those are."""
+    x, times = torch.randn(size // 8), max(1, least // size)
+    to, own = torch.empty_like(x), torch.ones(size // 8)  # half the bytes, each read and written
+
+    def copy() -> None:
+        for _ in range(times):
+            to.copy_(x)
+
+    def scale() -> None:
+        for _ in range(times):
+            own.mul_(1.0)
+
+    return {"copy": copy, "in place": scale}, times * size
+
+
+def measure(sizes: Sizes, rounds: int, compiled: bool) -> dict[str, Any]:
+    """Peaks and operators, all cases in each round."""
+    levels = {"L2": cache(2, 1 << 19), "L3": cache(3, 1 << 24), "memory": 0}
+    least = 1 << (28 if sizes is not TOY else 16)
+    spans = {"L2": levels["L2"] // 2, "L3": levels["L3"] // 4, "memory": max(least, 8 * levels["L3"])}
+    if sizes is TOY:
+        spans = dict.fromkeys(spans, 1 << 16)
+    moving = {level: streams(size, least) for level, size in spans.items()}
+    a, b = (torch.randn(sizes.matrix, sizes.matrix) for _ in range(2))
+    cases: dict[str, Call] = {"sgemm": lambda: torch.mm(a, b)}
+    cases |= {f"{how}, {level}": call for level, (calls, _) in moving.items() for how, call in calls.items()}
+    table = list(operators(sizes, compiled))
+    cases |= {operator.name: operator.make() for operator in table}
+    rows = {row.name: row for row in interleave(cases, "sgemm", rounds)}
+    bandwidth = {
+        how: {level: moved / _seconds(rows[f"{how}, {level}"]) for level, (_, moved) in moving.items()}
+        for how in ("copy", "in place")
+    }
+    peak = 2 * sizes.matrix**3 / _seconds(rows["sgemm"])
+    found = [_placed(operator, rows[operator.name], bandwidth, peak, levels) for operator in table]
+    return {"bytes_per_second": bandwidth, "flops_per_second": peak, "operators": found}
+
+
+def _seconds(row: Row) -> float:
+    return statistics.median(row.times) / 1e3
+
+
+def _placed(
+    operator: Operator, row: Row, bandwidth: dict[str, dict[str, float]], peak: float, levels: dict[str, int]
+) -> dict[str, Any]:
+    """Where an operator stands: its share of the roof is the time that the roof allows over the time it takes."""
+    level = next((name for name, size in levels.items() if 2 * operator.bytes <= size), "memory")
+    moving = operator.bytes / bandwidth["in place" if operator.in_place else "copy"][level]
+    floor = max(moving, operator.flops / peak)
+    return {
+        "name": operator.name,
+        "kind": operator.kind,
+        "bytes": operator.bytes,
+        "flops": operator.flops,
+        "level": level,
+        "cpu_ms": row.as_dict()["cpu_ms"],
+        "share": round(floor / _seconds(row), 4),
+        "limit": "bytes" if moving * peak > operator.flops else "arithmetic",
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print peaks and operators."""
+    for how, rates in found["bytes_per_second"].items():
+        print(f"{how:<8} (bytes read and written): " + "  ".join(f"{n} {r / 1e9:.1f} GB/s" for n, r in rates.items()))
+    print(f"sgemm {found['flops_per_second'] / 1e9:.0f} GFLOP/s\n")
+    print("CPU ms min / median / max; flops per byte; the roof's time over its own; what the roof is")
+    for at in found["operators"]:
+        low, mid, high = at["cpu_ms"]
+        print(
+            f"  {at['name']:<46} {low:8.2f} / {mid:8.2f} / {high:8.2f}  {at['flops'] / at['bytes']:7.1f}  "
+            f"{at['share']:6.1%}  {at['limit']} ({at['level']})"
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, two rounds: only to see that it runs")
+    parser.add_argument("--no-compile", action="store_true", help="leave inductor out (saves a minute)")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    os.environ.setdefault("QKEEL_NATIVE", "1")
+    sizes, rounds = (TOY, 2) if args.toy else (Sizes(), args.rounds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = measure(sizes, rounds, not (args.toy or args.no_compile))
+    show(found)
+    about = {
+        "qkeel": qkeel.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, 1 thread, {torch.backends.cpu.get_cpu_capability()}",
+        "compiled_kernels": ready(),
+        "date": datetime.date.today().isoformat(),
+        "rounds": rounds,
+        "sizes": dataclasses.asdict(sizes),
+        "command": "python -m benchmarks.roofline",
+    }
+    path = args.out / f"roofline-{about['date']}{'-toy' if args.toy else ''}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"about": about, **found}, indent=1, ensure_ascii=False) + "\n")
+    print(f"\nwritten: {path}")
+
+
+if __name__ == "__main__":
+    main()
