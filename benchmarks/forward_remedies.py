@@ -1,6 +1,7 @@
 """What qk_norm as a remedy costs on a transformers Llama, beside the norm that Qwen3 has by itself.
 
-`python -m benchmarks.forward_remedies [--toy]`: the same weights in three models, forward and backward, one after the other.
+`python -m benchmarks.forward_remedies`: the same weights in three models, forward and backward, one after the other.
+--toy only shows that it runs.
 """
 
 from __future__ import annotations

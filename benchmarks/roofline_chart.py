@@ -1,4 +1,4 @@
-"""The roofline picture: python -m benchmarks.roofline_chart benchmarks/results/roofline-DATE.json docs/images/roofline.svg"""
+"""The picture of a roofline: python -m benchmarks.roofline_chart RESULTS.json PICTURE.svg"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 420, 64, 300, 30, 46
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 500, 48, 300, 30, 46
 COLOURS = ("#c2410c", "#0f766e", "#1d4ed8", "#7c3aed", "#a16207", "#be185d", "#4d7c0f")
 STYLE = (
     "text{font:11px sans-serif;fill:#444}.roof{fill:none;stroke:#555;stroke-width:1.4}"
@@ -63,30 +63,27 @@ def _grid(axes: Axes) -> Iterator[str]:
         y = axes.up(10.0**power)
         yield f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>'
         yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>'
-    yield f'<text x="{LEFT}" y="{HEIGHT - 10}">floating-point operations per byte, both counted as the least there is</text>'
+    below = "floating-point operations per byte, of each the least there can be"
+    yield f'<text x="{LEFT}" y="{HEIGHT - 10}">{below}</text>'
     yield f'<text x="{LEFT}" y="18">GFLOP/s of the operations counted</text>'
 
 
 def _roofs(axes: Axes, found: dict[str, Any]) -> Iterator[str]:
-    peak, (low, high) = found["flops_per_second"] / 1e9, axes.x
-    roofs = [(f"copy in {level}", rate, "") for level, rate in found["bytes_per_second"]["copy"].items()]
-    roofs.append(("in place in memory", found["bytes_per_second"]["in place"]["memory"], ' stroke-dasharray="5 4"'))
-    for name, rate, dashes in roofs:
+    peak, low, rates = found["flops_per_second"] / 1e9, axes.x[0], found["bytes_per_second"]
+    roofs = [(f"copy in {level}", rate, "") for level, rate in rates["copy"].items()]
+    roofs.append(("in place in memory (dashed)", rates["in place"]["memory"], ' stroke-dasharray="5 4"'))
+    roofs.sort(key=lambda roof: -roof[1])
+    for _, rate, dashes in roofs:
         bandwidth, floor = rate / 1e9, 10.0 ** axes.y[0]
-        start, bend = max(10.0**low, floor / bandwidth), min(peak / bandwidth, 10.0**high)
+        start, bend = max(10.0**low, floor / bandwidth), min(peak / bandwidth, 10.0 ** axes.x[1])
         line = f"M{axes.across(start):.1f} {axes.up(start * bandwidth):.1f}"
         line += f"L{axes.across(bend):.1f} {axes.up(bend * bandwidth):.1f}"
         yield f'<path class="roof"{dashes} d="{line}H{WIDTH - RIGHT}"/>'
-        yield (
-            f'<text class="small" transform="translate({axes.across(start) + 6:.1f} {axes.up(start * bandwidth) - 8:.1f}) '
-            f'rotate({-_slope(axes):.1f})">{escape(name)}, {bandwidth:.0f} GB/s</text>'
-        )
-    yield f'<text x="{WIDTH - RIGHT}" y="{axes.up(peak) - 6:.1f}" text-anchor="end">sgemm, {peak:.0f} GFLOP/s</text>'
-
-
-def _slope(axes: Axes) -> float:
-    """Degrees of a line of constant bandwidth."""
-    return math.degrees(math.atan2(axes.up(1) - axes.up(10), axes.across(10) - axes.across(1)))
+    key, last = WIDTH - RIGHT + 9, HEIGHT - BOTTOM - 15 * (len(roofs) + 1)
+    yield f'<text x="{key}" y="{last}">roofs, from the left:</text>'
+    for i, (name, rate, _) in enumerate(roofs, start=1):
+        yield f'<text x="{key}" y="{last + 15 * i}">{escape(name)}, {rate / 1e9:.0f} GB/s</text>'
+    yield f'<text x="{key}" y="{last + 15 * len(roofs) + 15}">and above: sgemm, {peak:.0f} GFLOP/s</text>'
 
 
 def _points(axes: Axes, found: dict[str, Any]) -> Iterator[str]:

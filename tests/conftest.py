@@ -17,9 +17,8 @@ import torch  # noqa: E402
 # Tests see torch's own path, so that none waits for a compiler; tests/kernels/native turns the compiled kernels on,
 # and QKEEL_NATIVE=1 in the environment does so everywhere.
 os.environ.setdefault("QKEEL_NATIVE", "0")
-os.environ.setdefault(
-    "QKEEL_CHOICE", "0"
-)  # "auto" takes kernels in the order of their table, whatever was measured here
+# "auto" takes kernels in the order of their table, whatever was measured here.
+os.environ.setdefault("QKEEL_CHOICE", "0")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkeel.errors import RefusedError
 from qkeel.functional.stats import LogitBracket, LogitStats
-from qkeel.kernels.choice import Question, Statistics, ordered, question, steps
+from qkeel.kernels.choice import Order, Question, Statistics, Steps, ordered, question, steps
 from qkeel.kernels.choice.stored import switched_off
 from qkeel.kernels.chunked import Chunked
 from qkeel.kernels.contract import Kernel, average
@@ -166,23 +166,31 @@ def _fastest(call: AttentionCall, statistics: Statistics) -> Kernel:
     if call.dropout or torch.compiler.is_exporting():
         return next(kernel for kernel in KERNELS.values() if kernel.supports(call) is None)
     asked, tokens = question(call, statistics)
-    for most, names in _orders(asked):
-        if most is None or tokens <= most:
-            break
-    for name in names:
-        kernel = KERNELS[name]
-        if kernel.supports(call) is None:
-            break
+    name = _first(call, _up_to(tokens, _orders(asked)))
     _tell(asked, name)
-    return kernel
+    return KERNELS[name]
 
 
-def _orders(asked: Question) -> tuple[tuple[int | None, tuple[str, ...]], ...]:
+def _first(call: AttentionCall, names: Order) -> str:
+    for name in names[:-1]:
+        if KERNELS[name].supports(call) is None:
+            return name
+    return names[-1]
+
+
+def _up_to(tokens: int, orders: Steps) -> Order:
+    for most, names in orders[:-1]:
+        if most is not None and tokens <= most:
+            return names
+    return orders[-1][1]
+
+
+def _orders(asked: Question) -> Steps:
     return _orders_once(asked)
 
 
 @functools.cache
-def _orders_once(asked: Question) -> tuple[tuple[int | None, tuple[str, ...]], ...]:
+def _orders_once(asked: Question) -> Steps:
     """Every kernel in the order to try, up to each number of query tokens; the last for any number."""
     known = () if switched_off() else steps(asked)
     return tuple((most, ordered(names, tuple(KERNELS))) for most, names in known or ((None, ()),))

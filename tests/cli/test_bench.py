@@ -28,7 +28,7 @@ def line(tokens: int, **ratios: float) -> dict[str, object]:
 
 
 @pytest.fixture
-def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A measurement that takes no time, and a place for the table."""
     lines = [line(1, sdpa=1.0, chunked=0.5), line(128, sdpa=1.0, chunked=2.0), line(512)]
     monkeypatch.setattr(benching, "_measured", lambda size, device: iter(lines))
@@ -50,24 +50,24 @@ def test_every_kernel_that_takes_a_call_is_measured(capsys: Capture) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:qkeel chooses kernels by its default table")
-def test_the_table_is_shown_and_stored_only_on_request(_measured: Path, capsys: Capture) -> None:
+def test_the_table_is_shown_and_stored_only_on_request(table: Path, capsys: Capture) -> None:
     assert main(["bench"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out.splitlines()[0]
     assert "T 128   sdpa 2.00 ms  chunked 2.00 / 2.00 / 2.00  → sdpa" in out
     assert "T 512" not in out  # one kernel alone is no choice
     assert "--use" in out.splitlines()[-1]
-    assert not _measured.parent.exists()
+    assert not table.parent.exists()
     assert main(["bench", "--use"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"written: {_measured}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"written: {table}"
     stored.adopted.cache_clear()
     (orders,) = stored.adopted().values()
     assert orders == {1: ("chunked", "sdpa"), 128: ("sdpa", "chunked")}
 
 
-def test_a_new_table_keeps_what_it_did_not_measure(_measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _measured.parent.mkdir()
-    _measured.write_text(json.dumps({"versions": stored.versions(), "orders": [
+def test_a_new_table_keeps_what_it_did_not_measure(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table.parent.mkdir()
+    table.write_text(json.dumps({"versions": stored.versions(), "orders": [
         {**CELL, "tokens": 128, "kernels": ["chunked"]},
         {**CELL, "form": "capped", "tokens": 128, "kernels": ["native", "chunked"]},
     ]}))  # fmt: skip
@@ -120,9 +120,9 @@ def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: C
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the processes of a process are read from /proc")
 def test_ctrl_c_ends_the_measuring_process_too_and_stores_nothing(tmp_path: Path) -> None:
-    table = tmp_path / "t.json"
+    place = tmp_path / "t.json"
     command = [sys.executable, "-m", "qkeel", "bench", "--use", "--device", "cpu"]
-    environment = {**os.environ, stored.VARIABLE: str(table), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, stored.VARIABLE: str(place), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as it:
         assert it.stdout is not None
         it.stdout.readline()  # the machine

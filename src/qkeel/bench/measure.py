@@ -29,7 +29,7 @@ def steady(threads: int = 1) -> dict[str, str]:
 
 
 def settle(threads: int = 1, module: str = "benchmarks") -> None:
-    """Restart this process once, as `python -m module`, with steady allocator settings and a fixed number of threads."""
+    """Restart this process once, as `python -m module`, with steady allocator settings and so many threads."""
     wanted = steady(threads)
     if any(os.environ.get(k) != v for k, v in wanted.items()):
         os.environ.update(wanted)
@@ -91,8 +91,8 @@ def interleave(
     """Time every case once a round, order reversed each round.
 
     Args:
-        cases: name -> what to call. base: the case that ratios refer to. rounds, warmup: how often, and before it counts.
-        calls: of a case in a row, per round. clock: milliseconds per call of so many calls.
+        cases: name -> what to call. base: the case that ratios refer to. rounds: how often. warmup: calls of each
+            before. calls: of a case in a row, per round. clock: milliseconds per call of so many calls.
     """
     for case in cases.values():
         for _ in range(warmup):

@@ -106,9 +106,8 @@ def _measured(size: str, device: str) -> Iterator[dict[str, Any]]:
 
     command = [sys.executable, "-m", "qkeel.bench", "--size", size, "--device", device]
     options: dict[str, Any] = {"text": True, "start_new_session": True, "env": {**os.environ, **steady()}}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, **options
-    ) as process:  # of its own: Ctrl-C is ours to pass on
+    # A session of its own: Ctrl-C reaches this process alone, which ends the other.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:
         assert process.stdout is not None
         try:
             yield from map(json.loads, process.stdout)
@@ -122,7 +121,8 @@ def _measured(size: str, device: str) -> Iterator[dict[str, Any]]:
 def shown(line: dict[str, Any]) -> str:
     """One call: what it is, the first kernel's time, the ratios of the others.
 
-    >>> cell = {"form": "folded", "dtype": "float32", "head_dim": 64, "gradient": True, "statistics": "none", "tokens": 128}
+    >>> cell = {"form": "folded", "dtype": "float32", "head_dim": 64, "gradient": True, "statistics": "none"}
+    >>> cell["tokens"] = 128
     >>> rows = [{"case": "sdpa", "cpu_ms": [1.0, 1.1, 1.4], "ratio": [1.0, 1.0, 1.0]}]
     >>> shown({"cell": cell, "order": ["sdpa"], "rows": rows})
     'folded   float32  d 64  backward  statistics none  T 128   sdpa 1.10 ms  → sdpa'

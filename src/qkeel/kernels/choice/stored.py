@@ -72,9 +72,8 @@ def adopted() -> Orders:
             caution(f"qkeel chooses kernels by its default table: {path}, which {VARIABLE} names, does not exist.")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
-        caution(
-            f"qkeel chooses kernels by its default table: {path} is of no use ({reason}). `qkeel bench --use` renews it."
-        )
+        told = f"qkeel chooses kernels by its default table: {path} is of no use ({reason})"
+        caution(f"{told}. `qkeel bench --use` renews it.")
     return {}
 
 

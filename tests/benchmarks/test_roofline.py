@@ -1,0 +1,55 @@
+"""The roofline: counts of bytes and operations by hand, and the picture of the docs from the committed results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from benchmarks.roofline import Sizes, _placed, operators
+from benchmarks.roofline_chart import chart
+
+from qkeel.bench.measure import Row
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("roofline-*.json"))
+SMALL = Sizes(batch=1, tokens=3, heads=2, head_dim=8, layers=1, dim=64, matrix=8)
+
+
+def test_bytes_and_operations_are_counted_as_by_hand() -> None:
+    # 48 numbers in q; 2 heads of 1 + 2 + 3 visible pairs; 12 · 64² weights.
+    counted = {op.name: (op.bytes, op.flops) for op in operators(SMALL, compiled=False)}
+    assert counted["norm + rope: eager"] == (4 * 48 * 4, 14 * 48)
+    assert counted["norm + rope, f+b: eager"] == (10 * 48 * 4, 42 * 48)
+    assert counted["attention: torch SDPA"] == (4 * 48 * 4, 2 * 2 * 12 * 8)
+    assert counted["attention, f+b: torch SDPA"] == (12 * 48 * 4, 7 * 2 * 12 * 8)
+    assert counted["statistics pass"] == (2 * 48 * 4, 2 * 12 * 8)
+    assert counted["AdamW, fused"] == (7 * 4 * 49152, 12 * 49152)
+
+
+@pytest.mark.parametrize(
+    ("name", "ms", "level", "limit", "share"),
+    [
+        ("norm + rope: eager", 1.0, "L2", "bytes", 0.768),  # 768 bytes at 1 MB/s take 0.768 ms
+        ("attention: torch SDPA", 1.0, "L2", "bytes", 0.768),
+        ("AdamW, fused", 1376.256, "memory", "bytes", 0.5),  # in place, at 2 MB/s
+    ],
+)
+def test_the_share_is_the_time_of_the_roof_over_the_time_taken(
+    name: str, ms: float, level: str, limit: str, share: float
+) -> None:
+    operator = next(op for op in operators(SMALL, compiled=False) if op.name == name)
+    bandwidth = {"copy": {"L2": 1e6, "memory": 5e5}, "in place": {"L2": 4e6, "memory": 2e6}}
+    at = _placed(operator, Row(name, [ms], [1.0]), bandwidth, 1e9, {"L2": 4096, "memory": 0})
+    assert (at["level"], at["limit"], at["share"]) == (level, limit, pytest.approx(share, abs=1e-4))
+
+
+@pytest.mark.skipif(not RESULTS, reason="no results are committed")
+def test_the_picture_of_the_docs_is_that_of_the_committed_results() -> None:
+    found = json.loads(RESULTS[-1].read_text())
+    picture = chart(found)
+    assert picture == (ROOT / "docs" / "images" / "roofline.svg").read_text()
+    text = "".join(ElementTree.fromstring(picture).itertext())
+    for operator in found["operators"]:
+        assert operator["name"] in text
