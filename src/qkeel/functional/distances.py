@@ -11,20 +11,6 @@ from torch import Tensor
 from qkeel.errors import InvalidValueError
 
 
-def clipped(distance: Tensor, window: float, leak: float = math.inf) -> Tensor:
-    """r where |r| < w, else ±(w + (|r| - w)/leak): ReRoPE for an infinite leak, Leaky ReRoPE for a finite one.
-
-    Source: Su 2023, kexue.fm 9708.
-
-    >>> clipped(torch.arange(7, -1, -1), 3).tolist()
-    [3.0, 3.0, 3.0, 3.0, 3.0, 2.0, 1.0, 0.0]
-    >>> clipped(torch.arange(7, -1, -1), 3, leak=4).tolist()
-    [4.0, 3.75, 3.5, 3.25, 3.0, 2.0, 1.0, 0.0]
-    """
-    r = distance.abs().to(torch.promote_types(distance.dtype, torch.float32))
-    return torch.where(r < window, r, window + (r - window) / leak) * distance.sign()
-
-
 def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
     """m_h = 2^(-8h/H), h = 1 … H; for H that is no power of 2 those of the lower power, then every second of the next.
 

@@ -21,6 +21,7 @@ from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.ops import run, run_with_weights
 from qkeel.remedies.stand_in import StandIn, place, take_out
+from qkeel.sites.arguments import sdpa_arguments
 from qkeel.sites.blockwise import HIDES
 from qkeel.sites.fused import hiding, mha_mask
 from qkeel.spec import AttentionSpec, LogN
@@ -254,9 +255,8 @@ def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params
 
 
 def _sdpa_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, **dict(zip(names, args)), **kwargs}
-    return tuple(given[name] for name in names)
+    given = sdpa_arguments(args, kwargs)
+    return tuple(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
 
 
 def _counts(spec: AttentionSpec) -> bool:

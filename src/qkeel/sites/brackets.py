@@ -12,7 +12,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+from qkeel.sites.arguments import sdpa_arguments
 
 
 class BracketMode(TorchFunctionMode):
@@ -46,18 +46,18 @@ class BracketMode(TorchFunctionMode):
         return out
 
     def _sdpa(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        given = {**dict(zip(_SDPA, args)), **kwargs}
+        given = sdpa_arguments(args, kwargs)
         if not _flash_on_cpu(given):
-            self._safely(lambda: _norm_bound(given["query"], given["key"], given.get("scale")))
+            self._safely(lambda: _norm_bound(given["query"], given["key"], given["scale"]))
             return func(*args, **kwargs)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             given["query"],
             given["key"],
             given["value"],
             0.0,
-            bool(given.get("is_causal", False)),
-            attn_mask=given.get("attn_mask"),
-            scale=given.get("scale"),
+            bool(given["is_causal"]),
+            attn_mask=given["attn_mask"],
+            scale=given["scale"],
         )
         self._safely(lambda: lse.amax())
         return out
@@ -73,12 +73,12 @@ class BracketMode(TorchFunctionMode):
 
 def _flash_on_cpu(given: Mapping[str, Any]) -> bool:
     """Whether SDPA would run torch's CPU flash kernel on these arguments."""
-    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
     if not all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in (q, k, v)):
         return False
     if torch.is_autocast_enabled("cpu"):
         return False
-    if given.get("dropout_p", 0.0) or (mask is not None and (mask.dtype == torch.bool or mask.requires_grad)):
+    if given["dropout_p"] or (mask is not None and (mask.dtype == torch.bool or mask.requires_grad)):
         return False  # SDPA turns a boolean mask into an additive one of its own
     choice = torch._fused_sdp_choice(
         q,
@@ -86,9 +86,9 @@ def _flash_on_cpu(given: Mapping[str, Any]) -> bool:
         v,
         mask,
         0.0,
-        bool(given.get("is_causal", False)),
-        scale=given.get("scale"),
-        enable_gqa=bool(given.get("enable_gqa", False)),
+        bool(given["is_causal"]),
+        scale=given["scale"],
+        enable_gqa=bool(given["enable_gqa"]),
     )
     return choice == SDPBackend.FLASH_ATTENTION.value
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qkeel.sites.arguments import sdpa_arguments
 from qkeel.sites.blockwise import HIDES, PackedCall, packed_call
 from qkeel.sites.layout import fewest_keys, head_counts, layout
 from qkeel.sites.scores import ScoresCall
@@ -25,10 +26,8 @@ _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
 
 
 def sdpa(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
-    """F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args)), **kwargs}
-    return _sdpa(frame, given)
+    """F.scaled_dot_product_attention."""
+    return _sdpa(frame, sdpa_arguments(args, kwargs))
 
 
 def _sdpa(frame: Frame, given: dict[str, Any]) -> Seen:
