@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,12 @@ from torch.nn import functional as F
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype statistics are computed in: float32 or wider, so float64 stays float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def unrounded(x: Tensor) -> AbstractContextManager[object]:
+    """Products inside keep the dtype of what they multiply: autocast, which would round logits to half, is off."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch d"]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from qkeel.functional.norms import wide
+from qkeel.functional.norms import unrounded, wide
 from qkeel.kernels import native
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
@@ -57,9 +57,10 @@ def average(weights: Tensor, v: Tensor) -> Tensor:
     """weights [b h t s] times v [b g s d], each key head serving h / g query heads, without repeating v."""
     b, h, t, s = weights.shape
     g = v.shape[1]
-    if g == h:
-        return weights @ v
-    return (weights.reshape(b, g, h // g * t, s) @ v).view(b, h, t, v.shape[-1])
+    with unrounded(v):
+        if g == h:
+            return weights @ v
+        return (weights.reshape(b, g, h // g * t, s) @ v).view(b, h, t, v.shape[-1])
 
 
 def whole_and_plain(call: AttentionCall) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.functional.classes import TokenClasses
+from qkeel.functional.norms import unrounded
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.slot import Params
 
@@ -61,7 +62,8 @@ class AttentionCall:
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
         """Logits before cap of a block of encoded q and k (already sliced), additive mask included."""
-        z = self.spec.scores(q, k, self.pos_q[:, rows], self.pos_k[:, keys], self.params)
+        with unrounded(q):
+            z = self.spec.scores(q, k, self.pos_q[:, rows], self.pos_k[:, keys], self.params)
         bias = self.bias(rows, keys)
         return z if bias is None else z + bias.to(z.dtype)
 

@@ -44,8 +44,8 @@ class Rule:
 _HALF = (torch.bfloat16, torch.float16)
 # Where the order of qkeel.ops.KERNELS is not the fastest (`qkeel bench --size full`); the first rule that holds counts.
 DEFAULT: tuple[Rule, ...] = (
-    # Forward and backward by torch's flash kernel takes 4.1 to 7.1 times the chunked one's time in half precision on a
-    # processor without units for it; windowed, which is made of it, 2.3 to 3.5 times. Table: docs/benchmarks.md.
+    # Forward and backward by torch's flash kernel takes 4.0 to 7.1 times the chunked one's time in half precision on a
+    # processor without units for it; windowed, which is made of it, 2.3 to 3.5 times. Table: docs/choice.md.
     Rule(order=("chunked", "sdpa", "windowed"), device="cpu", vectors="AVX2", dtypes=_HALF, gradient=True),
 )
 
