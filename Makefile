@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 JOBS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup demo test slow zoo gpu check lint docs bench assets clean
+.PHONY: setup demo test slow zoo gpu check lint docs bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,6 +49,10 @@ docs: $(VENV)/.dev
 bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks
+
+roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of docs/benchmarks.md
+	$(BIN)/python -m benchmarks.roofline
+	$(BIN)/python -m benchmarks.roofline_chart benchmarks/results/roofline-$$(date +%F).json docs/images/roofline.svg
 
 assets:  ## rebuild the vendored chart library (needs Node); its result is committed
 	cd assets && npm ci --no-audit --no-fund && npm run build

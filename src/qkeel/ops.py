@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkeel.errors import RefusedError
 from qkeel.functional.stats import LogitBracket, LogitStats
-from qkeel.kernels.choice import Order, Question, Statistics, Steps, ordered, question, steps
+from qkeel.kernels.choice import Question, Statistics, Steps, ordered, question, steps
 from qkeel.kernels.choice.stored import switched_off
 from qkeel.kernels.chunked import Chunked
 from qkeel.kernels.contract import Kernel, average
@@ -166,23 +166,16 @@ def _fastest(call: AttentionCall, statistics: Statistics) -> Kernel:
     if call.dropout or torch.compiler.is_exporting():
         return next(kernel for kernel in KERNELS.values() if kernel.supports(call) is None)
     asked, tokens = question(call, statistics)
-    name = _first(call, _up_to(tokens, _orders(asked)))
-    _tell(asked, name)
-    return KERNELS[name]
-
-
-def _first(call: AttentionCall, names: Order) -> str:
-    for name in names[:-1]:
-        if KERNELS[name].supports(call) is None:
-            return name
-    return names[-1]
-
-
-def _up_to(tokens: int, orders: Steps) -> Order:
-    for most, names in orders[:-1]:
-        if most is not None and tokens <= most:
-            return names
-    return orders[-1][1]
+    orders = _orders(asked)
+    names = orders[-1][1]
+    if len(orders) > 1:
+        names = next((names for most, names in orders if most is not None and tokens <= most), names)
+    for name in names:
+        kernel = KERNELS[name]
+        if kernel.supports(call) is None:
+            _tell(asked, name)
+            return kernel
+    raise AssertionError("the last kernel takes everything")
 
 
 def _orders(asked: Question) -> Steps:

@@ -69,6 +69,7 @@ def test_a_run_directory_holds_what_the_records_say(tiny: Make, tmp_path: Path) 
     env = directory.env()
     assert env["corpus"]["name"] == "topics"
     assert env["corpus"]["vocab_size"] == 256
+    assert env["kernel_tables"] == "none"  # tests switch them off
     assert env["command"] == "qkeel run"
     assert "softmax" in env["formula"]
     assert "2511.21377" in env["remedy_source"]

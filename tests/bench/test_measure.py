@@ -1,0 +1,72 @@
+"""Interleaved rounds: who is called when, and what a ratio is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from qkeel.bench import measure
+from qkeel.bench.kernels import SIZES, Cell, fastest_first, grid
+from qkeel.bench.measure import Row, interleave, processor_ms
+from qkeel.kernels.choice.question import HEAD_DIMS, TOKENS
+
+
+def test_every_case_is_called_once_a_round_in_an_order_that_turns_round() -> None:
+    called: list[str] = []
+    cases = {name: (lambda name=name: called.append(name)) for name in "abc"}
+    interleave(cases, "a", rounds=2, calls=2, warmup=1)
+    assert "".join(called) == "abc" + "aabbcc" + "ccbbaa"
+
+
+def test_a_ratio_is_that_of_its_own_round() -> None:
+    ticks = iter([1.0, 3.0, 8.0, 2.0])  # a and b, then b and a
+
+    def clock(case: Callable[[], object], calls: int) -> float:
+        return next(ticks)
+
+    a, b = interleave({"a": lambda: None, "b": lambda: None}, "a", rounds=2, warmup=0, clock=clock)
+    assert (a.times, a.ratios) == ([1.0, 2.0], [1.0, 1.0])
+    assert (b.times, b.ratios) == ([3.0, 8.0], [3.0, 4.0])
+    assert b.ratio == 3.5
+    assert b.as_dict() == {"case": "b", "cpu_ms": [3.0, 5.5, 8.0], "ratio": [3.0, 3.5, 4.0]}
+
+
+def test_the_clock_of_a_processor_counts_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1.0, 1.5])
+    monkeypatch.setattr(measure.time, "process_time", lambda: next(seconds))
+    assert processor_ms(lambda: None, calls=5) == 100.0
+
+
+def test_the_fastest_is_first() -> None:
+    rows = [Row("a", [1.0] * 3, [1.0] * 3), Row("b", [1.0] * 3, [0.5, 0.6, 9.0]), Row("c", [1.0] * 3, [2.0] * 3)]
+    assert fastest_first(rows) == ("b", "a", "c")
+
+
+def test_the_full_grid_asks_every_row_of_the_tables_once() -> None:
+    cells = list(grid(SIZES["full"], "cpu"))
+    assert len(cells) == len(set(cells)) == 2 * 2 * 4 * 2 * (2 * len(TOKENS) - 1)
+    assert {cell.head_dim for cell in cells} == set(HEAD_DIMS)
+    assert not [cell for cell in cells if cell.gradient and cell.tokens == 1]  # decoding
+
+
+def test_a_process_starts_steady_or_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(measure.os, "execv", lambda _, words: started.append(words))
+    monkeypatch.setattr(measure.sys, "argv", ["x", "--toy"])
+    for name, value in measure.steady(3).items():
+        monkeypatch.setenv(name, value)
+    measure.settle(3, "some.module")
+    assert started == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    measure.settle(3, "some.module")
+    assert [words[1:] for words in started] == [["-m", "some.module", "--toy"]]
+
+
+def test_a_cell_names_its_row_of_the_table() -> None:
+    cell = next(cell for cell in grid(SIZES["toy"], "cpu") if cell.form == "masked" and cell.gradient)
+    orders: dict = {}
+    cell.add(orders, ("b", "a"))
+    ((asked, by_tokens),) = orders.items()
+    assert (asked[0], asked[2:], by_tokens) == ("cpu", (64, "masked", True, "none"), {128: ("b", "a")})
+    assert isinstance(cell, Cell)
