@@ -22,7 +22,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.measure import settle
 
@@ -43,6 +43,7 @@ from qkeel.spec.call import make_call
 
 Call = Callable[[], object]
 WAYS = {"eager F.rms_norm + rotate_half": "eager", "inductor, the same": "inductor"}  # shorter, for the picture
+TORCH = "torch SDPA"
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -113,8 +114,15 @@ def operators(sizes: Sizes, compiled: bool) -> Iterator[Operator]:
     for name in attentions(sizes):
         forward = {"kind": "attention", "bytes": 4 * n * size, "flops": 2 * product}
         both = {"kind": "attention, f+b", "bytes": 12 * n * size, "flops": 7 * product}
-        yield Operator(name=f"attention: {name}", **forward, make=lambda name=name: attend(sizes, name, False))
-        yield Operator(name=f"attention, f+b: {name}", **both, make=lambda name=name: attend(sizes, name, True))
+        yield Operator(name=f"attention: {name}", **forward, make=lambda name=name: attend(sizes, name))
+        yield Operator(
+            name=f"attention, f+b: {name}", **both, make=lambda name=name: attend(sizes, name, gradient=True)
+        )
+        if name != TORCH:  # the largest logit and the entropy of every head need nothing more
+            yield Operator(
+                name=f"attention, max + entropy: {name}", **forward,
+                make=lambda name=name: attend(sizes, name, stats="entropy"),
+            )  # fmt: skip
     # One product per pair.
     yield Operator(
         name="statistics pass", kind="statistics", bytes=2 * n * size, flops=product, make=lambda: statistic(sizes)
@@ -138,18 +146,18 @@ def attentions(sizes: Sizes) -> list[str]:
     """torch's own SDPA and every kernel of ours that takes such a call."""
     q, k, v, _ = inputs(sizes, False)
     call = make_call(qkeel.AttentionSpec(), q, k, v)
-    return ["torch SDPA", *(name for name, kernel in KERNELS.items() if kernel.supports(call) is None)]
+    return [TORCH, *(name for name, kernel in KERNELS.items() if kernel.supports(call) is None)]
 
 
-def attend(sizes: Sizes, name: str, gradient: bool) -> Call:
-    """Causal attention by torch or by a kernel of ours, with its backward pass or without."""
+def attend(sizes: Sizes, name: str, *, gradient: bool = False, stats: Literal[False, "entropy"] = False) -> Call:
+    """Causal attention by torch or by a kernel of ours, with its backward pass or statistics or without."""
     *qkv, above = inputs(sizes, gradient)
     spec = qkeel.AttentionSpec()
 
-    def forward() -> torch.Tensor:
-        if name == "torch SDPA":
+    def forward() -> object:
+        if name == TORCH:
             return scaled_dot_product_attention(*qkv, is_causal=True)
-        return qkeel.attention(*qkv, spec=spec, impl=name)
+        return qkeel.attention(*qkv, spec=spec, impl=name, stats=stats)
 
     return (lambda: torch.autograd.grad(forward(), qkv, above)) if gradient else forward
 

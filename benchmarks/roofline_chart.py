@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 500, 48, 300, 30, 46
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 560, 48, 300, 30, 46
 COLOURS = ("#c2410c", "#0f766e", "#1d4ed8", "#7c3aed", "#a16207", "#be185d", "#4d7c0f")
 STYLE = (
     "text{font:11px sans-serif;fill:#444}.roof{fill:none;stroke:#555;stroke-width:1.4}"

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,14 +27,12 @@ def line(tokens: int, **ratios: float) -> dict[str, object]:
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A measurement that takes no time, and a place for the table."""
     lines = [line(1, sdpa=1.0, chunked=0.5), line(128, sdpa=1.0, chunked=2.0), line(512)]
     monkeypatch.setattr(benching, "_measured", lambda size, device: iter(lines))
     monkeypatch.setenv(stored.VARIABLE, str(tmp_path / "deep" / "t.json"))
-    stored.adopted.cache_clear()
-    yield tmp_path / "deep" / "t.json"
-    stored.adopted.cache_clear()
+    return tmp_path / "deep" / "t.json"
 
 
 def test_every_kernel_that_takes_a_call_is_measured(capsys: Capture) -> None:
@@ -49,7 +46,6 @@ def test_every_kernel_that_takes_a_call_is_measured(capsys: Capture) -> None:
     assert all(call["rows"][0]["ratio"] == [1.0, 1.0, 1.0] for call in said["calls"] if call["rows"])
 
 
-@pytest.mark.filterwarnings("ignore:qkeel chooses kernels by its default table")
 def test_the_table_is_shown_and_stored_only_on_request(table: Path, capsys: Capture) -> None:
     assert main(["bench"]) == 0
     out = capsys.readouterr().out
@@ -60,8 +56,7 @@ def test_the_table_is_shown_and_stored_only_on_request(table: Path, capsys: Capt
     assert not table.parent.exists()
     assert main(["bench", "--use"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"written: {table}"
-    stored.adopted.cache_clear()
-    (orders,) = stored.adopted().values()
+    (orders,) = stored.read(table.read_text()).values()
     assert orders == {1: ("chunked", "sdpa"), 128: ("sdpa", "chunked")}
 
 
@@ -72,9 +67,15 @@ def test_a_new_table_keeps_what_it_did_not_measure(table: Path, monkeypatch: pyt
         {**CELL, "form": "capped", "tokens": 128, "kernels": ["native", "chunked"]},
     ]}))  # fmt: skip
     assert main(["bench", "--use"]) == 0
-    stored.adopted.cache_clear()
-    by_form = {asked[3]: orders[128] for asked, orders in stored.adopted().items()}
+    by_form = {asked[3]: orders[128] for asked, orders in stored.read(table.read_text()).items()}
     assert by_form == {"folded": ("sdpa", "chunked"), "capped": ("native", "chunked")}
+
+
+def test_a_table_that_holds_no_more_is_replaced(table: Path) -> None:
+    table.parent.mkdir()
+    table.write_text('{"versions": {"torch": "1')
+    assert main(["bench", "--use"]) == 0
+    assert len(stored.read(table.read_text())) == 1
 
 
 BAD = {

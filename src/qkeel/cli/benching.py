@@ -140,8 +140,12 @@ def _adopt(place: Path, found: list[dict[str, Any]]) -> None:
     from qkeel.kernels.choice import stored
     from qkeel.records.files import write_json
 
+    try:
+        before = stored.read(place.read_text(encoding="utf-8"))
+    except stored.UNUSABLE:  # there is none, or none that holds here
+        before = {}
     fresh: stored.Orders = {}
     for line in found:
         if line["order"]:
             Cell(**line["cell"]).add(fresh, tuple(line["order"]))
-    write_json(place, stored.written({**stored.adopted(), **fresh}))
+    write_json(place, stored.written({**before, **fresh}))

@@ -20,6 +20,7 @@ from qkeel.kernels.choice.question import HEAD_DIMS, TOKENS, Form, Statistics
 Row = tuple[str, torch.dtype, int, Form, bool, Statistics]  # a Question of a kind of device
 Orders = dict[Row, dict[int, tuple[str, ...]]]  # and query tokens -> names, the fastest first
 VARIABLE = "QKEEL_CHOICE"
+UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a file that is no table may raise
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -70,7 +71,7 @@ def adopted() -> Orders:
     except FileNotFoundError:
         if os.environ.get(VARIABLE):
             caution(f"qkeel chooses kernels by its default table: {path}, which {VARIABLE} names, does not exist.")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNUSABLE as error:
         reason = " ".join(str(error).split())
         told = f"qkeel chooses kernels by its default table: {path} is of no use ({reason})"
         caution(f"{told}. `qkeel bench --use` renews it.")
