@@ -135,15 +135,9 @@ class Session:
             self._event("stopped: the loss or the gradient is not finite")
             self.stopped = True
 
-    def conclude(self) -> None:
-        """End the step: the checkpoint, if it is due; KeyboardInterrupt after one if asked to stop."""
-        if self.stopped:
-            return
-        stop = self.step < self.config.steps and self.watcher.should_stop()
-        if stop or self.is_saved:
-            save(self.place, self.trainer.trained, Progress(self.step, self._cpu_seconds()))
-        if stop:
-            raise KeyboardInterrupt
+    def save(self) -> None:
+        """Replace the checkpoint."""
+        save(self.place, self.trainer.trained, Progress(self.step, self._cpu_seconds()))
 
     def finish(self) -> None:
         """Write the summary: the run is done."""

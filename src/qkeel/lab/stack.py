@@ -40,9 +40,7 @@ class Stack:
         names = [name for name, _ in self.model.named_parameters()]
         own = [dict(trainer.trained.model.named_parameters()) for trainer in trainers]
         self._own = [[table[name] for name in names] for table in own]
-        self._attends = [
-            module.__dict__["attend"] for module in self.model.modules() if isinstance(module, SpecModule)
-        ]
+        self._attends = [module.__dict__["attend"] for module in self.model.modules() if isinstance(module, SpecModule)]
 
     def step(self, steps: Sequence[int]) -> tuple[list[float], list[float]]:
         """One optimizer step of each run, `steps` done before it: losses, and norms of gradients before clipping."""

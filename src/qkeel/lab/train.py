@@ -63,7 +63,11 @@ def _train(session: Session) -> None:
         if session.is_logged:
             numbers = float(loss), float(norm)
             session.record(*numbers, _measured(session, *numbers))
-        session.conclude()
+        stop = not session.over and session.watcher.should_stop()
+        if stop or (session.is_saved and not session.stopped):
+            session.save()
+        if stop:
+            raise KeyboardInterrupt
     session.finish()
 
 

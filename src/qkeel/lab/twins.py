@@ -23,7 +23,7 @@ from qkeel.spec.call import make_call
 from qkeel.spec.norm import GainNorm
 from qkeel.spec.slot import Params
 
-# Parameters of a spec that are multiplied with or added to q, k or logits [b h t d], so that each head may have its own.
+# Parameters of a spec that are factors or terms of q, k or logits [b h t d], so that each head may have its own.
 FACTORS = frozenset(("q_norm", "k_norm", "v_norm", "logit_scale", "log_n_scale", "logit_bias", "sink"))
 
 
@@ -178,7 +178,7 @@ def heads_in_a_row(x: Tensor, runs: int) -> Tensor:
 
 
 def by_head(p: Tensor, heads: int) -> Tensor:
-    """A factor of q, k or logits by run, [runs], [runs d], [runs h 1], [runs h d] or [runs h 1 1], as [runs·h 1 1|d]."""
+    """A factor by run, [runs], [runs d], [runs h 1], [runs h d] or [runs h 1 1], as one by head, [runs·h 1 1|d]."""
     wide = p.view(len(p), 1, 1, -1) if p.ndim <= 2 else p[:, :, None] if p.ndim == 3 else p
     return wide.expand(-1, heads, -1, -1).flatten(0, 1)
 
