@@ -14,6 +14,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qkeel.errors import ShapeError
 from qkeel.functional.stats import TENSORS, LogitStats
@@ -36,10 +37,10 @@ class Stack:
         self.trainers = trainers
         self.model = stacked([trainer.trained.model for trainer in trainers])
         self.model.train()
-        self._parameters = list(self.model.parameters())
-        names = [name for name, _ in self.model.named_parameters()]
+        whole = dict(self.model.named_parameters())
         own = [dict(trainer.trained.model.named_parameters()) for trainer in trainers]
-        self._own = [[table[name] for name in names] for table in own]
+        self._parameters = [whole[name] for name in own[0]]
+        self._own = [list(table.values()) for table in own]
         self._attends = [module.__dict__["attend"] for module in self.model.modules() if isinstance(module, SpecModule)]
 
     def step(self, steps: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -48,10 +49,15 @@ class Stack:
         batches = {(t.config.seed, step): None for t, step in zip(self.trainers, steps)}
         read = {key: first.task.batch(*key).to(first.device) for key in batches}
         examples = [read[t.config.seed, step] for t, step in zip(self.trainers, steps)]
-        logits = self.model(torch.cat([x.inputs for x in examples]))
-        losses = _losses(logits, [x.targets for x in examples])
-        # The sum's derivative by each is 1, also where another is NaN.
-        found = torch.autograd.grad(torch.stack(losses).sum(), self._parameters, allow_unused=True)
+        logits = self.model(torch.cat([x.inputs for x in examples])).flatten(0, -2)
+        targets = torch.cat([x.targets.flatten() for x in examples])
+        surprise = F.log_softmax(logits, -1)
+        own = surprise.detach().chunk(len(examples))
+        losses = [F.nll_loss(mine, x.targets.flatten()) for mine, x in zip(own, examples)]
+        # Each run's mean by its derivative: also where another run's is NaN.
+        each = F.nll_loss(surprise, targets, reduction="none")
+        share = torch.full_like(each, len(examples)).div_(len(each))
+        found = torch.autograd.grad(each, self._parameters, share, allow_unused=True)
         # A fused optimizer takes it that gradients lie in memory as weights do.
         norms = []
         parts = [[None] * len(self.trainers) if g is None else g.contiguous().unbind(0) for g in found]
@@ -59,8 +65,8 @@ class Stack:
             trainer.set_rate(step)
             for p, part in zip(self._own[r], parts):
                 p.grad = part[r]
-            norms.append(trainer.finish_step())
-        return [float(x.detach()) for x in losses], [float(x) for x in norms]
+            norms.append(trainer.finish_step(self._own[r]))
+        return torch.stack(losses).tolist(), torch.stack(norms).tolist()
 
     def probe(self) -> list[Probe]:
         """`Trainer.probe` of each run."""

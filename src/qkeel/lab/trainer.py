@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from qkeel.functional.classes import TokenClasses
@@ -57,12 +58,12 @@ class Trainer:
         torch.manual_seed(config.seed * 1_000_003 + step)  # of dropout: like the batch, a function of (seed, step)
         parts = examples.split(config.data.batch // config.accumulate)
         loss = torch.stack([self._backward(part) for part in parts]).sum()
-        return loss, self.finish_step()
+        return loss, self.finish_step(self.trained.model.parameters())
 
-    def finish_step(self) -> Tensor:
-        """Clip the gradient, take the optimizer's step, forget the gradient: its norm before clipping."""
+    def finish_step(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Clip the gradient of these, all there are, take the optimizer's step, forget it: its norm before clipping."""
         trained, limit = self.trained, self.config.optim.grad_clip
-        weights = [p for p in trained.model.parameters() if p.grad is not None]
+        weights = [p for p in parameters if p.grad is not None]
         norm = get_total_norm([p.grad for p in weights if p.grad is not None], foreach=True)
         if limit:
             clip_grads_with_norm_(weights, limit, norm, foreach=True)
