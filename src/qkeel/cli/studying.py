@@ -174,7 +174,7 @@ def run_study(
     console = make_console()
     shard = Shard.parse(how.shard) if how.shard else Shard()
     jobs = default_jobs() if how.jobs is None else how.jobs
-    stack = check_how(int(how.stack) if how.stack.isdigit() else how.stack)
+    stack = check_how(how.stack)
     plan = make_plan(name, base, grid, contexts)
     left = pending(plan, out, shard)
     console.print(f"study {out}", highlight=False, markup=False, soft_wrap=True)

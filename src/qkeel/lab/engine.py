@@ -101,17 +101,15 @@ def study(
     base: RunConfig | None = None,
     jobs: int = 1,
     contexts: LongContexts | None = None,
-    stack: How = "auto",
 ) -> StudyResult:
     """Run the study `name` over a grid in the directory `out`; finished runs are kept, killed ones go on.
 
     The same directory takes more remedies, rates or seeds later, but not another model, corpus or length.
     In the study "extrapolation" `remedies` are attention forms, and `contexts` what is done with the weights.
-    `jobs` processes work at once; `stack` says how many runs of one remedy each trains as one model ("auto", "off" or a
-    number). How else a study can be run is in `run_plan`.
+    `jobs` processes work at once, and small models train several as one; how else a study can be run is in `run_plan`.
     """
     plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds), contexts)
-    return run_plan(plan, out, Execution(workers=jobs, stack=stack))
+    return run_plan(plan, out, Execution(workers=jobs, stack="auto"))
 
 
 def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:

@@ -63,11 +63,14 @@ def small(config: RunConfig) -> bool:
     return config.model.d_model <= WIDEST and config.data.batch * config.data.context <= MOST_TOKENS
 
 
-def check_how(how: How) -> How:
-    """Raise unless it is auto, off or a number of runs."""
-    if how not in ("auto", "off") and (isinstance(how, (bool, str)) or how < 1):
+def check_how(how: object) -> How:
+    """Auto, off or a number of runs, which may be written as text; raises for anything else."""
+    if how == "auto" or how == "off":
+        return how
+    number = int(how) if isinstance(how, str) and how.isdigit() else how
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise InvalidValueError(f"expected stack to be auto, off or a number of runs of at least 1, got {how!r}")
-    return how
+    return number
 
 
 def plan_stacks(runs: Sequence[tuple[RunConfig, T]], how: How, workers: int) -> list[list[T]]:
@@ -79,8 +82,8 @@ def plan_stacks(runs: Sequence[tuple[RunConfig, T]], how: How, workers: int) -> 
 
     Raises: InvalidValueError for another `how`.
     """
-    most = {"auto": AT_ONCE, "off": 1}.get(str(check_how(how)), how)
-    assert isinstance(most, int)
+    how = check_how(how)
+    most = AT_ONCE if how == "auto" else 1 if how == "off" else how
     most = max(1, min(most, -(-len(runs) // max(1, workers))))
     alike: dict[str, list[tuple[RunConfig, T]]] = {}
     for number, (config, thing) in enumerate(runs):
