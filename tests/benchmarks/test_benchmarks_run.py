@@ -34,3 +34,13 @@ def test_the_benchmark_of_the_compiled_kernels_runs_at_toy_size() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for part in ("norm + rope, forward", "forward + backward", "one token", "attention modules"):
         assert part in done.stdout
+
+
+def test_the_benchmark_of_stacks_runs_at_toy_size() -> None:
+    command = [sys.executable, "-m", "benchmarks.stacked", "--toy"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for part in ("steps of one run", "probe of 2 runs", "evaluate of 2 runs", "stack of 2"):
+        assert part in done.stdout

@@ -16,6 +16,8 @@ from qkeel.remedies import canonical
 How = Literal["auto", "off"] | int
 T = TypeVar("T")
 
+_WORDS: tuple[Literal["auto"], Literal["off"]] = ("auto", "off")
+
 # Those that change the spec or a block's norms, which the stack's twins follow, and those that act on a run's own
 # optimizer. Hooks on a forward pass, weights computed from others and random numbers are not for a stack.
 REMEDIES = frozenset(
@@ -65,8 +67,9 @@ def small(config: RunConfig) -> bool:
 
 def check_how(how: object) -> How:
     """Auto, off or a number of runs, which may be written as text; raises for anything else."""
-    if how == "auto" or how == "off":
-        return how
+    for word in _WORDS:
+        if how == word:
+            return word
     number = int(how) if isinstance(how, str) and how.isdigit() else how
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise InvalidValueError(f"expected stack to be auto, off or a number of runs of at least 1, got {how!r}")
