@@ -18,6 +18,7 @@ WIDE = {
     "qkeel.spec.call.make_call": "checks exactly what attention takes",
     "qkeel.monitor.watch.watch": "the public signature of DESIGN §10 and what to measure besides, each on its own",
     "qkeel.nn.core.SpecModule.attend": "hands on exactly what attention takes",
+    "qkeel.lab.twins.StackedAttend.__call__": "stands in for SpecModule.attend",
 }
 # **options of a named thing: read against its own literal list of options, never passed through unread.
 OPTIONS = {

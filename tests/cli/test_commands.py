@@ -174,6 +174,7 @@ BAD = [
     (["study", "lr", "--lrs", "-1"], "expected a learning rate above 0"),
     (["study", "lr", "--shard", "3/2"], "expected a shard i/n"),
     (["study", "lr", "--jobs", "0"], "at least 1 worker"),
+    (["study", "lr", "--stack", "many"], "expected stack to be auto, off or a number"),
     (["explain", "gemma"], "Did you mean 'gemma"),
     (["explain", "gemma2:capp=3"], "Did you mean 'cap'"),
     (["stdy"], 'Did you mean "study"?'),

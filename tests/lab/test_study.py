@@ -239,17 +239,17 @@ def test_a_killed_worker_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch)
 
         def __init__(self, **how: object) -> None: ...
 
-        def __call__(self, calls: Iterable[Callable[[], Outcome]]) -> Iterator[Outcome]:
+        def __call__(self, calls: Iterable[Callable[[], list[Outcome]]]) -> Iterator[list[Outcome]]:
             rounds.append([])
             for call in calls:
-                outcome = call()
-                rounds[-1].append(outcome.directory)
-                if outcome.directory == "b":
+                outcomes = call()
+                rounds[-1] += [outcome.directory for outcome in outcomes]
+                if "b" in rounds[-1]:
                     raise RuntimeError("terminated")
-                yield outcome
+                yield outcomes
 
-    def delayed(function: object) -> Callable[..., Callable[[], Outcome]]:
-        return lambda job, parent: lambda: Outcome(job.directory)
+    def delayed(function: object) -> Callable[..., Callable[[], list[Outcome]]]:
+        return lambda unit, parent: lambda: [Outcome(job.directory) for job in unit]
 
     fake = types.ModuleType("joblib")
     fake.Parallel, fake.delayed = Parallel, delayed  # type: ignore[attr-defined]

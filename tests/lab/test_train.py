@@ -288,9 +288,9 @@ def test_an_exception_in_training_is_recorded_and_the_next_attempt_goes_on(
 def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import qkeel.lab.train as train
+    import qkeel.lab.session as session
 
-    real = train.append_line
+    real = session.append_line
 
     def full(path: Path, record: dict[str, Any]) -> None:
         if record.get("step") == 6:
@@ -298,7 +298,7 @@ def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
             return real(Path("/dev/full"), record)
         return real(path, record)
 
-    monkeypatch.setattr(train, "append_line", full)
+    monkeypatch.setattr(session, "append_line", full)
     with pytest.raises(RunDirectoryError, match=r"No space left on device.*run the same command again"):
         run(tiny(), tmp_path / "r")
     monkeypatch.undo()

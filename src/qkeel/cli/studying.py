@@ -27,7 +27,9 @@ class HowFlags:
     """How a study is run; nothing here changes a number."""
 
     jobs: Annotated[int | None, Parameter(show_default=False)] = None
-    """Runs at once [default: the number of cores, at most 4]."""
+    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4]."""
+    stack: Annotated[str, Parameter(show_default=False)] = "auto"
+    """Train runs that differ in rate and seed only as one model: auto, for small models, off, or how many."""
     shard: Annotated[str | None, Parameter(show_default=False)] = None
     """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
     dry_run: Annotated[bool, _SWITCH] = False
@@ -165,12 +167,14 @@ def run_study(
     """Run a study, write its table and report; the directory is printed first and last."""
     from qkeel.cli.console import StudyView, extrapolated, make_console, ranking
     from qkeel.lab.engine import Execution, make_plan, pending, run_plan
+    from qkeel.lab.stackable import check_how
     from qkeel.lab.workers import Shard
     from qkeel.report import write
 
     console = make_console()
     shard = Shard.parse(how.shard) if how.shard else Shard()
     jobs = default_jobs() if how.jobs is None else how.jobs
+    stack = check_how(how.stack)
     plan = make_plan(name, base, grid, contexts)
     left = pending(plan, out, shard)
     console.print(f"study {out}", highlight=False, markup=False, soft_wrap=True)
@@ -179,7 +183,7 @@ def run_study(
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
     view = StudyView(console, left, out)
-    execution = Execution(workers=jobs, shard=shard, command=command_line(), on_outcome=view.on_outcome)
+    execution = Execution(workers=jobs, stack=stack, shard=shard, command=command_line(), on_outcome=view.on_outcome)
     with view.following():
         result = run_plan(plan, out, execution)
     write(out, out / "report.html")

@@ -14,6 +14,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.longer import check_methods, long_rows, missing
 from qkeel.lab.model import check, resolve
 from qkeel.lab.plan import AXES, Grid, LongContexts, Plan, PlannedRun
+from qkeel.lab.stackable import How
 from qkeel.lab.studies import demo, extrapolation, lr, mla, multimodal
 from qkeel.lab.table import rows, write_table
 from qkeel.lab.tasks import load_task
@@ -44,7 +45,9 @@ class Execution:
     """How a study is run; nothing here changes a number."""
 
     workers: int = 1
-    """Runs at once, each in a process of its own; 1 runs them in this one."""
+    """Processes at once, each with a run or a stack of runs; 1 does them in this one."""
+    stack: How = "off"
+    """Runs that differ in rate and seed only train as one model: a number of them, or where models are small."""
     shard: Shard = dataclasses.field(default_factory=Shard)
     """Which part of the runs is done here."""
     command: str = ""
@@ -103,10 +106,10 @@ def study(
 
     The same directory takes more remedies, rates or seeds later, but not another model, corpus or length.
     In the study "extrapolation" `remedies` are attention forms, and `contexts` what is done with the weights.
-    `jobs` runs are done at once; how else a study can be run is in `run_plan`.
+    `jobs` processes work at once, and small models train several as one; how else a study can be run is in `run_plan`.
     """
     plan = make_plan(name, base, Grid(remedies=remedies, lrs=lrs, seeds=seeds), contexts)
-    return run_plan(plan, out, Execution(workers=jobs))
+    return run_plan(plan, out, Execution(workers=jobs, stack="auto"))
 
 
 def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
@@ -123,7 +126,7 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
             write_json(out / "study.json", about)
         failures: list[Outcome] = []
         try:
-            with closing(execute(_jobs(plan, out, execution), execution.workers)) as outcomes:
+            with closing(execute(_jobs(plan, out, execution), execution.workers, execution.stack)) as outcomes:
                 for outcome in outcomes:
                     execution.on_outcome(outcome)
                     if outcome.error:

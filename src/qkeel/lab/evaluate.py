@@ -98,13 +98,19 @@ def probe(model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None)
     with measuring(model), Tap(model, measure=measure) as tap, _leaving(model, norms):
         model(inputs)
         stats = list(tap.read().values())
+    found = summed_up(stats)
+    split = {} if classes is None else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
+    return Probe({**found.record, **split}, found.heads)
+
+
+def summed_up(stats: Sequence[LogitStats]) -> Probe:
+    """What is recorded of the statistics of all layers."""
     heads = torch.stack([_per_head(name, stats) for name in PROBE_FIELDS]).float().cpu().numpy()
     top = {name: torch.stack([getattr(s, name).amax() for s in stats]).amax() for name in _LARGEST}
     low = torch.stack([s.min_logit.amin() for s in stats]).amin()
     entropy = torch.stack([s.entropy.mean() for s in stats]).mean()
     record = {name: float(value) for name, value in top.items()}
-    split = {} if classes is None else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
-    return Probe({**record, "min_logit": float(low), "entropy": float(entropy), **split}, heads)
+    return Probe({**record, "min_logit": float(low), "entropy": float(entropy)}, heads)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from qkeel.functional.classes import TokenClasses
@@ -32,8 +33,8 @@ class Trainer:
         self.task = load_task(config)
         self.corpus = self.task.corpus
         self.device = torch.device(config.device)
-        self._heldout = self.task.heldout(config.eval_sequences).to(self.device)
-        self._probed = self.task.heldout(config.probe_sequences).to(self.device)
+        self.heldout = self.task.heldout(config.eval_sequences).to(self.device)
+        self.probed = self.task.heldout(config.probe_sequences).to(self.device)
         self.trained = self._build()
 
     def _build(self) -> Trained:
@@ -51,20 +52,30 @@ class Trainer:
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """One optimizer step: the batch's loss, and the gradient's norm before clipping. No host sync."""
-        config, trained = self.config, self.trained
-        for group in trained.optimizer.param_groups:
-            group["lr"] = learning_rate(config.optim, step, config.steps)
+        config = self.config
+        self.set_rate(step)
         examples = self.task.batch(config.seed, step).to(self.device)
         torch.manual_seed(config.seed * 1_000_003 + step)  # of dropout: like the batch, a function of (seed, step)
         parts = examples.split(config.data.batch // config.accumulate)
         loss = torch.stack([self._backward(part) for part in parts]).sum()
-        weights = [p for p in trained.model.parameters() if p.grad is not None]
+        return loss, self.finish_step(self.trained.model.parameters())
+
+    def finish_step(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Clip the gradient of these, all there are, take the optimizer's step, forget it: its norm before clipping."""
+        trained, limit = self.trained, self.config.optim.grad_clip
+        weights = [p for p in parameters if p.grad is not None]
         norm = get_total_norm([p.grad for p in weights if p.grad is not None], foreach=True)
-        if config.optim.grad_clip:
-            clip_grads_with_norm_(weights, config.optim.grad_clip, norm, foreach=True)
+        if limit:
+            clip_grads_with_norm_(weights, limit, norm, foreach=True)
         trained.optimizer.step()
         trained.optimizer.zero_grad()
-        return loss, norm
+        return norm
+
+    def set_rate(self, step: int) -> None:
+        """Give the optimizer the learning rate of a step."""
+        rate = learning_rate(self.config.optim, step, self.config.steps)
+        for group in self.trained.optimizer.param_groups:
+            group["lr"] = rate
 
     def _backward(self, examples: Examples) -> Tensor:
         """Add the gradient of a part of the batch; its share of the loss."""
@@ -78,7 +89,7 @@ class Trainer:
 
     def probe(self) -> Probe:
         """Attention statistics on the probe."""
-        inputs, task = self._probed.inputs, self.task
+        inputs, task = self.probed.inputs, self.task
         classes = None
         if task.classes:
             of = task.input_classes(inputs)
@@ -89,7 +100,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Numbers on the held-out examples: val_loss, of kinds of targets too, val_accuracy; NaN for not finite."""
         with autocast(self.config):
-            score = heldout_score(self.trained.model, self._heldout, 4 * self.config.data.batch)
+            score = heldout_score(self.trained.model, self.heldout, 4 * self.config.data.batch)
         found = {"val_loss": score.loss}
         if score.kinds:
             found |= score.by_kind(self.task.kinds, self.task.trained)

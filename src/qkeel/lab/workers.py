@@ -16,6 +16,8 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.longer import measure
 from qkeel.lab.plan import LongContexts
+from qkeel.lab.stackable import How, plan_stacks
+from qkeel.lab.together import run_together
 from qkeel.lab.train import run
 
 # A run directory may still be held, for an instant, by a worker that is dying with a killed study.
@@ -67,8 +69,10 @@ class Shard:
         return cls(index=int(index), count=int(count))
 
 
-def execute(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]:
+def execute(jobs: Sequence[Job], workers: int, stack: How = "off") -> Generator[Outcome, None, None]:
     """Do the jobs, yielding each as it ends. Closing the iterator stops the workers.
+
+    `stack` says which of them train as one, see `plan_stacks`; it changes no number.
 
     With one worker everything happens in this process and joblib is not needed. With more, joblib's backend
     decides where: processes of this machine unless `joblib.parallel_config` says otherwise. When a worker is
@@ -76,19 +80,25 @@ def execute(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]
     """
     if workers < 1:
         raise InvalidValueError(f"expected at least 1 worker, got {workers}")
-    if workers == 1 or len(jobs) <= 1:
-        yield from map(work, jobs)
+    # What is done with the weights afterwards is done run by run.
+    units = [[job] for job in jobs if job.contexts is not None]
+    units += plan_stacks([(RunConfig.from_dict(j.config), j) for j in jobs if j.contexts is None], stack, workers)
+    if workers == 1 or len(units) <= 1:
+        for unit in units:
+            yield from work(unit)
         return
     left = {job.directory: job for job in jobs}
     try:
-        for outcome in _pool(jobs, workers):
-            del left[outcome.directory]
-            yield outcome
+        for outcomes in _pool(units, workers):
+            for outcome in outcomes:
+                del left[outcome.directory]
+                yield outcome
     except _WorkerDied:
         # Whoever it was, each job that is left gets a worker of its own.
         for job in left.values():
             try:
-                yield from _pool([job], 2)
+                for outcomes in _pool([[job]], 2):
+                    yield from outcomes
             except _WorkerDied as error:
                 yield Outcome(job.directory, str(error))
 
@@ -97,15 +107,15 @@ class _WorkerDied(Exception):
     """A worker process ended without a result."""
 
 
-def _pool(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]:
+def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcome], None, None]:
     try:
         from joblib import Parallel, delayed
     except ImportError as error:
         raise QkeelError(f"{workers} workers need joblib: pip install 'qkeel[lab]', or use one worker") from error
     # One job at a time to each worker: what is not handed out need not be taken back when the study is stopped.
     how: dict[str, Any] = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs"}
-    pool = Parallel(n_jobs=max(2, min(workers, len(jobs))), **how)
-    results: Any = pool(delayed(work_apart)(job, os.getpid()) for job in jobs)
+    pool = Parallel(n_jobs=max(2, min(workers, len(units))), **how)
+    results: Any = pool(delayed(work_apart)(unit, os.getpid()) for unit in units)
     with warnings.catch_warnings():
         # That unfinished runs are dropped is what ending early is for.
         warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
@@ -122,26 +132,53 @@ def _pool(jobs: Sequence[Job], workers: int) -> Generator[Outcome, None, None]:
             results.close()
 
 
-def work(job: Job) -> Outcome:
-    """Do one job; an error becomes its outcome."""
+def work(unit: Sequence[Job]) -> list[Outcome]:
+    """Do one job, or several that train as one; an error becomes its outcome."""
+    if len(unit) == 1:
+        return [_alone(unit[0])]
+    configs = [RunConfig.from_dict(job.config) for job in unit]
+    errors = run_together(configs, [j.directory for j in unit], command=unit[0].command, wait=LOCK_WAIT)
+    return [Outcome(job.directory, "" if error is None else _told(error)) for job, error in zip(unit, errors)]
+
+
+def _alone(job: Job) -> Outcome:
     try:
         config = RunConfig.from_dict(job.config)
         place = run(config, Path(job.directory), command=job.command, wait=LOCK_WAIT)
         if job.contexts is not None:
             measure(config, place, job.contexts, wait=LOCK_WAIT)
-    except QkeelError as error:
-        return Outcome(job.directory, str(error))
-    except Exception as error:  # a bug or the machine; the traceback is in the run's FAILED
-        return Outcome(job.directory, f"{type(error).__name__}: {error}")
+    except Exception as error:  # if not qkeel's, a bug or the machine; the traceback is in the run's FAILED
+        return Outcome(job.directory, _told(error))
     return Outcome(job.directory)
 
 
-def work_apart(job: Job, parent: int) -> Outcome:
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, QkeelError) else f"{type(error).__name__}: {error}"
+
+
+def work_apart(unit: Sequence[Job], parent: int) -> list[Outcome]:
     """`work` in a worker process: it dies with its parent and leaves Ctrl-C to it."""
     with contextlib.suppress(ValueError):  # not in a process's main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(parent)
-    return work(job)
+    _keep_memory()
+    return work(unit)
+
+
+def _keep_memory() -> None:
+    """Let this process keep what it frees; glibc would hand a stack's tensors back and fetch them again page by page."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        for what, size in (
+            (-3, 1 << 30),
+            (-1, 1 << 30),
+            (-2, 1 << 26),
+        ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+            libc.mallopt(what, size)
 
 
 def _die_with(parent: int) -> None:

@@ -1,0 +1,121 @@
+"""Many runs of one model trained as one: a step, the probe and the evaluation of all of them at once.
+
+A run keeps its own model, optimizer and remedy; its weights are parts of the stack's. The stack computes losses and
+gradients, the runs' optimizers do the rest, so that remedies that act on steps, and checkpoints, know nothing of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qkeel.errors import ShapeError
+from qkeel.functional.stats import TENSORS, LogitStats
+from qkeel.lab.evaluate import Probe, measuring, summed_up, token_loss
+from qkeel.lab.trainer import Trainer
+from qkeel.lab.twins import StackedAttend, stacked
+from qkeel.nn.core import SpecModule
+from qkeel.sites.intercept import statistics
+from qkeel.spec import AttentionCall
+
+
+@final
+class Stack:
+    """Trainers whose configurations differ in learning rate and seed. They may be at different steps.
+
+    Raises: RefusedError if their model cannot be stacked.
+    """
+
+    def __init__(self, trainers: Sequence[Trainer]) -> None:
+        self.trainers = trainers
+        self.model = stacked([trainer.trained.model for trainer in trainers])
+        self.model.train()
+        whole = dict(self.model.named_parameters())
+        own = [dict(trainer.trained.model.named_parameters()) for trainer in trainers]
+        self._parameters = [whole[name] for name in own[0]]
+        self._own = [list(table.values()) for table in own]
+        self._attends = [module.__dict__["attend"] for module in self.model.modules() if isinstance(module, SpecModule)]
+
+    def step(self, steps: Sequence[int]) -> tuple[list[float], list[float]]:
+        """One optimizer step of each run, `steps` done before it: losses, and norms of gradients before clipping."""
+        first = self.trainers[0]
+        batches = {(t.config.seed, step): None for t, step in zip(self.trainers, steps)}
+        read = {key: first.task.batch(*key).to(first.device) for key in batches}
+        examples = [read[t.config.seed, step] for t, step in zip(self.trainers, steps)]
+        logits = self.model(torch.cat([x.inputs for x in examples])).flatten(0, -2)
+        targets = torch.cat([x.targets.flatten() for x in examples])
+        surprise = F.log_softmax(logits, -1)
+        own = surprise.detach().chunk(len(examples))
+        losses = [F.nll_loss(mine, x.targets.flatten()) for mine, x in zip(own, examples)]
+        # Each run's mean by its derivative: also where another run's is NaN.
+        each = F.nll_loss(surprise, targets, reduction="none")
+        share = torch.full_like(each, len(examples)).div_(len(each))
+        found = torch.autograd.grad(each, self._parameters, share, allow_unused=True)
+        # A fused optimizer takes it that gradients lie in memory as weights do.
+        norms = []
+        parts = [[None] * len(self.trainers) if g is None else g.contiguous().unbind(0) for g in found]
+        for r, (trainer, step) in enumerate(zip(self.trainers, steps)):
+            trainer.set_rate(step)
+            for p, part in zip(self._own[r], parts):
+                p.grad = part[r]
+            norms.append(trainer.finish_step(self._own[r]))
+        return torch.stack(losses).tolist(), torch.stack(norms).tolist()
+
+    def probe(self) -> list[Probe]:
+        """`Trainer.probe` of each run."""
+        found: list[list[LogitStats]] = [[] for _ in self.trainers]
+
+        def report(calls: Sequence[AttentionCall]) -> None:
+            each = [statistics(call) for call in calls]
+            for mine, stats in zip(found, each if len(each) == len(found) else split(each[0], len(found))):
+                mine.append(stats)
+
+        inputs = self.trainers[0].probed.inputs
+        with measuring(self.model), _reporting(self._attends, report):
+            self.model(inputs.repeat(len(self.trainers), 1))
+        return [summed_up(stats) for stats in found]
+
+    def evaluate(self) -> list[dict[str, float]]:
+        """`Trainer.evaluate` of each run."""
+        first, n = self.trainers[0], len(self.trainers)
+        total: Tensor | float = 0.0
+        with measuring(self.model):
+            for part in first.heldout.split(4 * first.config.data.batch):
+                logits = self.model(part.inputs.repeat(n, 1))
+                losses = torch.stack(_losses(logits, [part.targets] * n))
+                total = total + losses.double() * len(part.inputs)
+        assert isinstance(total, Tensor)
+        means = (total / len(first.heldout.inputs)).tolist()
+        return [{"val_loss": x if math.isfinite(x) else math.nan} for x in means]
+
+
+def _losses(logits: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
+    """The loss of each run, computed as it is alone."""
+    return [token_loss(own, right) for own, right in zip(logits.chunk(len(targets)), targets)]
+
+
+@contextmanager
+def _reporting(attends: Sequence[StackedAttend], report: object) -> Iterator[None]:
+    for attend in attends:
+        attend.report = report  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for attend in attends:
+            attend.report = None
+
+
+def split(stats: LogitStats, runs: int) -> list[LogitStats]:
+    """Statistics of heads [runs·h] as those of each run [h]."""
+    values = {name: getattr(stats, name) for name in TENSORS}
+    if any(len(x) % runs for x in values.values()):
+        raise ShapeError(f"expected statistics of the heads of {runs} runs, got {len(stats.max_logit)} heads")
+    parts = {name: x.chunk(runs) for name, x in values.items()}
+    return [dataclasses.replace(stats, **{name: x[r] for name, x in parts.items()}) for r in range(runs)]

@@ -1,0 +1,244 @@
+"""Twins of a model's leaves that hold the weights of many runs, and the model made of them.
+
+The forward code of blocks and attention stays the only one: it gets the sequences of all runs, one run after the other
+in the batch, and each twin treats its run's part of the batch by its run's weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkeel.errors import RefusedError
+from qkeel.nn.core import SpecModule
+from qkeel.ops import run
+from qkeel.spec import AttentionCall, AttentionSpec
+from qkeel.spec.call import make_call
+from qkeel.spec.norm import GainNorm
+from qkeel.spec.slot import Params
+
+# Parameters of a spec that are factors or terms of q, k or logits [b h t d], so that each head may have its own.
+FACTORS = frozenset(("q_norm", "k_norm", "v_norm", "logit_scale", "log_n_scale", "logit_bias", "sink"))
+
+
+@final
+class _Product(torch.autograd.Function):
+    """y = x Wᵀ by run. Its own derivative, for that of `bmm` would lay out the gradient of Wᵀ, not of W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """x [runs n in], weight [runs out in] -> [runs n out]."""
+        ctx.save_for_backward(x, weight)
+        return torch.bmm(x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and W, each in its own layout."""
+        x, weight = ctx.saved_tensors
+        of_x = torch.bmm(grads[0], weight) if ctx.needs_input_grad[0] else None
+        of_weight = torch.bmm(grads[0].mT, x) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight
+
+
+@final
+class StackedLinear(nn.Module):
+    """y = x Wᵀ + b by run: weight [runs out in]."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [runs·b ... in] -> [runs·b ... out]."""
+        rows = x.reshape(self.weight.shape[0], -1, x.shape[-1])
+        y = _Product.apply(rows, self.weight)
+        assert isinstance(y, Tensor)
+        if self.bias is not None:
+            y = y + self.bias[:, None]
+        return y.view(*x.shape[:-1], -1)
+
+
+@final
+class StackedEmbedding(nn.Module):
+    """Rows of a table by run: weight [runs vocab d]."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [runs·b t] -> [runs·b t d]."""
+        runs, vocab, _ = self.weight.shape
+        first = torch.arange(0, runs * vocab, vocab, device=tokens.device)
+        rows = tokens.view(runs, -1) + first[:, None]
+        return F.embedding(rows.view_as(tokens), self.weight.flatten(0, 1))
+
+
+@final
+class _Gain(torch.autograd.Function):
+    """x times a gain by run. The gain's gradient is summed run by run: over all at once, sums run in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        """x [runs b t d], gain [runs d] -> [runs b t d]."""
+        ctx.save_for_backward(x, gain)
+        return x * gain[:, None, None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        """The gradients of x and of the gain."""
+        x, gain = ctx.saved_tensors
+        of_gain = torch.stack([part.sum((0, 1)) for part in (grads[0] * x).unbind()])
+        return grads[0] * gain[:, None, None], of_gain
+
+
+@final
+class StackedNorm(nn.Module):
+    """RMS norm with a gain by run: weight [runs d], or None."""
+
+    def __init__(self, weight: nn.Parameter | None, size: int, eps: float | None) -> None:
+        super().__init__()
+        self.weight, self.size, self.eps = weight, size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [runs·b t d] -> the same."""
+        y = F.rms_norm(x, (self.size,), None, self.eps)
+        if self.weight is None:
+            return y
+        scaled = _Gain.apply(y.unflatten(0, (len(self.weight), -1)), self.weight)
+        assert isinstance(scaled, Tensor)
+        return scaled.flatten(0, 1)
+
+
+@final
+class StackedAttend:
+    """In place of `SpecModule.attend`: the call of all runs at once, shown to who watches a run's own module.
+
+    `own` are the modules that it stands for, run by run. While `report` is set, it gets each call with the heads of all
+    runs in a row, [b runs·h t d], where the spec lets it be put so, else a call for each run.
+    """
+
+    def __init__(self, module: SpecModule, own: Sequence[SpecModule]) -> None:
+        self.module, self.own = module, own
+        self.report: Callable[[Sequence[AttentionCall]], None] | None = None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        spec: AttentionSpec,
+        params: Params,
+        causal: bool,
+        mask: Tensor | None,
+        pos_q: Tensor | None,
+        pos_k: Tensor | None,
+    ) -> Tensor:
+        """As `SpecModule.attend`, with the sequences of all runs as the batch and parameters [runs ...]."""
+        parts = {name: p.unbind() for name, p in params.items()}
+        each = [{name: part[r] for name, part in parts.items()} for r in range(len(self.own))]
+        call = make_call(spec, q, k, v, params=each[0], causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+        for r, own in enumerate(self.own):
+            for observer in own.observers if self.module.training else ():
+                observer(self._of_run(call, r, own.spec_params()))
+        if self.report is not None:
+            self.report(self._for_statistics(call, params))
+        if params:  # run by run: gradients of parameters summed over all at once would round otherwise
+            out = torch.cat([run(self._of_run(call, r, own), self.module.impl) for r, own in enumerate(each)])
+        else:
+            out = run(call, self.module.impl)
+        return out.transpose(1, 2).flatten(2)
+
+    def _of_run(self, call: AttentionCall, r: int, params: Params) -> AttentionCall:
+        """A run's own call."""
+        n = call.q.shape[0] // len(self.own)
+        q, k, v = (x[r * n : (r + 1) * n] for x in (call.q, call.k, call.v))
+        return dataclasses.replace(call, q=q, k=k, v=v, params=params)
+
+    def _for_statistics(self, call: AttentionCall, params: Params) -> Sequence[AttentionCall]:
+        norm = call.spec.norm
+        if not FACTORS.issuperset(params) or (isinstance(norm, GainNorm) and norm.over == "layer"):
+            return [self._of_run(call, r, own.spec_params()) for r, own in enumerate(self.own)]
+        q, k, v = (heads_in_a_row(x, len(self.own)) for x in (call.q, call.k, call.v))
+        groups = {"q": call.q.shape[1], "k": call.k.shape[1], "v": call.k.shape[1]}
+        own = {name: by_head(p, groups.get(name.split("_")[0], groups["q"])) for name, p in params.items()}
+        return [dataclasses.replace(call, q=q, k=k, v=v, params=own)]
+
+
+def heads_in_a_row(x: Tensor, runs: int) -> Tensor:
+    """[runs·b h t d] -> [b runs·h t d]."""
+    return x.unflatten(0, (runs, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def by_head(p: Tensor, heads: int) -> Tensor:
+    """A factor by run, [runs], [runs d], [runs h 1], [runs h d] or [runs h 1 1], as one by head, [runs·h 1 1|d]."""
+    wide = p.view(len(p), 1, 1, -1) if p.ndim <= 2 else p[:, :, None] if p.ndim == 3 else p
+    return wide.expand(-1, heads, -1, -1).flatten(0, 1)
+
+
+def stacked(models: Sequence[nn.Module]) -> nn.Module:
+    """The model of all these at once; their parameters become parts of its own and keep their values.
+
+    Raises: RefusedError where a part of the model has no twin.
+    """
+    whole = copy.deepcopy(models[0])
+    tables = [dict(model.named_modules()) for model in models]
+    made: dict[int, nn.Parameter] = {}
+
+    def parameter(place: str, name: str) -> nn.Parameter | None:
+        each = [table[place]._parameters.get(name) for table in tables]
+        if each[0] is None:
+            return None
+        if id(each[0]) not in made:  # a head may share its weight with the embedding
+            made[id(each[0])] = _joined([p for p in each if p is not None])
+        return made[id(each[0])]
+
+    for place, module in list(whole.named_modules()):
+        twin: nn.Module
+        if type(module) is nn.Linear:
+            twin = StackedLinear(_need(parameter(place, "weight")), parameter(place, "bias"))
+        elif type(module) is nn.Embedding:
+            twin = StackedEmbedding(_need(parameter(place, "weight")))
+        elif type(module) is nn.RMSNorm:
+            twin = StackedNorm(parameter(place, "weight"), module.normalized_shape[-1], module.eps)
+        else:
+            _stack_own(module, place, parameter, [table[place] for table in tables])
+            continue
+        home, _, name = place.rpartition(".")
+        whole.get_submodule(home)._modules[name] = twin
+    return whole
+
+
+def _stack_own(
+    module: nn.Module, place: str, parameter: Callable[[str, str], nn.Parameter | None], own: Sequence[nn.Module]
+) -> None:
+    """Stack what a module holds beside its children."""
+    own_spec = isinstance(module, SpecModule)
+    if module._buffers or (module.dropout if own_spec else module._parameters):
+        raise RefusedError(f"{place or 'the model'} ({type(module).__name__}) cannot train as one with other runs'")
+    for name in list(module._parameters):
+        module._parameters[name] = parameter(place, name)
+    if isinstance(module, SpecModule):
+        attend = StackedAttend(module, [x for x in own if isinstance(x, SpecModule)])
+        module.__dict__["attend"] = attend
+
+
+@torch.no_grad()
+def _joined(each: Sequence[nn.Parameter]) -> nn.Parameter:
+    """One parameter [runs ...] that these are the parts of from now on."""
+    whole = nn.Parameter(torch.stack([p.detach() for p in each]), requires_grad=each[0].requires_grad)
+    for p, part in zip(each, whole.detach()):
+        p.data = part
+    return whole
+
+
+def _need(p: nn.Parameter | None) -> nn.Parameter:
+    assert p is not None
+    return p
