@@ -18,6 +18,10 @@ import torch  # noqa: E402
 # and QKEEL_NATIVE=1 in the environment does so everywhere.
 os.environ.setdefault("QKEEL_NATIVE", "0")
 
+# Without a GPU Triton's kernels run in its interpreter; Triton looks at this when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
