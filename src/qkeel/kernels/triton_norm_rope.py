@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]  # not on every system
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 NONE = 0  # kinds: no norm,
@@ -38,10 +38,8 @@ def _rows(pid, heads, times, outer, blocks, HEADS: tl.constexpr, TOKENS: tl.cons
 
 
 @triton.jit
-def _pieces(
-    p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, other: tl.constexpr
-):
-    """x_i and x_{i+half} of pairs, and what is not rotated, of the rows that begin at `at`, in float32."""
+def _pieces(p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr):
+    """x_i and x_{i+half} of pairs, and what is not rotated, of the rows that begin at `at`, in float32; else 0."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     a = tl.load(row + i, mask=pair, other=0.0).to(tl.float32)
@@ -256,16 +254,17 @@ def _run(
     blocks, groups = triton.cdiv(h, sizes["HEADS"]), triton.cdiv(b * t, sizes["TOKENS"])
     flags = {"KIND": kind, "GAIN": gain is not None, "TURN": cos is not None, "INVERSES": inverse.numel() > 0}
     steps = (*x.stride()[:3], *y.stride()[:3], *_steps(x, gain, cos))
+    kernel: Any = _forward
     with torch.cuda.device_of(x):
-        _forward[(blocks * groups,)](
+        kernel[(blocks * groups,)](
             x, y, inverse, x if gain is None else gain, x if cos is None else cos, x if sin is None else sin,
             eps, h, t, b * t, blocks, *steps, **sizes, **flags,
         )  # fmt: skip
     return y, inverse
 
 
-def _run_alone(x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, *how: Any) -> Tensor:
-    return _run(x, gain, cos, sin, *how, False)[0]
+def _run_alone(x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float) -> Tensor:
+    return _run(x, gain, cos, sin, kind, eps, False)[0]
 
 
 def _run_tracked(x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, *how: Any) -> Any:
@@ -291,8 +290,9 @@ def _run_back(
     parts = kept.new_empty(shape, dtype=torch.float32)
     flags = {"KIND": kind, "GAIN": gain is not None, "BY_HEAD": by_head, "TURN": cos is not None, "KEPT_X": kept_x}
     steps = (*dy.stride()[:3], *kept.stride()[:3], *dx.stride()[:3], *_steps(kept, gain, cos))
+    kernel: Any = _backward
     with torch.cuda.device_of(kept):
-        _backward[(chunks * blocks,)](
+        kernel[(chunks * blocks,)](
             dy, kept, inverse, kept if gain is None else gain, kept if cos is None else cos,
             kept if sin is None else sin, dx, parts, eps, h, t, b * t, blocks, groups, each, *steps, **sizes, **flags,
         )  # fmt: skip

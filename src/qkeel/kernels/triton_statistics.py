@@ -7,9 +7,11 @@ logits. Not measured on a GPU yet.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]  # not on every system
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 # Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
@@ -123,8 +125,9 @@ def row_statistics(
     mask = q if keys is None else keys.to(torch.uint8)
     over = (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
     tiles = triton.cdiv(t, tile[0])
+    kernel: Any = _rows
     with torch.cuda.device_of(q):
-        _rows[(tiles * b * h,)](
+        kernel[(tiles * b * h,)](
             q, k, mask, largest, smallest, lse, entropy, scale, cap or 1.0, h, h // g, t, s, window or 0, tiles,
             *q.stride()[:3], *k.stride()[:3], *over,
             D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
