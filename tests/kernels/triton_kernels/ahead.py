@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for a Hopper GPU where there is none, and prints what they take; not in the interpreter."""
+"""Compiles the Triton kernels for a Hopper GPU where there is none, and prints what each takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True}
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("forward", triton_norm_rope._forward, {**HEAD, "KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}, 4),
-    ("forward, a part", triton_norm_rope._forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": False}, 4),
+    ("a part forward", triton_norm_rope._forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
     ("backward, x made anew", triton_norm_rope._backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
     ("backward, gains by head", triton_norm_rope._backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
     ("statistics", triton_statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
