@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,3 +185,11 @@ def test_tensors_on_two_devices_and_types_it_does_not_hold_are_left_to_torch() -
         assert native.encoded(spec, other, other, pos, pos, gains) is None
     with pytest.raises(RuntimeError, match="device"):
         encoded(spec, x, x, pos, pos, {n: g.to("meta") for n, g in gains.items()})
+
+
+def test_a_compiled_module_is_one_graph_with_the_operator_in_it() -> None:
+    # In a process of its own: the compiler does not go with checked annotations.
+    command = [sys.executable, str(Path(__file__).with_name("whole_graph.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout) < 1e-5
