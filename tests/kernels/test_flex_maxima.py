@@ -45,5 +45,5 @@ def test_output_logsumexp_and_maxima_are_those_of_the_oracle(spec: AttentionSpec
 
 def test_a_cpu_is_refused_with_a_way_out() -> None:
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(RefusedError, match="CUDA device only; use qkeel.attention"):
+    with pytest.raises(RefusedError, match="CUDA device only; use qkeel"):
         flex.attend_with_maxima(make_call(AttentionSpec(), q, q, q))
