@@ -204,8 +204,8 @@ def _keep_sums(
         _store(parts, (chunk * heads + head) * D, head < heads, da, db, dc, D, HALF, WIDE, TAIL)
     else:
         one = tl.zeros([1], tl.int32)
-        sums = tl.sum(da, 0)[None, :], tl.sum(db, 0)[None, :], tl.sum(dc, 0)[None, :]
-        _store(parts, (one + tl.program_id(0)) * D, one == 0, sums[0], sums[1], sums[2], D, HALF, WIDE, TAIL)
+        a, b, c = tl.sum(da, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True), tl.sum(dc, 0, keep_dims=True)
+        _store(parts, (one + tl.program_id(0)) * D, one == 0, a, b, c, D, HALF, WIDE, TAIL)
 
 
 def norm_rope(
