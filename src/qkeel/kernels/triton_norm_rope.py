@@ -257,7 +257,8 @@ def _run(
     kernel: Any = _forward
     with torch.cuda.device_of(x):
         kernel[(blocks * groups,)](
-            x, y, inverse, x if gain is None else gain, x if cos is None else cos, x if sin is None else sin,
+            x, y, inverse if flags["INVERSES"] else x, x if gain is None else gain,
+            x if cos is None else cos, x if sin is None else sin,
             eps, h, t, b * t, blocks, *steps, **sizes, **flags,
         )  # fmt: skip
     return y, inverse
@@ -294,7 +295,8 @@ def _run_back(
     with torch.cuda.device_of(kept):
         kernel[(chunks * blocks,)](
             dy, kept, inverse, kept if gain is None else gain, kept if cos is None else cos,
-            kept if sin is None else sin, dx, parts, eps, h, t, b * t, blocks, groups, each, *steps, **sizes, **flags,
+            kept if sin is None else sin, dx, kept if gain is None else parts,
+            eps, h, t, b * t, blocks, groups, each, *steps, **sizes, **flags,
         )  # fmt: skip
     return dx, parts.new_empty(0) if gain is None else parts.sum(0)
 

@@ -18,12 +18,16 @@ STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
-SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True}
+SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True, "WINDOW": False, "MASK": False, "CAP": False}
+ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("forward", triton_norm_rope._forward, {**HEAD, "KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}, 4),
     ("a part forward", triton_norm_rope._forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
     ("backward, x made anew", triton_norm_rope._backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
     ("backward, gains by head", triton_norm_rope._backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
+    # Triton's launcher makes constants of whole numbers that are 1.
+    ("backward of one token", triton_norm_rope._backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
+    ("statistics of one token", triton_statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
     ("statistics", triton_statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
 ]  # fmt: skip
 
@@ -38,6 +42,7 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
         )
         if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", name):
             attributes[(i,)] = [["tt.divisibility", 16]]
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types, known, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})

@@ -14,6 +14,7 @@ import pytest
 AHEAD = Path(__file__).with_name("ahead.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings NVIDIA's assembler for this machine only")
 def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -21,7 +22,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, str(AHEAD)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     told = re.findall(r"registers (\d+), spilled (\d+), shared (\d+), 16-byte loads (\d+)", done.stdout)
-    assert len(told) == len(done.stdout.splitlines()) == 5
+    assert len(told) == len(done.stdout.splitlines()) == 7
     for registers, spilled, shared, loads in told:
         assert int(spilled) == 0
         assert int(registers) <= 255
