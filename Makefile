@@ -31,8 +31,12 @@ slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on th
 zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes docs/zoo.md
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out docs/zoo.md
 
-gpu: $(VENV)/.dev  ## kernels on a CUDA device
-	$(BIN)/pytest -m gpu tests/gpu
+# A GPU machine needs torch >= 2.11, Triton and pytest and no environment of ours: jaxtyping's annotations have a stand-in.
+GPU_PATH = src:.$(shell $(PYTHON) -c "import jaxtyping" 2>/dev/null || echo :tests/gpu/stand_ins)
+
+gpu:  ## on a CUDA device: kernels against the oracle, then their benchmark into benchmarks/results
+	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir tests/gpu tests/gpu
+	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m benchmarks.gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

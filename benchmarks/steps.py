@@ -37,9 +37,11 @@ def _model(layers: int, heads: int, dim: int) -> nn.Module:
     return nn.ModuleList(blocks)
 
 
-def adamw_step(layers: int, heads: int, dim: int, remedy: str, **options: bool) -> Callable[[], object]:
+def adamw_step(
+    layers: int, heads: int, dim: int, remedy: str, device: str = "cpu", **options: bool
+) -> Callable[[], object]:
     """The step of AdamW with a remedy, on fixed gradients."""
-    model = _model(layers, heads, dim)
+    model = _model(layers, heads, dim).to(device)
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
@@ -62,24 +64,39 @@ def bench(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
     return interleave(cases, BASE, rounds)
 
 
+def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> dict[str, Callable[[], object]]:
+    """The fused step, and what per-head rates make of it, on a device."""
+    sizes = (layers, heads, dim)
+    return {
+        BASE: _case(*sizes, "none", device, fused=True),
+        "AdamW, fused + lalr": _case(*sizes, "lalr", device, fused=True),
+        "AdamW, fused + lalr (plain decay)": _case(*sizes, "lalr:decay=plain", device, fused=True),
+    }
+
+
 def bench_clip(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
     """What qk_clip does after a step, its statistic aside: maxima put where the tap would have put them.
 
     The clip is timed alone beside the step, since its part of a step is below what steps differ by.
     """
-    model = _model(layers, heads, dim)
+    return interleave(clip_cases(layers, heads, dim, "cpu"), BASE, rounds)
+
+
+def clip_cases(layers: int, heads: int, dim: int, device: str) -> dict[str, Callable[[], object]]:
+    """The fused step, and a clip alone, on a device."""
+    model = _model(layers, heads, dim).to(device)
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     clipped = torch.optim.SGD(model.parameters(), lr=0.0)  # only carries the hooks
-    handle = apply(f"qk_clip:threshold={THRESHOLD}", model, clipped)
+    apply(f"qk_clip:threshold={THRESHOLD}", model, clipped)
     (before, after) = (
         list(h.values()) for h in (clipped._optimizer_step_pre_hooks, clipped._optimizer_step_post_hooks)
     )
     tap = next(hook.__self__.tap for hook in after)
 
     def clip(share: float) -> Callable[[], object]:
-        top = torch.full((layers, heads), THRESHOLD / 2)
+        top = torch.full((layers, heads), THRESHOLD / 2, device=device)
         top.view(-1)[:: round(1 / share) if share else top.numel() + 1] = THRESHOLD * (1 + 1e-6 if share else 0.5)
         stats = {site: _only(row) for site, row in zip(_names(layers), top)}
 
@@ -90,10 +107,7 @@ def bench_clip(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
 
         return run
 
-    cases = {BASE: optimizer.step, "qk_clip, nothing over": clip(0), "qk_clip, 17 % of heads over": clip(1 / 6)}
-    rows = interleave(cases, BASE, rounds)
-    handle.remove()
-    return rows
+    return {BASE: optimizer.step, "qk_clip, nothing over": clip(0), "qk_clip, 17 % of heads over": clip(1 / 6)}
 
 
 def _names(layers: int) -> list[str]:

@@ -20,6 +20,10 @@ os.environ.setdefault("QKEEL_NATIVE", "0")
 # "auto" takes kernels in the order of their table, whatever was measured here.
 os.environ.setdefault("QKEEL_CHOICE", "0")
 
+# Without a GPU Triton's kernels run in its interpreter; Triton looks at this when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:

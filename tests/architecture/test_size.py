@@ -46,7 +46,7 @@ def test_a_module_has_at_most_400_lines(name: str) -> None:
 def test_a_function_has_at_most_40_lines_and_8_parameters(name: str) -> None:
     for qualified, node in functions(MODULES[name][1]):
         assert code_lines(node) <= 40, f"{qualified}: {code_lines(node)} lines"
-        if f"{name}.{qualified}" not in WIDE and not is_overload(node):
+        if f"{name}.{qualified}" not in WIDE and not is_overload(node) and not is_kernel(node):
             assert parameters(node) <= 8, f"{qualified}: {parameters(node)} parameters"
 
 
@@ -63,6 +63,11 @@ def parameters(node: Function) -> int:
 
 def is_overload(node: Function) -> bool:
     return any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list)
+
+
+def is_kernel(node: Function) -> bool:
+    # What a GPU runs gets every pointer, stride and size on its own.
+    return any(ast.unparse(d) == "triton.jit" for d in node.decorator_list)
 
 
 @pytest.mark.parametrize("exception", [*WIDE, *OPTIONS])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from qkeel import attention, preset
 from qkeel.errors import UnknownNameError
-from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels import logsumexp
+from qkeel.kernels.contract import folded
+from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket, fused_with_logsumexp
 from qkeel.kernels.statistics import logit_stats
 from qkeel.ops import PRICES
 from qkeel.spec import AttentionCall, AttentionSpec, Rope, Sink, Softcap
@@ -128,3 +133,56 @@ def test_unknown_statistics_name_the_nearest() -> None:
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(UnknownNameError, match="bracket"):
         attention(q, q, q, spec=preset("baseline"), stats="brakcet")  # type: ignore[call-overload]
+
+
+def fused(kind: str, seen: list[str]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """What torch's operator on a GPU returns, from the T×T matrix; its logsumexp in the operator's own shape."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
+        seen.append(kind)
+        repeat = q.shape[1] // k.shape[1]
+        z = scale * q @ k.repeat_interleave(repeat, 1).mT
+        if causal:
+            z = z.masked_fill(torch.ones(z.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        lse = z.logsumexp(-1)
+        own = {"cudnn": lse[..., None], "efficient": torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=7.0)}
+        return z.softmax(-1) @ v.repeat_interleave(repeat, 1), own.get(kind, lse), torch.zeros(())
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "math"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_fused_operator_of_a_gpu_hands_out_its_logsumexp(
+    kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    seen: list[str] = []
+    stand_ins = {backend: fused(name, seen) for name, backend in backends.items() if name != "math"}
+    monkeypatch.setattr(logsumexp, "_FUSED", stand_ins)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **how: backends[kind].value)
+    call = call_of("baseline", causal=causal)
+    q, k, v, scale = folded(call)
+    pair, truth = fused_with_logsumexp(q, k, v, causal, scale), attend_with_logsumexp(call)
+    if kind == "math":
+        assert pair is None
+        return
+    assert pair is not None
+    assert truth is not None
+    assert seen == [kind]
+    for ours, theirs in zip(pair, truth):
+        assert ours.shape == theirs.shape
+        assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_the_operators_of_a_gpu_take_what_they_are_given() -> None:
+    # No GPU is needed to see that names and arguments are those of this torch.
+    for backend, operator in logsumexp._FUSED.items():
+        with pytest.raises(NotImplementedError, match="CPU"):
+            operator(*(torch.randn(1, 2, 8, 8) for _ in range(3)), True, 0.5)
+        assert backend.value in {member.value for member in SDPBackend.__members__.values()}

@@ -341,6 +341,7 @@ BAD: dict[str, tuple[dict[str, Any], type[QkeelError], str]] = {
     "list": ({"q": [1.0]}, InvalidTypeError, "expected q to be a tensor, got list"),
     "rank": ({"q": Q[0]}, ShapeError, "expected q of shape [batch heads tokens dim], got (4, 5, 8)"),
     "integers": ({"k": K.long()}, InvalidTypeError, "expected a floating-point k, got torch.int64"),
+    "fp8": ({"k": K.to(torch.float8_e4m3fn)}, InvalidTypeError, "expected k in 16 bits or more"),
     "dtypes": ({"v": V.float()}, InvalidTypeError, "expected q, k, v of one dtype"),
     "batch": ({"q": Q[:1]}, ShapeError, "with the same b, g, s, d"),
     "keys": ({"v": V[:, :, :4]}, ShapeError, "with the same b, g, s, d"),

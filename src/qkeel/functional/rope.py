@@ -15,8 +15,10 @@ from qkeel.functional.norms import wide
 Pairing = Literal["half", "interleaved", "half_reversed"]
 
 
-def rope_frequencies(rotary_dim: int, base: float = 10_000.0) -> Float[Tensor, " half"]:
-    """θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, in float64.
+def rope_frequencies(
+    rotary_dim: int, base: float = 10_000.0, device: torch.device | None = None
+) -> Float[Tensor, " half"]:
+    """θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, in float64, on a device (default: torch's default).
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
     """
@@ -25,7 +27,7 @@ def rope_frequencies(rotary_dim: int, base: float = 10_000.0) -> Float[Tensor, "
             f"RoPE rotates pairs, so it needs an even number of dimensions; got {rotary_dim}. "
             "Use an even head_dim, or rotate a part of it (Rope(rotary=0.5))."
         )
-    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
 
 
 def rope_table(

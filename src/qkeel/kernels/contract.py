@@ -6,12 +6,17 @@ import abc
 import dataclasses
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from qkeel.functional.norms import unrounded, wide
 from qkeel.kernels import native
+from qkeel.kernels.native import gpu
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
+from qkeel.spec.cap import NoCap, Softcap
+from qkeel.spec.norm import NoNorm
+from qkeel.spec.position import NoPosition
 from qkeel.spec.slot import Params
 
 LEAST_UNDER_WINDOW = 128  # rows at once under a narrower window: fewer make poor matrix products
@@ -90,3 +95,26 @@ def encoded(
         return fast
     ours, theirs = spec.encode(q, k, pos_q, pos_k, params)
     return ours.to(q.dtype), theirs.to(k.dtype)
+
+
+def row_statistics(call: AttentionCall) -> gpu.Rows | None:
+    """Largest and smallest logit, lse and entropy of every query row [b h t], float32, by a pass of its own on a GPU.
+
+    None where that does not do: other devices, biases, masks of pairs, positions of the caller's own. q and k are
+    those that the definition takes, in float32; where the spec leaves them as they are, in their own precision, which
+    makes the same products.
+    """
+    spec, mask = call.spec, call.mask
+    padding = mask is None or (mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1)
+    if not (padding and call.plain and spec.position.folds and type(spec.cap) in (NoCap, Softcap)):
+        return None
+    if not gpu.takes(call.q, call.k):
+        return None
+    scale = spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(call.q.dtype))
+    bare = isinstance(spec.norm, NoNorm) and type(spec.position) is NoPosition and not isinstance(scale, Tensor)
+    q, k = (call.q, call.k) if bare else call.encoded()
+    if isinstance(scale, Tensor):
+        q, scale = q * scale, 1.0
+    keys = None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2])
+    cap = spec.cap.cap if isinstance(spec.cap, Softcap) else None
+    return gpu.row_statistics(q, k, scale, causal=call.causal, window=call.window, cap=cap, keys=keys)

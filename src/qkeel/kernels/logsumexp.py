@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from qkeel.functional.stats import LogitBracket
-from qkeel.kernels.contract import folded, whole_and_plain
+from qkeel.kernels.contract import folded, row_statistics, whole_and_plain
 from qkeel.spec.call import AttentionCall
 
 Price = Literal["bracket", "max", "entropy"]
@@ -19,15 +21,52 @@ GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find,
 def attend_with_logsumexp(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     """out [b h t d] and lse [b h t] of one fused call, or None where torch does not hand the logsumexp out.
 
-    torch's CPU flash kernel computes it anyway and returns it from the operator below SDPA; the output and its
-    gradients are those of SDPA, the logsumexp has none.
+    torch's fused kernels compute it anyway and return it from the operators below SDPA; the output and its gradients
+    are those of SDPA, the logsumexp has none. On a GPU it is the operator that SDPA itself would choose.
     """
-    if call.q.device.type != "cpu" or call.dropout or not whole_and_plain(call):
+    device = call.q.device.type
+    if device not in ("cpu", "cuda") or call.dropout or not whole_and_plain(call):
         return None
+    if device == "cuda" and torch.compiler.is_compiling():
+        return None  # the choice is made by a function that a compiler does not see through
     q, k, v, scale = folded(call)
     if q.shape[-1] != v.shape[-1]:
         return None
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.causal, scale=scale)
+    if device == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.causal, scale=scale)
+    return fused_with_logsumexp(q, k, v, call.causal, scale)
+
+
+def fused_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
+    """out and lse of the fused operator that SDPA would choose on a GPU; None where it would choose none."""
+    gqa = q.shape[1] != k.shape[1]
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
+    operator = _FUSED.get(SDPBackend(chosen))
+    if operator is None or q.shape[-1] % 8:  # SDPA would pad such heads
+        return None
+    out, lse = operator(q, k, v, causal, scale)[:2]
+    if lse.ndim == 4:  # cuDNN's [b h t 1]
+        lse = lse[..., 0]
+    return out, lse[..., : q.shape[2]]  # the memory-efficient kernel fills up to a multiple of 32 rows
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+
+
+_FUSED: dict[SDPBackend, Callable[[Tensor, Tensor, Tensor, bool, float], Any]] = {
+    SDPBackend.FLASH_ATTENTION: _flash,
+    SDPBackend.EFFICIENT_ATTENTION: _efficient,
+    SDPBackend.CUDNN_ATTENTION: _cudnn,
+}
 
 
 @torch.no_grad()
@@ -38,7 +77,8 @@ def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     in the rows of largest lse: if it is at least the next largest lse, no other row can beat it. At the price
     "entropy" also H_i = lse_i - E_p[z_i], E_p[z_i] from attention with keys in place of values; then
     lse_i - H_i <= max_j z_ij. The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times
-    that in sum. Rows that the call's `query_mask` leaves out count nowhere.
+    that in sum; on a GPU a pass of its own gives maximum and entropy at that price, without cancelling. Rows that the
+    call's `query_mask` leaves out count nowhere.
     """
     over = (
         torch.ones_like(lse, dtype=torch.bool) if call.query_mask is None else call.query_mask[:, None].expand_as(lse)
@@ -50,6 +90,11 @@ def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     lower, upper = (lse - n.to(lse.dtype).log()).amax((0, 2)), lse.amax((0, 2))
     if price == "bracket":
         return LogitBracket(lower=lower, upper=upper)
+    rows = row_statistics(call) if price == "entropy" else None
+    if rows is not None:
+        top = rows.largest.masked_fill(~over, -torch.inf).amax((0, 2))
+        entropy = rows.entropy.masked_fill(~over, 0.0).sum((0, 2)) / over.sum((0, 2)).clamp_min(1)
+        return LogitBracket(lower=top, upper=top, entropy=entropy, certified=torch.ones_like(top, dtype=torch.bool))
     q, k, _, scale = folded(call)
     entropy = None
     if price == "entropy":

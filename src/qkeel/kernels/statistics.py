@@ -24,7 +24,7 @@ from qkeel.functional.rows import (
 )
 from qkeel.functional.sampling import chosen_rows, standing_for
 from qkeel.functional.stats import LogitStats
-from qkeel.kernels.contract import row_blocks
+from qkeel.kernels.contract import row_blocks, row_statistics
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import NoCap
@@ -119,6 +119,13 @@ def logit_change(
 @torch.no_grad()
 def logit_maxima(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """The max_logit and min_logit [h] of `logit_stats`, and nothing else: for less than half its cost."""
+    rows = row_statistics(call)
+    if rows is not None:
+        left_out = torch.zeros_like(rows.largest, dtype=torch.bool)
+        if call.query_mask is not None:
+            left_out = ~call.query_mask[:, None].expand_as(rows.largest)
+        top = rows.largest.masked_fill(left_out, -torch.inf).amax((0, 2))
+        return top, rows.smallest.masked_fill(left_out, torch.inf).amin((0, 2))
     q, k = call.encoded()
     top = q.new_full((q.shape[1],), -torch.inf)
     low = -top

@@ -208,6 +208,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ShapeError(f"expected {name} of shape [batch heads tokens dim], got {tuple(x.shape)}")
         if not x.is_floating_point():
             raise InvalidTypeError(f"expected a floating-point {name}, got {x.dtype}; convert it first")
+        if x.dtype.itemsize < 2:
+            raise InvalidTypeError(
+                f"expected {name} in 16 bits or more, got {x.dtype}; multiply by its scale and convert it first"
+            )
     if not (q.dtype == k.dtype == v.dtype):
         raise InvalidTypeError(f"expected q, k, v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not (q.device == k.device == v.device):

@@ -119,7 +119,9 @@ class Rope(Position):
         self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider."""
-        theta = rope_frequencies(round(q.shape[-1] * self.rotary), self.base)
+        # A copy from the host would make it wait for a GPU; elsewhere float64 may not be had.
+        device = q.device if q.device.type == "cuda" else None
+        theta = rope_frequencies(round(q.shape[-1] * self.rotary), self.base, device)
         frequencies = self.stretch.frequencies(theta, self.base, pos_k)
         keys = self._table(pos_k, frequencies, k)
         return (keys if pos_q is pos_k else self._table(pos_q, frequencies, q)), keys

@@ -1,10 +1,13 @@
-"""What of an AttentionSpec the compiled operators do to q and k, and where."""
+"""What of an AttentionSpec the fused operators do to q and k, and which of them on which device."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from qkeel.kernels.native import gpu
 from qkeel.kernels.native.norm_rope import NONE, gain_spread, norm_rope, ready
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.norm import GainNorm, L2Norm, LayerNorm, NoNorm, Norm, Part, RMSNorm
@@ -17,6 +20,7 @@ _WIDEST = 1024  # WIDEST in the source
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 Table = tuple[Tensor, Tensor]
+Operator = Callable[[Tensor, Tensor | None, Table | None, int, float, bool], Tensor]
 
 
 def encoded(
@@ -25,15 +29,32 @@ def encoded(
     """q and k as `spec.encode` gives them, rounded to their own dtype; None where this is not for the operators.
 
     They are for a norm over heads without bias, before RoPE with half pairs or none, or after it where norm and
-    rotation commute; float32, bfloat16 and float16 on a CPU; head_dim a multiple of 8.
+    rotation commute; float32, bfloat16 and float16 on a CPU or a CUDA device; head_dim a multiple of 8.
     """
-    if not (_takes(spec.norm, spec.position) and _holds(q) and _holds(k) and ready()):
+    if not (_takes(spec.norm, spec.position) and _holds(q) and _holds(k)):
+        return None
+    if any(x.device != q.device for x in (k, *params.values())):
+        return None  # torch's own error
+    operator = operator_for(q.device)
+    if operator is None:
         return None
     position = spec.position
     tables = (None, None)
     if isinstance(position, Rope):
         tables = position.tables(q, k, pos_q, pos_k)
-    return _one("q", q, spec, tables[0], params), _one("k", k, spec, tables[1], params)
+    ours = _one("q", q, tables[0], spec, params, operator)
+    return ours, _one("k", k, tables[1], spec, params, operator)
+
+
+def operator_for(device: torch.device) -> Operator | None:
+    """What norms and rotates tensors on a device; None where torch does."""
+    if device.type == "cpu":
+        return norm_rope if ready() else None
+    if not gpu.usable(device):
+        return None
+    from qkeel.kernels import triton_norm_rope  # here, so that no machine without a GPU imports triton
+
+    return triton_norm_rope.norm_rope
 
 
 def _takes(norm: Norm, position: Position) -> bool:
@@ -52,20 +73,26 @@ def _takes(norm: Norm, position: Position) -> bool:
 
 
 def _holds(x: Tensor) -> bool:
-    plain = type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype in _SPREADS
+    plain = type(x) in (Tensor, nn.Parameter) and x.device.type in ("cpu", "cuda") and x.dtype in _SPREADS
     return plain and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST and x.numel() > 0
 
 
-def _one(part: Part, x: Tensor, spec: AttentionSpec, table: Table | None, params: Params) -> Tensor:
+def _one(part: Part, x: Tensor, table: Table | None, spec: AttentionSpec, params: Params, operator: Operator) -> Tensor:
     norm, position = spec.norm, spec.position
     if isinstance(position, Rope) and position.pairing == "half_reversed" and table is not None:
         table = table[0], -table[1]
     if not isinstance(norm, GainNorm) or part not in norm.on:
-        return x if table is None else norm_rope(x, None, table, NONE, 0.0, False)
+        return x if table is None else operator(x, None, table, NONE, 0.0, False)
     gain = norm.weight(part, params)
-    return norm_rope(x, gain, table, _KINDS[type(norm)], norm.eps, gain is not None and _keeps(x, gain))
+    return operator(x, gain, table, _KINDS[type(norm)], norm.eps, gain is not None and _keeps(x, gain))
 
 
 def _keeps(x: Tensor, gain: Tensor) -> bool:
-    """Whether backward needs x itself: some gain is too small to divide by. A compiler sees no values: there, yes."""
-    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or gain_spread(gain) < _SPREADS[x.dtype])
+    """Whether backward needs x itself: some gain is too small to divide by.
+
+    A compiler sees no values, and the host would have to wait for those on a GPU: there, yes.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    unseen = torch.compiler.is_compiling() or gain.device.type != "cpu"
+    return unseen or gain_spread(gain) < _SPREADS[x.dtype]

@@ -18,6 +18,12 @@ from qkeel.kernels.native.build import compiled
 _LOADING = threading.Lock()
 
 
+def transformed() -> bool:
+    """Whether a torch.func transform, export or trace is under way."""
+    # What is exported or traced is run elsewhere, by programs that know no operators of ours.
+    return get_interpreter_stack() is not None or torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 def usable(name: str, register: Callable[[], None]) -> bool:
     """Whether the operators of the source `name`.cpp can be used here and now.
 
@@ -25,9 +31,7 @@ def usable(name: str, register: Callable[[], None]) -> bool:
     first call may compile; then `register` tells torch's compiler the operators' shapes. A failure is told once; from
     then on torch computes, as with QKEEL_NATIVE=0.
     """
-    off = os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux"
-    # What is exported or traced is run elsewhere, by programs that know no operators of ours.
-    if off or get_interpreter_stack() is not None or torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux" or transformed():
         return False
     with _LOADING:
         return _loaded(name, register)

@@ -1,0 +1,230 @@
+"""The Triton kernels on a CUDA device: the matrix of the interpreter's tests and more, against float64 on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, given, torchs
+from kernels.native.test_norm_rope import run as run_on_cpu
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.kernels import flex
+from qkeel.kernels.contract import encoded, row_statistics
+from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.native import encode, gpu
+from qkeel.kernels.statistics import logit_maxima, logit_stats
+from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, SlidingWindow, Softcap
+from qkeel.spec.call import make_call
+from qkeel.spec.norm import NoNorm, Norm
+
+DEVICE = "cuda"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [1, 7, 64, 129, 512, 2048]
+SIZES = [64, 8, 128, 24, 256, 40]
+
+
+def run(case: Given, above: list[Tensor]) -> list[Tensor]:
+    """q̃, k̃ and the gradients of q, k and every gain, by way of the device."""
+    spec, *qk, params = case
+    q, k = (x.detach().to(DEVICE).requires_grad_() for x in qk)
+    params = {n: p.detach().to(DEVICE).requires_grad_() for n, p in params.items()}
+    pos = torch.arange(5, 5 + q.shape[2], device=DEVICE)[None]
+    out = encoded(spec, q, k, pos, pos, params)
+    grads = torch.autograd.grad(out, [q, k, *params.values()], [a.to(DEVICE) for a in above])
+    return [x.cpu() for x in (*out, *grads)]
+
+
+def check(case: Given, told: str) -> None:
+    """As on the CPU: error at most 2 × (that of torch's path in the same dtype + rounding)."""
+    dtype, above = case[1].dtype, [torch.randn(x.shape).to(x.dtype) for x in case[1:3]]
+    truth, theirs = run_on_cpu(torchs, case, torch.float64, above), run_on_cpu(torchs, case, dtype, above)
+    terms = sum((a.double() * o).square().sum() for a, o in zip(above, truth)).detach()  # type: ignore[union-attr]
+    for i, (mine, other, true) in enumerate(zip(run(case, above), theirs, truth)):
+        own, size = (other - true).abs().max(), true.abs().max()
+        summed = torch.finfo(dtype).eps * (terms / true.numel()).sqrt() if i >= 4 else 0.0
+        allowed = 2 * (own + torch.finfo(dtype).eps * size + summed)
+        assert (mine.double() - true).abs().max() <= allowed, f"{told}, number {i}"
+
+
+def test_tensors_here_go_through_triton() -> None:
+    assert gpu.usable(torch.device(DEVICE))
+    from qkeel.kernels import triton_norm_rope
+
+    assert encode.operator_for(torch.device(DEVICE)) is triton_norm_rope.norm_rope
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=repr)
+def test_norm_and_rotation_of_every_norm_length_and_layout(norm: Norm) -> None:
+    for i, t in enumerate(LENGTHS):
+        turn = i + NORMS.index(norm)
+        layout, position = list(LAYOUTS)[turn % len(LAYOUTS)], POSITIONS[turn % len(POSITIONS)]
+        position = POSITIONS[0] if isinstance(norm, NoNorm) else position
+        for dtype in DTYPES:
+            case = given(norm, position, t, SIZES[i], dtype, layout)
+            check(case, f"T {t}, d {SIZES[i]}, {layout}, {position.formula()}, {dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_x_made_anew_from_the_result(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "_keeps", lambda x, gain: False)
+    gains: list[Any] = ["none", "dim", "head_dim"] if dtype == torch.float32 else ["none"]
+    for gain in gains:
+        for norm in (RMSNorm(gain=gain), LayerNorm(gain=gain)):
+            check(given(norm, Rope(), 129, 128, dtype, "heads beside each other"), f"{norm!r}, {dtype}")
+    check(given(L2Norm(), Rope(), 129, 128, dtype), f"L2, {dtype}")
+
+
+def test_the_gradient_of_a_gain_is_the_same_in_every_run() -> None:
+    case = given(RMSNorm(gain="dim"), Rope(), 2048, 128, torch.bfloat16)
+    above = [torch.randn_like(x) for x in case[1:3]]
+    first = run(case, above)
+    assert all(all(map(torch.equal, first, run(case, above))) for _ in range(3))
+
+
+def test_a_module_is_one_graph_when_compiled() -> None:
+    torch._dynamo.reset()
+    module = qkeel.nn.Attention(64, 4, 2, spec=qkeel.preset("qwen3")).to(DEVICE)
+    x = torch.randn(2, 33, 64, device=DEVICE, requires_grad=True)
+    results = []
+    for how in (module, torch.compile(module, fullgraph=True)):
+        out = how(x)
+        results.append([out, *torch.autograd.grad(out.cos().sum(), [x, *module.parameters()])])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+STATISTICS: dict[str, tuple[AttentionSpec, dict[str, Any]]] = {
+    "causal": (AttentionSpec(), {}),
+    "full": (AttentionSpec(position=Rope()), {"causal": False}),
+    "norm": (qkeel.preset("qwen3"), {}),
+    "softcap": (AttentionSpec(cap=Softcap(5.0)), {}),
+    "window": (AttentionSpec(position=SlidingWindow(window=70)), {}),
+    "padding": (AttentionSpec(), {"padding": True}),
+}
+
+
+def call_of(name: str, dtype: torch.dtype, t: int, d: int, device: str, size: float = 1.0) -> Any:
+    spec, how = STATISTICS[name]
+    q, k, v = (torch.randn(2, heads, t, d).to(dtype).to(device) for heads in (4, 2, 2))
+    params = {n: p.to(device, dtype) for n, p in spec.init_params(4, 2, d).items()}
+    mask = (
+        (torch.arange(t, device=device) >= torch.tensor([[0], [t // 3]], device=device)) if "padding" in how else None
+    )
+    return make_call(spec, size * q, k, v, params=params, mask=mask, causal=how.get("causal", True))
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_statistics_without_values_are_the_exact_ones(name: str, dtype: torch.dtype) -> None:
+    for t, d, size in ((1, 64, 1.0), (129, 24, 1.0), (300, 128, 30.0), (65, 256, 1.0)):
+        call = call_of(name, dtype, t, d, DEVICE, size)
+        exact, rows = logit_stats(call), row_statistics(call)
+        assert rows is not None
+        top, low = logit_maxima(call)
+        for ours, true in ((top, exact.max_logit), (low, exact.min_logit)):
+            assert torch.allclose(ours, true, rtol=1e-4, atol=1e-4), f"{t}, {d}"
+        seen = rows.largest > -torch.inf
+        entropy = (rows.entropy * seen).sum((0, 2)) / seen.sum((0, 2))
+        assert torch.allclose(entropy, exact.entropy, rtol=1e-3, atol=1e-3), f"{t}, {d}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_logsumexp_of_torchs_fused_operators(dtype: torch.dtype, causal: bool) -> None:
+    for t, d in ((33, 64), (257, 128)):
+        call = call_of("causal" if causal else "full", dtype, t, d, DEVICE, 3.0)
+        pair = attend_with_logsumexp(call)
+        if pair is None:
+            assert dtype == torch.float32  # grouped keys in float32 have no fused operator everywhere
+            continue
+        exact = logit_stats(call)
+        for price in ("bracket", "max", "entropy"):
+            found = bracket(call, pair[1], price)  # type: ignore[arg-type]
+            room = 0.05 * (1 + exact.max_logit.abs()) if dtype != torch.float32 else 1e-3
+            assert (found.lower <= exact.max_logit + room).all()
+            assert (found.upper >= exact.max_logit - room).all()
+        out = qkeel.attention(call.q, call.k, call.v, spec=call.spec, causal=causal)
+        torch.testing.assert_close(pair[0], out, rtol=2e-2, atol=2e-2)
+
+
+def test_flex_hands_out_maxima_and_logsumexp() -> None:
+    for name in ("causal", "full", "window"):
+        call = call_of(name, torch.bfloat16, 256, 64, DEVICE)
+        out, lse, top = flex.attend_with_maxima(call)
+        rows = row_statistics(call)
+        assert rows is not None
+        torch.testing.assert_close(top, rows.largest, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(lse, rows.lse, rtol=1e-2, atol=1e-2)
+        assert out.shape == call.q.shape
+
+
+def trained(remedy: str, capturable: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(qkeel.nn.Attention(64, 4, 2) for _ in range(2))).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True, capturable=capturable)
+    qkeel.apply(remedy, model, optimizer)
+    x = torch.randn(2, 9, 64, device=DEVICE)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "lalr:decay=plain", "qk_clip:threshold=0.001"])
+def test_a_step_never_makes_the_host_wait(remedy: str) -> None:
+    _, optimizer = trained(remedy, capturable=True)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_attention_never_makes_the_host_wait() -> None:
+    module = qkeel.nn.Attention(64, 4, 2, spec=qkeel.preset("qwen3")).to(DEVICE)
+    x = torch.randn(2, 33, 64, device=DEVICE, requires_grad=True)
+    module(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "lalr:decay=plain"])
+def test_a_step_can_be_captured_in_a_cuda_graph(remedy: str) -> None:
+    plain, graphed = trained(remedy, True), trained(remedy, True)
+    plain[1].step()
+    graph = torch.cuda.CUDAGraph()
+    kept = [p.detach().clone() for p in graphed[0].parameters()]
+    with torch.cuda.graph(graph):
+        graphed[1].step()
+    for p, was in zip(graphed[0].parameters(), kept):
+        assert torch.equal(p, was)  # capture runs nothing
+    graph.replay()
+    for a, b in zip(plain[0].parameters(), graphed[0].parameters()):
+        torch.testing.assert_close(a, b)
+
+
+def test_tensors_on_two_devices_get_one_clear_error() -> None:
+    q, k = torch.randn(1, 2, 4, 8, device=DEVICE), torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="on one device"):
+        qkeel.attention(q, k, k, spec=AttentionSpec())
+
+
+def test_a_thousand_calls_keep_no_memory() -> None:
+    case = given(RMSNorm(gain="dim"), Rope(), 64, 64, torch.float32)
+    above = [torch.randn_like(x) for x in case[1:3]]
+    run(case, above)
+    before = torch.cuda.memory_allocated()
+    for _ in range(1000):
+        run(case, above)
+    assert torch.cuda.memory_allocated() == before

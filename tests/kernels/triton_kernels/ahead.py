@@ -1,0 +1,69 @@
+"""Compiles the Triton kernels for a Hopper GPU where there is none, and prints what each takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qkeel.kernels import triton_norm_rope, triton_statistics
+
+FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
+STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
+HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1}
+PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2}
+BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
+SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True, "WINDOW": False, "MASK": False, "CAP": False}
+ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
+CASES: list[tuple[str, Any, dict[str, Any], int]] = [
+    ("forward", triton_norm_rope._forward, {**HEAD, "KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}, 4),
+    ("a part forward", triton_norm_rope._forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
+    ("backward, x made anew", triton_norm_rope._backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
+    ("backward, gains by head", triton_norm_rope._backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
+    # Triton's launcher makes constants of whole numbers that are 1.
+    ("backward of one token", triton_norm_rope._backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
+    ("statistics of one token", triton_statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
+    ("statistics", triton_statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
+]  # fmt: skip
+
+
+def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
+    """The kernel compiled as Triton's launcher would for aligned bfloat16 tensors."""
+    types, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        pointer = {"keys": "*u8", **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(name)
+        types[name] = (
+            "constexpr" if name in constants else pointer or ("fp32" if name in ("eps", "scale", "cap") else "i32")
+        )
+        if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", name):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, types, known, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+def spilled(ptx: str) -> tuple[int, int]:
+    """Registers per thread, and bytes per thread that did not fit in them."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = re.search(r"Used (\d+) registers", told), re.search(r"(\d+) bytes spill stores", told)
+    assert registers
+    assert spills
+    return int(registers[1]), int(spills[1])
+
+
+if __name__ == "__main__":
+    for told, kernel, constants, warps in CASES:
+        compiled = made(kernel, constants, warps)
+        used, spills = spilled(compiled.asm["ptx"])
+        wide = compiled.asm["ptx"].count("ld.global.v4")
+        print(f"{told}: registers {used}, spilled {spills}, shared {compiled.metadata.shared}, 16-byte loads {wide}")

@@ -1,0 +1,95 @@
+"""Triton is loaded when a CUDA tensor wants it, can be switched off, and is done without where it is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qkeel.kernels.native import encode, gpu, norm_rope
+
+CUDA = torch.device("cuda", 0)
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_modern", lambda device: True)
+
+
+@pytest.mark.usefixtures("_a_gpu")
+def test_cuda_tensors_go_through_triton_and_cpu_tensors_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkeel.kernels import triton_norm_rope
+
+    assert encode.operator_for(CUDA) is triton_norm_rope.norm_rope
+    assert not gpu.usable(torch.device("cpu"))
+    monkeypatch.setattr(encode, "ready", lambda: True)
+    assert encode.operator_for(torch.device("cpu")) is norm_rope.norm_rope
+
+
+@pytest.mark.usefixtures("_a_gpu")
+def test_it_can_be_switched_off_and_is_off_under_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu.usable(CUDA)
+    found = []
+    torch.func.vmap(lambda x: found.append(gpu.usable(CUDA)) or x)(torch.ones(2))
+    assert found == [False]
+    monkeypatch.setenv("QKEEL_TRITON", "0")
+    assert encode.operator_for(CUDA) is None
+
+
+def test_an_old_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, good in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        gpu._modern.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert gpu.usable(CUDA) is good
+    gpu._modern.cache_clear()
+
+
+def test_without_triton_torch_computes_after_one_warning() -> None:
+    code = """
+import sys, warnings
+sys.modules["triton"] = None
+import torch
+from qkeel.kernels.native import gpu
+gpu._modern = lambda device: True
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    found = [gpu.usable(torch.device("cuda")) for _ in range(2)]
+    print(*found, len(told), "QKEEL_TRITON=0" in str(told[0].message))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "False", "1", "True"], done.stderr
+
+
+def test_importing_and_using_qkeel_on_a_cpu_does_not_import_triton() -> None:
+    code = """
+import sys, torch, qkeel
+q = torch.randn(1, 2, 3, 8)
+qkeel.attention(q, q, q, spec=qkeel.preset("qwen3"), params=qkeel.preset("qwen3").init_params(2, 2, 8), stats="entropy")
+print("triton" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_gpu_benchmark_runs_at_toy_size(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--toy", "--device", "cpu", "--out", str(tmp_path)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    table = next(tmp_path.glob("*.md")).read_text()
+    for part in (
+        "norm and rotation, forward;",
+        "forward and backward",
+        "statistics",
+        "logsumexp only",
+        "qk_clip",
+        "lalr",
+    ):
+        assert part in table
+    assert next(tmp_path.glob("*.json")).read_text().count('"ratio"') == 19

@@ -1,0 +1,172 @@
+"""Row statistics from q and k alone are those of the exact statistics and of the float64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkeel import attention, preset, reference
+from qkeel.kernels import contract
+from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.native import gpu
+from qkeel.kernels.statistics import logit_maxima, logit_stats
+from qkeel.spec import ALiBi, AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
+from qkeel.spec.call import make_call, with_query_mask
+
+
+@pytest.fixture
+def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """CPU tensors take the way of CUDA tensors; what was computed there."""
+    monkeypatch.setattr(gpu, "usable", lambda device: gpu.loaded())
+    seen: list[Any] = []
+    inner = gpu.row_statistics
+
+    def counted(q: Tensor, k: Tensor, scale: float, **how: Any) -> gpu.Rows:
+        seen.append(q.dtype)
+        return inner(q, k, scale, **how)
+
+    monkeypatch.setattr(gpu, "row_statistics", counted)
+    return seen
+
+
+def truth(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Largest, smallest, lse, entropy of every row, from the T×T matrix in float64."""
+    rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
+    z = reference.attend_call(call).logits
+    seen = call.visible(rows, keys)
+    seen = torch.ones_like(z, dtype=torch.bool) if seen is None else seen.expand(z.shape)
+    low = call.spec.cap.apply(z).masked_fill(~seen, -torch.inf)
+    lse = low.logsumexp(-1)
+    p = (low - lse[..., None]).exp().masked_fill(~seen, 0.0)
+    inf = torch.inf
+    return z.masked_fill(~seen, -inf).amax(-1), z.masked_fill(~seen, inf).amin(-1), lse, torch.special.entr(p).sum(-1)
+
+
+def call_of(spec: AttentionSpec, t: int, s: int, dtype: torch.dtype, size: float = 1.0, **how: Any) -> AttentionCall:
+    q, k, v = (torch.randn(2, heads, n, 24).to(dtype) for heads, n in ((4, t), (2, s), (2, s)))
+    params = {n: p.to(dtype) for n, p in spec.init_params(4, 2, 24).items()}
+    return make_call(spec, size * q, k, v, params=params, **how)
+
+
+def wide(call: AttentionCall) -> AttentionCall:
+    params = {n: p.double() for n, p in call.params.items()}
+    how = {"causal": call.causal, "mask": call.mask}
+    return make_call(call.spec, call.q.double(), call.k.double(), call.v.double(), params=params, **how)
+
+
+CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
+    "causal": (AttentionSpec(), 70, 70, {}),
+    "one query": (AttentionSpec(), 1, 65, {}),
+    "full": (AttentionSpec(position=Rope()), 7, 130, {"causal": False}),
+    "norm": (preset("qwen3"), 20, 20, {}),
+    "log n scale": (preset("cosa_logn"), 20, 20, {}),
+    "more queries than keys": (AttentionSpec(), 9, 5, {}),
+    "padding": (AttentionSpec(), 12, 12, {"mask": torch.arange(12) >= torch.tensor([[0], [5]])}),
+    "nothing to see": (AttentionSpec(), 3, 40, {"mask": torch.zeros(2, 40, dtype=torch.bool), "causal": False}),
+    "softcap": (AttentionSpec(cap=Softcap(5.0)), 33, 33, {}),
+    "window": (AttentionSpec(position=SlidingWindow(window=9)), 80, 80, {}),
+    "window both ways": (AttentionSpec(position=SlidingWindow(window=9)), 40, 80, {"causal": False}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_is_that_of_the_whole_matrix(name: str, through_triton: list[Any]) -> None:
+    spec, t, s, how = CASES[name]
+    call = call_of(spec, t, s, torch.float32, **how)
+    found = contract.row_statistics(call)
+    assert found is not None
+    for field, ours, true in zip(gpu.Rows._fields, found, truth(wide(call))):
+        near = (ours.double() - true).abs() <= 5e-6 * (1 + true.abs())
+        assert (near | (ours == true)).all(), field
+
+
+@pytest.mark.parametrize("size", [30.0, 3000.0])
+def test_entropies_at_large_logits_do_not_cancel(size: float, through_triton: list[Any]) -> None:
+    call = call_of(AttentionSpec(), 33, 33, torch.float32, size)
+    found = contract.row_statistics(call)
+    assert found is not None
+    true = truth(wide(call))[3]
+    assert found.largest.max() > size
+    assert (found.entropy >= 0).all()
+    # A logit's rounding, 6e-8 of its size, is an error of the entropy of about as much.
+    assert (found.entropy - true).abs().max() <= 2e-7 * float(found.largest.max()) + 2e-6
+
+
+def test_largest_and_smallest_of_a_call_are_those_of_its_statistics(through_triton: list[Any]) -> None:
+    for name in ("padding", "softcap", "norm"):
+        spec, _, _, how = CASES[name]
+        call = call_of(spec, 12, 12, torch.float32, **how)
+        for counted in (None, torch.rand(2, 12) < 0.5, torch.zeros(2, 12, dtype=torch.bool)):
+            masked = call if counted is None else with_query_mask(call, counted)
+            exact, ours = logit_stats(masked), logit_maxima(masked)
+            for a, b in zip(ours, (exact.max_logit, exact.min_logit)):
+                assert torch.equal(a.isinf(), b.isinf())
+                assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert len(through_triton) == 9
+
+
+def test_q_and_k_that_nothing_changes_are_read_in_their_own_precision(through_triton: list[Any]) -> None:
+    bare, turned = (call_of(spec, 5, 5, torch.float16) for spec in (AttentionSpec(), AttentionSpec(position=Rope())))
+    for call in (bare, turned):
+        top, low = logit_maxima(call)
+        exact = logit_stats(call)
+        assert torch.allclose(top, exact.max_logit, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(low, exact.min_logit, rtol=1e-5, atol=1e-5)
+    assert through_triton == [torch.float16, torch.float32]
+
+
+def test_the_price_entropy_gives_exact_maxima_and_entropies(through_triton: list[Any]) -> None:
+    for size in (1.0, 300.0):
+        call = with_query_mask(
+            call_of(AttentionSpec(position=Rope()), 17, 17, torch.float32, size), torch.rand(2, 17) < 0.7
+        )
+        pair = attend_with_logsumexp(call)
+        assert pair is not None
+        found, exact = bracket(call, pair[1], "entropy"), logit_stats(call)
+        assert found.certified is not None
+        assert found.certified.all()
+        assert torch.equal(found.lower, found.upper)
+        assert torch.allclose(found.lower, exact.max_logit, rtol=1e-5)
+        assert found.entropy is not None
+        assert torch.allclose(found.entropy, exact.entropy, rtol=1e-4, atol=1e-6)
+    assert len(through_triton) == 2
+    out, told = attention(call.q, call.k, call.v, spec=call.spec, stats="entropy")
+    assert torch.allclose(out, pair[0])
+    assert told.entropy is not None
+
+
+def test_what_it_does_not_do_is_left_to_torch(through_triton: list[Any]) -> None:
+    pos = torch.arange(5)
+    for spec, how in (
+        (AttentionSpec(), {"mask": torch.rand(5, 5) < 0.5}),
+        (AttentionSpec(), {"mask": torch.randn(5, 5)}),
+        (AttentionSpec(position=ALiBi()), {}),
+        (AttentionSpec(), {"pos_q": pos, "pos_k": pos}),
+    ):
+        call = call_of(spec, 5, 5, torch.float32, **how)
+        assert contract.row_statistics(call) is None
+        assert torch.equal(logit_maxima(call)[0], logit_stats(call).max_logit)
+    assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float64)) is None
+    assert through_triton == []
+
+
+def test_a_cpu_tensor_never_goes_through_triton() -> None:
+    assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
+
+
+@pytest.fixture
+def _poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_poisoned")
+def test_every_row_is_written(through_triton: list[Any]) -> None:
+    found = contract.row_statistics(call_of(AttentionSpec(), 67, 67, torch.float32))
+    assert found is not None
+    assert all(x.isfinite().all() for x in found)

@@ -1,0 +1,35 @@
+"""Compiles a module whose norm and rotation go through Triton, and prints how far it is from eager; run by a test."""
+
+from __future__ import annotations
+
+import torch
+
+import qkeel
+from qkeel.kernels.native import encode, gpu
+
+
+def main() -> None:
+    """Forward and backward in one graph."""
+    choose, device = encode.operator_for, torch.device("cuda", 0)
+    gpu._modern = lambda _: True
+    encode.operator_for = lambda _: choose(device)  # a CPU's tensors take the way of a GPU's
+    encode._keeps = lambda x, gain: True
+    module = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3"))
+    x = torch.randn(1, 3, 16, requires_grad=True)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    results = []
+    for how in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        out = how(x)
+        results.append([out, *torch.autograd.grad(out.cos().sum(), [x, *module.parameters()])])
+    torch.compile(module, fullgraph=True, backend=backend)(x)
+    assert any("qkeel_triton" in name for name in seen), seen
+    print(max(float((a - b).detach().abs().max()) for a, b in zip(*results)))
+
+
+if __name__ == "__main__":
+    main()

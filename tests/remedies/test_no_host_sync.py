@@ -1,0 +1,89 @@
+"""Step remedies read nothing back to the host: on a GPU that would make it wait for all work under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qkeel
+from qkeel.remedies import qk_clip
+
+# Their results depend on numbers, in value or in shape, so the host must have those.
+READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim", "allclose"}
+
+
+class NoReads(TorchDispatchMode):
+    """Raises on every operator that reads numbers, counts the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name == "index" and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        assert name not in READS, f"{func} reads a number on the host"
+        assert not by_mask, f"{func} by a mask: its shape depends on numbers"
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(layers: int) -> nn.Module:
+    return nn.Sequential(*(qkeel.nn.Attention(16, 4, 2) for _ in range(layers)))
+
+
+def steps(remedy: str, layers: int, optimizer: str = "fused") -> int:
+    """Operators of one optimizer step after two others."""
+    model, x = model_of(layers), torch.randn(2, 5, 16)
+    made = {
+        "fused": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=True),
+    }[optimizer]()
+    handle = qkeel.apply(remedy, model, made) if remedy != "none" else None
+    mode = NoReads()
+    for step in range(3):
+        made.zero_grad()
+        if step < 2:
+            model(x).square().sum().backward()
+            made.step()
+            continue
+        with mode:
+            loss = model(x).square().sum()
+        loss.backward()
+        mode.count = 0
+        with mode:
+            made.step()
+    if handle is not None:
+        handle.remove()
+    return mode.count
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qk_clip, "_readable", lambda tensor: False)
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "sgd"])
+@pytest.mark.parametrize(
+    "remedy", ["lalr", "lalr:decay=plain", "qk_lr:factor=0.5", "qk_weight_decay", "qk_clip:threshold=0.001"]
+)
+def test_a_step_and_the_forward_before_it_read_nothing(remedy: str, optimizer: str) -> None:
+    assert steps(remedy, 2, optimizer) > 0
+
+
+def test_the_mode_notices_a_read() -> None:
+    x = torch.ones(3)
+    for read in (lambda: x.sum().item(), lambda: bool(x[0] > 0), lambda: x[x > 0], lambda: x.nonzero()):
+        with pytest.raises(AssertionError, match=r"reads|mask"), NoReads():
+            read()
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "qk_clip:threshold=0.001"])
+def test_there_is_no_loop_over_heads_and_few_operators_per_weight(remedy: str) -> None:
+    few, many = (steps(remedy, layers) - steps("none", layers) for layers in (2, 6))
+    weights = 2 * 4  # query and key weights of four more layers
+    assert (many - few) / weights <= 10  # views counted too
