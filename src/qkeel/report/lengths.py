@@ -24,6 +24,8 @@ _ACCURACIES = {
     "accuracy_last_short": "That stretch alone",
     "accuracy_repeat": "Repeated",
     "needle": "Needle",
+    "needle_weight": "Weight on it",
+    "needle_bound": "At most",
 }
 _MECHANISM = {"cos_outside": "Angles outside", "dilution": "Largest weight"}
 _VALUES = (*_ACCURACIES, *_MECHANISM, "kept_nonrepeat")
