@@ -18,7 +18,7 @@ from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError,
 from qkeel.lab import Execution, Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
 from qkeel.lab.angles import Range, cosine_ranges, outside
 from qkeel.lab.data import Corpus, long_texts
-from qkeel.lab.longer import changed, measure, missing, trained_on
+from qkeel.lab.longer import changed, measure, missing, stretched, trained_on
 from qkeel.lab.methods import Method
 from qkeel.lab.model import attention_spec, layers
 from qkeel.lab.studies.extrapolation import BASE, CONTEXTS, DEFAULT, by_position, continued
@@ -241,6 +241,20 @@ def test_a_method_may_be_for_one_form_only(tiny: Make, tmp_path: Path) -> None:
         ("baseline", "ntk"),
         ("kna", "none"),
     ]
+
+
+def test_methods_joined_by_a_plus_are_applied_one_after_the_other(tiny: Make) -> None:
+    method = Method.parse("kna/rerope:window=3+log_n@32")
+    assert (str(method), method.label) == ("kna/rerope:window=3+log_n@32", "rerope:window=3+log_n@32")
+    spec = attention_spec("qwen3")
+    once = spec.extrapolate("rerope", factor=4, train_length=8, window=3)
+    both = stretched(spec, Method.parse("rerope:window=3+log_n"), 8, 32)
+    assert both == once.extrapolate("log_n", factor=4, train_length=8)
+    assert both not in (once, spec)
+    with pytest.raises(UnknownNameError, match="log_n"):
+        plan(tiny, contexts=dataclasses.replace(CONTEXT, posthoc=("rerope+logn",)))
+    with pytest.raises(InvalidValueError, match="empty name"):
+        Method.parse("rerope+")
 
 
 def test_training_on_changes_a_copy_of_the_weights_under_the_method(tiny: Make) -> None:

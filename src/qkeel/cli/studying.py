@@ -112,8 +112,8 @@ class FormFlags:
     seeds: Annotated[list[int] | None, _SEVERAL] = None
     """Seeds of weights and batches [default: 0 1]."""
     posthoc: Annotated[list[str] | None, _SEVERAL] = None
-    """Methods that change the trained attention, like ntk or rerope:window=16; kna/ntk changes that form only.
-    [default: none; rerope and ntk on baseline and kna]."""
+    """Methods that change the trained attention, like ntk, rerope:window=16 or rerope+log_n; kna/ntk changes that form
+    only. [default: none; rerope and ntk on baseline and kna]."""
     continue_at: Annotated[int | None, Parameter(show_default=False, group="Grid")] = None
     """Train on at so many tokens: kna as it is, baseline as it is and under pi and abf."""
     continue_steps: Annotated[int | None, Parameter(show_default=False, group="Grid")] = None

@@ -62,7 +62,9 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
 def stretched(spec: AttentionSpec, method: Method, train_length: int, test_length: int) -> AttentionSpec:
     """The spec under a method; one that is trained on has the factor of that length."""
     factor = (method.trained_at or test_length) / train_length
-    return spec.extrapolate(method.term.name, factor=factor, train_length=train_length, **method.term.options)
+    for term in method.terms:
+        spec = spec.extrapolate(term.name, factor=factor, train_length=train_length, **term.options)
+    return spec
 
 
 def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
