@@ -68,9 +68,9 @@ def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> dict[str,
     """The fused step, and what per-head rates make of it, on a device."""
     sizes = (layers, heads, dim)
     return {
-        BASE: _case(*sizes, "none", device, fused=True),
-        "AdamW, fused + lalr": _case(*sizes, "lalr", device, fused=True),
-        "AdamW, fused + lalr (plain decay)": _case(*sizes, "lalr:decay=plain", device, fused=True),
+        BASE: adamw_step(*sizes, "none", device, fused=True),
+        "AdamW, fused + lalr": adamw_step(*sizes, "lalr", device, fused=True),
+        "AdamW, fused + lalr (plain decay)": adamw_step(*sizes, "lalr:decay=plain", device, fused=True),
     }
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkeel import attention, preset, reference
 from qkeel.kernels.statistics import logit_stats
-from qkeel.spec import AttentionSpec, Sink, Softcap, Softpick
+from qkeel.spec import AttentionSpec, LeakyReRope, ReRope, Sink, Softcap, Softpick
 from qkeel.spec.call import make_call
 
 T = 4096
@@ -89,6 +89,17 @@ def test_the_largest_tensor_does_not_grow_with_the_square_of_the_length() -> Non
             attention(*inputs(t), spec=SPECS["gemma2"], impl="chunked").sum().backward()
         found.append(seen.elements)
     assert found[1] <= 2 * found[0]
+
+
+@pytest.mark.parametrize("position", [ReRope(window=64), LeakyReRope(window=2048, factor=8.0)])
+def test_clipped_distances_make_no_square_tensor_forward_or_backward(position: ReRope) -> None:
+    found = []
+    for t in (T // 2, T):
+        with Largest() as seen, saved_elements() as saved:
+            attention(*inputs(t), spec=AttentionSpec(position=position), impl="windowed").sum().backward()
+        found.append((seen.elements, saved[0]))
+    assert found[1][0] <= 2 * found[0][0] <= 64 * T  # 8 numbers a token; blocks are filled up to a window
+    assert found[1][1] <= 128 * T
 
 
 def test_the_measure_sees_the_square_tensors_of_the_oracle() -> None:

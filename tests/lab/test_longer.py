@@ -17,11 +17,10 @@ from qkeel import reference
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import Execution, Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
 from qkeel.lab.angles import Range, cosine_ranges, outside
-from qkeel.lab.data import Corpus, batch, load, long_texts
-from qkeel.lab.longer import changed, measure, missing, trained_on
+from qkeel.lab.data import Corpus, long_texts
+from qkeel.lab.longer import changed, measure, missing, stretched, trained_on
 from qkeel.lab.methods import Method
 from qkeel.lab.model import attention_spec, layers
-from qkeel.lab.needle import MARK, VALUES, hide
 from qkeel.lab.studies.extrapolation import BASE, CONTEXTS, DEFAULT, by_position, continued
 from qkeel.lab.trainer import Trainer
 from qkeel.nn.core import SpecModule
@@ -244,6 +243,20 @@ def test_a_method_may_be_for_one_form_only(tiny: Make, tmp_path: Path) -> None:
     ]
 
 
+def test_methods_joined_by_a_plus_are_applied_one_after_the_other(tiny: Make) -> None:
+    method = Method.parse("kna/rerope:window=3+log_n@32")
+    assert (str(method), method.label) == ("kna/rerope:window=3+log_n@32", "rerope:window=3+log_n@32")
+    spec = attention_spec("qwen3")
+    once = spec.extrapolate("rerope", factor=4, train_length=8, window=3)
+    both = stretched(spec, Method.parse("rerope:window=3+log_n"), 8, 32)
+    assert both == once.extrapolate("log_n", factor=4, train_length=8)
+    assert both not in (once, spec)
+    with pytest.raises(UnknownNameError, match="log_n"):
+        plan(tiny, contexts=dataclasses.replace(CONTEXT, posthoc=("rerope+logn",)))
+    with pytest.raises(InvalidValueError, match="empty name"):
+        Method.parse("rerope+")
+
+
 def test_training_on_changes_a_copy_of_the_weights_under_the_method(tiny: Make) -> None:
     trainer = Trainer(plan(tiny).runs[0].config)
     before = {name: value.clone() for name, value in trainer.trained.model.state_dict().items()}
@@ -311,41 +324,3 @@ def test_texts_of_training_lie_inside_the_range_that_they_made(tiny: Make) -> No
     model, tokens = trainer.trained.model, torch.from_numpy(long_texts(trainer.corpus, 32, 3))[:, :-1]
     with torch.no_grad():
         assert outside(model, [tokens], cosine_ranges(model, [tokens])).share == 0
-
-
-def test_a_needle_is_one_byte_and_its_question_ends_the_text() -> None:
-    windows = np.full((50, 65), 97, dtype=np.int64)
-    for depth, place in ((0.0, 0), (1.0, 62)):
-        hidden = hide(windows, depth, np.random.default_rng(0))
-        assert (hidden[:, 63] == MARK).all()
-        assert (hidden[:, 64] == hidden[:, place]).all()
-        assert set(hidden[:, 64]) == set(VALUES)
-        assert ((hidden != 97).sum(1) == 3).all()
-    shown = hide(windows, None, np.random.default_rng(0))
-    for text in shown:
-        value = text[-1]
-        first = int(np.argmax(text != 97))
-        assert text[first] == value  # the value comes before the first question
-        assert (text[1:][text[:-1] == MARK] == value).all()
-    assert (windows == 97).all()
-
-
-def test_needles_are_measured_where_they_were_trained_and_refused_where_they_cannot_be(
-    tiny: Make, tmp_path: Path
-) -> None:
-    base = dataclasses.replace(tiny(), steps=2)
-    base = dataclasses.replace(base, data=dataclasses.replace(base.data, needle=0.5))
-    grid = Grid(remedies=("kna",), lrs=(0.1,), seeds=(0,), blocks=("gau",))
-    run_plan(make_plan("extrapolation", base, grid, CONTEXT), tmp_path / "s", Execution())
-    assert all(0 <= float(r["needle"]) <= 1 for r in table(tmp_path / "s"))
-    config, corpus = base.data, load(base.data)
-    windows = batch(corpus, config, 0, 0)
-    assert (windows[0, -2], windows[1, -2] == MARK) == (MARK, False)
-    assert (windows[1] == batch(corpus, dataclasses.replace(config, needle=0.0), 0, 0)[1]).all()
-    with pytest.raises(DataError, match="at least 8 bytes"):
-        load(dataclasses.replace(config, context=7))
-    with pytest.raises(InvalidValueError, match="between 0 and 1"):
-        dataclasses.replace(config, needle=2.0)
-    (tmp_path / "t.bin").write_bytes(bytes(2000))
-    with pytest.raises(DataError, match="not tokens"):
-        load(dataclasses.replace(config, source=str(tmp_path / "t.bin")))

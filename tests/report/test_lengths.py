@@ -93,3 +93,19 @@ def test_what_reading_on_is_worth_is_told_and_what_was_not_measured_is_a_dash(tm
     assert ">0.90<" in text
     assert "Needle" not in text
     assert text.count(">–<") == 3
+
+
+def test_needles_have_a_table_by_length_and_a_sentence(tmp_path: Path) -> None:
+    path = study(tmp_path / "s")
+    for run in sorted((path / "runs").iterdir()):
+        for length, share in ((64, 0.9), (1024, 0.25)):
+            line = {"posthoc": "none", "test_length": length, "accuracy_train": 0.5, "kept_nonrepeat": 0.8}
+            found = {"needle": share, "needle_weight": share / 2, "needle_bound": 0.061}
+            append_line(run / "extrapolation.jsonl", {**line, **found})
+    made = collect(path).parts()["gau"]
+    text = str(lengths.comparison(made))
+    table = text[text.index("Needles found") :]
+    for shown in ("At 64", "At 1,024", ">90.0<", ">25.0<", ">12.5<", ">6.1<"):
+        assert shown in table
+    said = [f.text for f in lengths.findings(made)]
+    assert "Needles found among 64 and among 1024 tokens, in %: baseline 90 and 25 and kna 90 and 25." in said

@@ -114,8 +114,8 @@ class FormFlags:
     seeds: Annotated[list[int] | None, _SEVERAL] = None
     """Seeds of weights and batches [default: 0 1]."""
     posthoc: Annotated[list[str] | None, _SEVERAL] = None
-    """Methods that change the trained attention, like ntk or rerope:window=16; kna/ntk changes that form only.
-    [default: none; rerope and ntk on baseline and kna]."""
+    """Methods that change the trained attention, like ntk, rerope:window=16 or rerope+log_n; kna/ntk changes that form
+    only. [default: none; rerope and ntk on baseline and kna]."""
     continue_at: Annotated[int | None, Parameter(show_default=False, group="Grid")] = None
     """Train on at so many tokens: kna as it is, baseline as it is and under pi and abf."""
     continue_steps: Annotated[int | None, Parameter(show_default=False, group="Grid")] = None
@@ -145,13 +145,23 @@ class FormFlags:
         for key in recipe:
             if key not in (names := [field.name for field in dataclasses.fields(self)]):
                 raise unknown("key in [study]", key, names)
-        at = self.continue_at or recipe.get("continue_at")
-        posthoc = self.posthoc or recipe.get("posthoc") or CONTEXTS.posthoc
+        default = {
+            "continue_at": None,
+            "posthoc": CONTEXTS.posthoc,
+            "continue_steps": CONTEXTS.continue_steps,
+            "test_lengths": (8 * train_length,),
+            "test_sequences": CONTEXTS.sequences,
+        }
+        given = {name: getattr(self, name) for name in default}
+        # Zero is an answer, and refused as one; nothing said is None.
+        values = {**default, **{k: v for k, v in recipe.items() if k in default}}
+        values |= {name: value for name, value in given.items() if value is not None}
+        at = values["continue_at"]
         return LongContexts(
-            posthoc=[*posthoc, *(continued(at) if at else ())],
-            continue_steps=self.continue_steps or recipe.get("continue_steps") or CONTEXTS.continue_steps,
-            test_lengths=self.test_lengths or recipe.get("test_lengths") or (8 * train_length,),
-            sequences=self.test_sequences or recipe.get("test_sequences") or CONTEXTS.sequences,
+            posthoc=[*values["posthoc"], *(() if at is None else continued(at))],
+            continue_steps=values["continue_steps"],
+            test_lengths=values["test_lengths"],
+            sequences=values["test_sequences"],
         )
 
 

@@ -61,7 +61,7 @@ def cosine_ranges(model: nn.Module, texts: Iterable[Tensor]) -> list[Range]:
             old = ranges.get(layer)
             ranges[layer] = Range(low, high) if old is None else Range(low.minimum(old.low), high.maximum(old.high))
 
-    with _observed(model, widen):
+    with observed(model, widen):
         for tokens in texts:
             model(tokens)
     return [ranges[layer] for layer in sorted(ranges)]
@@ -77,16 +77,17 @@ def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) 
         for cos, seen in _cosines(call):
             found.pairs[layer] += seen.expand(cos.shape).sum((0, 2, 3)).cpu()
             found.outside[layer] += (((cos < low) | (cos > high)) & seen).sum((0, 2, 3)).cpu()
-        found.largest_logit[layer] = found.largest_logit[layer].maximum(_largest(call).cpu())
+        found.largest_logit[layer] = found.largest_logit[layer].maximum(largest_logit(call).cpu())
 
-    with _observed(model, count):
+    with observed(model, count):
         for tokens in texts:
             model(tokens)
     return found
 
 
 @contextlib.contextmanager
-def _observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Iterator[None]:
+def observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Iterator[None]:
+    """Show each attention call of the model, with the number of its layer."""
     modules = [module for module in model.modules() if isinstance(module, SpecModule)]
     observers = [lambda call, layer=layer: see(layer, call) for layer in range(len(modules))]
     for module, observer in zip(modules, observers, strict=True):
@@ -114,7 +115,7 @@ def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
         yield cos, torch.ones_like(cos, dtype=torch.bool) if visible is None else visible
 
 
-def _largest(call: AttentionCall) -> Tensor:
+def largest_logit(call: AttentionCall) -> Tensor:
     """Per head [h]: see Outside.largest_logit."""
     q, k = (x.norm(dim=-1).amax((0, 2)) for x in call.encoded())
     factor = call.spec.scale.factor(call.pos_q[:, -1:], call.q.shape[-1], call.params)

@@ -83,12 +83,18 @@ class DataConfig:
     task: Literal["text", "multimodal", "vision"] = "text"
     """Next tokens of text, of text and images in one sequence, or the class of an image."""
     needle: float = 0.0
-    """Share of training sequences that hide a value in the text and ask for it."""
+    """Share of training sequences with needles: tokens over the text that hold a key and a value, and questions for
+    the value of a key."""
+    needle_keys: int = 4
+    """Needles of a text, one for each key; without needles of no meaning."""
 
     def __post_init__(self) -> None:
         settle(self)
         _at_least(self, 1, "context", "batch", "vocab_size")
+        _at_least(self, 1, "needle_keys")
         _check("needle", self.needle, 0 <= self.needle <= 1, "between 0 and 1")
+        if self.needle and self.task != "text":
+            raise InvalidValueError(f"needles are for task text, got needle {self.needle} and task {self.task}")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
 
@@ -257,6 +263,8 @@ class RunConfig:
             for name, nothing in names.items():
                 if table[name] == nothing:
                     del table[name]
+        if not self.data.needle:
+            del values["data"]["needle_keys"]
         if self.data.task == "text":
             del values["images"], values["data"]["task"]
         return {**values, "device": self.device.split(":")[0]}

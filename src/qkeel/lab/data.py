@@ -14,7 +14,7 @@ import numpy as np
 from qkeel.errors import DataError
 from qkeel.lab.config import DataConfig
 from qkeel.lab.corpora import BUILT_IN, read_documents
-from qkeel.lab.needle import check_needle, hide
+from qkeel.lab.needle import Needles, strew
 from qkeel.registry import lookup
 
 HELD_OUT = 0.1  # share of the bytes
@@ -25,7 +25,8 @@ _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 class Corpus:
     """Training and held-out tokens; `sha256` covers both and the cut between them.
 
-    `ends` are those of the held-out documents; a .bin file counts as one document.
+    `ends` are those of the held-out documents; a .bin file counts as one document. `vocab_size` has room for needles,
+    if there are any.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Corpus:
     train: np.ndarray
     heldout: np.ndarray
     ends: np.ndarray
+    needles: Needles | None = None
 
 
 def load(config: DataConfig) -> Corpus:
@@ -49,18 +51,20 @@ def load(config: DataConfig) -> Corpus:
                 f"the {part} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
                 f"context, {config.context}. Give more text or a shorter context."
             )
-    if config.needle:
-        check_needle(corpus.loss_unit, corpus.vocab_size, config.context)
-    return corpus
+    if not config.needle:
+        return corpus
+    needles = Needles(first=corpus.vocab_size, keys=config.needle_keys)
+    needles.check(config.context)
+    return dataclasses.replace(corpus, vocab_size=needles.vocab_size, needles=needles)
 
 
 def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarray:
     """The training windows of a step: int64 [batch, context + 1], a function of (seed, step) alone."""
     starts = np.random.default_rng((seed, step)).integers(0, len(corpus.train) - config.context, config.batch)
     windows = _windows(corpus.train, starts, config.context)
-    asked = round(config.needle * config.batch)
-    if asked:
-        windows[:asked] = hide(windows[:asked], None, np.random.default_rng((seed, step, 1)))
+    if corpus.needles:
+        several = round(config.needle * config.batch)
+        windows[:several] = strew(windows[:several], corpus.needles, np.random.default_rng((seed, step, 1)))
     return windows
 
 

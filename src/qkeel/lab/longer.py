@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,8 +21,8 @@ from qkeel.lab.data import load as load_corpus
 from qkeel.lab.evaluate import measuring
 from qkeel.lab.methods import Method
 from qkeel.lab.model import autocast, layers, resolve, threads
-from qkeel.lab.needle import hide
 from qkeel.lab.plan import LongContexts
+from qkeel.lab.retrieval import retrieved
 from qkeel.lab.trainer import Trainer
 from qkeel.nn.core import SpecModule
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line, write_text
@@ -34,7 +33,6 @@ from qkeel.spec import PRESETS, AttentionSpec
 FILE = "extrapolation.jsonl"
 _TOKENS = 8192  # looked at in one forward
 _ANGLED = 16  # texts whose angles are looked at: about two million pairs a head at 512
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of needles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +62,9 @@ def check_methods(config: RunConfig, contexts: LongContexts) -> None:
 def stretched(spec: AttentionSpec, method: Method, train_length: int, test_length: int) -> AttentionSpec:
     """The spec under a method; one that is trained on has the factor of that length."""
     factor = (method.trained_at or test_length) / train_length
-    return spec.extrapolate(method.term.name, factor=factor, train_length=train_length, **method.term.options)
+    for term in method.terms:
+        spec = spec.extrapolate(term.name, factor=factor, train_length=train_length, **term.options)
+    return spec
 
 
 def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
@@ -122,9 +122,8 @@ def _at(trainer: Trainer, known: _AsTrained, method: Method, steps: int) -> dict
         changing = changed(model, method, short, windows.shape[1] - 1)
     with measuring(model), autocast(config), changing:
         found = _measured(model, windows, short, known.ranges)
-        if config.data.needle:
-            found["needle_by_depth"] = [_found(model, windows, depth) for depth in DEPTHS]
-            found["needle"] = sum(found["needle_by_depth"]) / len(DEPTHS)
+        if trainer.corpus.needles:
+            found |= retrieved(model, windows, trainer.corpus.needles)
     trained = _share(known.short.hit.flatten())
     return {
         "accuracy_train": trained,
@@ -176,12 +175,6 @@ def _last(model: nn.Module, windows: Tensor, context: int, short: int) -> float:
     """Accuracy on the last `short` tokens of each text with so much context: the same tokens whatever it is."""
     seen = windows[:, -context - 1 :]
     return _share(foretell(model, seen[:, :-1], seen[:, 1:]).hit[:, -short:].flatten())
-
-
-def _found(model: nn.Module, windows: Tensor, depth: float) -> float:
-    """The share of needles at a depth that are foretold when asked for."""
-    asked = torch.from_numpy(hide(windows.cpu().numpy(), depth, np.random.default_rng(0))).to(windows.device)
-    return _share(foretell(model, asked[:, :-1], asked[:, 1:]).hit[:, -1])
 
 
 def _seen(trainer: Trainer) -> Iterator[Tensor]:

@@ -12,12 +12,13 @@ from qkeel.registry import Term, parse
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """[FORM/]METHOD[@LENGTH]: of AttentionSpec.extrapolate, with options as in rerope:window=16.
+    """[FORM/]METHOD[+METHOD][@LENGTH]: of AttentionSpec.extrapolate, with options as in rerope:window=16+log_n.
 
     Without a form it is for all; with a length the weights are trained on at it, the attention changed so.
     """
 
-    term: Term
+    terms: tuple[Term, ...]
+    """Applied one after the other."""
     form: str = ""
     trained_at: int = 0
 
@@ -34,15 +35,13 @@ class Method:
         name, at, length = rest.partition("@")
         if at and not (length.isdigit() and int(length) > 0):
             raise InvalidValueError(f"expected a length in tokens behind the @, as in pi@256, got {text!r}")
-        terms = parse(name)
-        if len(terms) != 1:
-            raise InvalidValueError(f"expected one post-hoc method, got {len(terms)} in {text!r}")
-        return cls(term=terms[0], form=form, trained_at=int(length) if at else 0)
+        return cls(terms=parse(name), form=form, trained_at=int(length) if at else 0)
 
     @property
     def label(self) -> str:
         """It without its form."""
-        return f"{self.term}@{self.trained_at}" if self.trained_at else str(self.term)
+        name = "+".join(map(str, self.terms))
+        return f"{name}@{self.trained_at}" if self.trained_at else name
 
     def __str__(self) -> str:
         return f"{self.form}/{self.label}" if self.form else self.label

@@ -1,43 +1,97 @@
-"""A value hidden in a text and asked for at its end: what a model retrieves, apart from what it foretells."""
+"""Needles: tokens that hold a key and a value, strewn over text, and questions that name a key and want its value.
+
+To answer one hop by content suffices: the token that asks for a key attends to the one needle with that key, whatever
+its value. The other needles and the text are what the attention has to tell it from.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import final
+
 import numpy as np
 
-from qkeel.errors import DataError
+from qkeel.errors import InvalidValueError
 
-MARK = 0xFF  # asks; no UTF-8 text has this byte
-VALUES = np.arange(0xF5, 0xFF)  # nor these
-SHORTEST = 8
-_ASKED = 2  # more questions in a text of training, so that more is learned from it
+VALUES = 8
+_TIMES = 3  # that a needle of a training text is asked for
 
 
-def check_needle(loss_unit: str, vocab_size: int, context: int) -> None:
-    """Raise unless needles fit: bytes of text, and a context long enough."""
-    if loss_unit != "byte" or vocab_size <= MARK:
-        raise DataError("needles are bytes that no UTF-8 text has; give text as data source, not tokens, or needle 0")
-    if context < SHORTEST:
-        raise DataError(f"a needle needs a context of at least {SHORTEST} bytes, got {context}; or set needle 0")
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Needles:
+    """Token ids behind the text's own: a needle for each key and value, a question for each key, and the values."""
+
+    first: int
+    """The vocabulary size of the text."""
+    keys: int
+    """Each is in a text once."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of text, needles, questions and values."""
+        return int(self.value(VALUES))
+
+    def needle(self, key: np.ndarray | int, value: np.ndarray | int) -> np.ndarray | int:
+        """The token that holds a value under a key."""
+        return self.first + key * VALUES + value
+
+    def question(self, key: np.ndarray | int) -> np.ndarray | int:
+        """The token that asks for the value under a key."""
+        return self.needle(self.keys, 0) + key
+
+    def value(self, value: np.ndarray | int) -> np.ndarray | int:
+        """The token that comes after a question."""
+        return self.question(self.keys) + value
+
+    def check(self, context: int) -> None:
+        """Raise unless the needles of a training text and their questions fit into it."""
+        least = 2 * self.keys * (1 + _TIMES) - 1
+        if context < least:
+            raise InvalidValueError(
+                f"{self.keys} needles, each asked for {_TIMES} times, need a context of at least {least} tokens, got "
+                f"{context}; give a longer context, fewer needle_keys, or needle 0"
+            )
 
 
-def hide(windows: np.ndarray, depth: float | None, rng: np.random.Generator) -> np.ndarray:
-    """The windows [n, context + 1], each with one of ten values over a byte, and the question for it as last bytes.
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """Windows [n, context + 1] that end in questions, one for each needle, each with the value behind it.
 
-    To ask is to write the mark; the value is what comes next, the last byte of the window. Chance is 0.1.
-
-    Args:
-        depth: where the value stands, from 0 (the beginning) to 1 (right before the question); None, for training,
-            draws a place for each window, and asks at places behind it too.
+    Needle i, counted from the beginning, stands at places[i] in all of them; questions[n, i] is where it is asked for.
     """
-    hidden = windows.copy()
-    end = windows.shape[1] - 2  # of the text; then come mark and value
-    for text in hidden:
-        value = rng.choice(VALUES)
-        if depth is None:
-            place, *asked = np.sort(rng.choice(end // 2, 1 + _ASKED, replace=False)) * 2
-        else:
-            place, asked = round(depth * (end - 1)), []
-        text[place] = value
-        for at in (*asked, end):
-            text[at : at + 2] = MARK, value
-    return hidden
+
+    windows: np.ndarray
+    places: np.ndarray
+    questions: np.ndarray
+
+
+def strew(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> np.ndarray:
+    """The windows [n, context + 1] with needles anywhere and behind each several questions for it, over their text."""
+    strewn = windows.copy()
+    for text in strewn:
+        drawn = rng.choice(windows.shape[1] // 2, (needles.keys, 1 + _TIMES), replace=False)
+        values = rng.integers(VALUES, size=needles.keys)
+        for key, (place, *asked) in enumerate(2 * np.sort(drawn, axis=1)):
+            text[place] = needles.needle(key, values[key])
+            for at in asked:
+                text[at : at + 2] = needles.question(key), needles.value(values[key])
+    return strewn
+
+
+def ask(windows: np.ndarray, needles: Needles, rng: np.random.Generator) -> Asked:
+    """The windows [n, context + 1] with one needle for each key, spread evenly, and all questions at the end.
+
+    Chance is 1/VALUES for a model that knows what an answer is.
+    """
+    asked, keys = windows.copy(), needles.keys
+    end = windows.shape[1] - 2 * keys
+    places = ((np.arange(keys) + 0.5) / keys * end).astype(np.int64)
+    questions = np.empty((len(windows), keys), dtype=np.int64)
+    for text, at in zip(asked, questions, strict=True):
+        named, values = rng.permutation(keys), rng.integers(VALUES, size=keys)
+        at[:] = end + 2 * rng.permutation(keys)
+        text[places] = needles.needle(named, values)
+        text[at], text[at + 1] = needles.question(named), needles.value(values)
+    return Asked(asked, places, questions)

@@ -154,7 +154,9 @@ EXTRAPOLATION_COLUMNS: dict[str, Field] = {
     "accuracy_last_short": Field("share", "accuracy_last's tokens foretold from one training length of text alone"),
     "cos_outside": Field("share", "visible pairs whose cos(q, k) lies outside the range their head met in training"),
     "dilution": Field("share", "largest weight that one of test_length keys can get in the least able head"),
-    "needle": Field("share", "hidden values that are foretold when asked for; empty without needles in training"),
+    "needle": Field("share", "values of needles foretold when asked for; empty without needles in training"),
+    "needle_weight": Field("share", "mean weight of a question on its needle, in the head that gives it most"),
+    "needle_bound": Field("share", "largest weight that one of test_length keys can get in that head"),
 }
 
 

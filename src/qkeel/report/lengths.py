@@ -26,7 +26,8 @@ _ACCURACIES = {
     "needle": "Needle",
 }
 _MECHANISM = {"cos_outside": "Angles outside", "dilution": "Largest weight"}
-_VALUES = (*_ACCURACIES, *_MECHANISM, "kept_nonrepeat")
+_NEEDLE = ("needle_weight", "needle_bound")
+_VALUES = (*_ACCURACIES, *_MECHANISM, "kept_nonrepeat", *_NEEDLE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ def findings(study: StudyData) -> list[Finding]:
     if reading:
         said = listing([f"{row.form} {_gained(row):+.1f}" for row in reading])
         found.append(Finding("note", f"What the last {short} tokens gain from all before them, in points: {said}."))
+    found += _needles_found(rows, longest)
     agree, pairs = agreement([row for row in rows if row.length == longest])
     if pairs:
         text = f"{agree} of {pairs} pairs of form and method stand in the published order of the share kept"
@@ -101,6 +103,24 @@ def findings(study: StudyData) -> list[Finding]:
     if seeds == 1:
         found.append(Finding("caution", "One seed: differences of a few points may be chance."))
     return found
+
+
+def _needles_found(rows: Sequence[Measured], longest: int) -> list[Finding]:
+    """What is retrieved from short and from long texts."""
+    share = {(row.form, row.method, row.length): row.values["needle"].mean for row in rows if "needle" in row.values}
+    short = min((length for _, _, length in share), default=longest)
+    said = [
+        f"{form}{_under(method)} {100 * share[form, method, short]:.0f} and {100 * at:.0f}"
+        for (form, method, length), at in share.items()
+        if length == longest and (form, method, short) in share
+    ]
+    if not said or short == longest:
+        return []
+    return [Finding("note", f"Needles found among {short} and among {longest} tokens, in %: {listing(said)}.")]
+
+
+def _under(method: str) -> str:
+    return "" if method == "none" else f" under {method}"
 
 
 def _gained(row: Measured) -> float:
@@ -135,7 +155,30 @@ def comparison(study: StudyData) -> Markup:
     )
     body = [tag("tr", {}, *_line(study, row, [name for name in titles if name in shown])) for row in rows]
     inner = table("Accuracy at other lengths, measured and published", head, body, sortable=True)
-    return join([tag("p", {"class": "note"}, note), inner])
+    return join([tag("p", {"class": "note"}, note), inner, _needles(study, rows)])
+
+
+def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
+    """One line per form and method: needles found by length of the text, and the attention they get in the longest."""
+    known = {(row.form, row.method, row.length): row.values for row in rows if "needle" in row.values}
+    if not known:
+        return Markup("")
+    spans = sorted({length for _, _, length in known})
+    head = [column("Form", "text"), column("Post hoc", "text"), *(column(f"At {length:,}") for length in spans)]
+    head += [column("Weight on it"), column("At most")]
+    note = (
+        "Values foretold when their key is asked for at the end of a text, in %, mean over seeds with the range below; "
+        "a guess finds one in eight. Weight on it: of the question, in the longest text, in the head that gives most. "
+        "At most: what the norms of that head's queries and keys allow one key among so many."
+    )
+    body = []
+    for form, method in dict.fromkeys(key[:2] for key in known):
+        cells = [_cell(known.get((form, method, length), {}).get("needle"), "needle") for length in spans]
+        last = known.get((form, method, spans[-1]), {})
+        cells += [_cell(last.get(name), name) for name in _NEEDLE]
+        name = tag("th", {"scope": "row"}, swatch(study, form))
+        body.append(tag("tr", {}, name, tag("td", {"class": "text"}, method), *cells))
+    return join([tag("p", {"class": "note"}, note), table("Needles found", head, body, sortable=True)])
 
 
 def _line(study: StudyData, row: Measured, names: Sequence[str]) -> list[Markup]:

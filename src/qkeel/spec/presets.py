@@ -279,4 +279,8 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
             raise InvalidTypeError(
                 f"expected a number for option {option!r} of preset {name!r}, got {options[option]!r}"
             )
+        if isinstance(known[option].default, bool) and not isinstance(options[option], bool):
+            raise InvalidTypeError(
+                f"expected true or false for option {option!r} of preset {name!r}, got {options[option]!r}"
+            )
     return build(**options)
