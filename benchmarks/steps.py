@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 from benchmarks.measure import settle
@@ -45,19 +46,42 @@ def _case(layers: int, heads: int, dim: int, remedy: str, **options: bool) -> Ca
     return optimizer.step
 
 
+def _by(native: str, step: Callable[[], object]) -> Callable[[], object]:
+    """The step with compiled kernels ("1") or without ("0")."""
+
+    def run() -> None:
+        os.environ["QKEEL_NATIVE"] = native
+        step()
+
+    return run
+
+
 def bench(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
     """One optimizer step each: the same weights, the same fixed gradients."""
     sizes = (layers, heads, dim)
+    lowered = _case(*sizes, "qk_lr", fused=True)
     cases = {
         BASE: _case(*sizes, "none", fused=True),
-        "AdamW, fused + lalr": _case(*sizes, "lalr", fused=True),
-        "AdamW, fused + lalr (plain decay)": _case(*sizes, "lalr:decay=plain", fused=True),
-        "AdamW, fused + lalr (spectral)": _case(*sizes, "lalr:norm=spectral", fused=True),
-        "AdamW, fused + qk_lr": _case(*sizes, "qk_lr", fused=True),
+        "AdamW, fused + lalr, compiled C++": _by("1", _case(*sizes, "lalr", fused=True)),
+        "AdamW, fused + lalr, torch": _by("0", _case(*sizes, "lalr", fused=True)),
+        "AdamW, fused + lalr (plain decay), compiled C++": _by("1", _case(*sizes, "lalr:decay=plain", fused=True)),
+        "AdamW, fused + lalr (spectral), compiled C++": _by("1", _case(*sizes, "lalr:norm=spectral", fused=True)),
+        "AdamW, fused + qk_lr, compiled C++": _by("1", lowered),
+        "AdamW, fused + qk_lr, torch": _by("0", lowered),
         "AdamW, fused + qk_weight_decay": _case(*sizes, "qk_weight_decay", fused=True),
         "AdamW, foreach": _case(*sizes, "none", foreach=True),
     }
-    return interleave(cases, BASE, rounds)
+    return _as_found(lambda: interleave(cases, BASE, rounds))
+
+
+def _as_found(run: Callable[[], list[Row]]) -> list[Row]:
+    """Leave the environment's QKEEL_NATIVE as it was."""
+    before = os.environ.get("QKEEL_NATIVE")
+    try:
+        return run()
+    finally:
+        os.environ.pop("QKEEL_NATIVE", None)
+        os.environ.update({"QKEEL_NATIVE": before} if before is not None else {})
 
 
 def bench_clip(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
@@ -88,8 +112,13 @@ def bench_clip(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
 
         return run
 
-    cases = {BASE: optimizer.step, "qk_clip, nothing over": clip(0), "qk_clip, 17 % of heads over": clip(1 / 6)}
-    rows = interleave(cases, BASE, rounds)
+    cases = {
+        BASE: optimizer.step,
+        "qk_clip, nothing over": clip(0),
+        "qk_clip, 17 % of heads over, compiled C++": _by("1", clip(1 / 6)),
+        "qk_clip, 17 % of heads over, torch": _by("0", clip(1 / 6)),
+    }
+    rows = _as_found(lambda: interleave(cases, BASE, rounds))
     handle.remove()
     return rows
 
