@@ -56,21 +56,24 @@ def _by(native: str, step: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def bench(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
-    """One optimizer step each: the same weights, the same fixed gradients."""
+def bench(layers: int, heads: int, dim: int, rounds: int, more: bool = False) -> list[Row]:
+    """One optimizer step each: the same weights, the same fixed gradients. `more`: of rarer options too."""
     sizes = (layers, heads, dim)
     lowered = _case(*sizes, "qk_lr", fused=True)
     cases = {
         BASE: _case(*sizes, "none", fused=True),
         "AdamW, fused + lalr, compiled C++": _by("1", _case(*sizes, "lalr", fused=True)),
         "AdamW, fused + lalr, torch": _by("0", _case(*sizes, "lalr", fused=True)),
-        "AdamW, fused + lalr (plain decay), compiled C++": _by("1", _case(*sizes, "lalr:decay=plain", fused=True)),
-        "AdamW, fused + lalr (spectral), compiled C++": _by("1", _case(*sizes, "lalr:norm=spectral", fused=True)),
         "AdamW, fused + qk_lr, compiled C++": _by("1", lowered),
         "AdamW, fused + qk_lr, torch": _by("0", lowered),
-        "AdamW, fused + qk_weight_decay": _case(*sizes, "qk_weight_decay", fused=True),
-        "AdamW, foreach": _case(*sizes, "none", foreach=True),
     }
+    if more:
+        cases |= {
+            "AdamW, fused + lalr (plain decay), compiled C++": _by("1", _case(*sizes, "lalr:decay=plain", fused=True)),
+            "AdamW, fused + lalr (spectral), compiled C++": _by("1", _case(*sizes, "lalr:norm=spectral", fused=True)),
+            "AdamW, fused + qk_weight_decay": _case(*sizes, "qk_weight_decay", fused=True),
+            "AdamW, foreach": _case(*sizes, "none", foreach=True),
+        }
     return _as_found(lambda: interleave(cases, BASE, rounds))
 
 
@@ -138,9 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
     for name, default in (("layers", 14), ("heads", 32), ("dim", 1024), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--more", action="store_true", help="rarer options too: twice the memory, 22 GB at these sizes")
     args = vars(parser.parse_args())
+    more = args.pop("more")
     torch.set_num_threads(1)
-    show(f"optimizer step, {args}", bench(**args), BASE)
+    show(f"optimizer step, {args}", bench(**args, more=more), BASE)
     rows = bench_clip(**args)
     show(f"qk_clip beside the step, {args}", rows, BASE)
     for row in rows[1:]:
