@@ -35,7 +35,7 @@ def decoded(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float) 
     if not (few and _plain(q) and _plain(k) and _plain(v)) or _learns(q, k, v):
         return None
     mask, causal, window = call.mask, call.causal, call.window or 0
-    if mask is not None and mask.dtype != torch.bool or not ready():
+    if (mask is not None and mask.dtype != torch.bool) or not ready():
         return None
     if not call.plain:
         mask, causal, window = call.visible(slice(0, q.shape[2]), slice(0, k.shape[2])), False, 0
