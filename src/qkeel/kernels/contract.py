@@ -12,6 +12,8 @@ from qkeel.functional.norms import wide
 from qkeel.kernels import native
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
+from qkeel.spec.norm import NoNorm
+from qkeel.spec.position import NoPosition
 from qkeel.spec.slot import Params
 
 LEAST_UNDER_WINDOW = 128  # rows at once under a narrower window: fewer make poor matrix products
@@ -84,6 +86,8 @@ def encoded(
     spec: AttentionSpec, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
 ) -> tuple[Tensor, Tensor]:
     """`spec.encode`, in the caller's dtype: by the compiled operators where they do it, else by torch."""
+    if type(spec.norm) is NoNorm and type(spec.position) is NoPosition:  # a cache holds them encoded: not a copy more
+        return q, k
     fast = native.encoded(spec, q, k, pos_q, pos_k, params)
     if fast is not None:
         return fast

@@ -43,10 +43,12 @@ inline V exp8(V x) {
   return low ? V{} : p * std::bit_cast<V>(power);
 }
 
+// The larger of each pair; NaN if one is.
+inline V larger(V a, V b) { return (a > b) | (a != a) ? a : b; }
 inline float largest(V a) {
-  float top = a[0];
-  for (int i = 1; i < 8; ++i) top = a[i] > top || a[i] != a[i] ? a[i] : top;
-  return top;
+  a = larger(a, __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3));
+  a = larger(a, __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5));
+  return larger(a, __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6))[0];
 }
 
 // The sums of eight vectors, one beside the other.
@@ -113,10 +115,7 @@ template <int64_t N> inline void weigh(float* values, const float* p, const floa
 
 inline void add(State& x, float* z, const float* const* v, int64_t n, int64_t width) {
   V most = at8(z);
-  for (int64_t j = 8; j < n; j += 8) {
-    const V y = at8(z + j);
-    most = (y > most) | (y != y) ? y : most;
-  }
+  for (int64_t j = 8; j < n; j += 8) most = larger(at8(z + j), most);
   const float top = largest(most);
   if (top == NEVER) return;
   if (!(top <= x.top)) {
@@ -137,35 +136,46 @@ inline void add(State& x, float* z, const float* const* v, int64_t n, int64_t wi
   for (; i < width; i += 8) weigh<1>(x.values, z, v, n, i);
 }
 
+// Asks for rows of memory that will be read soon.
+template <typename T> inline void fetch(const T* rows, int64_t step, int64_t width, int64_t from, int64_t to) {
+  for (int64_t j = from; j < to; ++j)
+    for (int64_t i = 0; i < width; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows + j * step + i);
+}
+
 // One part of the keys for the query heads of one key head: `states` of its rows.
 template <typename T> void part_of(const Call& c, int64_t n, int64_t g, int64_t part, const float* q, State* states) {
   const T* keys = c.k.const_data_ptr<T>() + n * c.k.stride(0) + g * c.k.stride(1);
   const T* values = c.v.const_data_ptr<T>() + n * c.v.stride(0) + g * c.v.stride(1);
   const int64_t from = std::max(part * PART, c.first(0)), to = std::min({(part + 1) * PART, c.s, c.end(c.t - 1)});
   const int64_t per = c.h / c.g;
-  std::vector<float> room(2 * c.block * std::max(c.d, c.width));
-  std::vector<const float*> k(c.block + 8), v(c.block + 8);
-  alignas(64) float z[BLOCK / 8 + 8];
+  const int64_t line = (c.block + 7) / 8 * 8;
+  std::vector<float> room(2 * c.block * std::max(c.d, c.width)), z(c.rows * line);
+  std::vector<const float*> k(line), v(line);
   for (int64_t start = from; start < to; start += c.block) {
     const int64_t many = std::min(c.block, to - start);
-    for (int64_t j = 0; j < many; ++j) {
-      k[j] = load(keys + (start + j) * c.k.stride(2), room.data() + j * c.d, c.d);
-      v[j] = load(values + (start + j) * c.v.stride(2), room.data() + c.block * c.d + j * c.width, c.width);
-    }
+    for (int64_t j = 0; j < many; ++j) k[j] = load(keys + (start + j) * c.k.stride(2), room.data() + j * c.d, c.d);
     for (int64_t j = many; j < (many + 7) / 8 * 8; ++j) k[j] = k[0];
     for (int64_t r = 0; r < c.rows; ++r) {
+      // While these are worked on, the next are on their way: the values of the block, then the keys of the one after.
+      fetch(values + start * c.v.stride(2), c.v.stride(2), c.width, many * r / c.rows, many * (r + 1) / c.rows);
       const int64_t i = r % c.t, head = g * per + r / c.t;
       const int64_t first = std::max(c.first(i) - start, int64_t(0)), end = std::min(c.end(i) - start, many);
-      if (first >= end) continue;
-      logits(q + r * c.d, k.data(), many, c.d, z);
-      std::fill(z, z + first, NEVER);
-      std::fill(z + end, z + many, NEVER);
+      float* own = z.data() + r * line;
+      logits(q + r * c.d, k.data(), many, c.d, own);
+      if (first > 0) std::fill(own, own + std::min(first, many), NEVER);
+      if (end < many) std::fill(own + std::max(end, int64_t(0)), own + many, NEVER);
       if (c.seen) {
         const bool* seen = c.seen + n * c.m0 + head * c.m1 + i * c.m2 + start * c.m3;
         for (int64_t j = first; j < end; ++j)
-          if (!seen[j * c.m3]) z[j] = NEVER;
+          if (!seen[j * c.m3]) own[j] = NEVER;
       }
-      add(states[r], z, v.data(), many, c.width);
+    }
+    for (int64_t j = 0; j < many; ++j)
+      v[j] = load(values + (start + j) * c.v.stride(2), room.data() + c.block * c.d + j * c.width, c.width);
+    const int64_t next = std::min(c.block, to - start - many);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      fetch(keys + (start + many) * c.k.stride(2), c.k.stride(2), c.d, next * r / c.rows, next * (r + 1) / c.rows);
+      add(states[r], z.data() + r * line, v.data(), many, c.width);
     }
   }
 }
