@@ -260,6 +260,7 @@ def test_wrong_shapes_and_dtypes_raise_and_do_not_crash() -> None:
             op(*args, 1.0, True, 0)
 
 
+@pytest.mark.slow
 def test_one_graph_of_the_compiler() -> None:
     code = """
 import torch, qkeel
