@@ -1,7 +1,7 @@
 """One new token with a cache: norm and rotation of q and k, attention to the cache, and a whole module's step.
 
-`python -m benchmarks.decode` prints the tables; --toy: small shapes. Ratios: of norm and rotation to an operator that does
-nothing (torch.neg of one number); of attention to moving as many bytes as one read of keys and values.
+`python -m benchmarks.decode` prints the tables; --toy: small shapes. Ratios: of norm and rotation to an operator that
+does nothing (torch.neg of one number); of attention to moving as many bytes as one read of keys and values.
 """
 
 from __future__ import annotations
