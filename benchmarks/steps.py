@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 from benchmarks.measure import settle
@@ -24,6 +25,7 @@ from qkeel.remedies import apply
 
 BASE = "AdamW, fused"
 THRESHOLD = 100.0
+OVER = "qk_clip, 17 % of heads over"
 
 
 def _model(layers: int, heads: int, dim: int) -> nn.Module:
@@ -49,19 +51,49 @@ def adamw_step(
     return optimizer.step
 
 
-def bench(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
-    """One optimizer step each: the same weights, the same fixed gradients."""
+def _by(native: str, step: Callable[[], object]) -> Callable[[], object]:
+    """The step with compiled kernels ("1") or without ("0")."""
+
+    def run() -> None:
+        os.environ["QKEEL_NATIVE"] = native
+        step()
+
+    return run
+
+
+def bench(layers: int, heads: int, dim: int, rounds: int, more: bool = False) -> list[Row]:
+    """One optimizer step each: the same weights, the same fixed gradients. `more`: of rarer options too."""
     sizes = (layers, heads, dim)
+    lowered = adamw_step(*sizes, "qk_lr", fused=True)
     cases = {
         BASE: adamw_step(*sizes, "none", fused=True),
-        "AdamW, fused + lalr": adamw_step(*sizes, "lalr", fused=True),
-        "AdamW, fused + lalr (plain decay)": adamw_step(*sizes, "lalr:decay=plain", fused=True),
-        "AdamW, fused + lalr (spectral)": adamw_step(*sizes, "lalr:norm=spectral", fused=True),
-        "AdamW, fused + qk_lr": adamw_step(*sizes, "qk_lr", fused=True),
-        "AdamW, fused + qk_weight_decay": adamw_step(*sizes, "qk_weight_decay", fused=True),
-        "AdamW, foreach": adamw_step(*sizes, "none", foreach=True),
+        "AdamW, fused + lalr, compiled C++": _by("1", adamw_step(*sizes, "lalr", fused=True)),
+        "AdamW, fused + lalr, torch": _by("0", adamw_step(*sizes, "lalr", fused=True)),
+        "AdamW, fused + qk_lr, compiled C++": _by("1", lowered),
+        "AdamW, fused + qk_lr, torch": _by("0", lowered),
     }
-    return interleave(cases, BASE, rounds)
+    if more:
+        cases |= {
+            "AdamW, fused + lalr (plain decay), compiled C++": _by(
+                "1", adamw_step(*sizes, "lalr:decay=plain", fused=True)
+            ),
+            "AdamW, fused + lalr (spectral), compiled C++": _by(
+                "1", adamw_step(*sizes, "lalr:norm=spectral", fused=True)
+            ),
+            "AdamW, fused + qk_weight_decay": adamw_step(*sizes, "qk_weight_decay", fused=True),
+            "AdamW, foreach": adamw_step(*sizes, "none", foreach=True),
+        }
+    return _as_found(lambda: interleave(cases, BASE, rounds))
+
+
+def _as_found(run: Callable[[], list[Row]]) -> list[Row]:
+    """Leave the environment's QKEEL_NATIVE as it was."""
+    before = os.environ.get("QKEEL_NATIVE")
+    try:
+        return run()
+    finally:
+        os.environ.pop("QKEEL_NATIVE", None)
+        os.environ.update({"QKEEL_NATIVE": before} if before is not None else {})
 
 
 def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> dict[str, Callable[[], object]]:
@@ -79,7 +111,10 @@ def bench_clip(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
 
     The clip is timed alone beside the step, since its part of a step is below what steps differ by.
     """
-    return interleave(clip_cases(layers, heads, dim, "cpu"), BASE, rounds)
+    cases = clip_cases(layers, heads, dim, "cpu")
+    over = cases.pop(OVER)
+    cases |= {f"{OVER}, compiled C++": _by("1", over), f"{OVER}, torch": _by("0", over)}
+    return _as_found(lambda: interleave(cases, BASE, rounds))
 
 
 def clip_cases(layers: int, heads: int, dim: int, device: str) -> dict[str, Callable[[], object]]:
@@ -107,7 +142,7 @@ def clip_cases(layers: int, heads: int, dim: int, device: str) -> dict[str, Call
 
         return run
 
-    return {BASE: optimizer.step, "qk_clip, nothing over": clip(0), "qk_clip, 17 % of heads over": clip(1 / 6)}
+    return {BASE: optimizer.step, "qk_clip, nothing over": clip(0), OVER: clip(1 / 6)}
 
 
 def _names(layers: int) -> list[str]:
@@ -125,12 +160,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
     for name, default in (("layers", 14), ("heads", 32), ("dim", 1024), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--more", action="store_true", help="rarer options too: twice the memory, 22 GB at these sizes")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, two rounds: only to see that it runs")
     args = vars(parser.parse_args(arguments))
+    more = args.pop("more")
     if args.pop("toy"):
         args = {"layers": 2, "heads": 4, "dim": 64, "rounds": 2}
     torch.set_num_threads(1)
-    show(f"optimizer step, {args}", bench(**args), BASE)
+    show(f"optimizer step, {args}", bench(**args, more=more), BASE)
     rows = bench_clip(**args)
     show(f"qk_clip beside the step, {args}", rows, BASE)
     for row in rows[1:]:

@@ -45,7 +45,7 @@ def test_a_broken_floor_plan_is_noticed(line: str, instead: str, contract: str, 
 # Rooms whose files are variants of one thing, and the files in them that all may build on.
 SHARED = {
     "qkeel.remedies": {
-        *("apply", "base", "change_spec", "join", "linear", "masters", "pieces", "presence", "steps"),
+        *("adam_pass", "apply", "base", "change_spec", "join", "linear", "masters", "pieces", "presence", "steps"),
         *("after_projection", "change_norm", "change_scale", "exchange", "parameters", "seam", "stand_in"),
         *("blocks", "head", "output_projection"),
     },

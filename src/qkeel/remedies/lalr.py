@@ -16,7 +16,7 @@ from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
 from qkeel.remedies.masters import innermost
-from qkeel.remedies.steps import scale_steps
+from qkeel.remedies.steps import frobenius_norm, scale_steps
 from qkeel.sites.find import is_normed
 from qkeel.sites.site import AttentionSite
 
@@ -95,11 +95,6 @@ class LALR(Remedy):
             target, self.name, weights, measure, lambda now: rates(now, self.tau), decay=self.decay == "scaled"
         )
         return Handle(steps.remove, state=state, load=load)
-
-
-def frobenius_norm(heads: Tensor) -> Tensor:
-    """‖W^h‖_F of each head's part [n r m]."""
-    return torch.linalg.vector_norm(heads, dim=(1, 2))
 
 
 @final

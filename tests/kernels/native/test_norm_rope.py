@@ -243,6 +243,9 @@ def test_torch_accepts_every_operator() -> None:
         torch.library.opcheck(ops.norm_rope.default, args)
     plain = [a.detach() for a in (x, gain, cos, sin)]
     torch.library.opcheck(ops.norm_rope_alone.default, (*plain, 1, 1e-6))
+    torch.library.opcheck(
+        ops.norm_rope_two.default, (plain[0], plain[0][:, :1], plain[1], None, *plain[2:], 1, 0, 1e-6)
+    )
     y, inverse = ops.norm_rope(*plain, 2, 1e-6, False)
     torch.library.opcheck(ops.norm_rope_backward.default, (torch.randn_like(y), y, inverse, *plain[1:], 2, 1e-6, False))
 
@@ -300,6 +303,31 @@ def test_a_cached_token_has_the_bits_it_has_in_a_whole_sequence(library: Path) -
     for t in range(9):
         part = encoded(spec, q[:, :, t : t + 1], k[:, :, t : t + 1], pos[:, t : t + 1], pos[:, t : t + 1], params)
         assert all(torch.equal(a[:, :, t : t + 1], b) for a, b in zip(whole, part))
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=repr)
+@torch.no_grad()
+def test_one_token_has_the_bits_of_a_sequence_by_one_operator(norm: Norm) -> None:
+    for position in (*POSITIONS[: 1 if isinstance(norm, NoNorm) else 5], Rope(pairing="half_reversed")):
+        spec, q, k, params = given(norm, position, 1, 64, torch.float32)
+        for place in (0, 3, 1000):
+            pos = torch.tensor([[place]])
+            alone = native.encoded(spec, q, k, pos, pos, params)
+            two = torch.tensor([[place, place]])
+            whole = native.encoded(spec, q.expand(-1, -1, 2, -1), k.expand(-1, -1, 2, -1), two, two, params)
+            assert alone is not None
+            assert whole is not None
+            assert all(torch.equal(a, b[:, :, :1]) for a, b in zip(alone, whole))
+            torch.testing.assert_close(alone, torchs(spec, q, k, pos, pos, params), rtol=1e-5, atol=2e-6)
+
+
+@torch.no_grad()
+def test_a_place_between_two_tokens_is_turned_by_its_own_angle() -> None:
+    spec, q, k, params = given(RMSNorm(), Rope(), 1, 16, torch.float32)
+    pos = torch.tensor([[2.5]])
+    ours = native.encoded(spec, q, k, pos, pos, params)
+    assert ours is not None
+    torch.testing.assert_close(ours, torchs(spec, q, k, pos, pos, params), rtol=1e-5, atol=2e-6)
 
 
 def test_interpolated_positions_are_turned_by_their_own_angles() -> None:

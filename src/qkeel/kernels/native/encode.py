@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from qkeel.kernels.native import gpu
-from qkeel.kernels.native.norm_rope import NONE, gain_spread, norm_rope, ready
+from qkeel.kernels.native.norm_rope import NONE, gain_spread, norm_rope, norm_rope_two, ready
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.norm import GainNorm, L2Norm, LayerNorm, NoNorm, Norm, Part, RMSNorm
 from qkeel.spec.position import NoPosition, Position, Rope
@@ -38,10 +39,16 @@ def encoded(
     operator = operator_for(q.device)
     if operator is None:
         return None
-    position = spec.position
-    tables = (None, None)
-    if isinstance(position, Rope):
-        tables = position.tables(q, k, pos_q, pos_k)
+    tables = _tables(spec.position, q, k, pos_q, pos_k)
+    if operator is norm_rope and tables[0] is tables[1] and not torch.is_grad_enabled():
+        norm = spec.norm
+        if not isinstance(norm, GainNorm):
+            return norm_rope_two((q, None, NONE), (k, None, NONE), tables[0], 0.0)
+        if tables[0] is not None or norm.on.startswith("qk"):
+            kind = _KINDS[type(norm)]
+            one = q, norm.weight("q", params), kind if "q" in norm.on else NONE
+            two = k, norm.weight("k", params), kind if "k" in norm.on else NONE
+            return norm_rope_two(one, two, tables[0], norm.eps)
     ours = _one("q", q, tables[0], spec, params, operator)
     return ours, _one("k", k, tables[1], spec, params, operator)
 
@@ -55,6 +62,30 @@ def operator_for(device: torch.device) -> Operator | None:
     from qkeel.kernels import triton_norm_rope  # here, so that no machine without a GPU imports triton
 
     return triton_norm_rope.norm_rope
+
+
+def _tables(
+    position: Position, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor
+) -> tuple[Table | None, Table | None]:
+    """cos and sin that turn q and those that turn k, one object where they are the same."""
+    if not isinstance(position, Rope):
+        return None, None
+    whole = pos_q.numel() == 1 and not pos_q.is_floating_point() and pos_q.device.type == "cpu"
+    if whole and pos_q is pos_k and not torch.compiler.is_compiling():
+        found = _of_place(position, q.shape[-1], q.dtype, int(pos_q))
+        return found, found
+    return tuple(_turned(position, table) for table in position.tables(q, k, pos_q, pos_k))  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=16)  # the layers of a model ask for the same one, one after the other
+def _of_place(position: Rope, size: int, dtype: torch.dtype, place: int) -> Table:
+    like, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[place]], device="cpu")
+    with torch.inference_mode(False):
+        return _turned(position, position.tables(like, like, pos, pos)[1])
+
+
+def _turned(position: Rope, table: Table) -> Table:
+    return (table[0], -table[1]) if position.pairing == "half_reversed" else table
 
 
 def _takes(norm: Norm, position: Position) -> bool:
@@ -78,9 +109,7 @@ def _holds(x: Tensor) -> bool:
 
 
 def _one(part: Part, x: Tensor, table: Table | None, spec: AttentionSpec, params: Params, operator: Operator) -> Tensor:
-    norm, position = spec.norm, spec.position
-    if isinstance(position, Rope) and position.pairing == "half_reversed" and table is not None:
-        table = table[0], -table[1]
+    norm = spec.norm
     if not isinstance(norm, GainNorm) or part not in norm.on:
         return x if table is None else operator(x, None, table, NONE, 0.0, False)
     gain = norm.weight(part, params)

@@ -74,8 +74,11 @@ struct Walk {
   Walk(const Tensor& x, const Maybe& g, const Maybe& c, const Maybe& s)
       : b(x.size(0)), h(x.size(1)), t(x.size(2)), d(x.size(3)), heads_inner(x.stride(1) < x.stride(2)) {
     auto floats = x.options().dtype(at::kFloat);
-    gain = at::ones({1, d}, floats);
-    if (g) {
+    if (!g) {
+      gain = at::ones({1, d}, floats);
+    } else if (g->dim() == 1 && g->scalar_type() == at::kFloat && g->is_contiguous() && g->size(0) == d) {
+      gain = *g;  // the usual one, as it is: for one token every operation counts
+    } else {
       bool each = g->dim() == 2;
       gain = g->detach().to(at::kFloat).expand({each ? h : 1, d}).contiguous();
       gain_step = each ? d : 0;
@@ -121,7 +124,7 @@ template <typename T, int64_t D>
 void forward(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
   const T* in = x.const_data_ptr<T>();
   T* out = y.mutable_data_ptr<T>();
-  float* inv = r.numel() ? r.mutable_data_ptr<float>() : nullptr;
+  float* inv = r.defined() && r.numel() ? r.mutable_data_ptr<float>() : nullptr;
   const float* gains = w.gain.const_data_ptr<float>();
   const int64_t d = D ? D : w.d, half = D ? D / 2 : w.half, heads = w.h, times = w.t;
   const int64_t x0 = x.stride(0), x1 = x.stride(1), x2 = x.stride(2), y0 = y.stride(0), y1 = y.stride(1), y2 = y.stride(2);
@@ -167,7 +170,8 @@ std::tuple<Tensor, Tensor> run(const Tensor& x_, const Maybe& gain, const Maybe&
   Walk w(x, gain, cos, sin);
   Tensor y = at::empty_like(x);
   auto floats = x.options().dtype(at::kFloat);
-  Tensor r = kind == NONE || !inverses ? at::empty({0}, floats) : at::empty({w.b, w.h, w.t}, floats);
+  Tensor r;
+  if (inverses) r = kind == NONE ? at::empty({0}, floats) : at::empty({w.b, w.h, w.t}, floats);
   if (x.scalar_type() == at::kFloat) forward_any<float>(x, y, r, w, kind, float(eps));
   else if (x.scalar_type() == at::kBFloat16) forward_any<c10::BFloat16>(x, y, r, w, kind, float(eps));
   else if (x.scalar_type() == at::kHalf) forward_any<c10::Half>(x, y, r, w, kind, float(eps));
@@ -294,6 +298,13 @@ Tensor norm_rope_alone(const Tensor& x, const Maybe& gain, const Maybe& cos, con
   return std::get<0>(run(x, gain, cos, sin, kind, eps, false));
 }
 
+// q and k of a few tokens, turned alike, at the price of one call.
+std::tuple<Tensor, Tensor> norm_rope_two(const Tensor& q, const Tensor& k, const Maybe& gain_q, const Maybe& gain_k,
+                                         const Maybe& cos, const Maybe& sin, int64_t kind_q, int64_t kind_k,
+                                         double eps) {
+  return {norm_rope_alone(q, gain_q, cos, sin, kind_q, eps), norm_rope_alone(k, gain_k, cos, sin, kind_k, eps)};
+}
+
 std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& dy_, const Tensor& kept, const Tensor& r,
                                               const Maybe& gain, const Maybe& cos, const Maybe& sin, int64_t kind,
                                               double eps, bool kept_x) {
@@ -304,7 +315,7 @@ std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& dy_, const Tensor& k
   Walk w(base, gain, cos, sin);
   Options o{kind, float(eps), kept_x};
   Tensor parts;
-  if (gain) parts = at::zeros({std::min(CHUNKS, std::max<int64_t>(1, w.outer())), w.gain.size(0), w.d}, w.gain.options());
+  if (gain) parts = at::zeros({std::min(CHUNKS, std::max<int64_t>(1, w.outer())), w.gain.numel() / w.d, w.d}, w.gain.options());
   float* sums = gain ? parts.mutable_data_ptr<float>() : nullptr;
   if (kept.scalar_type() == at::kFloat) backward_any<float>(dy, base, r, dx, sums, w, o);
   else if (kept.scalar_type() == at::kBFloat16) backward_any<c10::BFloat16>(dy, base, r, dx, sums, w, o);
@@ -408,12 +419,15 @@ TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
   m.def("norm_rope_alone(Tensor x, Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps) -> Tensor");
   m.def("norm_rope_backward(Tensor dy, Tensor kept, Tensor inverse, Tensor? gain, Tensor? cos, Tensor? sin, int kind,"
         " float eps, bool kept_x) -> (Tensor, Tensor)");
+  m.def("norm_rope_two(Tensor q, Tensor k, Tensor? gain_q, Tensor? gain_k, Tensor? cos, Tensor? sin, int kind_q,"
+        " int kind_k, float eps) -> (Tensor, Tensor)");
   m.def("gain_spread(Tensor gain) -> float");
 }
 
 TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
   m.impl("norm_rope", &norm_rope);
   m.impl("norm_rope_alone", &norm_rope_alone);
+  m.impl("norm_rope_two", &norm_rope_two);
   m.impl("norm_rope_backward", &norm_rope_backward);
   m.impl("gain_spread", &gain_spread);
 }

@@ -1,0 +1,130 @@
+"""One new token with a cache: norm and rotation of q and k, attention to the cache, and a whole module's step.
+
+`python -m benchmarks.decode` prints the tables; --toy: small shapes. Ratios: of norm and rotation to an operator that
+does nothing (torch.neg of one number); of attention to moving as many bytes as one read of keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+from benchmarks.measure import settle
+
+if __name__ == "__main__":
+    settle(module="benchmarks.decode")
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import qkeel
+from benchmarks.measure import Row, interleave, show
+from qkeel.kernels import native
+from qkeel.kernels.native import decode
+
+EMPTY = "torch.neg of one number"
+COPY = "copy of k: the bytes of k and v"
+# batch, query heads, key heads, tokens in the cache, head size
+SHAPES = [(1, 32, 8, 4096, 64), (1, 32, 8, 4096, 128), (4, 8, 2, 4096, 64), (1, 8, 8, 4096, 64), (1, 8, 2, 128, 64)]
+Case = Callable[[], object]
+
+
+def by(native_is: str, case: Case) -> Case:
+    """The case with compiled kernels ("1") or without ("0")."""
+
+    def run() -> object:
+        os.environ["QKEEL_NATIVE"] = native_is
+        return case()
+
+    return run
+
+
+def bench_token(rounds: int) -> list[Row]:
+    """q [1 8 1 64] and k [1 2 1 64] of one token under qwen3's norm and RoPE."""
+    number, pos = torch.ones(1), torch.tensor([[100]])
+    spec = qkeel.preset("qwen3")
+    q, k, params = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64), spec.init_params(8, 2, 64)
+    gain, cos, sin = torch.ones(64), torch.rand(1, 1, 1, 32), torch.rand(1, 1, 1, 32)
+    op = torch.ops.qkeel_native.norm_rope_two
+    cases: dict[str, Case] = {
+        EMPTY: lambda: torch.neg(number),
+        "one operator for q and k": lambda: op(q, k, gain, gain, cos, sin, 1, 1, 1e-6),
+        "spec to q and k, compiled C++": by("1", lambda: native.encoded(spec, q, k, pos, pos, params)),
+        "spec to q and k, torch": by("0", lambda: spec.encode(q, k, pos, pos, params)),
+    }
+    return interleave(cases, EMPTY, rounds, calls=300)
+
+
+def bench_attention(shape: tuple[int, int, int, int, int], dtype: torch.dtype, rounds: int) -> list[Row]:
+    """One query per head over the whole cache. Copying k reads and writes as many bytes as reading k and v."""
+    b, h, g, s, d = shape
+    q = torch.randn(b, h, 1, d).to(dtype)
+    k, v = (torch.randn(b, g, s, d).to(dtype) for _ in range(2))
+    room = torch.empty_like(k)
+    op = torch.ops.qkeel_native.decode
+    cases: dict[str, Case] = {
+        COPY: lambda: room.copy_(k),
+        "compiled C++": lambda: op(q, k, v, None, d**-0.5, True, 0),
+        "SDPA": lambda: sdpa(q, k, v, enable_gqa=h != g),
+    }
+    return interleave(cases, COPY, rounds, calls=1 if b * g * s * d > 1 << 18 else 30)
+
+
+def bench_module(shape: tuple[int, int, int, int, int], rounds: int) -> list[Row]:
+    """A token through an attention module with qwen3's norm and rotation, and its cache."""
+    b, h, g, s, d = shape
+    x, past = torch.randn(b, 1, h * d), torch.randn(b, s, h * d)
+
+    def step(name: str) -> Case:
+        module = qkeel.nn.Attention(h * d, h, g, spec=qkeel.preset(name)).eval()
+        cache = module.new_cache(s + 8)
+        module(past, cache=cache)
+
+        def run() -> Tensor:
+            out = module(x, cache=cache)
+            cache.length -= 1
+            return out
+
+        return run
+
+    normed, plain = step("qwen3"), step("baseline")
+    base = "no norm, no rotation, torch"
+    cases = {
+        base: by("0", plain),
+        "no norm, no rotation, compiled C++": by("1", plain),
+        "norm and rotation, torch": by("0", normed),
+        "norm and rotation, compiled C++": by("1", normed),
+    }
+    return interleave(cases, base, rounds, calls=5)
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--toy", action="store_true")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    os.environ["QKEEL_NATIVE"] = "1"
+    if not (native.ready() and decode.ready()):
+        raise SystemExit("nothing is compiled here: see docs/native.md")
+    rounds, shapes = (2, [(1, 4, 2, 40, 16)]) if args.toy else (args.rounds, SHAPES)
+    show("norm + rope of q and k of one token", bench_token(rounds), EMPTY)
+    for b, h, g, s, d in shapes:
+        for dtype in (torch.float32, torch.bfloat16):
+            title = f"attention of one token, B{b} H{h} G{g} S{s} d{d} {dtype}"
+            show(title, bench_attention((b, h, g, s, d), dtype, rounds), COPY)
+    for shape in shapes[:1] if args.toy else [(1, 8, 2, 128, 64), (1, 32, 8, 4096, 64)]:
+        show("a token through a module, B{} H{} G{} S{} d{}".format(*shape), *_module(shape, rounds))
+
+
+def _module(shape: tuple[int, int, int, int, int], rounds: int) -> tuple[list[Row], str]:
+    rows = bench_module(shape, rounds)
+    return rows, rows[0].name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""A step of fused Adam or AdamW with a rate per head, taken in torch's place for the weights that heads are made of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Adam, AdamW, Optimizer
+
+from qkeel.kernels.native import adamw
+from qkeel.remedies.pieces import Piece
+from qkeel.sites.site import HeadSlice
+
+Owner = tuple[Tensor, list[int], list[Piece]]
+Known = tuple[int, int]  # a tensor's count of changes, and where its numbers lie
+
+# What torch's Adam asks, inside its step, for the weights of a group, their gradients and their state.
+_ASKED = ("self", "group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")
+
+
+@final
+class AdamPass:
+    """Steps the weights of heads in one compiled pass that scales each head's step and sums the squares it leaves.
+
+    Inside `optimizer.step()` torch asks `_init_group` for what there is to step. Between `begin` and `end` the answer
+    leaves out the weights of heads, which have made their step then: torch's own state tensors moved on, the numbers
+    those of torch's fused step, scaled. Gradients and parameter groups are never touched.
+    """
+
+    def __init__(self, optimizer: Optimizer, owners: Sequence[Owner], slices: Sequence[HeadSlice], plain: bool) -> None:
+        self._optimizer, self._owners, self._plain = optimizer, owners, plain
+        self._place = {id(weight): k for k, (weight, _, _) in enumerate(owners)}
+        self._axes = [slices[entries[0]].axis if weight.ndim == 2 else 0 for weight, entries, _ in owners]
+        lines = [weight.shape[axis] for (weight, _, _), axis in zip(owners, self._axes)]
+        self._rates = torch.ones(sum(lines))
+        self._squares = torch.zeros(sum(lines) + 1, dtype=torch.float64)  # the last stays 0
+        self._line_rates = self._rates.split(lines)
+        self._line_squares = self._squares.split([*lines, 1])[:-1]
+        self._entries = [i for _, entries, _ in owners for i in entries]
+        counts = [s.n for s in slices]
+        self._makers = _makers(owners, slices, lines, counts)
+        self._counts = [counts[i] for i in self._entries]
+        self._lines = _lines(owners, slices, lines)
+        self._known: list[Known | None] = [None] * len(owners)
+        self._states: list[dict[str, Any] | None] = [None] * len(owners)
+        self._answer = self._init_group  # one object, so that it is known again
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, owners: Sequence[Owner], slices: Sequence[HeadSlice], *, plain: bool
+    ) -> Self | None:
+        """The pass, or None where torch's step is not known or its weights are of another kind."""
+        known = type(optimizer) in (Adam, AdamW) and tuple(inspect.signature(Adam._init_group).parameters) == _ASKED
+        return cls(optimizer, owners, slices, plain) if known and all(_fits(w) for w, _, _ in owners) else None
+
+    def ready(self) -> bool:
+        """Whether it can take the coming step: not one that a GradScaler may skip, nor one of another remedy."""
+        o = self._optimizer
+        if torch.compiler.is_compiling() or "_init_group" in vars(o) or not adamw.ready():
+            return False
+        if getattr(o, "grad_scale", None) is not None or getattr(o, "found_inf", None) is not None:
+            return False
+        groups = [g for g in o.param_groups if any(id(p) in self._place for p in g["params"])]
+        return all(map(_usual, groups)) and all(map(self._takes, range(len(self._owners))))
+
+    def _takes(self, k: int) -> bool:
+        """Whether a weight and its state are of the right kind: as the last step left them, or looked at."""
+        weight, state = self._owners[k][0], self._optimizer.state.get(self._owners[k][0], {})
+        if self._known[k] == _now(weight) and self._states[k] is state:
+            return True
+        return _fits(weight) and all(_fits_state(name, x, weight) for name, x in state.items())
+
+    def norms(self) -> dict[int, Tensor]:
+        """The Frobenius norms per head of entries whose weights nobody changed since the last step."""
+        fresh = {i for k, (w, entries, _) in enumerate(self._owners) if self._known[k] == _now(w) for i in entries}
+        if not fresh:
+            return {}
+        all_norms = self._squares[self._lines].sum(1).sqrt().float().split(self._counts)
+        return {i: norm for i, norm in zip(self._entries, all_norms) if i in fresh}
+
+    def begin(self, factors: Sequence[Tensor]) -> None:
+        """Take the coming step, at these factors per head of every entry."""
+        row = torch.cat([*factors, self._rates.new_ones(1)])
+        torch.amin(row[self._makers], 1, out=self._rates)
+        vars(self._optimizer)["_init_group"] = self._answer
+
+    def end(self) -> None:
+        """Leave the steps to torch again."""
+        if vars(self._optimizer).get("_init_group") is self._answer:
+            del vars(self._optimizer)["_init_group"]
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Torch's answer without the weights of heads, which are stepped here."""
+        complex_ones = type(self._optimizer)._init_group(self._optimizer, group, *lists)  # type: ignore[attr-defined]
+        own = [i for i, p in enumerate(lists[0]) if id(p) in self._place]
+        if own:
+            self._step(group, *([x[i] for i in own] if x else [] for x in lists))
+        for x in lists:
+            for i in reversed(own if x else []):
+                del x[i]
+        return complex_ones
+
+    def _step(
+        self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+    ) -> None:
+        means, variances, maxima, steps = state
+        places = [self._place[id(w)] for w in weights]
+        tensors = adamw.AdamTensors(
+            weights=weights,
+            gradients=[_laid(g, w) for g, w in zip(gradients, weights)],
+            means=means,
+            variances=variances,
+            maxima=maxima,
+            steps=steps,
+            rates=[self._line_rates[k] for k in places],
+            squares=[self._line_squares[k] for k in places],
+            axes=[self._axes[k] for k in places],
+        )
+        adamw.adam_lines(tensors, _options(group, self._plain))
+        for k, weight in zip(places, weights):
+            self._known[k], self._states[k] = _now(weight), self._optimizer.state[weight]
+
+
+def _now(weight: Tensor) -> Known:
+    return weight._version, weight.data_ptr()
+
+
+def _fits(x: Tensor) -> bool:
+    """Whether it is a matrix or vector of the kind the pass is written for."""
+    plain = x.dtype == torch.float32 and x.device.type == "cpu" and x.layout == torch.strided
+    return plain and 0 < x.ndim < 3 and (x.is_contiguous() or x.T.is_contiguous()) and not x.is_inference()
+
+
+def _fits_state(name: str, x: Any, weight: Tensor) -> bool:
+    """Whether it is what torch's step makes of itself: a checkpoint may have brought something else."""
+    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    return x.ndim == 0 if name == "step" else x.shape == weight.shape and x.stride() == weight.stride()
+
+
+def _usual(group: dict[str, Any]) -> bool:
+    """Whether its step is torch's fused one, whose bits are those of the pass at rate 1."""
+    return group.get("fused") is True and not group.get("capturable") and not group.get("differentiable")
+
+
+def _laid(gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient as the weight lies in memory."""
+    return gradient if gradient.stride() == weight.stride() else torch.empty_like(weight).copy_(gradient)
+
+
+def _options(group: dict[str, Any], plain: bool) -> adamw.AdamOptions:
+    beta1, beta2 = group["betas"]
+    return adamw.AdamOptions(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+        maximize=group["maximize"],
+        plain=plain,
+    )
+
+
+def _makers(
+    owners: Sequence[Owner], slices: Sequence[HeadSlice], lines: Sequence[int], counts: Sequence[int]
+) -> Tensor:
+    """[all lines, most] places of the heads that own a line, in the row of all factors and a 1."""
+    nobody = sum(counts)
+    found = []
+    for (_, entries, _), n in zip(owners, lines):
+        own = [slices[i].lines(torch.arange(counts[i]) + sum(counts[:i]), n, nobody=nobody) for i in entries]
+        found.append(torch.stack(own, 1))
+    most = max(f.shape[1] for f in found)
+    # A line with an owner takes that one's place for the missing ones, so that the 1 does not count.
+    filled = [torch.cat([f, f.amin(1, keepdim=True).expand(-1, most - f.shape[1])], 1) for f in found]
+    return torch.cat([torch.where(f == nobody, f.amin(1, keepdim=True), f) for f in filled])
+
+
+def _lines(owners: Sequence[Owner], slices: Sequence[HeadSlice], lines: Sequence[int]) -> Tensor:
+    """[all heads, most] places of a head's lines among all, entry by entry; the place after the last fills up."""
+    found: list[Tensor] = []
+    first = 0
+    for (_, entries, _), n in zip(owners, lines):
+        found.extend(row + first for i in entries for row in slices[i].index.cpu())
+        first += n
+    return pad_sequence(found, batch_first=True, padding_value=first)
