@@ -143,7 +143,7 @@ def kernel_refusal(name: str, kernel: str) -> str:
     spec = preset(name)
     q = torch.zeros(1, 2, 3, 8)
     # Whether there is a compiler here is no matter of the preset.
-    with unittest.mock.patch("qkeel.kernels.native.kernel.ready", lambda: True):
+    with unittest.mock.patch("qkeel.kernels.native.kernel.ready", return_value=True):
         refusal = KERNELS[kernel].supports(make_call(spec, q, q, q, params=spec.init_params(2, 2, 8)))
     return str(refusal) if refusal else ""
 
