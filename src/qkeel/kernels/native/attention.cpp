@@ -313,20 +313,19 @@ Four call_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe
   return op.call(q, k, v, mask, slopes, scale, causal, window, cap, stats);
 }
 
-// torch's derivative needs but the logsumexp; it knows neither masks that hide whole rows, windows, slopes nor caps.
+// The derivative of attention_backward.cpp where it was loaded; else torch's, which needs but the logsumexp.
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Back = Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                    const Maybe&, const Maybe&, double, bool, int64_t, double);
 Three call_backward(const Tensor& up, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                     const Tensor& lse, const Maybe& mask, const Maybe& slopes, double scale, bool causal,
                     int64_t window, double cap) {
-  if (!mask && !slopes && window == 0 && cap == 0 && q.sym_size(3) == v.sym_size(3) &&
-      (!causal || q.sym_size(2) == k.sym_size(2)))
-    return at::_scaled_dot_product_flash_attention_for_cpu_backward(up, q, k, v, out, lse, 0.0, causal, {}, scale);
   auto own = c10::Dispatcher::singleton().findSchema({"qkeel_native::attention_backward", ""});
-  TORCH_CHECK(own, "there is no derivative here of attention with a mask, window, bias or cap, or of cross-attention "
-                   "that is causal or has values of another width than keys");
-  return own->typed<Back>().call(up, q, k, v, out, lse, mask, slopes, scale, causal, window, cap);
+  if (own) return own->typed<Back>().call(up, q, k, v, out, lse, mask, slopes, scale, causal, window, cap);
+  TORCH_CHECK(!mask && !slopes && window == 0 && cap == 0 && q.sym_size(3) == v.sym_size(3) &&
+                  (!causal || q.sym_size(2) == k.sym_size(2)),
+              "torch's derivative of attention is for whole sequences without mask, window, bias and cap");
+  return at::_scaled_dot_product_flash_attention_for_cpu_backward(up, q, k, v, out, lse, 0.0, causal, {}, scale);
 }
 
 struct Function : torch::autograd::Function<Function> {

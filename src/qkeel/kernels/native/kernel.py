@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from qkeel.functional.distances import alibi_slopes
 from qkeel.functional.stats import LogitBracket
 from qkeel.kernels.contract import Kernel, Refusal, folded
-from qkeel.kernels.native.attention import Found, attention, differentiable, ready
+from qkeel.kernels.native.attention import Found, How, attention, differentiable, ready
 from qkeel.spec.bias import ALiBi
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import NoCap, Softcap
@@ -57,10 +57,9 @@ def _inner(call: AttentionCall) -> Position:
     return position.inner if isinstance(position, SlidingWindow) else position
 
 
-def _arguments(call: AttentionCall) -> tuple[Tensor | None, bool, int, float]:
-    """mask, causal, window, cap as the operator takes them."""
+def _how(call: AttentionCall, scale: float, stats: bool) -> How:
     cap = call.spec.cap
-    return call.mask, call.causal, call.window or 0, cap.cap if isinstance(cap, Softcap) else 0.0
+    return How(scale, call.causal, call.window or 0, cap.cap if isinstance(cap, Softcap) else 0.0, stats)
 
 
 def _of_spec(call: AttentionCall) -> str | None:
@@ -94,20 +93,18 @@ def _of_tensors(call: AttentionCall) -> str | None:
 
 
 def _of_gradient(call: AttentionCall) -> str | None:
-    mask, causal, window, cap = _arguments(call)
-    leaves = (call.q, call.k, call.v, *call.params.values())
     if not torch.is_grad_enabled():
         return None
-    if mask is not None and mask.requires_grad:
+    if call.mask is not None and call.mask.requires_grad:
         return "the compiled attention has no derivative by its mask"
-    biased = type(_inner(call)) is ALiBi
-    if any(x.requires_grad for x in leaves) and not differentiable(call.q, call.k, call.v, mask, biased, causal, window, cap):
+    if not any(x.requires_grad for x in (call.q, call.k, call.v, *call.params.values())):
+        return None
+    if not differentiable(call.q, call.k, call.v, call.mask, type(_inner(call)) is ALiBi, _how(call, 1.0, False)):
         return "the compiled attention has a derivative for whole sequences without mask, window, bias and cap only"
     return None
 
 
 def _run(call: AttentionCall, stats: bool) -> Found:
-    mask, causal, window, cap = _arguments(call)
     q, k, v, scale = folded(call)
     slopes = alibi_slopes(q.shape[1]).to(torch.float32) if type(_inner(call)) is ALiBi else None
-    return attention(q, k, v, mask, slopes, scale, causal, window, cap, stats)
+    return attention(q, k, v, call.mask, slopes, _how(call, scale, stats))
