@@ -28,15 +28,11 @@ using namespace qkeel;
 
 using at::Tensor;
 
-#ifndef QK_ROWS
-#define QK_ROWS 96
-#define QK_KEYS 96
-#endif
-constexpr int64_t ROWS = QK_ROWS, KEYS = QK_KEYS;         // of a tile
+constexpr int64_t ROWS = 96, KEYS = 96;         // of a tile
 constexpr int64_t LOGITS = row_stride(KEYS);    // floats from row to row of one
-constexpr int64_t PART = 16;                    // rows or keys whose hidden part is left out of a product, at once
-constexpr int64_t TASKS = 16, LEAST_BLOCKS = 4; // work is cut to this many pieces, of this many key blocks or more
-constexpr int64_t AHEAD = 8;  // rows from one that is read to the one that is asked for
+constexpr int64_t PART = 16;                    // keys or rows whose hidden part is left out of a product, at once
+constexpr int64_t TASKS = 16, LEAST_BLOCKS = 4; // work is cut to so many pieces, of so many key blocks at least
+constexpr int64_t AHEAD = 8;                    // rows from one that is read to the one that is asked for
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 struct Range {
