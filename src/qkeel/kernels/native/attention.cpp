@@ -211,21 +211,26 @@ template <typename T> struct Worker {
     const int64_t from = which * KEYS, m = std::min(KEYS, n.s - from);
     float* z = logits.get();
     const int64_t all = block.seen(block.rows - 1, from, m, o.causal);
-    for (int64_t c = 0; c < block.width; c += WIDE) {
-      const int64_t wide = std::min(WIDE, block.width - c), some = block.seen(c + wide - 1, from, m, o.causal);
-      multiply<false>(some, wide, n.d, keys.get() + from * ldk, ldk, turned.get() + c, ROWS, z + c, ROWS, false);
-    }
+    // What is read again and again, queries here and a panel of values below, stays in the first cache.
+    for (int64_t j = 0; j < all; j += STRIP)
+      for (int64_t c = 0; c < block.width; c += WIDE) {
+        const int64_t wide = std::min(WIDE, block.width - c);
+        const int64_t some = std::min(STRIP, block.seen(c + wide - 1, from, m, o.causal) - j);
+        multiply<false>(some, wide, n.d, keys.get() + (from + j) * ldk, ldk, turned.get() + c, ROWS, z + j * ROWS + c,
+                        ROWS, false);
+      }
     adjust(block, from, all, z);
     if (o.cap > 0) o.stats ? soften_all<true, true>(block, from, m, o, z) : soften_all<false, true>(block, from, m, o, z);
     else o.stats ? soften_all<true, false>(block, from, m, o, z) : soften_all<false, false>(block, from, m, o, z);
     for (int64_t r = 0; r < block.rows; ++r)
       if (block.fade[r] != 1.0f)
         for (int64_t i = 0; i < n.e; i += 8) put8(out.get() + r * ldv + i, at8(out.get() + r * ldv + i) * block.fade[r]);
-    for (int64_t r = 0; r < block.rows; r += STRIP) {
-      const int64_t some = std::min(STRIP, block.rows - r);
-      multiply<true>(some, n.e, block.seen(r + some - 1, from, m, o.causal), z + r, ROWS, values.get() + from * ldv, ldv,
-                     out.get() + r * ldv, ldv, true);
-    }
+    for (int64_t c = 0; c < n.e; c += WIDE)
+      for (int64_t r = 0; r < block.rows; r += STRIP) {
+        const int64_t some = std::min(STRIP, block.rows - r), wide = std::min(WIDE, n.e - c);
+        multiply<true>(some, wide, block.seen(r + some - 1, from, m, o.causal), z + r, ROWS,
+                       values.get() + from * ldv + c, ldv, out.get() + r * ldv + c, ldv, true);
+      }
   }
 
   void end(int64_t b, int64_t h, int64_t start, Tensor& to, float* lse, float* top, float* entropy) {
