@@ -42,6 +42,7 @@ using namespace qkeel;
 using at::Tensor;
 
 constexpr int64_t ROWS = 3 * WIDE, KEYS = 16 * STRIP;  // of a tile of logits
+constexpr int64_t AHEAD = 8;        // rows from one that is read to the one that is asked for
 constexpr int64_t GRAIN = 1 << 18;  // products a thread takes at least
 
 struct Options {
@@ -181,14 +182,20 @@ template <typename T> struct Worker {
     if (copied[which] == group) return;
     copied[which] = group;
     const int64_t b = group / n.g, g = group % n.g;
-    for (int64_t j = which * KEYS; j < std::min(n.s, (which + 1) * KEYS); ++j) {
-      take(k.const_data_ptr<T>() + b * k.stride(0) + g * k.stride(1) + j * k.stride(2), n.d, keys.get() + j * ldk);
-      take(v.const_data_ptr<T>() + b * v.stride(0) + g * v.stride(1) + j * v.stride(2), n.e, values.get() + j * ldv);
-    }
+    const int64_t from = which * KEYS, many = std::min(n.s - from, KEYS);
+    take(k, b, g, from, many, keys.get() + from * ldk, ldk);
+    take(v, b, g, from, many, values.get() + from * ldv, ldv);
   }
-  static void take(const T* from, int64_t d, float* to) {
-    const float* read = load(from, to, d);
-    if (read != to) std::copy_n(read, d, to);
+  // Rows that lie a page apart, as those of one head do, no processor fetches ahead by itself.
+  static void take(const Tensor& x, int64_t b, int64_t h, int64_t first, int64_t many, float* to, int64_t ld) {
+    const int64_t d = x.size(3), step = x.stride(2);
+    const T* from = x.const_data_ptr<T>() + b * x.stride(0) + h * x.stride(1) + first * step;
+    for (int64_t r = 0; r < many; ++r) {
+      if (r + AHEAD < many)
+        for (int64_t i = 0; i < d; i += int64_t(64 / sizeof(T))) __builtin_prefetch(from + (r + AHEAD) * step + i);
+      const float* read = load(from + r * step, to + r * ld, d);
+      if (read != to + r * ld) std::copy_n(read, d, to + r * ld);
+    }
   }
 
   // The rows of queries from row `start` on of head (b, h).
@@ -196,9 +203,7 @@ template <typename T> struct Worker {
     block.rows = std::min(ROWS, n.t - start);
     block.width = round_up(block.rows, std::max<int64_t>(8, LANES));
     block.first = start + n.s - n.t, block.slope = slope;
-    for (int64_t r = 0; r < block.rows; ++r)
-      take(q.const_data_ptr<T>() + b * q.stride(0) + h * q.stride(1) + (start + r) * q.stride(2), n.d,
-           query.get() + r * ldk);
+    take(q, b, h, start, block.rows, query.get(), ldk);
     for (int64_t i = 0; i < n.d; ++i)
       std::fill(turned.get() + i * ROWS + block.rows, turned.get() + i * ROWS + block.width, 0.0f);
     transpose(block.rows, n.d, query.get(), ldk, o.scale, turned.get(), ROWS);
