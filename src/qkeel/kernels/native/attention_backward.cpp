@@ -29,7 +29,7 @@ using namespace qkeel;
 using at::Tensor;
 
 #ifndef QK_ROWS
-#define QK_ROWS 128
+#define QK_ROWS 96
 #define QK_KEYS 96
 #endif
 constexpr int64_t ROWS = QK_ROWS, KEYS = QK_KEYS;         // of a tile
@@ -69,8 +69,8 @@ struct Sight {
 
 struct Rows {  // a tensor [b h t d], the last dimension dense
   const void* data;
-  int64_t at[3], d;
-  Rows(const Tensor& x) : data(x.const_data_ptr()), at{x.stride(0), x.stride(1), x.stride(2)}, d(x.size(3)) {}
+  int64_t at[3], t, d;
+  Rows(const Tensor& x) : data(x.const_data_ptr()), at{x.stride(0), x.stride(1), x.stride(2)}, t(x.size(2)), d(x.size(3)) {}
   template <typename T> T* row(int64_t b, int64_t h, int64_t t) const {
     return static_cast<T*>(const_cast<void*>(data)) + b * at[0] + h * at[1] + t * at[2];
   }
@@ -96,8 +96,9 @@ template <typename T> inline void soon(const T* row, int64_t d) {
 // n rows as float, `stride` apart, times `by`.
 template <typename T>
 void fetch(const Rows& x, int64_t b, int64_t h, int64_t from, int64_t n, float by, float* to, int64_t stride) {
+  const int64_t last = x.t - 1;
   for (int64_t i = 0; i < n; ++i, to += stride) {
-    if (i + AHEAD < n) soon(x.row<const T>(b, h, from + i + AHEAD), x.d);
+    soon(x.row<const T>(b, h, std::min(from + i + AHEAD, last)), x.d);
     const float* row = load(x.row<const T>(b, h, from + i), to, x.d);
     for (int64_t j = 0; j < x.d; j += 8) put8(to + j, at8(row + j) * by);
   }
@@ -118,14 +119,15 @@ void deliver(const float* from, int64_t stride, float by, const Rows& x, int64_t
 // What one thread works in.
 struct Room {
   float *q, *up, *dq, *lse, *dot;                // of a query head: scale·q, dO and dq [t], lse and D
-  float *k, *kt, *vt, *dk, *dv, *p, *ds, *row, *bias;  // of a tile; dk and dv of all keys where heads share them
+  float *k, *kt, *vt, *dk, *dv, *p, *ds, *bias, *row, *turned, *cross;  // of a tile; dk and dv of all keys where heads share them
   int64_t size = 0;
   Room(const Problem& w, float* at) {
     auto take = [&](int64_t n) { return at + std::exchange(size, size + round_up(n, 16)); };
     q = take(w.n.t * w.ld), dq = take(w.n.t * w.ld), up = take(w.n.t * w.le), lse = take(w.n.t), dot = take(w.n.t);
     k = take(KEYS * std::max(w.ld, w.le)), kt = take(w.n.d * LOGITS), vt = take(w.n.e * LOGITS);
     dk = take(w.kept * w.ld), dv = take(w.kept * w.le);
-    p = take(ROWS * LOGITS), ds = take(ROWS * LOGITS), bias = take(LOGITS), row = take(std::max(w.ld, w.le));
+    p = take(ROWS * LOGITS), ds = take(ROWS * LOGITS), bias = take(LOGITS), row = take(std::max(w.n.d, 8 * w.n.e));
+    turned = take(8 * w.n.e), cross = take(64);
   }
 };
 
@@ -206,11 +208,15 @@ template <typename T> void open(const Problem& w, const Room& room, float* dq, i
   fetch<T>(w.q, b, h, 0, t, w.scale, room.q, w.ld);
   fetch<T>(w.up, b, h, 0, t, 1.0f, room.up, w.le);
   const float* lse = w.lse + (b * w.n.h + h) * t;
-  for (int64_t i = 0; i < t; ++i) {
-    if (i + AHEAD < t) soon(w.out.row<const T>(b, h, i + AHEAD), e);
-    const float *out = load(w.out.row<const T>(b, h, i), room.row, e), *up = room.up + i * w.le;
-    room.dot[i] = sum8(e, [out, up](int64_t j) { return at8(out + j) * at8(up + j); });
-    room.lse[i] = lse[i] == -INF ? INF : lse[i];  // sees nothing: every weight is e^-inf
+  for (int64_t i = 0; i < t; ++i) room.lse[i] = lse[i] == -INF ? INF : lse[i];  // sees nothing: weights of e^-inf
+  // D by the product that gives dP, eight rows against each other: the same sums in the same order, so that a row with
+  // all its weight on one key has dP - D = 0 there.
+  for (int64_t i = 0; i < t; i += 8) {
+    const int64_t m = std::min<int64_t>(8, t - i);
+    fetch<T>(w.out, b, h, i, m, 1.0f, room.row, e);
+    transpose(m, e, room.row, e, 1.0f, room.turned, 8);
+    multiply<false>(m, 8, e, room.up + i * w.le, w.le, room.turned, 8, room.cross, 8, false);
+    for (int64_t r = 0; r < m; ++r) room.dot[i + r] = room.cross[9 * r];
   }
   std::memset(dq, 0, t * w.ld * sizeof(float));
 }
