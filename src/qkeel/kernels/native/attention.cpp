@@ -42,6 +42,7 @@ using namespace qkeel;
 using at::Tensor;
 
 constexpr int64_t ROWS = 3 * WIDE, KEYS = 16 * STRIP;  // of a tile of logits
+constexpr int64_t AHEAD = 8;        // rows from one that is read to the one that is asked for
 constexpr int64_t GRAIN = 1 << 18;  // products a thread takes at least
 
 struct Options {
@@ -181,14 +182,20 @@ template <typename T> struct Worker {
     if (copied[which] == group) return;
     copied[which] = group;
     const int64_t b = group / n.g, g = group % n.g;
-    for (int64_t j = which * KEYS; j < std::min(n.s, (which + 1) * KEYS); ++j) {
-      take(k.const_data_ptr<T>() + b * k.stride(0) + g * k.stride(1) + j * k.stride(2), n.d, keys.get() + j * ldk);
-      take(v.const_data_ptr<T>() + b * v.stride(0) + g * v.stride(1) + j * v.stride(2), n.e, values.get() + j * ldv);
-    }
+    const int64_t from = which * KEYS, many = std::min(n.s - from, KEYS);
+    take(k, b, g, from, many, keys.get() + from * ldk, ldk);
+    take(v, b, g, from, many, values.get() + from * ldv, ldv);
   }
-  static void take(const T* from, int64_t d, float* to) {
-    const float* read = load(from, to, d);
-    if (read != to) std::copy_n(read, d, to);
+  // Rows that lie a page apart, as those of one head do, no processor fetches ahead by itself.
+  static void take(const Tensor& x, int64_t b, int64_t h, int64_t first, int64_t many, float* to, int64_t ld) {
+    const int64_t d = x.size(3), step = x.stride(2);
+    const T* from = x.const_data_ptr<T>() + b * x.stride(0) + h * x.stride(1) + first * step;
+    for (int64_t r = 0; r < many; ++r) {
+      if (r + AHEAD < many)
+        for (int64_t i = 0; i < d; i += int64_t(64 / sizeof(T))) __builtin_prefetch(from + (r + AHEAD) * step + i);
+      const float* read = load(from + r * step, to + r * ld, d);
+      if (read != to + r * ld) std::copy_n(read, d, to + r * ld);
+    }
   }
 
   // The rows of queries from row `start` on of head (b, h).
@@ -196,9 +203,7 @@ template <typename T> struct Worker {
     block.rows = std::min(ROWS, n.t - start);
     block.width = round_up(block.rows, std::max<int64_t>(8, LANES));
     block.first = start + n.s - n.t, block.slope = slope;
-    for (int64_t r = 0; r < block.rows; ++r)
-      take(q.const_data_ptr<T>() + b * q.stride(0) + h * q.stride(1) + (start + r) * q.stride(2), n.d,
-           query.get() + r * ldk);
+    take(q, b, h, start, block.rows, query.get(), ldk);
     for (int64_t i = 0; i < n.d; ++i)
       std::fill(turned.get() + i * ROWS + block.rows, turned.get() + i * ROWS + block.width, 0.0f);
     transpose(block.rows, n.d, query.get(), ldk, o.scale, turned.get(), ROWS);
@@ -211,21 +216,26 @@ template <typename T> struct Worker {
     const int64_t from = which * KEYS, m = std::min(KEYS, n.s - from);
     float* z = logits.get();
     const int64_t all = block.seen(block.rows - 1, from, m, o.causal);
-    for (int64_t c = 0; c < block.width; c += WIDE) {
-      const int64_t wide = std::min(WIDE, block.width - c), some = block.seen(c + wide - 1, from, m, o.causal);
-      multiply<false>(some, wide, n.d, keys.get() + from * ldk, ldk, turned.get() + c, ROWS, z + c, ROWS, false);
-    }
+    // What is read again and again, queries here and a panel of values below, stays in the first cache.
+    for (int64_t j = 0; j < all; j += STRIP)
+      for (int64_t c = 0; c < block.width; c += WIDE) {
+        const int64_t wide = std::min(WIDE, block.width - c);
+        const int64_t some = std::min(STRIP, block.seen(c + wide - 1, from, m, o.causal) - j);
+        multiply<false>(some, wide, n.d, keys.get() + (from + j) * ldk, ldk, turned.get() + c, ROWS, z + j * ROWS + c,
+                        ROWS, false);
+      }
     adjust(block, from, all, z);
     if (o.cap > 0) o.stats ? soften_all<true, true>(block, from, m, o, z) : soften_all<false, true>(block, from, m, o, z);
     else o.stats ? soften_all<true, false>(block, from, m, o, z) : soften_all<false, false>(block, from, m, o, z);
     for (int64_t r = 0; r < block.rows; ++r)
       if (block.fade[r] != 1.0f)
         for (int64_t i = 0; i < n.e; i += 8) put8(out.get() + r * ldv + i, at8(out.get() + r * ldv + i) * block.fade[r]);
-    for (int64_t r = 0; r < block.rows; r += STRIP) {
-      const int64_t some = std::min(STRIP, block.rows - r);
-      multiply<true>(some, n.e, block.seen(r + some - 1, from, m, o.causal), z + r, ROWS, values.get() + from * ldv, ldv,
-                     out.get() + r * ldv, ldv, true);
-    }
+    for (int64_t c = 0; c < n.e; c += WIDE)
+      for (int64_t r = 0; r < block.rows; r += STRIP) {
+        const int64_t some = std::min(STRIP, block.rows - r), wide = std::min(WIDE, n.e - c);
+        multiply<true>(some, wide, block.seen(r + some - 1, from, m, o.causal), z + r, ROWS,
+                       values.get() + from * ldv + c, ldv, out.get() + r * ldv + c, ldv, true);
+      }
   }
 
   void end(int64_t b, int64_t h, int64_t start, Tensor& to, float* lse, float* top, float* entropy) {
