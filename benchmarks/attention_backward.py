@@ -1,6 +1,6 @@
 """The compiled gradient of causal attention against torch's fused one: backward alone, and forward with backward.
 
-`python -m benchmarks.attention_backward` prints, for each shape, process CPU time, the ratio to torch in the same round,
+`python -m benchmarks.attention_backward` prints, for each shape, process CPU time, the ratio to torch in that round,
 and beside each backward its GFLOP/s (five products over the visible half) and those of torch.mm. The compiled forward
 also returns the largest logit and the entropy of every row, torch's does not. --toy only shows that it runs.
 """
