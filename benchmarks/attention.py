@@ -150,9 +150,8 @@ def show_price(title: str, rows: list[Row], without: str, with_: str) -> None:
     """What statistics add."""
     one, two = (next(row for row in rows if row.name == name) for name in (without, with_))
     extra = statistics.median(b / a for a, b in zip(one.times, two.times)) - 1
-    print(
-        f"  statistics add {100 * extra:+.2f} % to {title} (minima: {100 * (min(two.times) / min(one.times) - 1):+.2f} %)"
-    )
+    least = min(two.times) / min(one.times) - 1
+    print(f"  statistics add {100 * extra:+.2f} % to {title} (minima: {100 * least:+.2f} %)")
 
 
 def main(arguments: list[str] | None = None) -> None:

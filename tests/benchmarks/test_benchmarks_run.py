@@ -37,6 +37,17 @@ def test_the_benchmark_of_the_compiled_kernels_runs_at_toy_size() -> None:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler here")
+def test_the_benchmark_of_the_compiled_attention_runs_at_toy_size() -> None:
+    command = [sys.executable, "-m", "benchmarks.attention", "--toy"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for part in ("attention, forward", "backward", "statistics add", "tokens/s"):
+        assert part in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler here")
 def test_the_benchmark_of_attentions_gradient_runs_at_toy_size() -> None:
     command = [sys.executable, "-m", "benchmarks.attention_backward", "--toy"]
     done = subprocess.run(
