@@ -14,14 +14,16 @@ from torch.overrides import TorchFunctionMode
 
 from qkeel.sites.arguments import sdpa_arguments
 
+_OWN = "qkeel_native::attention"  # hands its logsumexp out as well
+
 
 class BracketMode(TorchFunctionMode):
     """While it is entered, `bound` is at least the largest logit of every attention call seen, capped where it is.
 
     F.scaled_dot_product_attention on the CPU: its kernel computes row logsumexps anyway, so it is called one level
-    below, where it hands them out; output and gradients are the same bits. lse - ln n <= max <= lse over n keys. Where
-    another kernel would be chosen (dropout, a GPU), and under autocast, which casts what enters it:
-    scale·max|q|·max|k|, O(T d). Softmax over rows of scores: their maximum. Attention inside
+    below, where it hands them out; output and gradients are the same bits. lse - ln n <= max <= lse over n keys. So
+    does qkeel's compiled attention. Where another kernel would be chosen (dropout, a GPU), and under autocast, which
+    casts what enters it: scale·max|q|·max|k|, O(T d). Softmax over rows of scores: their maximum. Attention inside
     torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor is what torch.func transforms.
     `bound` is None until something was.
     """
@@ -41,6 +43,8 @@ class BracketMode(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             return self._sdpa(func, args, kwargs)
         out = func(*args, **kwargs)
+        if getattr(func, "_qualified_op_name", "") == _OWN:
+            self._safely(lambda: out[1].detach().amax())
         if name in ("softmax", "_softmax") and args and isinstance(args[0], Tensor) and args[0].ndim > 2:
             self._safely(lambda: args[0].detach().amax())
         return out
