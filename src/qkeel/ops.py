@@ -12,6 +12,7 @@ from qkeel.functional.stats import LogitBracket, LogitStats
 from qkeel.kernels.chunked import Chunked
 from qkeel.kernels.contract import Kernel, average
 from qkeel.kernels.logsumexp import Price, attend_with_logsumexp, bracket
+from qkeel.kernels.native.kernel import Native
 from qkeel.kernels.sdpa import Sdpa
 from qkeel.kernels.statistics import logit_stats
 from qkeel.kernels.windowed import Windowed
@@ -21,7 +22,12 @@ from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.slot import Params
 
 # In the order "auto" tries them: the fastest first; the last takes everything.
-KERNELS: dict[str, Kernel] = {"sdpa": Sdpa(), "windowed": Windowed(), "chunked": Chunked()}
+KERNELS: dict[str, Kernel] = {
+    "native": Native(),
+    "sdpa": Sdpa(),
+    "windowed": Windowed(),
+    "chunked": Chunked(),
+}
 # What `stats` may say beside True.
 PRICES: dict[str, Price] = {"bracket": "bracket", "max": "max", "entropy": "entropy"}
 
@@ -119,6 +125,8 @@ def attention(
 
 def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, LogitBracket]:
     kernel = choose(call, impl)
+    if isinstance(kernel, Native):
+        return kernel.bracketed(call)
     pair = attend_with_logsumexp(call) if isinstance(kernel, Sdpa) else None
     if pair is not None:
         return pair[0], bracket(call, pair[1], price)
