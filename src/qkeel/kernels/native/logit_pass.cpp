@@ -20,6 +20,7 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "guided.h"
@@ -43,8 +44,8 @@ Tensor with_last_dense(const Tensor& x) { return x.stride(3) == 1 || x.size(3) =
 struct Sight {
   int64_t s;
   Tensor low, high, mask;
-  int64_t rows[2] = {0, 0};         // strides of low and high
-  int64_t mask_at[4] = {0, 0, 0, 0};  // of the mask
+  const int64_t *low_at = nullptr, *high_at = nullptr;
+  int64_t mask_at[4] = {0, 0, 0, 0};  // strides
   at::ScalarType kind = at::kBool;
 
   Sight(const Tensor& q, const Tensor& k, const Maybe& low_, const Maybe& high_, const Maybe& mask_) : s(k.size(2)) {
@@ -56,6 +57,7 @@ struct Sight {
                         x.device().is_cpu(),
                     "expected the ends of what rows see as int64 [b|1 t]");
       low = low_->expand({b, t}).contiguous(), high = high_->expand({b, t}).contiguous();
+      low_at = low.const_data_ptr<int64_t>(), high_at = high.const_data_ptr<int64_t>();
     }
     if (mask_) {
       TORCH_CHECK(mask_->dim() == 4 && mask_->device().is_cpu(), "expected a mask of four dimensions on the CPU");
@@ -72,15 +74,15 @@ struct Sight {
 // The work space of a thread.
 struct Space {
   int64_t width;
-  std::vector<float> q, k, z, capped, bias, loaded;
+  std::vector<float> q, k, z, capped, bias, mask, loaded;
   std::vector<int32_t> hidden;
   Panel panel[ROWS / WIDE];
   alignas(64) float scale[ROWS], norm[ROWS];
   alignas(64) int32_t low[ROWS], high[ROWS];
 
-  explicit Space(int64_t d, bool cap, bool mask)
-      : width(row_stride(d)), q(d * row_stride(ROWS)), k(KEYS * width), z(KEYS * WIDE), capped(cap ? KEYS * WIDE : 0),
-        bias(mask ? KEYS * WIDE : 0), loaded(ROWS * width), hidden(KEYS * WIDE) {}
+  explicit Space(int64_t d, bool caps, bool masks)
+      : width(row_stride(d)), q(d * row_stride(ROWS)), k(KEYS * width), z(KEYS * WIDE), capped(caps ? KEYS * WIDE : 0),
+        bias(masks ? KEYS * WIDE : 0), mask(masks ? WIDE * KEYS : 0), loaded(ROWS * width), hidden(KEYS * WIDE) {}
 };
 
 struct Work {
@@ -110,34 +112,47 @@ void check(const Tensor& q, const Tensor& k) {
               "expected q and k of one dtype, batch and head_dim, a multiple of 8 up to 1024, and whole groups of heads");
 }
 
-// Rows of storage as rows of float with `width` from one to the next.
-template <typename T> void load_rows(const T* from, int64_t stride, int64_t n, int64_t d, float* to, int64_t width) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float* row = load(from + i * stride, to + i * width, d);
-    if (row != to + i * width) std::copy(row, row + d, to + i * width);
-  }
+// Rows of float, and how many floats lie from one to the next.
+struct Rows {
+  const float* at;
+  int64_t stride;
+};
+// Rows of storage as rows of float; those of float as they lie, others in `to`.
+inline Rows load_rows(const float* from, int64_t stride, int64_t, int64_t, float*, int64_t) { return {from, stride}; }
+template <typename T> Rows load_rows(const T* from, int64_t stride, int64_t n, int64_t d, float* to, int64_t width) {
+  for (int64_t i = 0; i < n; ++i) load(from + i * stride, to + i * width, d);
+  return {to, width};
 }
 
-// Which pairs of a panel are hidden, and the mask's numbers of the others.
+inline float number(bool x) { return x ? 0.0f : -INF; }
+template <typename M> float number(M x) { return float(x); }
+template <typename M> void widen(const M* from, int64_t n, int64_t along, float* to) {
+  if (along == 1)  // for the vectoriser
+    for (int64_t j = 0; j < n; ++j) to[j] = number(from[j]);
+  else
+    for (int64_t j = 0; j < n; ++j) to[j] = number(from[j * along]);
+}
+
+// What the mask adds to the pairs of a panel, in sp.bias, and whether it hides them, beside what is hidden already.
 template <typename M>
-void read_mask(const Work& w, Space& sp, const M* mask, int64_t rows, int64_t j0, int64_t keys, int32_t* hidden) {
-  const auto* at = w.sight.mask_at;
-  const int64_t down = at[2], along = at[3];
-  for (int64_t i = 0; i < rows; ++i) {
-    const M* row = mask + i * down + j0 * along;
-    for (int64_t j = 0; j < keys; ++j) {
-      if constexpr (std::is_same_v<M, bool>) {
-        hidden[j * WIDE + i] |= row[j * along] ? 0 : -1;
-      } else {
-        const bool hides = row[j * along] <= std::numeric_limits<M>::lowest();
-        hidden[j * WIDE + i] |= hides ? -1 : 0;
-        sp.bias[j * WIDE + i] = hides ? 0.0f : float(row[j * along]);
-      }
-    }
+void read_mask(const Work& w, Space& sp, const M* mask, int64_t rows, int64_t j0, int64_t keys) {
+  constexpr bool ADDED = !std::is_same_v<M, bool>;
+  const float least = ADDED ? float(std::numeric_limits<M>::lowest()) : -INF;
+  const int64_t down = w.sight.mask_at[2], along = w.sight.mask_at[3];
+  for (int64_t i = 0; i < rows; ++i) widen(mask + i * down + j0 * along, keys, along, sp.mask.data() + i * KEYS);
+  transpose(rows, round_up(keys, 8), sp.mask.data(), KEYS, 1.0f, sp.bias.data(), WIDE);
+  for (int64_t at = 0; at < keys * WIDE; at += LANES) {
+    const Lanes x = lanes(sp.bias.data() + at);
+    const Flags hides = x <= least;
+    put(sp.hidden.data() + at, flags(sp.hidden.data() + at) | hides);
+    if (ADDED) put(sp.bias.data() + at, where_off(x, hides));
   }
 }
 
-void hide(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row, int64_t col, int64_t rows, int64_t j0,
+enum class Seen { NOTHING, SOME, EVERYTHING };
+
+// Which of the rows of a panel see which of the keys from j0 on.
+Seen hide(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row, int64_t col, int64_t rows, int64_t j0,
           int64_t keys) {
   int32_t* hidden = sp.hidden.data();
   for (int64_t i = 0; i < WIDE; i += LANES) {
@@ -147,18 +162,23 @@ void hide(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row, int64_
       put(hidden + j * WIDE + i, (low > key) | (high <= key));
     }
   }
-  if (!w.sight.mask.defined()) return;
+  if (!w.sight.mask.defined()) return Seen::SOME;
   const auto* at = w.sight.mask_at;
   const int64_t offset = n * at[0] + head * at[1] + (row + col) * at[2];
-  auto read = [&](auto* mask) { read_mask(w, sp, mask + offset, rows, j0, keys, hidden); };
+  auto read = [&](auto* mask) { read_mask(w, sp, mask + offset, rows, j0, keys); };
   if (w.sight.kind == at::kBool) read(w.sight.mask.const_data_ptr<bool>());
   else if (w.sight.kind == at::kFloat) read(w.sight.mask.const_data_ptr<float>());
   else if (w.sight.kind == at::kBFloat16) read(w.sight.mask.const_data_ptr<c10::BFloat16>());
   else read(w.sight.mask.const_data_ptr<c10::Half>());
+  Flags some{}, every = ~Flags{};
+  for (int64_t i = 0; i < keys * WIDE; i += LANES) some |= flags(hidden + i), every &= flags(hidden + i);
+  int32_t hides = 0, sees = 0;
+  for (int64_t i = 0; i < LANES; ++i) hides |= some[i], sees |= ~every[i];
+  return !sees ? Seen::NOTHING : !hides && !w.sight.added() ? Seen::EVERYTHING : Seen::SOME;
 }
 
 template <bool FULL>
-void one_tile(const Work& w, Space& sp, Panel& p, Tile tile, bool hides) {
+void one_tile(const Work& w, Panel& p, const Tile& tile, bool hides) {
   const bool bias = w.sight.added(), cap = FULL && w.cap > 0;
   auto each = [&]<bool H, bool B, bool C>() {
     for (int64_t i = 0; i < WIDE; i += LANES) logits<H, B, C, FULL>(p, tile, i);
@@ -173,29 +193,30 @@ void one_tile(const Work& w, Space& sp, Panel& p, Tile tile, bool hides) {
 
 // One panel of rows and the keys of a tile that it may see: its products, and what they add to its statistics.
 template <bool FULL>
-void panel_of(const Work& w, Space& sp, const float* k, int64_t stride, int64_t j0, int64_t j1, int64_t n, int64_t head,
-              int64_t row, int64_t col, int64_t rows) {
+void panel_of(const Work& w, Space& sp, Rows k, int64_t j0, int64_t j1, int64_t n, int64_t head, int64_t row,
+              int64_t col, int64_t rows) {
   const int32_t *low = sp.low + col, *high = sp.high + col;
   const auto [low0, low1] = std::minmax_element(low, low + rows);
   const auto [high0, high1] = std::minmax_element(high, high + rows);
   const int64_t from = std::max<int64_t>(j0, *low0), to = std::min<int64_t>(j1, *high1);
   if (from >= to) return;
-  multiply<false>(to - from, WIDE, w.d, k + (from - j0) * stride, stride, sp.q.data() + col, row_stride(ROWS),
-                  sp.z.data(), WIDE, false);
-  // Keys before `a` and from `z` on are hidden from some row.
   const bool mask = w.sight.mask.defined();
-  const int64_t a = mask ? to : std::clamp<int64_t>(*low1, from, to), z = mask ? to : std::clamp<int64_t>(*high0, a, to);
+  const Seen seen = mask ? hide(w, sp, n, head, row, col, rows, from, to - from) : Seen::SOME;
+  if (seen == Seen::NOTHING) return;
+  multiply<false>(to - from, WIDE, w.d, k.at + (from - j0) * k.stride, k.stride, sp.q.data() + col, row_stride(ROWS),
+                  sp.z.data(), WIDE, false);
   const float* inverse = FULL ? w.inverse + (n * w.g + head / (w.h / w.g)) * w.s : nullptr;
   auto part = [&](int64_t first, int64_t last, bool hides) {
     if (first >= last) return;
-    if (hides) hide(w, sp, n, head, row, col, rows, first, last - first);
-    const int64_t at = (first - from) * WIDE;
-    Tile tile{last - first, sp.z.data() + at, sp.capped.data(), FULL ? inverse + first : nullptr, sp.bias.data(),
-              sp.scale + col, sp.hidden.data(), w.cap, w.threshold};
-    one_tile<FULL>(w, sp, sp.panel[col / WIDE], tile, hides);
+    if (hides && !mask) hide(w, sp, n, head, row, col, rows, first, last - first);
+    const Tile tile{last - first, sp.z.data() + (first - from) * WIDE, sp.capped.data(), FULL ? inverse + first : nullptr,
+                    sp.bias.data(), sp.scale + col, sp.hidden.data(), w.cap, w.threshold};
+    one_tile<FULL>(w, sp.panel[col / WIDE], tile, hides);
   };
-  part(from, a, true);
-  part(a, z, false);
+  if (mask) return part(from, to, seen == Seen::SOME);
+  const int64_t a = std::clamp<int64_t>(*low1, from, to), z = std::clamp<int64_t>(*high0, a, to);
+  part(from, a, true);  // some rows see these keys
+  part(a, z, false);    // all see these
   part(z, to, true);
 }
 
@@ -262,20 +283,17 @@ void write_extremes(const Work& w, Space& sp, const Panel& p, int64_t col, int64
 // A block of rows of one head: q' and what each row sees.
 template <typename T> void begin(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row, int64_t rows) {
   const T* q = w.q.const_data_ptr<T>() + n * w.q.stride(0) + head * w.q.stride(1) + row * w.q.stride(2);
-  load_rows(q, w.q.stride(2), rows, w.d, sp.loaded.data(), sp.width);
-  const int64_t whole = round_up(rows, WIDE);
-  for (int64_t i = rows; i < whole; ++i) std::fill_n(sp.loaded.data() + i * sp.width, w.d, 0.0f);
-  transpose(whole, w.d, sp.loaded.data(), sp.width, 1.0f, sp.q.data(), row_stride(ROWS));
+  const Rows from = load_rows(q, w.q.stride(2), rows, w.d, sp.loaded.data(), sp.width);
+  transpose(rows, w.d, from.at, from.stride, 1.0f, sp.q.data(), row_stride(ROWS));
+  const int64_t whole = round_up(rows, WIDE), done = round_up(rows, 8);
+  for (int64_t c = 0; c < w.d && done < whole; ++c) std::fill_n(sp.q.data() + c * row_stride(ROWS) + done, whole - done, 0.0f);
   const float* scale = w.scale.const_data_ptr<float>();
+  const int64_t *low = w.sight.low_at, *high = w.sight.high_at, of = n * w.t;
   for (int64_t i = 0; i < whole; ++i) {
     const int64_t r = row + std::min(i, rows - 1);
     sp.scale[i] = scale[n * w.scale.stride(0) + head * w.scale.stride(1) + r * w.scale.stride(2)];
-    if (!w.sight.low.defined()) {
-      sp.low[i] = 0, sp.high[i] = int32_t(w.s);
-      continue;
-    }
-    sp.low[i] = int32_t(std::clamp<int64_t>(w.sight.low.const_data_ptr<int64_t>()[n * w.t + r], 0, w.s));
-    sp.high[i] = int32_t(std::clamp<int64_t>(w.sight.high.const_data_ptr<int64_t>()[n * w.t + r], 0, w.s));
+    sp.low[i] = low ? int32_t(std::clamp<int64_t>(low[of + r], 0, w.s)) : 0;
+    sp.high[i] = int32_t(high ? std::clamp<int64_t>(high[of + r], 0, w.s) : w.s);
   }
   for (int64_t i = 0; i < whole; i += LANES) {
     Lanes squares{};
@@ -294,11 +312,12 @@ void block(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row) {
   for (Panel& p : sp.panel) p.clear();
   const auto low = *std::min_element(sp.low, sp.low + rows), high = *std::max_element(sp.high, sp.high + rows);
   const T* keys = w.k.const_data_ptr<T>() + n * w.k.stride(0) + head / (w.h / w.g) * w.k.stride(1);
+  const int64_t stride = w.k.stride(2);
   for (int64_t j = low; j < high; j += KEYS) {
     const int64_t end = std::min<int64_t>(j + KEYS, high);
-    load_rows(keys + j * w.k.stride(2), w.k.stride(2), end - j, w.d, sp.k.data(), sp.width);
+    const Rows tile = load_rows(keys + j * stride, stride, end - j, w.d, sp.k.data(), sp.width);
     for (int64_t col = 0; col < rows; col += WIDE)
-      panel_of<FULL>(w, sp, sp.k.data(), sp.width, j, end, n, head, row, col, std::min(WIDE, rows - col));
+      panel_of<FULL>(w, sp, tile, j, end, n, head, row, col, std::min(WIDE, rows - col));
   }
   for (int64_t col = 0; col < rows; col += WIDE) {
     const int64_t to = (n * w.h + head) * w.t + row + col, some = std::min(WIDE, rows - col);
@@ -310,7 +329,7 @@ void block(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row) {
 template <typename T, bool FULL> void run(const Work& w) {
   const int64_t blocks = (w.t + ROWS - 1) / ROWS;
   at::parallel_for(0, w.b * w.h * blocks, 1, [&](int64_t first, int64_t last) {
-    Space sp(w.d, w.cap > 0, w.sight.added());
+    Space sp(w.d, w.cap > 0, w.sight.mask.defined());
     for (int64_t i = first; i < last; ++i) {
       // The first rows of a causal call see little and the last ones much: in turns, so that threads share evenly.
       const int64_t at = i % blocks, place = at % 2 ? blocks - 1 - at / 2 : at / 2, head = i / blocks;
@@ -326,17 +345,19 @@ template <bool FULL> void run_any(const Work& w) {
   else TORCH_CHECK(false, "expected float32, bfloat16 or float16, got ", w.q.scalar_type());
 }
 
+// |k| and 1 / |k| of every key: a key's heads one after the other, as they mostly lie.
 template <typename T> void norms(const Tensor& k, float* to, float* inverse) {
-  const int64_t g = k.size(1), s = k.size(2), d = k.size(3);
+  const int64_t g = k.size(1), s = k.size(2), d = k.size(3), k0 = k.stride(0), k1 = k.stride(1), k2 = k.stride(2);
   const T* from = k.const_data_ptr<T>();
-  at::parallel_for(0, k.size(0) * g, 1, [&](int64_t first, int64_t last) {
+  at::parallel_for(0, k.size(0) * s, 64, [&](int64_t first, int64_t last) {
     float loaded[DEEPEST];
     for (int64_t i = first; i < last; ++i)
-      for (int64_t j = 0; j < s; ++j) {
-        const float* x = load(from + i / g * k.stride(0) + i % g * k.stride(1) + j * k.stride(2), loaded, d);
+      for (int64_t group = 0; group < g; ++group) {
+        const float* x = load(from + i / s * k0 + group * k1 + i % s * k2, loaded, d);
         const float norm = std::sqrt(sum8(d, [&](int64_t c) { return at8(x + c) * at8(x + c); }));
-        to[i * s + j] = norm;
-        inverse[i * s + j] = norm > 0 ? 1.0f / norm : 0.0f;  // hidden keys may hold anything
+        const int64_t at = (i / s * g + group) * s + i % s;
+        to[at] = norm;
+        inverse[at] = norm > 0 ? 1.0f / norm : 0.0f;  // hidden keys may hold anything
       }
   });
 }
@@ -389,8 +410,9 @@ void guided(const Tensor& q, const Tensor& k, const Tensor& lse, float scale, bo
         for (int64_t r = 0; r < std::min(m, t); ++r, ++col) {
           if (best[r].first == -INF) continue;  // a row left out
           const int64_t row = best[r].second;
-          load_rows(q.const_data_ptr<T>() + n * q.stride(0) + head * q.stride(1) + row * q.stride(2), 0, 1, d,
-                    rows.data() + col * stride, stride);
+          const T* from = q.const_data_ptr<T>() + n * q.stride(0) + head * q.stride(1) + row * q.stride(2);
+          const float* x = load(from, rows.data() + col * stride, d);
+          if (x != rows.data() + col * stride) std::copy(x, x + d, rows.data() + col * stride);
           until[col] = causal ? std::min(row, s - 1) : s - 1;
         }
       }
@@ -399,8 +421,8 @@ void guided(const Tensor& q, const Tensor& k, const Tensor& lse, float scale, bo
       const T* from = k.const_data_ptr<T>() + n * k.stride(0) + group * k.stride(1);
       for (int64_t j = 0; j < end; j += KEYS) {
         const int64_t some = std::min(KEYS, end - j);
-        load_rows(from + j * k.stride(2), k.stride(2), some, d, keys.data(), stride);
-        multiply<false>(some, width, d, keys.data(), stride, turned.data(), q_stride, z.data(), width, false);
+        const Rows tile = load_rows(from + j * k.stride(2), k.stride(2), some, d, keys.data(), stride);
+        multiply<false>(some, width, d, tile.at, tile.stride, turned.data(), q_stride, z.data(), width, false);
         column_maxima(z.data(), some, width, j, until.data(), top.data());
       }
       for (int64_t head = 0; head < each; ++head) {
