@@ -124,7 +124,7 @@ template <typename T> Rows load_rows(const T* from, int64_t stride, int64_t n, i
   return {to, width};
 }
 
-inline float number(bool x) { return x ? 0.0f : -INF; }
+inline float number(uint8_t x) { return float(x) - 1.0f; }  // a boolean's byte: 0, or -1 where it hides
 template <typename M> float number(M x) { return float(x); }
 template <typename M> void widen(const M* from, int64_t n, int64_t along, float* to) {
   if (along == 1)  // for the vectoriser
@@ -136,8 +136,8 @@ template <typename M> void widen(const M* from, int64_t n, int64_t along, float*
 // What the mask adds to the pairs of a panel, in sp.bias, and whether it hides them, beside what is hidden already.
 template <typename M>
 void read_mask(const Work& w, Space& sp, const M* mask, int64_t rows, int64_t j0, int64_t keys) {
-  constexpr bool ADDED = !std::is_same_v<M, bool>;
-  const float least = ADDED ? float(std::numeric_limits<M>::lowest()) : -INF;
+  constexpr bool ADDED = !std::is_same_v<M, uint8_t>;
+  const float least = ADDED ? float(std::numeric_limits<M>::lowest()) : -1.0f;
   const int64_t down = w.sight.mask_at[2], along = w.sight.mask_at[3];
   for (int64_t i = 0; i < rows; ++i) widen(mask + i * down + j0 * along, keys, along, sp.mask.data() + i * KEYS);
   transpose(rows, round_up(keys, 8), sp.mask.data(), KEYS, 1.0f, sp.bias.data(), WIDE);
@@ -166,7 +166,7 @@ Seen hide(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row, int64_
   const auto* at = w.sight.mask_at;
   const int64_t offset = n * at[0] + head * at[1] + (row + col) * at[2];
   auto read = [&](auto* mask) { read_mask(w, sp, mask + offset, rows, j0, keys); };
-  if (w.sight.kind == at::kBool) read(w.sight.mask.const_data_ptr<bool>());
+  if (w.sight.kind == at::kBool) read(static_cast<const uint8_t*>(w.sight.mask.const_data_ptr()));
   else if (w.sight.kind == at::kFloat) read(w.sight.mask.const_data_ptr<float>());
   else if (w.sight.kind == at::kBFloat16) read(w.sight.mask.const_data_ptr<c10::BFloat16>());
   else read(w.sight.mask.const_data_ptr<c10::Half>());
