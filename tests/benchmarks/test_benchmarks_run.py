@@ -34,3 +34,13 @@ def test_the_benchmark_of_the_compiled_kernels_runs_at_toy_size() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for part in ("norm + rope, forward", "forward + backward", "one token", "attention modules"):
         assert part in done.stdout
+
+
+def test_the_benchmark_of_the_statistics_runs_at_toy_size() -> None:
+    command = [sys.executable, "-m", "benchmarks.statistics", "--toy"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for part in ("bracket", "certified maximum", "exact LogitStats, torch", "the full matrix"):
+        assert part in done.stdout

@@ -33,8 +33,7 @@ using Maybe = std::optional<Tensor>;
 namespace qkeel {
 namespace {
 
-constexpr int64_t ROWS = 64;   // a block: one head's query rows whose q' is made at once
-constexpr int64_t KEYS = 128;  // a tile's
+constexpr int64_t ROWS = 64;  // a block: one head's query rows whose q' is made at once
 constexpr int64_t DEEPEST = 1024;  // head_dim
 enum Row { TOP, LOW, CAPPED, TOTAL, ABOVE, ENTROPY, FIRST, PRODUCT, ANGLE_TOP, ANGLE, QUERY, N_ROWS };
 
@@ -110,18 +109,6 @@ void check(const Tensor& q, const Tensor& k) {
                   k.size(1) > 0 && q.size(1) % k.size(1) == 0 && q.size(3) % 8 == 0 && q.size(3) > 0 &&
                   q.size(3) <= DEEPEST,
               "expected q and k of one dtype, batch and head_dim, a multiple of 8 up to 1024, and whole groups of heads");
-}
-
-// Rows of float, and how many floats lie from one to the next.
-struct Rows {
-  const float* at;
-  int64_t stride;
-};
-// Rows of storage as rows of float; those of float as they lie, others in `to`.
-inline Rows load_rows(const float* from, int64_t stride, int64_t, int64_t, float*, int64_t) { return {from, stride}; }
-template <typename T> Rows load_rows(const T* from, int64_t stride, int64_t n, int64_t d, float* to, int64_t width) {
-  for (int64_t i = 0; i < n; ++i) load(from + i * stride, to + i * width, d);
-  return {to, width};
 }
 
 inline float number(uint8_t x) { return float(x) - 1.0f; }  // a boolean's byte: 0, or -1 where it hides
@@ -388,51 +375,6 @@ Tensor logit_extremes(const Tensor& q, const Tensor& k, const Tensor& scale, con
   w.rows = rows.mutable_data_ptr<float>();
   run_any<false>(w);
   return rows;
-}
-
-template <typename T>
-void guided(const Tensor& q, const Tensor& k, const Tensor& lse, float scale, bool causal, int64_t m, float* found,
-            float* others) {
-  const int64_t h = q.size(1), g = k.size(1), t = q.size(2), s = k.size(2), d = q.size(3), each = h / g;
-  const int64_t width = round_up(each * std::min(m, t), 8), stride = row_stride(d), q_stride = row_stride(width);
-  at::parallel_for(0, q.size(0) * g, 1, [&](int64_t first, int64_t last) {
-    std::vector<float> rows(width * stride), turned(d * q_stride), keys(KEYS * stride), z(KEYS * width), top(width);
-    std::vector<int64_t> until(width);
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t n = i / g, group = i % g;
-      std::fill(rows.begin(), rows.end(), 0.0f), std::fill(top.begin(), top.end(), -INF);
-      std::fill(until.begin(), until.end(), -1);
-      int64_t col = 0;
-      for (int64_t head = group * each; head < (group + 1) * each; ++head) {
-        const float* values = lse.const_data_ptr<float>() + n * lse.stride(0) + head * lse.stride(1);
-        const auto best = largest_rows(values, lse.stride(2), t, m);
-        others[n * h + head] = int64_t(best.size()) > m ? values[best[m].second * lse.stride(2)] : -INF;
-        for (int64_t r = 0; r < std::min(m, t); ++r, ++col) {
-          if (best[r].first == -INF) continue;  // a row left out
-          const int64_t row = best[r].second;
-          const T* from = q.const_data_ptr<T>() + n * q.stride(0) + head * q.stride(1) + row * q.stride(2);
-          const float* x = load(from, rows.data() + col * stride, d);
-          if (x != rows.data() + col * stride) std::copy(x, x + d, rows.data() + col * stride);
-          until[col] = causal ? std::min(row, s - 1) : s - 1;
-        }
-      }
-      transpose(width, d, rows.data(), stride, scale, turned.data(), q_stride);
-      const int64_t end = *std::max_element(until.begin(), until.end()) + 1;
-      const T* from = k.const_data_ptr<T>() + n * k.stride(0) + group * k.stride(1);
-      for (int64_t j = 0; j < end; j += KEYS) {
-        const int64_t some = std::min(KEYS, end - j);
-        const Rows tile = load_rows(from + j * k.stride(2), k.stride(2), some, d, keys.data(), stride);
-        multiply<false>(some, width, d, tile.at, tile.stride, turned.data(), q_stride, z.data(), width, false);
-        column_maxima(z.data(), some, width, j, until.data(), top.data());
-      }
-      for (int64_t head = 0; head < each; ++head) {
-        float most = -INF;
-        for (int64_t r = head * std::min(m, t); r < (head + 1) * std::min(m, t); ++r)
-          if (!(top[r] <= most)) most = std::isnan(most) ? most : top[r];
-        found[n * h + group * each + head] = most;
-      }
-    }
-  });
 }
 
 std::tuple<Tensor, Tensor> guided_maxima(const Tensor& q_, const Tensor& k_, const Tensor& lse, double scale,

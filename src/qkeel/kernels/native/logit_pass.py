@@ -88,8 +88,7 @@ def guided_maxima(q: Tensor, k: Tensor, lse: Tensor, scale: float, causal: bool,
 def holds(*tensors: Tensor) -> bool:
     """Whether these are plain tensors that the operators read: heads of a multiple of 8 numbers, on a CPU."""
     return all(
-        type(x) in (Tensor, nn.Parameter)
-        and x.device.type == "cpu"
+        _plain(x)
         and x.dtype in _STORED
         and x.shape[-1] % 8 == 0
         and 0 < x.shape[-1] <= _DEEPEST
@@ -109,14 +108,18 @@ def _given(call: AttentionCall) -> tuple[Any, ...] | None:
     scale = call.spec.factor(call.pos_q, q.shape[-1], call.params, torch.float32)
     if not isinstance(scale, Tensor):
         scale = q.new_full((), scale, dtype=torch.float32)
-    elif type(scale) not in (Tensor, nn.Parameter) or scale.device.type != "cpu":
+    elif not _plain(scale):
         return None
     scale = scale.detach().expand(*q.shape[:3], 1)[..., 0]
     return q.detach(), k.detach(), scale, *sight
 
 
+def _plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"
+
+
 def _reads(mask: Tensor | None) -> bool:
-    return mask is None or (type(mask) is Tensor and mask.device.type == "cpu" and mask.dtype in _MASKS)
+    return mask is None or (_plain(mask) and mask.dtype in _MASKS)
 
 
 def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
