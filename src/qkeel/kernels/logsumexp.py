@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from qkeel.functional.stats import LogitBracket
 from qkeel.kernels.contract import folded, row_statistics, whole_and_plain
+from qkeel.kernels.native import logit_pass
 from qkeel.spec.call import AttentionCall
 
 Price = Literal["bracket", "max", "entropy"]
@@ -80,27 +82,28 @@ def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     that in sum; on a GPU a pass of its own gives maximum and entropy at that price, without cancelling. Rows that the
     call's `query_mask` leaves out count nowhere.
     """
-    over = (
-        torch.ones_like(lse, dtype=torch.bool) if call.query_mask is None else call.query_mask[:, None].expand_as(lse)
-    )
-    lse = lse.masked_fill(~over, -torch.inf)
-    n = torch.full_like(call.pos_q, call.k.shape[2])[:, None]
-    if call.causal:
-        n = (call.pos_q + 1)[:, None]
-    lower, upper = (lse - n.to(lse.dtype).log()).amax((0, 2)), lse.amax((0, 2))
+    out = None if call.query_mask is None else ~call.query_mask[:, None]
+    if out is not None:
+        lse = lse.masked_fill(out, -torch.inf)
+    best = lse.amax(0)  # row i sees as many keys in every sequence
+    n = (call.pos_q[0] + 1).to(lse.dtype).log() if call.causal else math.log(call.k.shape[2])
+    lower, upper = (best - n).amax(-1), best.amax(-1)
     if price == "bracket":
         return LogitBracket(lower=lower, upper=upper)
     rows = row_statistics(call) if price == "entropy" else None
     if rows is not None:
-        top = rows.largest.masked_fill(~over, -torch.inf).amax((0, 2))
-        entropy = rows.entropy.masked_fill(~over, 0.0).sum((0, 2)) / over.sum((0, 2)).clamp_min(1)
+        hidden = torch.zeros_like(rows.largest, dtype=torch.bool) if out is None else out.expand_as(rows.largest)
+        top = rows.largest.masked_fill(hidden, -torch.inf).amax((0, 2))
+        entropy = rows.entropy.masked_fill(hidden, 0.0).sum((0, 2)) / (~hidden).sum((0, 2)).clamp_min(1)
         return LogitBracket(lower=top, upper=top, entropy=entropy, certified=torch.ones_like(top, dtype=torch.bool))
     q, k, _, scale = folded(call)
     entropy = None
     if price == "entropy":
-        rows = _entropies(call, lse).masked_fill(~over, 0.0)
+        rows = _entropies(call, lse)
+        rows = rows if out is None else rows.masked_fill(out, 0.0)
         lower = torch.maximum(lower, (lse - rows).amax((0, 2)))
-        entropy = rows.sum((0, 2)) / over.sum((0, 2)).clamp_min(1)
+        n_rows = lse[:, 0].numel() if call.query_mask is None else call.query_mask.sum().clamp_min(1)
+        entropy = rows.sum((0, 2)) / n_rows
     found, bar = _guided(q, k, lse, scale, call)
     certified = found >= bar
     return LogitBracket(
@@ -126,6 +129,9 @@ def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall
 
     Both per head. k [b g s d] is read once, as a whole: picking keys for rows of a few sequences costs more.
     """
+    if lse.dtype == torch.float32 and logit_pass.holds(q, k) and logit_pass.ready():
+        found, others = logit_pass.guided_maxima(q, k, lse, scale, call.causal, GUIDED_ROWS)
+        return found.amax(0), others.amax(0)
     b, h, t, d = q.shape
     m = min(GUIDED_ROWS, t)
     top = lse.topk(min(m + 1, t), dim=-1)

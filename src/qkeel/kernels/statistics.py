@@ -25,6 +25,7 @@ from qkeel.functional.rows import (
 from qkeel.functional.sampling import chosen_rows, standing_for
 from qkeel.functional.stats import LogitStats
 from qkeel.kernels.contract import row_blocks, row_statistics
+from qkeel.kernels.native import logit_pass
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import NoCap
@@ -119,6 +120,9 @@ def logit_change(
 @torch.no_grad()
 def logit_maxima(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """The max_logit and min_logit [h] of `logit_stats`, and nothing else: for less than half its cost."""
+    fast = logit_pass.extremes_of(call)
+    if fast is not None:
+        return fast
     rows = row_statistics(call)
     if rows is not None:
         left_out = torch.zeros_like(rows.largest, dtype=torch.bool)
@@ -139,6 +143,10 @@ def logit_maxima(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _stats(call: AttentionCall, keys_seen: Tensor, threshold: float) -> LogitStats:
+    fast = logit_pass.rows_of(call, threshold)
+    if fast is not None:
+        rows, q_norm, k_norm = fast
+        return reduce_rows(rows, call.query_mask, q_norm, k_norm, keys_seen)
     q, k = call.encoded()
     q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
     classes = None if call.classes is None else call.classes.keys(q)

@@ -71,4 +71,16 @@ template <typename F> inline float sum8(int64_t d, F&& f) {
   return total((s[0] + s[1]) + (s[2] + s[3]));
 }
 
+// Rows of float, and how many floats lie from one to the next.
+struct Rows {
+  const float* at;
+  int64_t stride;
+};
+// Rows of storage as rows of float; those of float as they lie, others in `to`.
+inline Rows load_rows(const float* from, int64_t stride, int64_t, int64_t, float*, int64_t) { return {from, stride}; }
+template <typename T> Rows load_rows(const T* from, int64_t stride, int64_t n, int64_t d, float* to, int64_t width) {
+  for (int64_t i = 0; i < n; ++i) load(from + i * stride, to + i * width, d);
+  return {to, width};
+}
+
 } // namespace qkeel

@@ -39,11 +39,12 @@ constexpr int64_t row_stride(int64_t d) { return (d / 16 | 1) * 16 < d ? (d / 16
 template <typename F, int64_t M, int64_t N, bool TURNED>
 [[gnu::noinline]] void micro(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
   constexpr int64_t L = sizeof(F) / 4;
+  typedef F Loose __attribute__((aligned(4), may_alias));  // as a template's argument a type loses its attributes
   F sum[M][N] = {};
   for (int64_t p = 0; p < k; ++p) {
     F right[N];
 #pragma GCC unroll 4
-    for (int64_t j = 0; j < N; ++j) right[j] = *reinterpret_cast<const F*>(b + p * ldb + j * L);
+    for (int64_t j = 0; j < N; ++j) right[j] = *reinterpret_cast<const Loose*>(b + p * ldb + j * L);
 #pragma GCC unroll 16
     for (int64_t i = 0; i < M; ++i) {
       const float left = TURNED ? a[p * lda + i] : a[i * lda + p];
@@ -55,7 +56,7 @@ template <typename F, int64_t M, int64_t N, bool TURNED>
   for (int64_t i = 0; i < M; ++i)
 #pragma GCC unroll 4
     for (int64_t j = 0; j < N; ++j) {
-      F& to = *reinterpret_cast<F*>(c + i * ldc + j * L);
+      Loose& to = *reinterpret_cast<Loose*>(c + i * ldc + j * L);
       to = add ? to + sum[i][j] : sum[i][j];
     }
 }

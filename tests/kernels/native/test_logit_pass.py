@@ -1,0 +1,323 @@
+"""The compiled pass over logits gives the statistics of torch's path, whose float64 run is the truth here."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import qkeel
+from qkeel.functional.stats import TENSORS, LogitStats
+from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.native import logit_pass
+from qkeel.kernels.statistics import logit_maxima, logit_stats, sampled_stats
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, Sink, SlidingWindow, Softcap
+from qkeel.spec.call import make_call, with_query_mask
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    lambda x: x.contiguous(),
+    lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    lambda x: x.mT.contiguous().mT,
+]
+NARROW = SlidingWindow(window=40, inner=NoPosition())
+# Batch, query heads, key heads, queries, keys, head_dim.
+SHAPES = [(2, 2, 2, 1, 1, 8), (2, 4, 2, 7, 7, 64), (1, 4, 1, 64, 64, 40), (2, 2, 1, 129, 129, 64)]
+SHAPES += [(1, 4, 2, 512, 512, 64), (1, 2, 2, 70, 200, 24), (1, 2, 1, 200, 70, 128), (3, 8, 4, 1, 150, 64)]
+SPECS = {
+    "plain": AttentionSpec(),
+    "capped": AttentionSpec(cap=Softcap(5.0), scale=Fixed(0.3)),
+    "sink": AttentionSpec(scale=Learned(init=0.2, per="head"), normalizer=Sink()),
+    "window": AttentionSpec(position=NARROW),
+    "negative": AttentionSpec(scale=Fixed(-0.2), cap=Softcap(8.0)),
+    **{name: qkeel.preset(name) for name in ("qwen3", "gemma2", "cosa_logn", "swin_v2")},
+}
+
+
+@pytest.fixture(autouse=True)
+def _compiled(_on: None) -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("there is no C++ compiler here")
+    assert logit_pass.ready()
+
+
+def masks(b: int, h: int, t: int, s: int) -> dict[str, Tensor | None]:
+    pairs = torch.rand(b, 1, t, s) < 0.7
+    pairs[:, :, t // 2 :, 0] = False
+    pairs[0, 0, t // 3] = False  # a row without keys
+    return {
+        "none": None,
+        "pairs": pairs,
+        "padding": torch.arange(s)[None] >= torch.arange(b)[:, None] * (s // 4),
+        "bias": torch.randn(1, h, t, s).masked_fill(~pairs[:1], -torch.inf),
+        "bias of keys": torch.randn(1, 1, 1, s),
+        "half": (torch.randn(b, 1, t, s)).masked_fill(~pairs, torch.finfo(torch.float16).min).half(),
+    }
+
+
+def call_of(spec: AttentionSpec, shape: tuple[int, ...], dtype: torch.dtype, seed: int, **how: object) -> AttentionCall:
+    b, h, g, t, s, d = shape
+    q, k = 2 * torch.randn(b, h, t, d), 2 * torch.randn(b, g, s, d)
+    q, k = (LAYOUTS[(seed + i) % len(LAYOUTS)](x.to(dtype)) for i, x in enumerate((q, k)))
+    return make_call(spec, q, k, k, params=spec.init_params(h, g, d), **how)  # type: ignore[arg-type]
+
+
+def widened(call: AttentionCall) -> AttentionCall:
+    mask = call.mask if call.mask is None or call.mask.dtype == torch.bool else call.mask.double()
+    if call.mask is not None and call.mask.is_floating_point():
+        mask = mask.masked_fill(call.mask <= torch.finfo(call.mask.dtype).min, -torch.inf)  # type: ignore[union-attr]
+    q, k, v = call.q.double(), call.k.double(), call.v.double()
+    return dataclasses.replace(call, q=q, k=k, v=v, mask=mask, params={n: p.double() for n, p in call.params.items()})
+
+
+def torchs(monkeypatch: pytest.MonkeyPatch, do: Callable[[], object]) -> object:
+    with monkeypatch.context() as off:
+        off.setenv("QKEEL_NATIVE", "0")
+        return do()
+
+
+def assert_near(ours: LogitStats, theirs: LogitStats, truth: LogitStats, told: str) -> None:
+    """Error at most 2 × (that of torch's path + rounding of the largest number)."""
+    for name in TENSORS:
+        mine, other, true = (getattr(x, name) for x in (ours, theirs, truth))
+        assert mine.dtype == other.dtype
+        assert mine.shape == other.shape
+        if not mine.is_floating_point():
+            assert torch.equal(mine, true), f"{name}, {told}"
+            continue
+        far = ~(mine == true)  # equal infinities
+        if far.any():
+            own, size = (other - true)[far].abs().max(), true[true.isfinite()].abs().max().clamp_min(1)
+            assert (mine - true)[far].abs().max() <= 2 * (own + 3e-7 * size), f"{name}, {told}: {mine} for {true}"
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_field_is_as_exact_as_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for i, shape in enumerate(SHAPES):
+        b, h, _, t, s, _ = shape
+        for j, (told, mask) in enumerate(masks(b, h, t, s).items()):
+            if (i + j + list(SPECS).index(name)) % 3 and name not in ("plain", "capped"):
+                continue  # a third of the combinations for most specs
+            causal = (i + j) % 3 > 0
+            call = call_of(SPECS[name], shape, dtypes[(i + j) % 3], i + j, mask=mask, causal=causal)
+            if j % 2:
+                call = with_query_mask(call, torch.rand(b, t) < 0.8)
+            assert logit_pass.rows_of(call, 2.0) is not None
+            ours, truth = logit_stats(call, 2.0), logit_stats(widened(call), 2.0)
+            theirs = torchs(monkeypatch, lambda call=call: logit_stats(call, 2.0))
+            told = f"{shape}, {told}, {call.q.dtype}, causal {causal}"
+            assert abs(ours.share_above - truth.share_above).max() <= 2 / truth.n_pairs.min().clamp_min(1), told
+            same = {"share_above": truth.share_above.float()}  # a logit that rounds over the threshold counts
+            ours, theirs = (dataclasses.replace(x, **same) for x in (ours, theirs))  # type: ignore[type-var]
+            assert_near(ours, theirs, truth, told)
+            for mine, field in zip(logit_maxima(call), ("max_logit", "min_logit")):
+                torch.testing.assert_close(mine, getattr(ours, field), rtol=0, atol=0)
+
+
+def test_positions_that_ascend_are_taken_and_others_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(2, 2, 30, 16), torch.randn(2, 2, 50, 16)
+    left = (torch.arange(50) - torch.tensor([0, 9])[:, None]).clamp_min(0)
+    for spec in (AttentionSpec(), SPECS["window"].replace(position=SlidingWindow(window=7, inner=NoPosition()))):
+        for causal in (True, False):
+            call = make_call(spec, q, k, k, pos_q=left[:, 20:], pos_k=left, causal=causal)
+            assert logit_pass.rows_of(call, 1.0) is not None
+            theirs = torchs(monkeypatch, lambda call=call: logit_stats(call))
+            assert_near(logit_stats(call), theirs, logit_stats(widened(call)), f"{spec}")  # type: ignore[arg-type]
+            few = sampled_stats(call, 5, generator=torch.Generator().manual_seed(3))
+            again = torchs(
+                monkeypatch, lambda call=call: sampled_stats(call, 5, generator=torch.Generator().manual_seed(3))
+            )
+            torch.testing.assert_close(few.entropy, again.entropy)  # type: ignore[attr-defined]
+    packed = torch.arange(50) % 25
+    assert logit_pass.rows_of(make_call(AttentionSpec(), q, k, k, pos_q=packed[:30], pos_k=packed), 1.0) is None
+
+
+def test_what_is_not_for_it_is_left_to_torch() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    for name in ("rerope", "self_extend"):
+        spec = qkeel.preset("qwen3").extrapolate(name, train_length=4, window=2)
+        assert logit_pass.rows_of(make_call(spec, q, q, q, params=spec.init_params(2, 2, 8)), 1.0) is None
+    spec = AttentionSpec(normalizer=qkeel.spec.Softpick())
+    assert logit_pass.rows_of(make_call(spec, q, q, q), 1.0) is None
+    assert logit_pass.extremes_of(make_call(spec, q, q, q)) is not None
+    for x in (q.double(), torch.randn(1, 2, 5, 12), q.to("meta"), q[:0], torch.randn(1, 2, 5, 2048)):
+        assert logit_pass.rows_of(make_call(AttentionSpec(), x, x, x), 1.0) is None
+    wide = make_call(AttentionSpec(), q, q, q, mask=torch.zeros(5, 5, dtype=torch.float64))
+    assert logit_pass.rows_of(wide, 1.0) is None
+
+    def mapped(x: Tensor) -> Tensor:
+        return logit_stats(make_call(AttentionSpec(), x, x, x)).entropy
+
+    with pytest.MonkeyPatch.context() as off:
+        off.setattr(logit_pass, "_given", lambda _: pytest.fail("asked within a transform"), raising=True)
+        off.setattr(logit_pass, "ready", lambda: False)
+    assert torch.func.functional_call(torch.nn.Identity(), {}, (q,)) is q
+    assert mapped(q).shape == (2,)
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_entropy_does_not_cancel_at_logits_of_ten_thousand(size: float) -> None:
+    # Logits are small integers plus `size`: exact in float32, so only the entropy can err.
+    q = torch.zeros(1, 1, 3, 8)
+    q[..., 0], q[0, 0, :, 1] = size, torch.tensor([0.0, 1.0, 3.0])
+    k = torch.zeros(1, 1, 5, 8)
+    k[..., 0], k[0, 0, :, 1] = 1.0, torch.tensor([0.0, 1.0, 1.0, 2.0, -2.0])
+    found = logit_stats(make_call(AttentionSpec(scale=Fixed(1.0)), q, k, k, causal=False))
+    p = (torch.tensor([[0.0], [1.0], [3.0]]).double() * k[0, 0, :, 1].double()).softmax(-1)
+    truth = -(p * p.log()).sum(-1)
+    assert found.max_logit.item() == size + 6
+    assert found.min_logit.item() == size - 6
+    assert found.entropy.item() == pytest.approx(truth.mean().item(), rel=1e-6)
+    assert found.entropy_min.item() == pytest.approx(truth.min().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["q", "k", "hidden key", "uncounted row", "bias"])
+def test_what_is_not_finite_is_reported_as_torch_reports_it(
+    value: float, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for spec in (AttentionSpec(), AttentionSpec(cap=Softcap(20.0))):
+        q, k = torch.randn(1, 3, 40, 8), torch.rand(1, 3, 40, 8) + 0.1
+        mask = torch.ones(1, 1, 40, 40, dtype=torch.bool) if where != "bias" else torch.randn(1, 3, 40, 40)
+        counted = torch.ones(1, 40, dtype=torch.bool)
+        if where in ("q", "uncounted row"):
+            q[0, 1, 39] = 0  # a row that sees every key: else torch's path takes hidden keys for the largest of -inf
+            q[0, 1, 39, 3] = value
+        elif where == "bias":
+            mask[0, 1, 39, 7] = value
+        else:
+            k[0, 1, 20, 3] = value
+        mask[..., 20] = where != "hidden key" if where != "bias" else 0.5
+        counted[0, 39] = where != "uncounted row"
+        call = with_query_mask(make_call(spec, q, k, k, mask=mask), counted)
+        assert logit_pass.rows_of(call, 1.0) is not None
+        ours, theirs = logit_stats(call, 1.0), torchs(monkeypatch, lambda call=call: logit_stats(call, 1.0))
+        for name in TENSORS:
+            mine, other = getattr(ours, name), getattr(theirs, name)
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, equal_nan=True, msg=f"{name}: {mine} {other}")
+        for mine, other in zip(logit_maxima(call), torchs(monkeypatch, lambda call=call: logit_maxima(call))):  # type: ignore[arg-type]
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [0.2, 2.0, 30.0])
+def test_the_guided_maximum_is_torchs(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for b, h, g, t, d, dtype in [
+        (2, 4, 2, 1, 8, torch.float32),
+        (3, 4, 1, 70, 64, torch.bfloat16),
+        (1, 8, 4, 300, 40, torch.float16),
+        (2, 2, 2, 129, 64, torch.float32),
+    ]:
+        for causal in (True, False):
+            q, k = ((size * torch.randn(b, n, t, d)).to(dtype) for n in (h, g))
+            call = with_query_mask(make_call(AttentionSpec(), q, k, k, causal=causal), torch.rand(b, t) < 0.9)
+            pair = attend_with_logsumexp(call)
+            assert pair is not None
+            ours = bracket(call, pair[1], "max")
+            theirs = torchs(monkeypatch, lambda call=call, lse=pair[1]: bracket(call, lse, "max"))
+            close = {"rtol": 2e-6, "atol": 1e-5}
+            torch.testing.assert_close(ours.lower, theirs.lower, **close)  # type: ignore[attr-defined]
+            torch.testing.assert_close(ours.upper, theirs.upper, **close)  # type: ignore[attr-defined]
+
+
+def test_a_nan_in_a_row_of_largest_logsumexp_is_no_maximum() -> None:
+    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    q[0, 1, 4] = torch.nan
+    lse = torch.randn(1, 2, 9)
+    lse[0, 1, 4] = torch.nan
+    found, others = logit_pass.guided_maxima(q, k, lse, 0.3, True, 2)
+    assert found[0].isnan().tolist() == [False, True]
+    assert torch.equal(others[0, 0], lse[0, 0].sort(descending=True).values[2])
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_threads_change_no_bit(threads: int) -> None:
+    call = call_of(SPECS["capped"], (2, 4, 2, 300, 300, 64), torch.float32, 0, mask=torch.rand(2, 1, 300, 300) < 0.8)
+    given = logit_pass._given(call)
+    assert given is not None
+    lse = torch.randn(2, 4, 300)
+
+    def run() -> list[Tensor]:
+        ops = torch.ops.qkeel_native
+        guided = ops.guided_maxima(given[0], given[1], lse, 0.2, True, 4)
+        return [*ops.logit_rows(*given, 5.0, 1.0), ops.logit_extremes(*given), *guided]
+
+    one = run()
+    torch.set_num_threads(threads)
+    try:
+        many = run()
+    finally:
+        torch.set_num_threads(1)
+    assert all(map(torch.equal, one, many))
+
+
+@pytest.fixture
+def _poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_poisoned")
+def test_every_number_is_written() -> None:
+    assert torch.empty(3).isnan().all()
+    for mask in masks(2, 2, 33, 33).values():
+        call = call_of(AttentionSpec(), (2, 2, 1, 33, 33, 8), torch.bfloat16, 1, mask=mask)
+        found = logit_pass.rows_of(call, 1.0)
+        assert found is not None
+        rows, *norms = found
+        fields = [getattr(rows, f.name) for f in dataclasses.fields(rows) if getattr(rows, f.name) is not None]
+        assert not any(x.isnan().any() for x in [*fields, *norms, *logit_maxima(call)])
+
+
+def test_torch_accepts_every_operator() -> None:
+    ops = torch.ops.qkeel_native
+    q, k, scale = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16), torch.tensor(0.3).expand(2, 4, 9)
+    ends = torch.zeros(1, 9, dtype=torch.int64), torch.arange(1, 10)[None]
+    for mask in (None, torch.rand(2, 1, 9, 9) < 0.5):
+        torch.library.opcheck(ops.logit_rows.default, (q, k, scale, *ends, mask, 5.0, 1.0))
+        torch.library.opcheck(ops.logit_extremes.default, (q, k, scale, None, None, mask))
+    torch.library.opcheck(ops.guided_maxima.default, (q, k, torch.randn(2, 4, 9), 0.3, True, 4))
+
+
+def test_wrong_shapes_and_dtypes_raise_and_do_not_crash() -> None:
+    ops, q, scale = torch.ops.qkeel_native, torch.randn(1, 2, 3, 8), torch.ones(1, 2, 3)
+    low, high = torch.zeros(1, 3, dtype=torch.int64), torch.full((1, 3), 3)
+    for args in [
+        (q[..., :6], q[..., :6], scale, None, None, None),
+        (q.double(), q.double(), scale, None, None, None),
+        (q, q[:, :, :, :4], scale, None, None, None),
+        (q, q.bfloat16(), scale, None, None, None),
+        (q, q, scale[..., :2], None, None, None),
+        (q, q, scale, low, None, None),
+        (q, q, scale, low[:, :2], high, None),
+        (q, q, scale, low.int(), high.int(), None),
+        (q, q, scale, None, None, torch.zeros(3, 3)),
+        (q, q, scale, None, None, torch.zeros(1, 1, 3, 3).double()),
+    ]:
+        with pytest.raises(RuntimeError):
+            ops.logit_extremes(*args)
+        with pytest.raises(RuntimeError):
+            ops.logit_rows(*args, 0.0, 1.0)
+    far = ops.logit_extremes(q, q, scale, low - 9, high + 9, None)  # ends beyond the keys are the ends of the keys
+    assert torch.equal(far, ops.logit_extremes(q, q, scale, None, None, None))
+    with pytest.raises(RuntimeError):
+        ops.guided_maxima(q, q, scale[..., :2], 1.0, True, 4)
+
+
+def test_calls_keep_no_memory() -> None:
+    import resource
+
+    call = call_of(AttentionSpec(), (1, 2, 2, 64, 64, 8), torch.float32, 0)
+
+    def run(times: int) -> int:
+        for _ in range(times):
+            logit_pass.rows_of(call, 1.0)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+
+    before = run(500)
+    assert run(2_500) - before < 4 * 1024  # one call's tensors are 7 KiB
