@@ -166,7 +166,7 @@ def work_apart(unit: Sequence[Job], parent: int) -> list[Outcome]:
 
 
 def _keep_memory() -> None:
-    """Let this process keep what it frees; glibc would give a stack's tensors back and fetch them page by page."""
+    """Let this process keep what it frees: else glibc fetches a stack's tensors again and again, page by page."""
     if sys.platform != "linux":
         return
     import ctypes
