@@ -172,6 +172,7 @@ def test_tokens_of_a_file_take_needles_too(tiny: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_small_model_learns_to_find_needles_and_a_norm_without_gain_loses_them_among_many_keys() -> None:
     base = dataclasses.replace(BASE, data=dataclasses.replace(BASE.data, needle=0.5))
     forms = ("baseline", "llama4+rope")
