@@ -16,6 +16,7 @@ from qkeel.kernels.choice.stored import switched_off
 from qkeel.kernels.chunked import Chunked
 from qkeel.kernels.contract import Kernel, average
 from qkeel.kernels.logsumexp import Price, attend_with_logsumexp, bracket
+from qkeel.kernels.native.decode import Decode
 from qkeel.kernels.native.kernel import Native
 from qkeel.kernels.sdpa import Sdpa
 from qkeel.kernels.statistics import logit_stats
@@ -27,6 +28,7 @@ from qkeel.spec.slot import Params
 
 # In the order "auto" tries them where nothing is measured: the fastest first; the last takes everything.
 KERNELS: dict[str, Kernel] = {
+    "decode": Decode(),
     "native": Native(),
     "sdpa": Sdpa(),
     "windowed": Windowed(),

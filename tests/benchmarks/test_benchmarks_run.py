@@ -23,7 +23,7 @@ NOT_RUN = {
     "roofline_chart": "draws results of `python -m benchmarks.roofline`; its own test draws them again",
     "remedy_charts": "draws charts from a finished study, measures nothing",
 }
-NEEDS_A_COMPILER = {"native"}
+NEEDS_A_COMPILER = {"native", "attention", "attention_backward", "decode", "adamw"}
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 

@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from qkeel.kernels.contract import Kernel, Refusal, folded, row_blocks, whole_and_plain
-from qkeel.kernels.native.decode import decoded
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import NoCap
 from qkeel.spec.normalizer import Softmax
@@ -36,9 +35,6 @@ class Sdpa(Kernel):
 
     def __call__(self, call: AttentionCall) -> Tensor:
         q, k, v, scale = folded(call)
-        few = decoded(call, q, k, v, scale)
-        if few is not None:
-            return few
         if call.causal and whole_and_plain(call):
             return _sdpa(q, k, v, scale, call, is_causal=True)
         if call.mask is None and call.window is None and (not call.causal or (call.plain and q.shape[2] == 1)):

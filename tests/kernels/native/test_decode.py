@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor
 
 import qkeel
 from qkeel import reference
+from qkeel.errors import RefusedError
 from qkeel.kernels.native import decode
-from qkeel.kernels.sdpa import Sdpa
-from qkeel.ops import run
+from qkeel.ops import choose, run
 from qkeel.spec import AttentionSpec, RMSNorm, Rope
 from qkeel.spec.call import AttentionCall, make_call
+from qkeel.spec.cap import Softcap
 from qkeel.spec.position import NoPosition
 from qkeel.spec.window import SlidingWindow
 
@@ -46,16 +46,15 @@ def _compiled(_on: None) -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of q that the operator took."""
+    """The shapes of q that the kernel was given."""
     seen: list[torch.Size] = []
+    whole = decode.Decode.__call__
 
-    def watched(call: AttentionCall, q: Tensor, *rest: Any) -> Tensor | None:
-        out = decode.decoded(call, q, *rest)
-        if out is not None:
-            seen.append(q.shape)
-        return out
+    def watched(self: decode.Decode, call: AttentionCall) -> Tensor:
+        seen.append(call.q.shape)
+        return whole(self, call)
 
-    monkeypatch.setattr("qkeel.kernels.sdpa.decoded", watched)
+    monkeypatch.setattr(decode.Decode, "__call__", watched)
     return seen
 
 
@@ -71,12 +70,7 @@ def check(call: AttentionCall, told: str = "") -> Tensor:
     """Error at most 2 × (that of torch's path in the same dtype + rounding of the largest number)."""
     exact = {name: getattr(call, name).double() for name in "qkv"}
     truth = reference.attend_call(dataclasses.replace(call, **exact)).out
-    ours = run(call, "sdpa")
-    os.environ["QKEEL_NATIVE"] = "0"
-    try:
-        theirs = run(call, "sdpa")
-    finally:
-        os.environ["QKEEL_NATIVE"] = "1"
+    ours, theirs = run(call, "decode"), run(call, "sdpa")
     allowed = 2 * ((theirs - truth).abs().max() + torch.finfo(call.q.dtype).eps * truth.abs().max())
     assert ours.dtype == call.q.dtype
     assert (ours.double() - truth).abs().max() <= allowed, told
@@ -115,7 +109,7 @@ def test_boolean_masks_of_every_shape_and_rows_that_see_nothing(taken: list[torc
     for mask in (*masks, padded, torch.rand(keys, b, 1, 1).permute(1, 2, 3, 0) < 0.5):
         out = check(make_call(AttentionSpec(), q, k, v, causal=True, mask=mask))
         assert out.isfinite().all()
-    blind = run(make_call(AttentionSpec(), q, k, v, causal=True, mask=padded), "sdpa")
+    blind = run(make_call(AttentionSpec(), q, k, v, causal=True, mask=padded), "decode")
     assert not blind[1].any()
     assert len(taken) == 8
 
@@ -151,13 +145,13 @@ def test_one_key_one_weight_and_two_alike_a_half_each() -> None:
 def test_missing_numbers_show_and_hidden_ones_do_not() -> None:
     q, k, v = made(SHAPES[1], 40, torch.float32)
     k[0, 0, 7] = torch.nan
-    out = run(make_call(AttentionSpec(), q, k, v), "sdpa")
+    out = run(make_call(AttentionSpec(), q, k, v), "decode")
     assert out[0, :4].isnan().all()
     assert out[0, 4:].isfinite().all()
     assert out[1].isfinite().all()
     hidden = torch.ones(2, 40, dtype=torch.bool)
     hidden[:, 7] = False
-    assert run(make_call(AttentionSpec(), q, k, v, mask=hidden), "sdpa").isfinite().all()
+    assert run(make_call(AttentionSpec(), q, k, v, mask=hidden), "decode").isfinite().all()
 
 
 @pytest.fixture
@@ -173,31 +167,30 @@ def test_threads_change_no_bit() -> None:
     found = []
     for threads in (1, 2, 8):
         torch.set_num_threads(threads)
-        found.append(run(make_call(AttentionSpec(), q, k, v), "sdpa"))
+        found.append(run(make_call(AttentionSpec(), q, k, v), "decode"))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
 
-def test_what_is_not_for_it_is_left_to_torch(taken: list[torch.Size]) -> None:
+def test_what_is_not_for_it_is_refused_with_the_reason_and_left_to_others() -> None:
     q, k, v = made((4, 2, 1, 16, 16), 9, torch.float32)
-    with torch.no_grad():
-        many = made((64, 1, 1, 16, 16), 9, torch.float32)
-        for x in (
-            [q.double(), k.double(), v.double()],
-            many,
-            [q[..., :12], k[..., :12], v[..., :12]],
-            [q, q[:, :2], q[:, :2]],
-        ):
-            Sdpa()(make_call(AttentionSpec(), *x))
-        Sdpa()(make_call(AttentionSpec(), q, k, v, mask=torch.zeros(9)))
-        Sdpa()(make_call(AttentionSpec(), q, k, v, dropout=0.5))
-    out = Sdpa()(make_call(AttentionSpec(), q.requires_grad_(), k, v))
-    out.sum().backward()
-    assert q.grad is not None
-    assert not taken
-    with torch.no_grad():
-        Sdpa()(make_call(AttentionSpec(), q, k, v))
-    assert len(taken) == 1
+    many = made((64, 1, 1, 16, 16), 9, torch.float32)
+    spec = AttentionSpec()
+    learns = q.clone().requires_grad_()
+    for call in (
+        make_call(spec, q.double(), k.double(), v.double()),
+        make_call(spec, *many),
+        make_call(spec, q[..., :12], k[..., :12], v[..., :12]),
+        make_call(spec, q, q[:, :2], q[:, :2]),
+        make_call(spec, q, k, v, mask=torch.zeros(9)),
+        make_call(spec, q, k, v, dropout=0.5),
+        make_call(spec, learns, k, v),
+        make_call(AttentionSpec(cap=Softcap(cap=5.0)), q, k, v),
+    ):
+        with pytest.raises(RefusedError, match="kernel 'decode' cannot do this: decoding "):
+            run(call, "decode")
+        assert not isinstance(choose(call, "auto"), decode.Decode)
+    assert isinstance(choose(make_call(spec, q, k, v), "auto"), decode.Decode)
 
 
 @pytest.mark.parametrize("name", ["baseline", "qwen3", "gemma3", "llama4"])
@@ -269,7 +262,7 @@ torch.set_grad_enabled(False)
 assert decode.ready()
 q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
 spec = qkeel.AttentionSpec()
-f = torch.compile(lambda q, k, v: qkeel.attention(q, k, v, spec=spec, impl="sdpa"), fullgraph=True, backend="aot_eager")
+f = torch.compile(lambda q, k, v: qkeel.attention(q, k, v, spec=spec, impl="decode"), fullgraph=True, backend="aot_eager")
 torch.testing.assert_close(f(q, k, v), qkeel.attention(q, k, v, spec=spec))
 """
     environment = {**os.environ, "QKEEL_NATIVE": "1"}

@@ -44,9 +44,11 @@ class Rule:
 _HALF = (torch.bfloat16, torch.float16)
 # Where the order of qkeel.ops.KERNELS is not the fastest (`qkeel bench --size full`); the first rule that holds counts.
 DEFAULT: tuple[Rule, ...] = (
+    # One query: the compiled attention takes 1.8 to 2.3 times SDPA's time, 1.3 times the chunked kernel's.
+    Rule(order=("sdpa", "chunked", "native"), device="cpu", most=1),
     # Forward and backward by torch's flash kernel takes 4.0 to 7.1 times the chunked one's time in half precision on a
     # processor without units for it; windowed, which is made of it, 2.3 to 3.5 times. Table: docs/choice.md.
-    Rule(order=("chunked", "sdpa", "windowed"), device="cpu", vectors="AVX2", dtypes=_HALF, gradient=True),
+    Rule(order=("native", "chunked", "sdpa", "windowed"), device="cpu", vectors="AVX2", dtypes=_HALF, gradient=True),
 )
 
 

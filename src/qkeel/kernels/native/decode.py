@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from qkeel.kernels.contract import Kernel, Refusal, folded
 from qkeel.kernels.native.loader import usable
 from qkeel.spec.call import AttentionCall
+from qkeel.spec.cap import NoCap
+from qkeel.spec.normalizer import Softmax
 
 ROWS = 32  # queries per key head: beyond these torch's matrix products win
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,31 +27,50 @@ def ready() -> bool:
 ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def decoded(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
-    """softmax(scale · q kᵀ) v of encoded q [b h t d], k and v [b g s d], out [b h t d']; None where torch has to.
-
-    It is for few queries per key head and no gradient; float32, bfloat16 and float16 on a CPU; head sizes that are
-    multiples of 8; boolean masks, windows and positions of any kind. A query that sees no key gets 0.
+@final
+class Decode(Kernel):
+    """softmax(scale · q kᵀ) v of few queries and many keys, without a gradient: keys and values are read once for all
+    query heads that share them. Boolean masks, windows and positions of any kind; a query that sees no key gets 0.
     """
+
+    def supports(self, call: AttentionCall) -> Refusal | None:
+        reason = _of_tensors(call) or _of_spec(call)
+        if reason is None and not ready():
+            reason = "the compiled kernel for decoding is switched off, or cannot be used here and now"
+        return None if reason is None else Refusal(reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'")
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        q, k, v, scale = folded(call)
+        mask, causal, window = call.mask, call.causal, call.window or 0
+        if not call.plain:
+            mask, causal, window = call.visible(slice(0, q.shape[2]), slice(0, k.shape[2])), False, 0
+        return torch.ops.qkeel_native.decode(q, k, v, mask, scale, causal, window)
+
+
+def _of_tensors(call: AttentionCall) -> str | None:
+    q, k, v = call.q, call.k, call.v
     rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    few = rows <= ROWS and k.shape[2] > q.shape[2] and not call.dropout
-    if not (few and _plain(q) and _plain(k) and _plain(v)) or _learns(q, k, v):
-        return None
-    mask, causal, window = call.mask, call.causal, call.window or 0
-    if (mask is not None and mask.dtype != torch.bool) or not ready():
-        return None
-    if not call.plain:
-        mask, causal, window = call.visible(slice(0, q.shape[2]), slice(0, k.shape[2])), False, 0
-    return torch.ops.qkeel_native.decode(q, k, v, mask, scale, causal, window)
+    if rows > ROWS or k.shape[2] <= q.shape[2]:
+        return f"decoding is for {ROWS} queries per key head at most and more keys than queries"
+    if not (_plain(q) and _plain(k) and _plain(v)):
+        return "decoding is for float32, bfloat16 and float16 on a CPU, widths that are multiples of 8 up to 1,024"
+    if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
+        return "decoding drops no weights and takes boolean masks only"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *call.params.values())):
+        return "decoding has no derivative"
+    return None
+
+
+def _of_spec(call: AttentionCall) -> str | None:
+    spec = call.spec
+    if type(spec.normalizer) is not Softmax or type(spec.cap) is not NoCap or not spec.position.folds:
+        return "decoding is for softmax without a cap, after a position that folds into q and k"
+    return None
 
 
 def _plain(x: Tensor) -> bool:
     fits = x.device.type == "cpu" and x.dtype in _DTYPES and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST
     return fits and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
-
-
-def _learns(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _register() -> None:
