@@ -28,6 +28,7 @@ KERNELS: dict[str, Kernel] = {
     "windowed": Windowed(),
     "chunked": Chunked(),
 }
+FEW = 16  # queries: under so many the compiled attention is no faster than SDPA (docs/native.md)
 # What `stats` may say beside True.
 PRICES: dict[str, Price] = {"bracket": "bracket", "max": "max", "entropy": "entropy"}
 
@@ -153,9 +154,11 @@ def run_with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def choose(call: AttentionCall, impl: str) -> Kernel:
-    """The kernel for a call: the named one, or for "auto" the first that supports it."""
+    """The kernel for a call: the named one, or for "auto" the first that supports it and pays."""
     if impl == "auto":
-        return next(kernel for kernel in KERNELS.values() if kernel.supports(call) is None)
+        few = call.q.shape[2] < FEW
+        found = (kernel for kernel in KERNELS.values() if not (few and isinstance(kernel, Native)))
+        return next(kernel for kernel in found if kernel.supports(call) is None)
     kernel = lookup("kernel", {**KERNELS}, impl)
     refusal = kernel.supports(call)
     if refusal is not None:

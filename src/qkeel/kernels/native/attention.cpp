@@ -274,7 +274,8 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask
   float* lse = found.lse.mutable_data_ptr<float>();
   float* top = o.stats ? found.top.mutable_data_ptr<float>() : nullptr;
   float* entropy = o.stats ? found.entropy.mutable_data_ptr<float>() : nullptr;
-  const int64_t work = std::min(n.t, ROWS) * n.s * (n.d + n.e), grain = std::max(GRAIN / std::max<int64_t>(work, 1), int64_t(1));
+  const int64_t work = std::max<int64_t>(1, std::min(n.t, ROWS) * n.s * (n.d + n.e));
+  const int64_t grain = std::max<int64_t>(1, GRAIN / work);
   at::parallel_for(0, tasks, grain, [&](int64_t from, int64_t to) {
     Worker<T> worker{n, o};
     for (int64_t task = from; task < to; ++task) {
