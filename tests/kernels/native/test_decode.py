@@ -262,7 +262,8 @@ torch.set_grad_enabled(False)
 assert decode.ready()
 q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
 spec = qkeel.AttentionSpec()
-f = torch.compile(lambda q, k, v: qkeel.attention(q, k, v, spec=spec, impl="decode"), fullgraph=True, backend="aot_eager")
+attend = lambda q, k, v: qkeel.attention(q, k, v, spec=spec, impl="decode")
+f = torch.compile(attend, fullgraph=True, backend="aot_eager")
 torch.testing.assert_close(f(q, k, v), qkeel.attention(q, k, v, spec=spec))
 """
     environment = {**os.environ, "QKEEL_NATIVE": "1"}
