@@ -132,7 +132,8 @@ def _now(weight: Tensor) -> Known:
 def _fits(x: Tensor) -> bool:
     """Whether it is a matrix or vector of the kind the pass is written for."""
     plain = x.dtype == torch.float32 and x.device.type == "cpu" and x.layout == torch.strided
-    return plain and 0 < x.ndim < 3 and (x.is_contiguous() or x.T.is_contiguous()) and not x.is_inference()
+    laid = x.is_contiguous() or (x.ndim == 2 and x.T.is_contiguous())
+    return plain and laid and 0 < x.ndim < 3 and not x.is_inference()
 
 
 def _fits_state(name: str, x: Any, weight: Tensor) -> bool:
