@@ -88,11 +88,7 @@ def guided_maxima(q: Tensor, k: Tensor, lse: Tensor, scale: float, causal: bool,
 def holds(*tensors: Tensor) -> bool:
     """Whether these are plain tensors that the operators read: heads of a multiple of 8 numbers, on a CPU."""
     return all(
-        _plain(x)
-        and x.dtype in _STORED
-        and x.shape[-1] % 8 == 0
-        and 0 < x.shape[-1] <= _DEEPEST
-        and x.numel() > 0
+        _plain(x) and x.dtype in _STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _DEEPEST and x.numel() > 0
         for x in tensors
     )
 
