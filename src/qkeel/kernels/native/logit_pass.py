@@ -50,13 +50,11 @@ def rows_of(call: AttentionCall, threshold: float) -> tuple[RowStats, Tensor, Te
     It is for softmax over keys with or without a cap, a position that folds into q and k, no token classes; float32,
     bfloat16 and float16 on a CPU; head_dim a multiple of 8; keys whose positions ascend, or of no matter.
     """
-    spec = call.spec
-    if type(spec.cap) not in (NoCap, Softcap) or not spec.normalizer.softmax_over_keys or call.classes is not None:
-        return None
     given = _given(call)
     if given is None:
         return None
-    cap = spec.cap.cap if isinstance(spec.cap, Softcap) and math.isfinite(spec.cap.cap) else 0.0
+    cap = call.spec.cap
+    cap = cap.cap if isinstance(cap, Softcap) and math.isfinite(cap.cap) else 0.0
     rows, n_keys, key_norms = torch.ops.qkeel_native.logit_rows(*given, cap, threshold)
     *fields, query_norms = rows.unbind()
     # What is said of q·k is said of every pair that is seen.
@@ -95,6 +93,10 @@ def holds(*tensors: Tensor) -> bool:
 
 def _given(call: AttentionCall) -> tuple[Any, ...] | None:
     """q, k, scale, low, high and mask as the operators take them."""
+    spec = call.spec
+    # The maxima alone need less, but are the bits of those among the full statistics, whoever computes them.
+    if type(spec.cap) not in (NoCap, Softcap) or not spec.normalizer.softmax_over_keys or call.classes is not None:
+        return None
     if not (call.spec.position.folds and holds(call.q, call.k) and _reads(call.mask) and ready()):
         return None
     sight = _sight(call)
