@@ -179,9 +179,8 @@ class StackedAttend:
         q, k, v = (heads_in_a_row(x, len(self.own)) for x in (call.q, call.k, call.v))
         groups = {"q": call.q.shape[1], "k": call.k.shape[1], "v": call.k.shape[1]}
         own = {name: by_head(p, groups.get(name.split("_")[0], groups["q"])) for name, p in params.items()}
-        own = {
-            name: p[:, 0] if name.endswith("_norm") else p for name, p in own.items()
-        }  # gains are [h d], not [h 1 d]
+        # Gains are [h d], not [h 1 d].
+        own = {name: p[:, 0] if name.endswith("_norm") else p for name, p in own.items()}
         return [dataclasses.replace(call, q=q, k=k, v=v, params=own)]
 
 
