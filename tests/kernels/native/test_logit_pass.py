@@ -15,6 +15,7 @@ from qkeel.functional.stats import TENSORS, LogitStats
 from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.statistics import logit_maxima, logit_stats, sampled_stats
+from qkeel.sites.blockwise import band_call, flex_call
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, Sink, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -135,6 +136,24 @@ def test_positions_that_ascend_are_taken_and_others_are_left_to_torch(monkeypatc
             torch.testing.assert_close(few.entropy, again.entropy)  # type: ignore[attr-defined]
     packed = torch.arange(50) % 25
     assert logit_pass.rows_of(make_call(AttentionSpec(), q, k, k, pos_q=packed[:30], pos_k=packed), 1.0) is None
+
+
+def test_calls_whose_mask_or_score_is_a_function_are_left_to_torch() -> None:
+    q = torch.randn(1, 2, 9, 8)
+    spec = AttentionSpec()
+    for call, hidden in (
+        (flex_call(spec, q, q, lambda score, b, h, i, j: score + 100.0 * (i == j), None), 100.0),
+        (band_call(spec, q, q, causal=False, window=(2, 1), slopes=None), 0.0),
+        (band_call(spec, q, q, causal=False, window=(-1, -1), slopes=torch.full((2,), -50.0)), 400.0),
+    ):
+        assert logit_pass.rows_of(call, 1.0) is None
+        assert logit_pass.extremes_of(call) is None
+        every = slice(0, 9)
+        z, seen = call.scores(q, q, every, every), call.visible(every, every)
+        z = z if seen is None else z.masked_fill(~seen, -torch.inf)
+        assert z.max() > hidden - 40
+        for top in (logit_maxima(call)[0], logit_stats(call).max_logit):
+            torch.testing.assert_close(top, z.amax((0, 2, 3)))
 
 
 def test_what_is_not_for_it_is_left_to_torch() -> None:
