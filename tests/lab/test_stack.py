@@ -110,6 +110,15 @@ def test_each_remedy_in_a_stack_has_the_numbers_it_has_alone(tiny: Make, remedy:
     check_steps(several(tiny, steps=3, remedy=remedy)[1:])
 
 
+@pytest.mark.parametrize("remedy", ["none", "qk_norm", "qk_norm:kind=l2,gain=scalar", "softcap"])
+def test_the_compiled_operators_give_a_stack_the_numbers_they_give_a_run(
+    remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", "1")
+    base = RunConfig(remedy=remedy, device="cpu", steps=2, probe_sequences=2, eval_sequences=2)
+    check_steps([resolve(dataclasses.replace(base, seed=s)) for s in (0, 1)])
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model.values())))
 def test_each_kind_of_model_in_a_stack_has_the_numbers_it_has_alone(tiny: Make, model: dict[str, Any]) -> None:
     base = tiny().model
