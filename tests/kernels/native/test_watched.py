@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qkeel
-from qkeel.errors import InvalidValueError, UnknownNameError
+from qkeel.errors import InvalidValueError, QkeelWarning, UnknownNameError
 from qkeel.functional.stats import LogitStats
 from qkeel.kernels import statistics
 from qkeel.kernels.native import attention as operator
 from qkeel.kernels.statistics import logit_stats, stats_of_rows
+from qkeel.monitor.measuring import Measuring
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Attention
 from qkeel.ops import run, run_with_rows
@@ -185,6 +186,17 @@ def test_the_record_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
     rows = RunDirectory(tmp_path / "run").metrics()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["max_logit"] > 0 < row["entropy"] and row.get("min_logit") is None for row in rows)
+
+
+def test_a_fault_in_reading_switches_the_monitor_off_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def boom(*_: object) -> None:
+        raise ValueError("boom")
+
+    monkeypatch.setattr(Measuring, "rows", boom)
+    with pytest.warns(QkeelWarning, match="boom"):
+        seen = Trained("entropy")
+    assert not seen.monitor.active
+    assert seen.same(Trained(None))
 
 
 def test_calls_of_other_kernels_are_measured_in_full(passes: list[str]) -> None:
