@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from qkeel import watch
 from qkeel.errors import QkeelWarning
-from qkeel.monitor import Alarm, Cadence, History, LoggingSink, Rule, Sample, Sink
-from qkeel.monitor import measuring
+from qkeel.monitor import Alarm, Cadence, History, LoggingSink, Rule, Sample, Sink, measuring
 from qkeel.monitor import monitor as monitor_module
 from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.hidden import Hidden
