@@ -28,6 +28,7 @@ using Maybe = std::optional<Tensor>;
 
 constexpr int64_t CHUNKS = 64;     // partial sums of the gain's gradient: fixed, so threads change no bit
 constexpr int64_t GRAIN = 1 << 15; // numbers a thread takes at least
+constexpr int64_t CACHED = 4 << 20; // bytes up to which several rows at once are faster: past it memory is waited for
 
 // The first of some rows, how many there are, where their gain is and what turns the first.
 struct Block {
@@ -108,7 +109,7 @@ void check(const Tensor& x, const Maybe& cos, const Maybe& sin) {
 
 Tensor with_last_dense(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
 
-template <typename T, int64_t D, bool MEAN>
+template <typename T, int64_t D, bool MEAN, bool ONE>
 void forward(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
   const T* in = x.const_data_ptr<T>();
   T* out = y.mutable_data_ptr<T>();
@@ -119,24 +120,32 @@ void forward(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind,
   const int64_t x0 = x.stride(0), x1 = x.stride(1), x2 = x.stride(2), y0 = y.stride(0), y1 = y.stride(1), y2 = y.stride(2);
   at::parallel_for(0, w.outer(), std::max<int64_t>(1, GRAIN / (w.inner() * d)), [&](int64_t from, int64_t to) {
     alignas(64) float loaded[BLOCK], made[BLOCK], mean[MOST], inverse[MOST];
-    w.blocks(from, to, w.at_once(), [&](const Block& b) {
+    w.blocks(from, to, ONE ? 1 : w.at_once(), [&](const Block& b) {
       const Rows v = load_rows(in + b.n * x0 + b.h * x1 + b.t * x2, x_step, b.rows, d, loaded, d);
       T* end = out + b.n * y0 + b.h * y1 + b.t * y2;
-      measure<D, MEAN>(v, b.rows, d, kind, eps, mean, inverse);
+      measure<D, MEAN, ONE>(v, b.rows, d, kind, eps, mean, inverse);
       if (inv)
         for (int64_t i = 0; i < b.rows; ++i) inv[(b.n * heads + b.h) * times + b.t + i * inv_step] = inverse[i];
-      const With with{gains + b.gain, b.cos, b.sin, b.rows, d, w.half, w.gains_apart(), w.angles_apart()};
-      apply<D, MEAN>(v, target_rows(end, y_step, made, d), with, mean, inverse);
+      const With with{gains + b.gain, b.cos, b.sin, ONE ? 1 : b.rows, d, w.half, w.gains_apart(), w.angles_apart()};
+      const Rows o = target_rows(end, y_step, made, d);
+      if constexpr (ONE) apply<D, MEAN>(v, o, with, mean, inverse);
+      else apply_some<D, MEAN>(v, o, with, mean, inverse);
       store_rows(made, end, y_step, b.rows, d);
     });
   });
 }
 
+template <typename T, int64_t D, bool MEAN>
+void forward_paced(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
+  if (x.numel() * int64_t(sizeof(T)) > CACHED) forward<T, D, MEAN, true>(x, y, r, w, kind, eps);
+  else forward<T, D, MEAN, false>(x, y, r, w, kind, eps);
+}
+
 template <typename T, bool MEAN>
 void forward_sized(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
-  if (w.d == 64 && w.half == 32) return forward<T, 64, MEAN>(x, y, r, w, kind, eps);
-  if (w.d == 128 && w.half == 64) return forward<T, 128, MEAN>(x, y, r, w, kind, eps);
-  forward<T, 0, MEAN>(x, y, r, w, kind, eps);
+  if (w.d == 64 && w.half == 32) return forward_paced<T, 64, MEAN>(x, y, r, w, kind, eps);
+  if (w.d == 128 && w.half == 64) return forward_paced<T, 128, MEAN>(x, y, r, w, kind, eps);
+  forward_paced<T, 0, MEAN>(x, y, r, w, kind, eps);
 }
 
 template <typename T>

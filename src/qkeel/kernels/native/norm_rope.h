@@ -42,10 +42,10 @@ struct With {
   int64_t rows, d, half, gain_step, angle_step;
 };
 
-// The means of rows (MEAN: of a LayerNorm) and 1 over their sizes.
-template <int64_t D, bool MEAN>
-inline void measure(Rows x, int64_t rows, int64_t d_, int64_t kind, float eps, float* mean, float* inverse) {
-  const int64_t d = D ? D : d_;
+// The means of rows (MEAN: of a LayerNorm) and 1 over their sizes, of one row where ONE.
+template <int64_t D, bool MEAN, bool ONE>
+inline void measure(Rows x, int64_t rows_, int64_t d_, int64_t kind, float eps, float* mean, float* inverse) {
+  const int64_t d = D ? D : d_, rows = ONE ? 1 : rows_;
   alignas(32) float squares[MOST] = {};
   for (int64_t r = 0; r < rows; ++r) {
     const float* v = x.at + r * x.stride;
@@ -56,16 +56,16 @@ inline void measure(Rows x, int64_t rows, int64_t d_, int64_t kind, float eps, f
       return a * a;
     });
   }
-  for (int64_t r = 0; r < MOST; ++r) // all at once: roots and divisions are slow one by one
+  for (int64_t r = 0; r < (ONE ? 1 : MOST); ++r) // all at once: roots and divisions are slow one by one
     inverse[r] = kind == NONE ? 1.0f
                  : kind == L2 ? 1.0f / std::max(std::sqrt(squares[r]), eps)
                               : 1.0f / std::sqrt(squares[r] / float(d) + eps);
 }
 
 // gain · (x - mean) · inverse of every row, turned. D is the head size where it is known to the compiler and the whole
-// head rotates, else 0. Not inlined: in the middle of more it lost its registers.
+// head rotates, else 0.
 template <int64_t D, bool MEAN>
-__attribute__((noinline)) void apply(Rows x, Rows y, const With& w, const float* means, const float* inverses) {
+__attribute__((always_inline)) inline void apply(Rows x, Rows y, const With& w, const float* means, const float* inverses) {
   const int64_t d = D ? D : w.d, half = D ? D / 2 : w.half, rows = w.rows;
   const int64_t gain_step = w.gain_step, angle_step = w.angle_step;
   const float *g = w.gain, *c = w.cos, *s = w.sin, *v = x.at;
@@ -89,6 +89,12 @@ __attribute__((noinline)) void apply(Rows x, Rows y, const With& w, const float*
         [=](int64_t i) { put8(o + i, eight(i)); }, [=](int64_t i) { o[i] = one(i); });
     v += x.stride, o += y.stride, g += gain_step, c += angle_step, s += angle_step;
   }
+}
+
+// The same for some rows, not inlined: in the middle of more it lost its registers.
+template <int64_t D, bool MEAN>
+__attribute__((noinline)) void apply_some(Rows x, Rows y, const With& w, const float* means, const float* inverses) {
+  apply<D, MEAN>(x, y, w, means, inverses);
 }
 
 // What the way back reads of a row and needs of it in the end.
