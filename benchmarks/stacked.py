@@ -10,7 +10,12 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-from benchmarks.measure import interleave, settle, show
+from benchmarks.measure import settle
+
+if __name__ == "__main__":
+    settle(module="benchmarks.stacked")  # before torch: the allocator reads its settings when the process starts
+
+from benchmarks.measure import interleave, show
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model import resolve
 from qkeel.lab.stack import Stack
@@ -58,7 +63,6 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="two rounds of small stacks")
     parser.add_argument("--remedies", nargs="+", default=REMEDIES)
     options = parser.parse_args()
-    settle(module="benchmarks.stacked")
     for remedy in ("none",) if options.toy else options.remedies:
         table(remedy, (2,) if options.toy else (4, 8, 16), 2 if options.toy else 8)
     trainers = [Trainer(c) for c in configs("none", 2 if options.toy else 8)]

@@ -22,13 +22,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.optim import Optimizer
 
 import qkeel
 from benchmarks.measure import Row, interleave, show
 from qkeel import find_sites
-from qkeel.kernels.statistics import logit_stats
+from qkeel.handle import Handle
+from qkeel.kernels.native.attention import ready
+from qkeel.kernels.statistics import logit_stats, stats_of_rows
 from qkeel.monitor import Adaptive, Every
+from qkeel.nn import Attention, Decoder, DecoderConfig
 from qkeel.sites.brackets import BracketMode
+from qkeel.sites.tap import Tap
 from qkeel.spec.call import make_call
 
 VOCABULARY = 512
@@ -122,6 +127,51 @@ def maximum(size: dict[str, int], rounds: int) -> list[Row]:
     return interleave(cases, "ten training steps", rounds, calls=10, warmup=0)
 
 
+def own_modules(size: dict[str, int], rounds: int) -> list[Row]:
+    """Training steps of a decoder of qkeel's modules, by torch's attention and by the compiled one, measured or not."""
+    spec = qkeel.preset("qwen3")
+    config = DecoderConfig(
+        vocab_size=VOCABULARY, d_model=size["dim"], n_layers=size["layers"], n_heads=size["dim"] // 64, spec=spec
+    )
+    tokens = torch.randint(0, VOCABULARY, (size["batch"], size["length"]))
+
+    native = "native" if ready() else "auto"
+
+    def case(impl: str, watcher: Callable[[nn.Module, Optimizer], Handle] | None = None) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = Decoder(config)
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.impl = impl
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        handle = None if watcher is None else watcher(model, optimizer)
+
+        def step() -> None:
+            cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(handle, Tap):
+                handle.read()
+
+        step()
+        return step
+
+    cases: dict[str, Callable[[], object]] = {
+        "compiled attention": case(native),
+        "again (noise)": case(native),
+        "torch's SDPA": case("sdpa"),
+        "largest logits and entropies from the kernel, a Tap": case(
+            native, lambda model, _: Tap(model, measure_rows=stats_of_rows)
+        ),
+        "full statistics by a pass, a Tap": case(native, lambda model, _: Tap(model)),
+        'watch(stats="entropy"), weights and journal too': case(
+            native, lambda model, optimizer: qkeel.watch(model, optimizer, stats="entropy")
+        ),
+        "watch, weights and journal too": case(native, qkeel.watch),
+    }
+    return interleave(cases, "compiled attention", rounds)
+
+
 def bracket(size: dict[str, int], rounds: int) -> list[Row]:
     """One SDPA call forward and backward, under the mode and without."""
     shape = size["batch"], size["dim"] // 64, size["length"], 64
@@ -186,6 +236,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--toy", action="store_true", help="tiny sizes: only to see that it runs")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="tables whose title holds these words; nothing written"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -199,13 +252,18 @@ def main(arguments: list[str] | None = None) -> None:
     found: dict[str, object] = {}
     tables = {"bracket on one SDPA call": lambda: bracket(size, 2 * args.rounds + 1)}
     tables["lse-guided maximum, qkeel.attention"] = lambda: maximum(size, args.rounds)
+    tables["every step measured, qkeel's modules"] = lambda: own_modules(size, 2 * args.rounds + 1)
     tables["training steps, eager"] = lambda: steps(size, args.rounds, compiled=False)
     if not (toy or args.no_compile):
         tables["training steps, compiled"] = lambda: steps(size, args.rounds, compiled=True)
     for title, table in tables.items():
+        if args.only not in title:
+            continue
         rows = table()
         show(f"{title}, {size}", rows, rows[0].name)
         found[title] = [row.as_dict() for row in rows]
+    if args.only:
+        return
     found["peak MiB of exact statistics"] = memory([64, 128] if toy else [1024, 2048, 4096, 8192])
     found["discovery, CPU s"] = discovery(2 if toy else 24, 128 if toy else 1024)
     for title in ("peak MiB of exact statistics", "discovery, CPU s"):

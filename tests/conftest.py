@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from jaxtyping import install_import_hook
@@ -36,3 +39,18 @@ def _same_start() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile what the tests will want, before one of them waits for it under its own time limit."""
+    wanted = os.environ["QKEEL_NATIVE"] != "0" or any("native" in item.path.parts for item in session.items)
+    if not session.items or session.config.option.collectonly or not wanted or shutil.which("c++") is None:
+        return
+    from qkeel.kernels.native import build
+
+    def compiled(name: str) -> None:
+        with contextlib.suppress(OSError, build.BuildError):  # told by the test that needs it
+            build.compiled(name)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compiled, sorted(source.stem for source in build.FOLDER.glob("*.cpp"))))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import RefusedError
+from qkeel.functional.rows import KernelRows
 from qkeel.functional.stats import LogitBracket, LogitStats
 from qkeel.kernels.choice import Question, Statistics, Steps, ordered, question, steps
 from qkeel.kernels.choice.stored import switched_off
@@ -146,6 +147,12 @@ def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, Lo
 def run(call: AttentionCall, impl: str = "auto") -> Tensor:
     """A checked call through the kernel of that name."""
     return choose(call, impl)(call)
+
+
+def run_with_rows(call: AttentionCall, impl: str = "auto") -> tuple[Tensor, KernelRows] | None:
+    """As `run`, with what the kernel finds of each row on its way; None, and nothing run, where it finds nothing."""
+    kernel = choose(call, impl)
+    return kernel.with_rows(call) if isinstance(kernel, Native) else None
 
 
 def run_with_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:

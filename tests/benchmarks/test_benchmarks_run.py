@@ -52,5 +52,8 @@ def test_every_exception_is_still_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_benchmark_restarts_as_itself(name: str) -> None:
-    for module in re.findall(r"settle\((.*?)\)", (FOLDER / f"{name}.py").read_text()):
+    text = (FOLDER / f"{name}.py").read_text()
+    for module in re.findall(r"settle\((.*?)\)", text):
         assert module == ("" if name == "__main__" else f'module="benchmarks.{name}"')
+    inside = [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    assert not any("settle(" in function for function in inside), "a caller of main() would be replaced by it"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import qkeel
 from qkeel.nn import Attention
@@ -79,7 +80,29 @@ def chosen(preset: str, impl: str, backend: str) -> float:
     return max(difference(module, compiled, length) for length in (15, 150))
 
 
-CASES = {"fullgraph": fullgraph, "tapped": tapped, "chosen": chosen}
+def watched(preset: str, impl: str, backend: str) -> float:
+    """Watched by what the kernel finds: outputs, gradients and the number of graphs are the unwatched ones."""
+    found, graphs = [], []
+    for stats in (None, "entropy"):
+        torch._dynamo.reset()
+        counters.clear()
+        module = attention(preset, impl)
+        compiled = torch.compile(module, fullgraph=True, backend=backend)
+        monitor = None if stats is None else qkeel.watch(compiled, stats=stats)
+        x = torch.randn(2, 12, 32)
+        out = [compiled(x) for _ in range(3)][-1]
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), list(module.parameters()))])
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert monitor is not None
+    assert len(monitor.history) == 3
+    (stats,) = monitor.read().values()
+    assert stats.n_queries.tolist() == [3 * 2 * 12] * 4
+    assert not stats.n_pairs.any(), "a pass of its own was made"
+    assert graphs[0] == graphs[1], graphs
+    return max(float((a - b).abs().max()) for a, b in zip(*found))
+
+
+CASES = {"fullgraph": fullgraph, "tapped": tapped, "chosen": chosen, "watched": watched}
 
 if __name__ == "__main__":
     warnings.simplefilter("error", UserWarning)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkeel import preset, reference
 from qkeel.errors import RefusedError
-from qkeel.functional.distances import clipped, xpos_decay
+from qkeel.functional.distances import xpos_decay
 from qkeel.functional.stretch import yarn
 from qkeel.nn import GAU, Attention
 from qkeel.nn.core import SpecModule
@@ -118,7 +118,7 @@ def distance(method: str, i: int, j: int) -> float:
     if method == "rerope":
         return min(i - j, 3)
     if method == "leaky_rerope":
-        return float(clipped(torch.tensor(i - j), 3, 4))
+        return i - j if i - j < 3 else 3 + (i - j - 3) / 4
     if method == "self_extend" and i - j >= 3:
         return i // 4 - j // 4 + 3 - 3 // 4
     return i - j

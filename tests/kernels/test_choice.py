@@ -24,6 +24,7 @@ ROW = ("cpu", torch.float32, 64, "folded", False, "none")
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(stored.VARIABLE, raising=False)
+    monkeypatch.setenv("QKEEL_NATIVE", "0")  # tables here are of kernels that every machine has
     for cached in (stored.adopted, ops._orders_once, ops._tell_once):
         cached.cache_clear()
     yield

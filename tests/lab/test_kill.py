@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
-import os
 import random
 import shlex
 import signal
@@ -15,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.lab.killing import kill_until_done
 
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 
@@ -44,25 +43,7 @@ def test_a_study_killed_at_random_instants_ends_with_the_bit_identical_table(
 ) -> None:
     config = tiny(steps=40, checkpoint_every=3, log_every=2)
     study(config, str(tmp_path / "whole"))
-    # A server that has imported everything once: its children start, and are killed, in milliseconds.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qkeel.lab.engine"])
-    instants = random.Random(7)
-    kills, child = 0, None
-    for _ in range(60):
-        child = context.Process(target=study, args=(config, str(tmp_path / "cut")))
-        child.start()
-        child.join(instants.uniform(0.02, 0.4) if kills < 8 else None)
-        if child.exitcode is None:
-            assert child.pid is not None
-            os.kill(child.pid, signal.SIGKILL)
-            child.join()
-            kills += 1
-        elif child.exitcode == 0:
-            break
-    assert child is not None
-    assert child.exitcode == 0
-    assert kills >= 3, "the study was over before it could be killed"
+    kill_until_done(study, (config, str(tmp_path / "cut")), longest=0.4, seed=7)
     assert table(tmp_path / "cut") == table(tmp_path / "whole")
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import os
-import random
-import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.lab.killing import kill_until_done
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
@@ -111,6 +108,15 @@ def check_steps(configs: list[RunConfig]) -> None:
 @pytest.mark.parametrize("remedy", [*sorted(REMEDIES), *MORE])
 def test_each_remedy_in_a_stack_has_the_numbers_it_has_alone(tiny: Make, remedy: str) -> None:
     check_steps(several(tiny, steps=3, remedy=remedy)[1:])
+
+
+@pytest.mark.parametrize("remedy", ["none", "qk_norm", "qk_norm:kind=l2,gain=scalar", "softcap"])
+def test_the_compiled_operators_give_a_stack_the_numbers_they_give_a_run(
+    remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", "1")
+    base = RunConfig(remedy=remedy, device="cpu", steps=2, probe_sequences=2, eval_sequences=2)
+    check_steps([resolve(dataclasses.replace(base, seed=s)) for s in (0, 1)])
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model.values())))
@@ -319,22 +325,6 @@ def stacked_study(config: RunConfig, out: str) -> None:
 def test_a_stacked_study_killed_at_random_instants_ends_with_the_same_table(tiny: Make, tmp_path: Path) -> None:
     config = tiny(steps=40, checkpoint_every=3)
     stacked_study(config, str(tmp_path / "whole"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qkeel.lab.engine"])
-    instants, kills, child = random.Random(5), 0, None
-    for _ in range(60):
-        child = context.Process(target=stacked_study, args=(config, str(tmp_path / "cut")))
-        child.start()
-        child.join(instants.uniform(0.02, 1.5) if kills < 8 else None)
-        if child.exitcode is None:
-            assert child.pid is not None
-            os.kill(child.pid, signal.SIGKILL)
-            child.join()
-            kills += 1
-        elif child.exitcode == 0:
-            break
-    assert child is not None
-    assert child.exitcode == 0
-    assert kills >= 3, "the study was over before it could be killed"
+    kill_until_done(stacked_study, (config, str(tmp_path / "cut")), longest=1.5, seed=5)
     for mine, other in zip(table(tmp_path / "cut"), table(tmp_path / "whole"), strict=True):
         check_row(mine, other, ("val_loss", "init_loss", "lr"))

@@ -219,7 +219,8 @@ def test_micro_batches_merge_and_splitting_changes_nothing_else() -> None:
     assert plain.classes is None
     assert split_up.classes is not None
     assert torch.equal(plain.max_logit, split_up.max_logit)
-    assert torch.equal(plain.entropy, split_up.entropy)
+    # Statistics by class are torch's, those of the whole the compiled pass's where it is on: sums in another order.
+    torch.testing.assert_close(plain.entropy, split_up.entropy, rtol=1e-6, atol=0)
     assert torch.equal(split_up.classes.n_pairs.sum((1, 2)), split_up.n_pairs)
     assert torch.equal(split_up.classes.max_logit.amax((1, 2)), split_up.max_logit)
 

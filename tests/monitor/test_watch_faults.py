@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from qkeel import watch
 from qkeel.errors import QkeelWarning
-from qkeel.monitor import Alarm, Cadence, History, LoggingSink, Rule, Sample, Sink
+from qkeel.monitor import Alarm, Cadence, History, LoggingSink, Rule, Sample, Sink, measuring
 from qkeel.monitor import monitor as monitor_module
 from qkeel.monitor.alarms import AlarmLog
 from qkeel.monitor.hidden import Hidden
 from qkeel.monitor.journal import Journal
 from qkeel.monitor.means import Means
+from qkeel.monitor.measuring import Measuring
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.recording import Recording
 from qkeel.monitor.steps import Steps
@@ -40,13 +41,13 @@ def boom(*args: object, **kwargs: object) -> Any:
 PLACES: list[tuple[Any, str]] = [
     (Monitor, "_due"),
     (Monitor, "_before_pass"),
-    (Monitor, "_measure"),
+    (Measuring, "call"),
     (Monitor, "_after_pass"),
     (Monitor, "_step_due"),
     (Monitor, "_close_step"),
     (Monitor, "_settle"),
     (monitor_module, "find_sites"),
-    (monitor_module, "statistics"),
+    (measuring, "statistics"),
     (monitor_module, "about"),
     (Weights, "__init__"),
     (Weights, "read"),
@@ -323,7 +324,7 @@ def test_reading_a_monitor_never_raises_its_faults(name: str, monkeypatch: pytes
 
 def test_a_fault_in_the_observer_of_an_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder()
-    monkeypatch.setattr(Monitor, "_measure", boom)
+    monkeypatch.setattr(Measuring, "call", boom)
     monitor = watch(model)
     _, warned = caught(lambda: token_loss(model, 0))
     assert not monitor.active

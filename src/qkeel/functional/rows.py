@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -194,6 +195,32 @@ def no_product_rows(like: Tensor) -> dict[str, Tensor]:
 def _inverse(norm: Tensor) -> Tensor:
     """1 / norm, 0 where that is no number: hidden keys may hold anything."""
     return torch.where(norm > 0, norm, torch.inf).reciprocal()
+
+
+class KernelRows(NamedTuple):
+    """What a kernel finds of each query row [b h t] while it attends, float32; rows that see no key: -inf, -inf, 0."""
+
+    largest: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+
+def reduce_kernel_rows(rows: KernelRows, counted: Bool[Tensor, "b t"] | None, n_kv_heads: int) -> LogitStats:
+    """max_logit, entropy, entropy_min and n_queries of all rows that see a key and count; the rest is neutral.
+
+    So is capped_max_logit, since the cap is not known here.
+    """
+    over = rows.lse != -torch.inf  # NaN is to be seen
+    if counted is not None:
+        over = over & counted[:, None]
+    n = over.sum((0, 2))
+    return dataclasses.replace(
+        LogitStats.empty(rows.lse.shape[1], n_kv_heads, rows.largest),
+        max_logit=rows.largest.masked_fill(~over, -torch.inf).amax((0, 2)),
+        entropy=rows.entropy.masked_fill(~over, 0.0).sum((0, 2)) / n.clamp_min(1),
+        entropy_min=rows.entropy.masked_fill(~over, torch.inf).amin((0, 2)),
+        n_queries=n,
+    )
 
 
 def reduce_rows(

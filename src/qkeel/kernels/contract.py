@@ -102,10 +102,12 @@ def encoded(
 def row_statistics(call: AttentionCall) -> gpu.Rows | None:
     """Largest and smallest logit, lse and entropy of every query row [b h t], float32, by a pass of its own on a GPU.
 
-    None where that does not do: other devices, biases, masks of pairs, positions of the caller's own. q and k are
-    those that the definition takes, in float32; where the spec leaves them as they are, in their own precision, which
-    makes the same products.
+    None where that does not do: other devices, biases, masks of pairs, positions of the caller's own, subclasses. q and
+    k are those that the definition takes, in float32; where the spec leaves them as they are, in their own precision,
+    which makes the same products.
     """
+    if type(call) is not AttentionCall:
+        return None  # who sees whom, and what is added, are functions of a subclass
     spec, mask = call.spec, call.mask
     padding = mask is None or (mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1)
     if not (padding and call.plain and spec.position.folds and type(spec.cap) in (NoCap, Softcap)):

@@ -13,12 +13,14 @@ from qkeel.functional.changes import LogitChange, change_factors, change_rows, n
 from qkeel.functional.classes import KeyClasses
 from qkeel.functional.normalizers import entropy
 from qkeel.functional.rows import (
+    KernelRows,
     RowStats,
     Seen,
     by_class,
     extreme_logits,
     logit_rows,
     product_rows,
+    reduce_kernel_rows,
     reduce_rows,
     softmax_rows,
 )
@@ -140,6 +142,18 @@ def logit_maxima(call: AttentionCall) -> tuple[Tensor, Tensor]:
             most, least = extreme_logits(z, seen, counted)
             top, low = torch.maximum(top, most), torch.minimum(low, least)
     return top, low
+
+
+@torch.no_grad()
+def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
+    """What a kernel found, per head: max_logit, capped_max_logit, entropy, entropy_min and n_queries of `logit_stats`.
+
+    The rest is as if nothing was seen; n_pairs 0 says so. Rows that the call's `query_mask` leaves out count nowhere.
+    The logits are those of q and k in the precision in which the kernel took them.
+    """
+    found = reduce_kernel_rows(rows, call.query_mask, call.k.shape[1])
+    top = found.max_logit
+    return dataclasses.replace(found, capped_max_logit=torch.where(top == -torch.inf, top, call.spec.cap.apply(top)))
 
 
 def _stats(call: AttentionCall, keys_seen: Tensor, threshold: float) -> LogitStats:

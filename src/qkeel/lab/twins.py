@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.errors import RefusedError
+from qkeel.kernels.contract import encoded
 from qkeel.nn.core import SpecModule
 from qkeel.ops import run
 from qkeel.spec import AttentionCall, AttentionSpec
@@ -150,11 +151,20 @@ class StackedAttend:
                 observer(self._of_run(call, r, own.spec_params()))
         if self.report is not None:
             self.report(self._for_statistics(call, params))
-        if params:  # run by run: gradients of parameters summed over all at once would round otherwise
+        if params and not _only_gains(spec, params):
+            # Run by run: gradients of parameters summed over all at once would round otherwise.
             out = torch.cat([run(self._of_run(call, r, own), self.module.impl) for r, own in enumerate(each)])
         else:
-            out = run(call, self.module.impl)
+            out = run(self._encoded(call, each) if params else call, self.module.impl)
         return out.transpose(1, 2).flatten(2)
+
+    def _encoded(self, call: AttentionCall, each: Sequence[Params]) -> AttentionCall:
+        """The call with q and k normed and rotated, run by run for the same reason."""
+        parts = [self._of_run(call, r, own) for r, own in enumerate(each)]
+        pairs = [encoded(part.spec, part.q, part.k, part.pos_q, part.pos_k, part.params) for part in parts]
+        q, k = (_in_a_row(x) for x in zip(*pairs))
+        spec, left = call.spec.core(call.params)
+        return dataclasses.replace(call, spec=spec, q=q, k=k, params=left)
 
     def _of_run(self, call: AttentionCall, r: int, params: Params) -> AttentionCall:
         """A run's own call."""
@@ -169,7 +179,23 @@ class StackedAttend:
         q, k, v = (heads_in_a_row(x, len(self.own)) for x in (call.q, call.k, call.v))
         groups = {"q": call.q.shape[1], "k": call.k.shape[1], "v": call.k.shape[1]}
         own = {name: by_head(p, groups.get(name.split("_")[0], groups["q"])) for name, p in params.items()}
+        # Gains are [h d], not [h 1 d].
+        own = {name: p[:, 0] if name.endswith("_norm") else p for name, p in own.items()}
         return [dataclasses.replace(call, q=q, k=k, v=v, params=own)]
+
+
+def _in_a_row(parts: Sequence[Tensor]) -> Tensor:
+    """Sequences [b h t d] of all runs, that lie in memory as those of one do: the order of a gradient's sums."""
+    if parts[0].stride(1) < parts[0].stride(2):
+        return torch.cat([x.transpose(1, 2) for x in parts]).transpose(1, 2)
+    return torch.cat(list(parts))
+
+
+def _only_gains(spec: AttentionSpec, params: Params) -> bool:
+    """Whether the only parameters are gains of q and k, so that all after the encoding is alike in every run."""
+    norm = spec.norm
+    gains = isinstance(norm, GainNorm) and "v" not in norm.on
+    return gains and {"q_norm", "k_norm"}.issuperset(params) and spec.position.keeps
 
 
 def heads_in_a_row(x: Tensor, runs: int) -> Tensor:

@@ -83,6 +83,8 @@ def execute(jobs: Sequence[Job], workers: int, stack: How = "off") -> Generator[
     # What is done with the weights afterwards is done run by run.
     units = [[job] for job in jobs if job.contexts is not None]
     units += plan_stacks([(RunConfig.from_dict(j.config), j) for j in jobs if j.contexts is None], stack, workers)
+    # The longest first, so that no worker ends long after the others.
+    units.sort(key=lambda unit: -sum(RunConfig.from_dict(job.config).steps for job in unit))
     if workers == 1 or len(units) <= 1:
         for unit in units:
             yield from work(unit)

@@ -24,6 +24,8 @@ from qkeel.sites.tap import Phase
 
 # Which count says that a field was measured at all, where it is not the number of query rows.
 _COUNTS = {
+    "min_logit": "n_pairs",
+    "max_abs_logit": "n_pairs",
     "mean_logit": "n_pairs",
     "key_norm": "n_keys",
     "key_norm_max": "n_keys",
@@ -104,7 +106,8 @@ class Journal:
         rows |= class_rows([measured.stats.get(site) for site in self.sites])
         heads = {name: pad_layers(of, self._width) for name, of in rows.items() if any(row is not None for row in of)}
         values = {"step": float(step)}
-        values |= {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in _WHOLE if name in heads}
+        known = [name for name in _WHOLE if any(_measured(name, s).any() for s in measured.stats.values())]
+        values |= {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in known if name in heads}
         for (site, name), value in measured.numbers.items():
             if value.ndim == 0:
                 values[f"{name}/{site}" if site else name] = float(value)
@@ -119,8 +122,14 @@ class Journal:
         if stats is None or name not in (*_OF_STATS, NON_FINITE):
             return None
         if name == NON_FINITE:
-            broken = ~(stats.max_logit.isfinite() & stats.min_logit.isfinite() & stats.entropy.isfinite())
+            low = stats.min_logit.isfinite() | (stats.n_pairs == 0)  # not measured
+            broken = ~(stats.max_logit.isfinite() & low & stats.entropy.isfinite())
             return np.where(stats.n_queries.numpy() > 0, broken.double().numpy(), np.nan)
         row = getattr(stats, name).double().numpy()
-        row = np.where(getattr(stats, _COUNTS.get(name, "n_queries")).numpy() > 0, row, np.nan)
+        row = np.where(_measured(name, stats), row, np.nan)
         return repeat_groups(row, len(stats.max_logit))
+
+
+def _measured(name: str, stats: LogitStats) -> np.ndarray:
+    """Of which heads it was."""
+    return getattr(stats, _COUNTS.get(name, "n_queries")).numpy() > 0

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
-from qkeel.functional.stats import LogitStats
 from qkeel.handle import Handle
 from qkeel.monitor.about import about
 from qkeel.monitor.changes import Changes
@@ -21,8 +20,8 @@ from qkeel.monitor.hidden import Hidden
 from qkeel.monitor.history import History
 from qkeel.monitor.journal import Journal
 from qkeel.monitor.means import Means
+from qkeel.monitor.measuring import Measuring
 from qkeel.monitor.moved import Moved
-from qkeel.monitor.observed import Observed
 from qkeel.monitor.plan import Plan
 from qkeel.monitor.rule import Alarm, Rule
 from qkeel.monitor.sample import Sample
@@ -34,7 +33,6 @@ from qkeel.monitor.transfer import Flag, Measured, Stats, Transfer, merged, on_h
 from qkeel.monitor.weights import Weights
 from qkeel.sites.find import find_sites
 from qkeel.sites.forwards import owners, unwrapped
-from qkeel.sites.intercept import Seen, statistics
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.stack import tensors
 from qkeel.sites.tap import Look, Phase, Tap, Visitor
@@ -57,7 +55,7 @@ class Monitor(Handle):
         self._tokens = Tokens(plan.query_mask, plan.classes)
         self._moved = Moved()
         self._means = Means()
-        self._observed = Observed()
+        self._measuring = Measuring(self._tokens, plan.threshold)
         self._weights: Weights | None = None
         self._gains: Gains | None = None
         self._numbers: dict[tuple[str, str], Tensor] = {}
@@ -71,7 +69,9 @@ class Monitor(Handle):
         self._journal = Journal(
             plan.sinks, self._rules, plan.planned, lambda: about(self.model, self.sites, optimizer, plan.cadence)
         )
-        self._tap = Tap(model, due=self._due, measure=self._measure, visitor=_Eyes(self), on_fault=self._off)
+        measure, rows = self._measuring.call, None if plan.stats is True else self._measuring.rows
+        eyes = _Eyes(self)
+        self._tap = Tap(model, due=self._due, measure=measure, measure_rows=rows, visitor=eyes, on_fault=self._off)
         self.model = self._tap.model
         self._changes = None if plan.probe is None else Changes(self._tap, plan.probe)
         self._steps: Steps | None = None
@@ -196,11 +196,7 @@ class Monitor(Handle):
 
     def _rules(self) -> tuple[Rule, ...]:
         given = self.plan.rules
-        return given if given is not None else rules_for(self._observed.setting(self.sites))
-
-    def _measure(self, call: Seen) -> LogitStats | None:
-        self._observed.see(call)
-        return statistics(self._tokens.on(call), self.plan.threshold)
+        return given if given is not None else rules_for(self._measuring.observed.setting(self.sites))
 
     def _after_pass(self, output: object, phase: Phase) -> None:
         self._tokens.end()

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, unknown
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.classes import Classes, GivenClasses
+from qkeel.monitor.measuring import Wanted
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.plan import Plan
 from qkeel.monitor.planned import PlannedRates
@@ -26,6 +27,7 @@ def watch(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     every: int | Cadence = 1,
+    stats: Wanted = True,
     sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
     rules: Rule | Sequence[Rule] | None = None,
     query_mask: Given | None = None,
@@ -40,6 +42,10 @@ def watch(
         optimizer: what steps it. With one, a step is one of its steps and the weights behind the heads are read too;
             without one, each forward pass is a step.
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
+        stats: True for everything in LogitStats, by a pass over the logits of each measured call. "entropy" for the
+            largest logit and the entropy of each head (and entropy_min, n_queries), which the compiled attention of
+            qkeel's own modules finds while it attends, so that every step can be measured; n_pairs is 0 then, and what
+            counts pairs, products or keys is not measured. A call that another kernel computes is measured in full.
         sinks: where the numbers go besides memory: sinks, or paths of run directories for `qkeel report`.
         rules: the alarms; each warns once. None for the default ones and those of `monitor.rules_for` that fit what is
             seen (number format, kernel, head width, norms), an empty list for none.
@@ -58,15 +64,22 @@ def watch(
 
     Raises:
         InvalidTypeError: an argument is something else.
-        InvalidValueError: the optimizer holds none of the model's parameters, the forward takes no `query_mask`.
+        InvalidValueError: the optimizer holds none of the model's parameters, the forward takes no `query_mask`,
+            classes are asked for with stats="entropy".
+        UnknownNameError: stats is something else.
         AlreadyAppliedError: the model is watched already.
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"expected a torch.nn.Module to watch, got {type(model).__name__}; give the model itself"
         )
+    if stats is not True and stats != "entropy":
+        raise unknown("statistics", str(stats), ("entropy",))
+    if stats is not True and classes is not None:
+        raise InvalidValueError('expected stats=True with classes: what stats="entropy" measures is not split by class')
     plan = Plan(
         cadence=cadence(every),
+        stats=stats,
         sinks=tuple(_sink(s) for s in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")),
         rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask=None if query_mask is None else QueryMask.on(model, query_mask),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, caution
+from qkeel.functional.rows import KernelRows
 from qkeel.kernels.contract import encoded
 from qkeel.nn.cache import KVCache
-from qkeel.ops import KERNELS, run
+from qkeel.ops import KERNELS, run, run_with_rows
 from qkeel.registry import lookup
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
@@ -17,6 +19,18 @@ from qkeel.spec.presets import scale_advice
 from qkeel.spec.slot import Params
 
 Observer = Callable[[AttentionCall], None]
+
+
+class Reader(abc.ABC):
+    """An observer that takes what the kernel finds of each row; only of a call whose kernel finds nothing the call."""
+
+    @abc.abstractmethod
+    def __call__(self, call: AttentionCall) -> None:
+        """A call on its way into attention: nothing is known of its logits."""
+
+    @abc.abstractmethod
+    def read(self, call: AttentionCall, rows: KernelRows) -> None:
+        """A call that was computed, and what was found meanwhile."""
 
 
 def check_dropout(dropout: float) -> None:
@@ -28,7 +42,8 @@ def check_dropout(dropout: float) -> None:
 class SpecModule(nn.Module):
     """A module that attends under `spec`. The spec's parameters are its own (`q_norm`, `logit_scale`, …).
 
-    `observers` are called with every AttentionCall on its way into attention; they must not change it.
+    `observers` are called with every AttentionCall on its way into attention; they must not change it. A Reader among
+    them has a kernel that finds the largest logits and entropies of rows in its pass tell them.
     """
 
     n_heads: int
@@ -73,9 +88,15 @@ class SpecModule(nn.Module):
         call = make_call(
             spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout
         )
+        reading = any(isinstance(observer, Reader) for observer in self.observers)
+        read = run_with_rows(call, self.impl) if reading else None
         for observer in self.observers:
-            observer(call)
-        return run(call, self.impl).transpose(1, 2).flatten(2)
+            if read is not None and isinstance(observer, Reader):
+                observer.read(call, read[1])
+            else:
+                observer(call)
+        out = run(call, self.impl) if read is None else read[0]
+        return out.transpose(1, 2).flatten(2)
 
     def attend_cached(
         self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, pos: Tensor | None

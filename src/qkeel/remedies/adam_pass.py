@@ -75,12 +75,37 @@ class AdamPass:
         return _fits(weight) and all(_fits_state(name, x, weight) for name, x in state.items())
 
     def norms(self) -> dict[int, Tensor]:
-        """The Frobenius norms per head of entries whose weights nobody changed since the last step."""
+        """The Frobenius norms per head of entries whose weights have made a step, here or before a checkpoint."""
+        for k, (weight, _, _) in enumerate(self._owners):
+            if self._known[k] != _now(weight) and self._optimizer.state.get(weight):
+                self._sum(k)
+                self._known[k] = _now(weight)
         fresh = {i for k, (w, entries, _) in enumerate(self._owners) if self._known[k] == _now(w) for i in entries}
         if not fresh:
             return {}
         all_norms = self._squares[self._lines].sum(1).sqrt().float().split(self._counts)
         return {i: norm for i, norm in zip(self._entries, all_norms) if i in fresh}
+
+    def _sum(self, k: int) -> None:
+        """The squares of a weight's lines, by a step that leaves a copy of it as it is.
+
+        To the bit those that the pass leaves, so that a resumed run goes on as if it had never stopped.
+        """
+        weight = self._owners[k][0].detach()
+        means, variances, gradients = ([torch.zeros_like(weight)] for _ in range(3))
+        tensors = adamw.AdamTensors(
+            weights=[weight.clone()],
+            gradients=gradients,
+            means=means,
+            variances=variances,
+            maxima=[],
+            steps=[torch.zeros(())],
+            rates=[torch.zeros_like(self._line_rates[k])],
+            squares=[self._line_squares[k]],
+            axes=[self._axes[k]],
+        )
+        none = adamw.AdamOptions(lr=0, beta1=0.9, beta2=0.9, eps=1, decay=0, decoupled=True, maximize=False)
+        adamw.adam_lines(tensors, none)
 
     def begin(self, factors: Sequence[Tensor]) -> None:
         """Take the coming step, at these factors per head of every entry."""

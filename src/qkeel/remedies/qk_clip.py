@@ -16,6 +16,7 @@ from qkeel.functional.updates import group_max, qk_clip_gamma, repeat_groups
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.native import adamw
+from qkeel.kernels.statistics import stats_of_rows
 from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
 from qkeel.remedies.linear import check_keeps
 from qkeel.remedies.masters import LOW_PRECISION, copies_in_state, innermost
@@ -168,7 +169,9 @@ class _Clip:
 
     def __init__(self, remedy: QKClip, target: Target, plan: _Plan, together: bool) -> None:
         self.remedy, self.sites, self.plan, self.together = remedy, target.sites, plan, together
-        self.tap = Tap(target.model, when_training=True, parts=True, measure=maxima, on_fault=_off)
+        self.tap = Tap(
+            target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, on_fault=_off
+        )
         self.tap.dispatch = any(site.below for site in target.sites)
         self.tap.described = [site for site in target.sites if site.description is not None]
         self.kept: dict[str, Tensor] = {}  # maxima of a step that a GradScaler skipped, else -inf

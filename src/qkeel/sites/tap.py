@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from qkeel.errors import caution
+from qkeel.functional.rows import KernelRows
 from qkeel.functional.stats import LogitStats, merge
 from qkeel.handle import Handle
-from qkeel.nn.core import Observer, SpecModule
+from qkeel.nn.core import Observer, Reader, SpecModule
 from qkeel.sites.brackets import BracketMode
 from qkeel.sites.forwards import Forwards, extra_of_another, extra_pass, get_idle, idle, recomputing
 from qkeel.sites.intercept import Interceptor, Seen, Sighting, statistics
@@ -26,6 +27,7 @@ from qkeel.spec import AttentionCall
 Phase = Literal["train", "eval"]
 Look = Literal["statistics", "bracket", "nothing"]
 Measure = Callable[[Seen], LogitStats | None]
+MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 
 def _say_off(error: Exception) -> None:
@@ -67,8 +69,9 @@ class Tap(Handle):
     What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
     exception nothing is. `due(training, compiled)` says what to look at in a pass: "bracket" is a bound on the largest
     logit, see BracketMode. With `parts` own modules report calls that are made outside a pass of the model too, by who
-    calls its parts one by one. `measure` is what is computed of a call; `visitor` sees those passes too. A fault in the
-    tap warns once and switches it off.
+    calls its parts one by one. `measure` is what is computed of a call, unless its kernel tells what it found and
+    `measure_rows` makes do with that. `visitor` sees those passes too. A fault in the tap warns once and switches it
+    off.
     """
 
     def __init__(
@@ -79,10 +82,11 @@ class Tap(Handle):
         parts: bool = False,
         due: Callable[[bool, bool], Look] | None = None,
         measure: Measure = statistics,
+        measure_rows: MeasureRows | None = None,
         visitor: Visitor | None = None,
         on_fault: Callable[[Exception], None] = _say_off,
     ) -> None:
-        self.measure = measure
+        self.measure, self.measure_rows = measure, measure_rows
         self.visitor = visitor or Visitor()
         self.passes = {"train": 0, "eval": 0}
         self.foreign = True  # until a pass has shown that all attention is of own modules
@@ -229,7 +233,7 @@ class _Pass:
             self._undo.callback(visit.remove)
         for name, module in self.tap.model.named_modules():
             if isinstance(module, SpecModule):
-                observer: Observer = functools.partial(self._own, name)
+                observer = self._observer(name)
                 module.observers.append(observer)
                 self._undo.callback(module.observers.remove, observer)
         if self.tap.foreign:
@@ -250,10 +254,14 @@ class _Pass:
         self._undo.close()
         self.tap.foreign = self.foreign_calls > 0 or self.own_calls == 0
 
-    def _own(self, name: str, call: AttentionCall) -> None:
+    def _observer(self, name: str) -> Observer:
+        measure = self.tap.measure_rows if self.kept is None else None
+        return functools.partial(self._own, name) if measure is None else _RowReader(self, name, measure)
+
+    def _own(self, name: str, call: AttentionCall, measure: Measure | None = None) -> None:
         self.own_calls += 1
         try:
-            self._take(name, call)
+            self._take(name, call, measure=measure)
         except Exception as error:
             self.tap.fault(error)
 
@@ -261,16 +269,29 @@ class _Pass:
         self.foreign_calls += 1
         self._take(sighting.name, sighting.call, sighting.frame.name if sighting.headless else None)
 
-    def _take(self, name: str, call: Seen, part_of: str | None = None) -> None:
+    def _take(self, name: str, call: Seen, part_of: str | None = None, measure: Measure | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""
         if extra_of_another(self.tap):
             return
         if self.kept is not None:
             self.kept.setdefault(name, call)
         elif self.tap.active:
-            stats = self.tap.measure(call)
+            stats = (measure or self.tap.measure)(call)
             if stats is not None:
                 self.sites.add(name, stats, part_of)
+
+
+class _RowReader(Reader):
+    """A pass's connection to an own module that takes what the kernel found."""
+
+    def __init__(self, look: _Pass, name: str, measure: MeasureRows) -> None:
+        self.look, self.name, self.measure = look, name, measure
+
+    def __call__(self, call: AttentionCall) -> None:
+        self.look._own(self.name, call)
+
+    def read(self, call: AttentionCall, rows: KernelRows) -> None:
+        self.look._own(self.name, call, lambda _: self.measure(call, rows))
 
 
 class _Part:

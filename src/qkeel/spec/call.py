@@ -170,11 +170,10 @@ def make_call(
     spec.position.check(q.shape[-1])
     if not 0 <= dropout < 1:
         raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
-    b, _, t, _ = q.shape
-    s = k.shape[2]
+    t, s = q.shape[2], k.shape[2]
     plain = pos_q is None and pos_k is None
-    keys = _positions("pos_k", pos_k, b, s, torch.arange(s, device=q.device))
-    queries = keys if plain and t == s else _positions("pos_q", pos_q, b, t, _aligned(keys, s, t, pos_k))
+    keys = _positions("pos_k", pos_k, q, s, torch.arange(s, device=q.device))
+    queries = keys if plain and t == s else _positions("pos_q", pos_q, q, t, _aligned(keys, s, t, pos_k))
     return AttentionCall(
         spec=spec,
         q=q,
@@ -199,6 +198,11 @@ def _aligned(keys: Tensor, s: int, t: int, pos_k: Tensor | None) -> Tensor:
 def _check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device and x.ndim:  # a number of a CPU is taken everywhere
+        raise InvalidValueError(f"expected {name} on {q.device} as q, got it on {x.device}; move it with .to(q.device)")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -228,10 +232,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _positions(name: str, pos: Tensor | None, b: int, n: int, default: Tensor) -> Tensor:
+def _positions(name: str, pos: Tensor | None, q: Tensor, n: int, default: Tensor) -> Tensor:
     if pos is None:
         return default if default.ndim == 2 else default[None]
     _check_tensor(name, pos)
+    _check_device(name, pos, q)
+    b = q.shape[0]
     full = pos[None] if pos.ndim == 1 else pos
     if full.ndim != 2 or full.shape[0] not in (1, b) or full.shape[1] != n:
         raise ShapeError(f"expected {name} of shape [{b} {n}] or [{n}], got {tuple(pos.shape)}")
@@ -242,10 +248,12 @@ def _mask(mask: Tensor | None, q: Tensor, s: int) -> Tensor | None:
     if mask is None:
         return None
     _check_tensor("mask", mask)
+    _check_device("mask", mask, q)
     b, h, t, _ = q.shape
-    if mask.dtype != torch.bool and not mask.is_floating_point():
+    if mask.dtype != torch.bool and not (mask.is_floating_point() and mask.dtype.itemsize > 1):
         raise InvalidTypeError(
-            f"expected a boolean mask (True = may attend) or a float one (added to the logits), got {mask.dtype}"
+            "expected a boolean mask (True = may attend) or a float one of 16 bits or more (added to the logits), "
+            f"got {mask.dtype}"
         )
     if b == t > 1 and mask.shape == (b, s):
         raise ShapeError(
@@ -275,6 +283,7 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
                 "make a full set with spec.init_params(n_heads, n_kv_heads, head_dim)"
             )
         _check_tensor(f"parameter {name!r}", given[name])
+        _check_device(f"parameter {name!r}", given[name], q)
         if given[name].shape != like.shape:
             raise ShapeError(
                 f"expected parameter {name!r} of shape {tuple(like.shape)}, got {tuple(given[name].shape)}"

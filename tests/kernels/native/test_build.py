@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -15,14 +16,16 @@ import torch
 from qkeel.errors import QkeelWarning
 from qkeel.kernels.native import build, loader, norm_rope
 
-# Stands in for a compiler, which takes half a minute: counts its calls and hands out a given file.
-COMPILER = """#!{python}
+# Stands in for a compiler, which takes half a minute: tells its calls and hands out a given file, or the one that has
+# the name of what is compiled in a given folder.
+COMPILER = """#!{python} -S
 import pathlib, sys, time
+name = next(pathlib.Path(a).stem for a in sys.argv if a.endswith(".cpp"))
 with open({log!r}, "a") as log:
-    log.write("called\\n")
+    log.write(name + "\\n")
 time.sleep({seconds})
-to = sys.argv[sys.argv.index("-o") + 1]
-pathlib.Path(to).write_bytes(pathlib.Path({source!r}).read_bytes())
+to, source = sys.argv[sys.argv.index("-o") + 1], pathlib.Path({source!r})
+pathlib.Path(to).write_bytes((source / name if source.is_dir() else source).read_bytes())
 """
 
 
@@ -34,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiler(folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> Path:
-    """Puts a compiler in place that makes a copy of `source`; returns the log of its calls."""
+    """Puts a compiler in place that makes copies of `source`; returns the log of its calls."""
     script, log = folder / "compiler", folder / "log"
     text = COMPILER.format(python=sys.executable, log=str(log), seconds=seconds, source=str(source))
     script.write_text(text, encoding="utf-8")
@@ -160,20 +163,21 @@ def test_off_means_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 USE = """
-import sys, warnings
+import warnings
 import torch, qkeel
-from qkeel.kernels.native import ready
+from qkeel.kernels.native import attention, norm_rope
 q = torch.linspace(-1, 1, 2 * 4 * 16).view(1, 2, 4, 16)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     for _ in range(3):
         out = qkeel.attention(q, q, q, spec=qkeel.preset("nanochat"))
-print(ready(), len(told), f"{out.double().sum().item():.4f}")
+    print(norm_rope.ready(), attention.ready(), len(told), f"{out.double().sum().item():.4f}")
 """
+USED = ["attention", "norm_rope"]
 
 
 def start(**environment: str) -> subprocess.Popen[str]:
-    env = {**os.environ, **environment}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
         [sys.executable, "-c", USE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
@@ -182,14 +186,27 @@ def start(**environment: str) -> subprocess.Popen[str]:
 def test_two_processes_at_once_compile_once_and_agree_with_one_that_may_not(
     library: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bare = cache.parent / "bare"
-    bare.write_bytes(library.read_bytes()[:-32])
-    log = compiler(cache.parent, bare, monkeypatch, seconds=1.0)
+    ready = cache.parent / "ready"
+    ready.mkdir()
+    for name in USED:
+        found = library.with_name(f"{name}-{build.key(name)}.so")
+        assert found.exists()  # the conftest of all tests compiles them before the first
+        (ready / name).write_bytes(found.read_bytes()[:-32])
+    log = compiler(cache.parent, ready, monkeypatch, seconds=1.0)
     running = [start(), start(), start(CXX="/no/compiler", QKEEL_NATIVE_CACHE=str(cache / "other"))]
     said = [process.communicate(timeout=100) for process in running]
     one, two, without = [out.split() for out, _ in said]
     assert one == two, said
-    assert one[:2] == ["True", "0"], said
-    assert calls(log) == 1
-    assert sum("compiling" in err for _, err in said) == 1
-    assert without == ["False", "1", one[2]], said
+    assert one[:3] == ["True", "True", "0"], said
+    assert sorted(log.read_text().split()) == USED
+    assert sum(err.count("compiling") for _, err in said) == len(USED)
+    assert without == ["False", "False", str(len(USED)), one[3]], said
+
+
+def test_every_operator_has_a_check_by_torch() -> None:
+    defined = {n for path in build.FOLDER.glob("*.cpp") for n in re.findall(r'm\.def\("(\w+)\(', path.read_text())}
+    tested = {
+        n for path in Path(__file__).parent.glob("test_*.py") for n in re.findall(r"(\w+)\.default", path.read_text())
+    }
+    assert {"norm_rope", "attention", "decode"} <= defined
+    assert defined <= tested, "torch.library.opcheck(torch.ops.qkeel_native.<name>.default, ...) belongs to its tests"

@@ -243,6 +243,8 @@ def test_torch_accepts_every_operator() -> None:
         torch.library.opcheck(ops.norm_rope.default, args)
     plain = [a.detach() for a in (x, gain, cos, sin)]
     torch.library.opcheck(ops.norm_rope_alone.default, (*plain, 1, 1e-6))
+    seen = ("test_schema", "test_autograd_registration")  # a number of the host has no shape to tell
+    torch.library.opcheck(ops.gain_spread.default, (plain[1],), test_utils=seen)
     torch.library.opcheck(
         ops.norm_rope_two.default, (plain[0], plain[0][:, :1], plain[1], None, *plain[2:], 1, 0, 1e-6)
     )
@@ -332,3 +334,16 @@ def test_a_place_between_two_tokens_is_turned_by_its_own_angle() -> None:
 
 def test_interpolated_positions_are_turned_by_their_own_angles() -> None:
     check(given(RMSNorm(gain="dim"), Rope(stretch=PI(factor=4)), 20, 64, torch.float32), torch.float32, "PI")
+
+
+def test_gains_of_heads_may_be_those_of_a_stack_of_runs() -> None:
+    pos = torch.arange(5)[None]
+    q, k, weight = torch.randn(1, 4, 5, 16), torch.randn(1, 4, 5, 16), torch.rand(4, 16) + 0.5
+    spec = AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope())
+    for track in (True, False):
+        with torch.set_grad_enabled(track):
+            wide = dict.fromkeys(("q_norm", "k_norm"), weight[:, None].requires_grad_(track))
+            found = native.encoded(spec, q, k, pos, pos, wide)
+        assert found is not None
+        for mine, true in zip(found, spec.encode(q, k, pos, pos, wide)):
+            torch.testing.assert_close(mine, true)

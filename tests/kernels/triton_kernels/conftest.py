@@ -26,3 +26,9 @@ def _interpreter() -> None:
     reason = _why_not()
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors stand for CUDA's here, which the kernels compiled for CPUs never see."""
+    monkeypatch.setenv("QKEEL_NATIVE", "0")

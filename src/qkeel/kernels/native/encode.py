@@ -48,8 +48,8 @@ def encoded(
             return norm_rope_two((q, None, NONE), (k, None, NONE), tables[0], 0.0)
         if tables[0] is not None or norm.on.startswith("qk"):
             kind = _KINDS[type(norm)]
-            one = q, norm.weight("q", params), kind if "q" in norm.on else NONE
-            two = k, norm.weight("k", params), kind if "k" in norm.on else NONE
+            one = q, _gain(norm, "q", params), kind if "q" in norm.on else NONE
+            two = k, _gain(norm, "k", params), kind if "k" in norm.on else NONE
             return norm_rope_two(one, two, tables[0], norm.eps)
     ours = _one("q", q, tables[0], spec, params, operator)
     return ours, _one("k", k, tables[1], spec, params, operator)
@@ -116,8 +116,14 @@ def _one(part: Part, x: Tensor, table: Table | None, spec: AttentionSpec, params
     norm = spec.norm
     if not isinstance(norm, GainNorm) or part not in norm.on:
         return x if table is None else operator(x, None, table, NONE, 0.0, False)
-    gain = norm.weight(part, params)
+    gain = _gain(norm, part, params)
     return operator(x, gain, table, _KINDS[type(norm)], norm.eps, gain is not None and _keeps(x, gain))
+
+
+def _gain(norm: GainNorm, part: Part, params: Params) -> Tensor | None:
+    """[], [d], [h 1] or [h d]; a stack of runs gives [h 1 1|d]."""
+    gain = norm.weight(part, params)
+    return gain[:, 0] if gain is not None and gain.ndim == 3 else gain
 
 
 def _keeps(x: Tensor, gain: Tensor) -> bool:

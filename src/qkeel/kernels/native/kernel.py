@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.functional.distances import alibi_slopes
+from qkeel.functional.rows import KernelRows
 from qkeel.functional.stats import LogitBracket
 from qkeel.kernels.contract import Kernel, Refusal, folded
 from qkeel.kernels.native.attention import Found, How, attention, differentiable, ready
@@ -35,15 +36,21 @@ class Native(Kernel):
     def __call__(self, call: AttentionCall) -> Tensor:
         return _run(call, stats=False)[0]
 
+    def with_rows(self, call: AttentionCall) -> tuple[Tensor, KernelRows]:
+        """out, its bits and its gradient those of a call without, and what the pass finds of each row, detached."""
+        out, *found = _run(call, stats=True)
+        lse, top, entropy = (x.detach() for x in found)
+        return out, KernelRows(torch.where(lse.isnan(), lse, top), lse, entropy)  # a largest number passes NaN over
+
     def bracketed(self, call: AttentionCall) -> tuple[Tensor, LogitBracket]:
         """out, and the exact largest logit and mean entropy of each head over the rows that count and see a key."""
-        out, lse, top, entropy = (x.detach() if i else x for i, x in enumerate(_run(call, stats=True)))
+        out, (top, lse, entropy) = self.with_rows(call)
         if call.query_mask is not None:
-            over = call.query_mask[:, None] & (lse > -torch.inf)
+            over = call.query_mask[:, None] & (lse != -torch.inf)
             n = over.sum((0, 2))
             top, entropy = top.masked_fill(~over, -torch.inf), entropy.masked_fill(~over, 0.0)
         elif call.mask is not None or (call.causal and call.q.shape[2] > call.k.shape[2]):
-            n = (lse > -torch.inf).sum((0, 2))
+            n = (lse != -torch.inf).sum((0, 2))
         else:
             n = torch.full_like(lse[0, :, 0], lse.shape[0] * lse.shape[2])
         most = top.amax((0, 2))

@@ -93,6 +93,8 @@ def holds(*tensors: Tensor) -> bool:
 
 def _given(call: AttentionCall) -> tuple[Any, ...] | None:
     """q, k, scale, low, high and mask as the operators take them."""
+    if type(call) is not AttentionCall:
+        return None  # who sees whom, and what is added, are functions of a subclass
     spec = call.spec
     # The maxima alone need less, but are the bits of those among the full statistics, whoever computes them.
     if type(spec.cap) not in (NoCap, Softcap) or not spec.normalizer.softmax_over_keys or call.classes is not None:

@@ -1,0 +1,115 @@
+"""Bad input through the public doors: torch's numbers or one clear error, never an end of the interpreter."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import qkeel
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, QkeelWarning, RefusedError
+from qkeel.kernels.native import build, loader
+
+SPEC = qkeel.preset("qwen3")
+
+
+def attend(d: int = 8, **changed: object) -> Tensor:
+    q = torch.linspace(-1, 1, 2 * 5 * d).view(1, 2, 5, d)
+    given = {"q": q, "k": q, "v": q, "spec": SPEC, "params": SPEC.init_params(2, 2, d), **changed}
+    return qkeel.attention(**given)  # type: ignore[arg-type]
+
+
+def module(d: int = 8, dtype: torch.dtype = torch.float32, **given: object) -> Tensor:
+    torch.manual_seed(0)
+    own = qkeel.nn.Attention(2 * d, 2, spec=SPEC).to(dtype)
+    x = given.pop("x", torch.linspace(-1, 1, 5 * 2 * d).view(1, 5, -1).to(dtype))
+    return own(x, **given)
+
+
+DOORS: list[Callable[..., Tensor]] = [attend, module]
+
+
+def no_compiler(folder: Path, m: pytest.MonkeyPatch) -> None:
+    m.setenv("QKEEL_NATIVE_CACHE", str(folder / "cache"))
+    m.setenv("CXX", "/no/compiler")
+
+
+def no_place_to_write(folder: Path, m: pytest.MonkeyPatch) -> None:
+    (folder / "file").write_text("")
+    m.setenv("QKEEL_NATIVE_CACHE", str(folder / "file" / "below"))
+
+
+def another_architecture(folder: Path, m: pytest.MonkeyPatch) -> None:
+    """A sound cache of libraries whose heads say AArch64, and no compiler to make better ones."""
+    m.setenv("QKEEL_NATIVE_CACHE", str(folder))
+    m.setenv("CXX", "/no/compiler")
+    body = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\xb7\x00" + bytes(1000)
+    for source in build.FOLDER.glob("*.cpp"):
+        name = f"{source.stem}-{build.key(source.stem)}.so"
+        (folder / name).write_bytes(body + hashlib.sha256(body).digest())
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("spoil", [no_compiler, no_place_to_write, another_architecture])
+def test_where_nothing_can_be_compiled_torch_computes(
+    spoil: Callable[..., None], door: Callable[..., Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as off:
+        off.setenv("QKEEL_NATIVE", "0")
+        true = door()
+    monkeypatch.setattr(loader, "_loaded", functools.cache(loader._loaded.__wrapped__))
+    spoil(tmp_path, monkeypatch)
+    with pytest.warns(QkeelWarning, match="without its compiled") as told:
+        found = [door(), door()]
+    assert all(torch.equal(x, true) for x in found)
+    assert len({str(w.message) for w in told}) == len(told)
+
+
+@pytest.mark.parametrize("d", [4, 12, 1030])
+@pytest.mark.parametrize("door", DOORS)
+def test_other_widths_are_torchs(
+    door: Callable[..., Tensor], d: int, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = door(d)
+    monkeypatch.setenv("QKEEL_NATIVE", "0")
+    assert torch.equal(ours, door(d))
+    monkeypatch.setenv("QKEEL_NATIVE", "1")
+    with pytest.raises(RefusedError, match="multiples of 8"):
+        attend(d, impl="native")
+
+
+FP8 = torch.float8_e4m3fn
+META = {"device": "meta"}
+BAD: dict[str, tuple[Callable[[], Tensor], type[QkeelError], str]] = {
+    "integers": (lambda: attend(**dict.fromkeys("qkv", torch.ones(1, 2, 5, 8).long())), InvalidTypeError, "floating"),
+    "8 bits": (lambda: attend(**dict.fromkeys("qkv", torch.ones(1, 2, 5, 8).to(FP8))), InvalidTypeError, "16 bits"),
+    "two dtypes": (lambda: attend(k=torch.ones(1, 2, 5, 8).half()), InvalidTypeError, "one dtype"),
+    "an integer mask": (lambda: attend(mask=torch.ones(5, 5).long()), InvalidTypeError, "boolean mask"),
+    "a mask of 8 bits": (lambda: attend(mask=torch.ones(5, 5).to(FP8)), InvalidTypeError, "16 bits"),
+    "keys elsewhere": (lambda: attend(k=torch.ones(1, 2, 5, 8, **META)), InvalidValueError, "one device"),
+    "a mask elsewhere": (lambda: attend(mask=torch.ones(5, 5, **META)), InvalidValueError, "mask on cpu"),
+    "positions elsewhere": (lambda: attend(pos_q=torch.ones(5, **META)), InvalidValueError, "pos_q on cpu"),
+    "gains elsewhere": (
+        lambda: attend(params={n: p.to("meta") for n, p in SPEC.init_params(2, 2, 8).items()}),
+        InvalidValueError,
+        "parameter 'q_norm' on cpu",
+    ),
+    "a module of 8 bits": (lambda: module(dtype=FP8), InvalidTypeError, "16 bits"),
+    "a module's mask elsewhere": (lambda: module(mask=torch.ones(5, 5, **META)), InvalidValueError, "mask on cpu"),
+    "a module's positions elsewhere": (lambda: module(pos=torch.ones(5, **META)), InvalidValueError, "pos_k on cpu"),
+    "a context elsewhere": (lambda: module(context=torch.ones(1, 5, 16, **META)), InvalidValueError, "one device"),
+}
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_told_in_one_error(name: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", native)
+    do, error, told = BAD[name]
+    with pytest.raises(error, match=told):
+        do()
