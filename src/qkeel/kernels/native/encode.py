@@ -34,9 +34,11 @@ def encoded(
     """
     if not (_takes(spec.norm, spec.position) and _holds(q) and _holds(k)):
         return None
-    if any(x.device != q.device for x in (k, *params.values())):
-        return None  # torch's own error
-    operator = operator_for(q.device)
+    device = q.device
+    for x in (k, *params.values()):
+        if x.device != device:
+            return None  # torch's own error
+    operator = operator_for(device)
     if operator is None:
         return None
     tables = _tables(spec.position, q, k, pos_q, pos_k)
@@ -104,8 +106,10 @@ def _takes(norm: Norm, position: Position) -> bool:
 
 
 def _holds(x: Tensor) -> bool:
-    plain = type(x) in (Tensor, nn.Parameter) and x.device.type in ("cpu", "cuda") and x.dtype in _SPREADS
-    return plain and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST and x.numel() > 0
+    if not (type(x) in (Tensor, nn.Parameter) and (x.is_cpu or x.is_cuda) and x.dtype in _SPREADS):
+        return False
+    size = x.shape[-1]
+    return size % 8 == 0 and 0 < size <= _WIDEST and x.numel() > 0
 
 
 def _one(part: Part, x: Tensor, table: Table | None, spec: AttentionSpec, params: Params, operator: Operator) -> Tensor:

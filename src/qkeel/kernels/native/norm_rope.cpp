@@ -17,7 +17,7 @@
 #include <tuple>
 #include <vector>
 
-#include "rows.h"
+#include "norm_rope.h"
 
 namespace {
 
@@ -26,43 +26,15 @@ using namespace qkeel;
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
-enum Kind : int64_t { NONE = 0, RMS = 1, L2 = 2, LAYER = 3 };
-constexpr int64_t WIDEST = 1024;   // numbers in a head: what the row buffers hold
 constexpr int64_t CHUNKS = 64;     // partial sums of the gain's gradient: fixed, so threads change no bit
 constexpr int64_t GRAIN = 1 << 15; // numbers a thread takes at least
+constexpr int64_t CACHED = 4 << 20; // bytes up to which several rows at once are faster: past it memory is waited for
 
-inline float mean_of(const float* v, int64_t d, int64_t kind) {
-  return kind == LAYER ? sum8(d, [v](int64_t i) { return at8(v + i); }) / float(d) : 0.0f;
-}
-
-// 1 over the size of a row.
-inline float inverse(const float* v, float mean, int64_t d, int64_t kind, float eps) {
-  if (kind == NONE) return 1.0f;
-  float s = sum8(d, [v, mean](int64_t i) {
-    V x = at8(v + i) - mean;
-    return x * x;
-  });
-  if (kind == L2) return 1.0f / std::max(std::sqrt(s), eps);
-  return 1.0f / std::sqrt(s / float(d) + eps);
-}
-
-// f(i, i + half) for the pairs, eight at once where half allows; then g(i) for the eights that are not rotated.
-// What is left over of either goes one by one to f1 and g1.
-template <typename F, typename F1, typename G, typename G1>
-inline void pairs(int64_t d, int64_t half, F&& f, F1&& f1, G&& g, G1&& g1) {
-  int64_t i = 0;
-  for (; i + 8 <= half; i += 8) f(i, i + half);
-  for (; i < half; ++i) f1(i, i + half);
-  for (i = 2 * half; i + 8 <= d; i += 8) g(i);
-  for (; i < d; ++i) g1(i);
-}
-
-// (a, b) turned by an angle, and turned back.
-template <typename X> inline void turn(X& a, X& b, X c, X s) {
-  X was = a;
-  a = a * c - b * s;
-  b = b * c + was * s;
-}
+// The first of some rows, how many there are, where their gain is and what turns the first.
+struct Block {
+  int64_t n, h, t, rows, gain;
+  const float *cos, *sin;
+};
 
 // x [b h t d] walked in the order it lies in memory, cos and sin beside it, the gain as [1 or h][d] floats.
 struct Walk {
@@ -104,6 +76,24 @@ struct Walk {
         f(n, head, at, head * gain_step, c + place, s + place);
       }
   }
+  // f for every few rows that lie one step apart in memory.
+  template <typename F> void blocks(int64_t from, int64_t to, int64_t most, F&& f) const {
+    const float* c = half ? cos.const_data_ptr<float>() : nullptr;
+    const float* s = half ? sin.const_data_ptr<float>() : nullptr;
+    const int64_t many = heads_inner ? t : h, count = inner();
+    int64_t n = from / many, rest = from % many;
+    for (int64_t o = from; o < to; ++o) {
+      for (int64_t i = 0; i < count; i += most) {
+        int64_t head = heads_inner ? i : rest, at = heads_inner ? rest : i, place = n * cos_b + at * cos_t;
+        f(Block{n, head, at, std::min(most, count - i), head * gain_step, c + place, s + place});
+      }
+      if (++rest == many) rest = 0, ++n;
+    }
+  }
+  int64_t at_once() const { return std::clamp<int64_t>(BLOCK / d, 1, MOST); }
+  int64_t gains_apart() const { return heads_inner ? gain_step : 0; }
+  int64_t angles_apart() const { return heads_inner ? 0 : cos_t; }
+  int64_t apart(const Tensor& x) const { return x.stride(heads_inner ? 1 : 2); }
 };
 
 void check(const Tensor& x, const Maybe& cos, const Maybe& sin) {
@@ -119,48 +109,49 @@ void check(const Tensor& x, const Maybe& cos, const Maybe& sin) {
 
 Tensor with_last_dense(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
 
-// D is the head size where it is known to the compiler and the whole head rotates, else 0.
-template <typename T, int64_t D>
+template <typename T, int64_t D, bool MEAN, bool ONE>
 void forward(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
   const T* in = x.const_data_ptr<T>();
   T* out = y.mutable_data_ptr<T>();
   float* inv = r.defined() && r.numel() ? r.mutable_data_ptr<float>() : nullptr;
   const float* gains = w.gain.const_data_ptr<float>();
-  const int64_t d = D ? D : w.d, half = D ? D / 2 : w.half, heads = w.h, times = w.t;
+  const int64_t d = D ? D : w.d, heads = w.h, times = w.t, x_step = w.apart(x), y_step = w.apart(y);
+  const int64_t inv_step = w.heads_inner ? times : 1;
   const int64_t x0 = x.stride(0), x1 = x.stride(1), x2 = x.stride(2), y0 = y.stride(0), y1 = y.stride(1), y2 = y.stride(2);
   at::parallel_for(0, w.outer(), std::max<int64_t>(1, GRAIN / (w.inner() * d)), [&](int64_t from, int64_t to) {
-    alignas(64) float loaded[WIDEST], made[WIDEST];
-    w.rows(from, to, [&](int64_t n, int64_t h, int64_t t, int64_t gs, const float* c, const float* s) {
-      const float* v = load(in + n * x0 + h * x1 + t * x2, loaded, d);
-      T* end = out + n * y0 + h * y1 + t * y2;
-      float* __restrict o = target(end, made);
-      const float* g = gains + gs;
-      const float m = mean_of(v, d, kind), k = inverse(v, m, d, kind, eps);
-      if (inv) inv[(n * heads + h) * times + t] = k;
-      pairs(
-          d, half,
-          [&](int64_t i, int64_t j) {
-            V a = (at8(v + i) - m) * k * at8(g + i), b = (at8(v + j) - m) * k * at8(g + j);
-            turn(a, b, at8(c + i), at8(s + i));
-            put8(o + i, a), put8(o + j, b);
-          },
-          [&](int64_t i, int64_t j) {
-            float a = (v[i] - m) * k * g[i], b = (v[j] - m) * k * g[j];
-            turn(a, b, c[i], s[i]);
-            o[i] = a, o[j] = b;
-          },
-          [&](int64_t i) { put8(o + i, (at8(v + i) - m) * k * at8(g + i)); },
-          [&](int64_t i) { o[i] = (v[i] - m) * k * g[i]; });
-      store(o, end, d);
+    alignas(64) float loaded[BLOCK], made[BLOCK], mean[MOST], inverse[MOST];
+    w.blocks(from, to, ONE ? 1 : w.at_once(), [&](const Block& b) {
+      const Rows v = load_rows(in + b.n * x0 + b.h * x1 + b.t * x2, x_step, b.rows, d, loaded, d);
+      T* end = out + b.n * y0 + b.h * y1 + b.t * y2;
+      measure<D, MEAN, ONE>(v, b.rows, d, kind, eps, mean, inverse);
+      if (inv)
+        for (int64_t i = 0; i < b.rows; ++i) inv[(b.n * heads + b.h) * times + b.t + i * inv_step] = inverse[i];
+      const With with{gains + b.gain, b.cos, b.sin, ONE ? 1 : b.rows, d, w.half, w.gains_apart(), w.angles_apart()};
+      const Rows o = target_rows(end, y_step, made, d);
+      if constexpr (ONE) apply<D, MEAN>(v, o, with, mean, inverse);
+      else apply_some<D, MEAN>(v, o, with, mean, inverse);
+      store_rows(made, end, y_step, b.rows, d);
     });
   });
 }
 
+template <typename T, int64_t D, bool MEAN>
+void forward_paced(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
+  if (x.numel() * int64_t(sizeof(T)) > CACHED) forward<T, D, MEAN, true>(x, y, r, w, kind, eps);
+  else forward<T, D, MEAN, false>(x, y, r, w, kind, eps);
+}
+
+template <typename T, bool MEAN>
+void forward_sized(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
+  if (w.d == 64 && w.half == 32) return forward_paced<T, 64, MEAN>(x, y, r, w, kind, eps);
+  if (w.d == 128 && w.half == 64) return forward_paced<T, 128, MEAN>(x, y, r, w, kind, eps);
+  forward_paced<T, 0, MEAN>(x, y, r, w, kind, eps);
+}
+
 template <typename T>
 void forward_any(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
-  if (w.d == 64 && w.half == 32) return forward<T, 64>(x, y, r, w, kind, eps);
-  if (w.d == 128 && w.half == 64) return forward<T, 128>(x, y, r, w, kind, eps);
-  forward<T, 0>(x, y, r, w, kind, eps);
+  if (kind == LAYER) forward_sized<T, true>(x, y, r, w, kind, eps);
+  else forward_sized<T, false>(x, y, r, w, kind, eps);
 }
 
 std::tuple<Tensor, Tensor> run(const Tensor& x_, const Maybe& gain, const Maybe& cos, const Maybe& sin, int64_t kind,
@@ -184,60 +175,6 @@ struct Options {
   float eps;
   bool kept_x;
 };
-
-// What the way back reads of a row and needs of it in the end.
-struct Row {
-  const float *kept, *up, *gain, *over_gain, *cos, *sin;
-  float mean, inverse;
-  float *hat, *dn, *dgain; // x̂; the gradient of x̂; where that of the gain is summed
-  float dot, sum;          // ⟨dn, x̂⟩ and Σ dn
-};
-
-// x̂, the normed row before its gain, is made from what was kept: x, or y = rotation(gain · x̂).
-template <bool KEPT_X, int64_t D>
-inline void restore(Row& row, int64_t d_, int64_t half_) {
-  const int64_t d = D ? D : d_, half = D ? D / 2 : half_;
-  const float *v = row.kept, *u = row.up, *g = row.gain, *og = row.over_gain, *c = row.cos, *s = row.sin;
-  const float m = row.mean, k = row.inverse;
-  const float undo = half ? 1.0f / (c[0] * c[0] + s[0] * s[0]) : 1.0f; // some tables stretch what they turn
-  float *__restrict hat = row.hat, *__restrict dn = row.dn, *__restrict dg = row.dgain;
-  V dots[2] = {}, sums[2] = {};
-  float dot = 0, sum = 0;
-  auto eight = [&](int64_t i, V h, V up, int64_t lane) {
-    put8(dg + i, at8(dg + i) + up * h);
-    up *= at8(g + i);
-    dots[lane] += up * h;
-    sums[lane] += up;
-    put8(hat + i, h), put8(dn + i, up);
-  };
-  auto one = [&](int64_t i, float h, float up) {
-    dg[i] += up * h;
-    up *= g[i];
-    dot += up * h;
-    sum += up;
-    hat[i] = h, dn[i] = up;
-  };
-  pairs(
-      d, half,
-      [&](int64_t i, int64_t j) {
-        V cos = at8(c + i), sin = -at8(s + i), a = at8(v + i), b = at8(v + j), da = at8(u + i), db = at8(u + j);
-        if (KEPT_X) a = (a - m) * k, b = (b - m) * k;
-        else turn(a, b, cos, sin), a *= undo * at8(og + i), b *= undo * at8(og + j);
-        turn(da, db, cos, sin);
-        eight(i, a, da, 0), eight(j, b, db, 1);
-      },
-      [&](int64_t i, int64_t j) {
-        float a = v[i], b = v[j], da = u[i], db = u[j];
-        if (KEPT_X) a = (a - m) * k, b = (b - m) * k;
-        else turn(a, b, c[i], -s[i]), a *= undo * og[i], b *= undo * og[j];
-        turn(da, db, c[i], -s[i]);
-        one(i, a, da), one(j, b, db);
-      },
-      [&](int64_t i) { eight(i, KEPT_X ? (at8(v + i) - m) * k : at8(v + i) * at8(og + i), at8(u + i), 0); },
-      [&](int64_t i) { one(i, KEPT_X ? (v[i] - m) * k : v[i] * og[i], u[i]); });
-  row.dot = dot + total(dots[0] + dots[1]);
-  row.sum = sum + total(sums[0] + sums[1]);
-}
 
 template <typename T, int64_t D>
 void backward(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx, float* dgain, const Walk& w,

@@ -83,4 +83,12 @@ template <typename T> Rows load_rows(const T* from, int64_t stride, int64_t n, i
   return {to, width};
 }
 
+// Where rows of float are made that shall be stored as rows of T: there at once, or in `to`; and the storing.
+inline Rows target_rows(float* y, int64_t stride, float*, int64_t) { return {y, stride}; }
+template <typename T> Rows target_rows(T*, int64_t, float* to, int64_t width) { return {to, width}; }
+inline void store_rows(const float*, float*, int64_t, int64_t, int64_t) {}
+template <typename T> void store_rows(const float* from, T* y, int64_t stride, int64_t n, int64_t d) {
+  for (int64_t i = 0; i < n; ++i) store(from + i * d, y + i * stride, d);
+}
+
 } // namespace qkeel
