@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -279,13 +279,6 @@ def test_threads_change_no_bit(threads: int) -> None:
     finally:
         torch.set_num_threads(1)
     assert all(map(torch.equal, one, many))
-
-
-@pytest.fixture
-def _poisoned() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("_poisoned")

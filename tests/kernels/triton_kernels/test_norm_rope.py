@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -108,13 +107,6 @@ def test_three_and_four_over_their_root_mean_square() -> None:
     x = torch.tensor([3.0, 4.0] + [0.0] * 6).view(1, 1, 1, 8)
     y = norm_rope(x, torch.tensor(2.0), None, 1, 0.0, False)
     torch.testing.assert_close(y.flatten()[:2], torch.tensor([3.3941126, 4.5254834]))
-
-
-@pytest.fixture
-def _poisoned() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("_poisoned")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -159,13 +158,6 @@ def test_what_it_does_not_do_is_left_to_torch(through_triton: list[Any]) -> None
 
 def test_a_cpu_tensor_never_goes_through_triton() -> None:
     assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
-
-
-@pytest.fixture
-def _poisoned() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("_poisoned")
