@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import unittest.mock
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 from tests.remedies.foreign import Hand, encoder, example, hf, out
@@ -141,10 +141,12 @@ def _grouped() -> dict[str, str]:
 def kernel_refusal(name: str, kernel: str) -> str:
     """Why a kernel cannot compute a preset; empty if it can."""
     spec = preset(name)
-    q = torch.zeros(1, 2, 3, 8)
-    # Whether there is a compiler here is no matter of the preset.
-    with unittest.mock.patch("qkeel.kernels.native.kernel.ready", return_value=True):
-        refusal = KERNELS[kernel].supports(make_call(spec, q, q, q, params=spec.init_params(2, 2, 8)))
+    k = torch.zeros(1, 2, 3, 8)
+    q = k[:, :, 2:] if kernel == "decode" else k
+    # Whether there is a compiler here is no matter of the preset; decoding is for calls without a gradient.
+    ready = ("qkeel.kernels.native.kernel.ready", "qkeel.kernels.native.decode.ready")
+    with torch.no_grad(), patch(ready[0], return_value=True), patch(ready[1], return_value=True):
+        refusal = KERNELS[kernel].supports(make_call(spec, q, k, k, params=spec.init_params(2, 2, 8)))
     return str(refusal) if refusal else ""
 
 

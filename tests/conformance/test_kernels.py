@@ -200,7 +200,9 @@ def test_a_float32_mask_is_never_rounded_to_bfloat16(impl: str) -> None:
     mask = torch.tensor([[[[100.25, 100.0]]]])
     call = make_call(SPECS["baseline"], q, k, v, causal=False, mask=mask)
     if impl != "auto" and KERNELS[impl].supports(call) is not None:
-        why = {"windowed": "for ReRope", "native": "switched off"}.get(impl, "would round the")
+        why = {"windowed": "for ReRope", "native": "switched off", "decode": "boolean masks only"}.get(
+            impl, "would round the"
+        )
         with pytest.raises(RefusedError, match=why):
             run(call, impl)
         return
