@@ -242,7 +242,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(tiny: Make, tmp_path: 
 
 
 def test_where_a_stack_fails_each_run_goes_on_alone(
-    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     configs, real = several(tiny), Stack.step
 
@@ -253,6 +253,7 @@ def test_where_a_stack_fails_each_run_goes_on_alone(
 
     monkeypatch.setattr(Stack, "step", step)
     assert together(configs, tmp_path) == [None] * 3
+    assert "3 runs train one by one: their stack failed with MemoryError: no memory left" in caplog.text
     for i, expected in enumerate(alone(configs, tmp_path)):
         check_alike(numbers(tmp_path / str(i)), expected)
         assert '"resumed"' in (tmp_path / str(i) / "events.jsonl").read_text()

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import final
 
-from qkeel.errors import RunDirectoryError
+from qkeel.errors import RunDirectoryError, caution
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model import check, resolve, threads
 from qkeel.lab.session import Measured, Session, Watcher, claim, mark_failed
@@ -40,8 +40,9 @@ def run_together(
         together.open(locks, wait)
         try:
             together.train()
-        except Exception:  # of the stack: those of a run are kept for it
+        except Exception as fault:  # of the stack: those of a run are kept for it
             left = list(together.live)
+            caution(f"{len(left)} runs train one by one: their stack failed with {type(fault).__name__}: {fault}")
         else:
             left = []
     for i in left:
