@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any, Self, final
 
@@ -12,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Adam, AdamW, Optimizer
 
 from qkeel.kernels.native import adamw
-from qkeel.remedies.pieces import Piece
+from qkeel.remedies.pieces import Piece, stacked
 from qkeel.sites.site import HeadSlice
 
 Owner = tuple[Tensor, list[int], list[Piece]]
@@ -42,7 +43,9 @@ class AdamPass:
         self._line_squares = self._squares.split([*lines, 1])[:-1]
         self._entries = [i for _, entries, _ in owners for i in entries]
         counts = [s.n for s in slices]
-        self._makers = _makers(owners, slices, lines, counts)
+        firsts = [0, *itertools.accumulate(counts)]
+        all_lines = [Piece(weight=w, shares=tuple((i, slices[i]) for i in own), whole=True) for w, own, _ in owners]
+        self._makers = stacked([piece.makers(firsts, firsts[-1]) for piece in all_lines])
         self._counts = [counts[i] for i in self._entries]
         self._lines = _lines(owners, slices, lines)
         self._known: list[Known | None] = [None] * len(owners)
@@ -107,10 +110,9 @@ class AdamPass:
         none = adamw.AdamOptions(lr=0, beta1=0.9, beta2=0.9, eps=1, decay=0, decoupled=True, maximize=False)
         adamw.adam_lines(tensors, none)
 
-    def begin(self, factors: Sequence[Tensor]) -> None:
-        """Take the coming step, at these factors per head of every entry."""
-        row = torch.cat([*factors, self._rates.new_ones(1)])
-        torch.amin(row[self._makers], 1, out=self._rates)
+    def begin(self, factors: Tensor) -> None:
+        """Take the coming step, at these factors per head of every entry, one after the other, and a 1 behind them."""
+        torch.amin(factors[self._makers], 1, out=self._rates)
         vars(self._optimizer)["_init_group"] = self._answer
 
     def end(self) -> None:
@@ -190,21 +192,6 @@ def _options(group: dict[str, Any], plain: bool) -> adamw.AdamOptions:
         maximize=group["maximize"],
         plain=plain,
     )
-
-
-def _makers(
-    owners: Sequence[Owner], slices: Sequence[HeadSlice], lines: Sequence[int], counts: Sequence[int]
-) -> Tensor:
-    """[all lines, most] places of the heads that own a line, in the row of all factors and a 1."""
-    nobody = sum(counts)
-    found = []
-    for (_, entries, _), n in zip(owners, lines):
-        own = [slices[i].lines(torch.arange(counts[i]) + sum(counts[:i]), n, nobody=nobody) for i in entries]
-        found.append(torch.stack(own, 1))
-    most = max(f.shape[1] for f in found)
-    # A line with an owner takes that one's place for the missing ones, so that the 1 does not count.
-    filled = [torch.cat([f, f.amin(1, keepdim=True).expand(-1, most - f.shape[1])], 1) for f in found]
-    return torch.cat([torch.where(f == nobody, f.amin(1, keepdim=True), f) for f in filled])
 
 
 def _lines(owners: Sequence[Owner], slices: Sequence[HeadSlice], lines: Sequence[int]) -> Tensor:

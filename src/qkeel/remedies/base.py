@@ -163,10 +163,6 @@ class HeadWeights:
                 )
         return tensors
 
-    def read(self, optimizer: Optimizer, remedy: str) -> list[Tensor]:
-        """The most exact tensor there is for each entry: its float32 copy, else the weight."""
-        return [p if t is None else t for p, t in zip(self.parameters, self.of_optimizer(optimizer, remedy))]
-
     def _strangers(self, optimizer: Optimizer) -> str:
         """A hint where the optimizer steps tensors that may be float32 copies in another form."""
         shapes = {p.shape for p in self.parameters}

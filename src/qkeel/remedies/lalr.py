@@ -9,14 +9,15 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, unknown
 from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
-from qkeel.remedies.masters import innermost
-from qkeel.remedies.steps import frobenius_norm, scale_steps
+from qkeel.remedies.bundle import frobenius_norm
+from qkeel.remedies.steps import HeadSteps
 from qkeel.sites.find import is_normed
 from qkeel.sites.site import AttentionSite
 
@@ -72,9 +73,10 @@ class LALR(Remedy):
     def apply(self, target: Target) -> Handle:
         weights = HeadWeights.of(target)
         measure = spectral_norm if self.norm == "spectral" else frobenius_norm
-        read = weights.read(innermost(target.need_optimizer(self.name)), self.name)
-        start = [measure(s.heads(p.detach())) for s, p in zip(weights.slices, read)]
-        rates = Rates(_uses(target.sites, weights), start)
+        steps = HeadSteps(target, self.name, weights, measure=measure, decay=self.decay == "scaled")
+        row, counts = steps.sizes(), [s.n for s in weights.slices]
+        rates = Rates(_uses(target.sites, weights), counts, row)
+        start = row.split(counts)
 
         def state() -> dict[str, Any]:
             return {name: norm.clone() for name, norm in zip(names, start)}
@@ -88,13 +90,11 @@ class LALR(Remedy):
                 )
             for name, own in zip(names, start):
                 own.copy_(values[name])
-            rates.start_from(start)
+            rates.start_from(row)
 
         names = _names(weights)
-        steps = scale_steps(
-            target, self.name, weights, measure, lambda now: rates(now, self.tau), decay=self.decay == "scaled"
-        )
-        return Handle(steps.remove, state=state, load=load)
+        handle = steps.scale(lambda now: rates(now, self.tau))
+        return Handle(handle.remove, state=state, load=load)
 
 
 @final
@@ -103,43 +103,36 @@ class Rates:
 
     The norms of all entries stand in one row, 1 at its end. A table of places in it says for each number of the row
     whose norms to multiply: [n uses repeats others], the largest product over uses and repeats being 1/f. Tables of
-    one shape are one.
+    one shape are one. `counts`: heads of each entry; `start` their norms, one entry after the other.
     """
 
-    def __init__(self, uses: Sequence[Sequence[Use]], start: Sequence[Tensor]) -> None:
-        self._counts = [len(s) for s in start]
-        firsts = [0, *itertools.accumulate(self._counts)]
+    def __init__(self, uses: Sequence[Sequence[Use]], counts: Sequence[int], start: Tensor) -> None:
+        firsts = [0, *itertools.accumulate(counts)]
         alike: dict[torch.Size, list[tuple[int, Tensor]]] = {}
         for i, own in enumerate(uses):
-            table = _table(own, self._counts, firsts, i)
+            table = _table(own, counts, firsts, i)
             alike.setdefault(table.shape[1:], []).append((firsts[i], table))
         self._tables = [torch.cat([table for _, table in group]) for group in alike.values()]
         order = [torch.arange(first, first + len(t)) for group in alike.values() for first, t in group]
         self._back = torch.cat(order).argsort()
         self.start_from(start)
 
-    def start_from(self, start: Sequence[Tensor]) -> None:
+    def start_from(self, start: Tensor) -> None:
         """Take these norms for those at the start."""
-        row = self._row(start)
+        row = F.pad(start, (0, 1), value=1.0)
         # What was zero has no start to compare with: it counts as unchanged.
         self._counted, self._old = row > 0, torch.where(row > 0, row, 1.0)
         self._to(row.device)
         self._first = self._products(self._old)
 
-    def __call__(self, now: Sequence[Tensor], tau: float = 1.0) -> list[Tensor]:
-        row = self._row(now)
+    def __call__(self, now: Tensor, tau: float = 1.0) -> Tensor:
+        row = F.pad(now, (0, 1), value=1.0)
         if row.device != self._old.device:  # where the weights were moved to
             self._counted, self._old, self._first = (x.to(row.device) for x in (self._counted, self._old, self._first))
             self._to(row.device)
         # What is zero now could blow its partner up.
         new = torch.where(self._counted & (row > 0), row, self._old)
-        factors = tau * (self._first / self._products(new))
-        return [f.to(n.device) for f, n in zip(factors.split(self._counts), now)]
-
-    def _row(self, norms: Sequence[Tensor]) -> Tensor:
-        """All norms side by side on one device, and a 1."""
-        device = norms[0].device
-        return torch.cat([*(n.to(device) for n in norms), torch.ones(1, dtype=norms[0].dtype, device=device)])
+        return tau * (self._first / self._products(new))
 
     def _products(self, row: Tensor) -> Tensor:
         """1/f for every number of the row but the last."""

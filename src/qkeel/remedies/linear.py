@@ -41,15 +41,6 @@ def check_linear(optimizer: Optimizer, remedy: str, weights: HeadWeights, *, dec
     return tensors
 
 
-def decay_rates(optimizer: Optimizer) -> dict[int, float | Tensor]:
-    """η·λ now, per id of each parameter of the optimizer; 0 without weight decay."""
-    return {
-        id(p): _now(group.get("lr", 0.0)) * _now(group.get("weight_decay", 0.0))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-
-
 def check_keeps(optimizer: Optimizer, remedy: str, tensors: Iterable[Tensor | None]) -> None:
     """Raise where the optimizer would undo a change of the weights between steps, from a copy of its own.
 
@@ -193,8 +184,3 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     # A warm-up may stand at rate 0; a rate of 1 leaves the arithmetic in a range where a half shows.
     rate = max(rates, default=0.0) or 1.0
     return {**group, **flags, "lr": torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate}
-
-
-def _now(value: Any) -> Any:
-    """A number that may be a tensor which a scheduler writes to."""
-    return value.clone() if isinstance(value, Tensor) else value

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +15,10 @@ Share = tuple[int, HeadSlice]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """Rows of a weight or bias that get one factor per head.
+    """Rows of a weight or bias as a view [n r m], with one factor for each of the n.
 
-    `shares` are the numbers of the entries it stands for, with their slices. A `whole` piece is the whole tensor:
-    its slices overlap without being the same, or have no view. Any other is the view [n r m] of its one slice.
+    `shares` are the numbers of the entries it stands for, with their slices. The n are the heads of its one slice, or,
+    in a `whole` piece, the lines of the whole tensor: its slices overlap without being the same, or have no view.
     """
 
     weight: Tensor
@@ -28,18 +27,27 @@ class Piece:
 
     def view(self, like: Tensor | None = None) -> Tensor:
         """The rows, as a view; of another tensor of the weight's shape if there is one."""
-        weight = (self.weight if like is None else like).detach()
-        return weight if self.whole else self.shares[0][1].heads(weight)
+        weight, own = (self.weight if like is None else like).detach(), self.shares[0][1]
+        return own.rows_of(weight)[:, None] if self.whole else own.heads(weight)
 
-    def factor(self, factors: Mapping[int, Tensor] | Sequence[Tensor]) -> Tensor:
-        """The factors of its entries, so that they broadcast against the view; the smallest where several apply."""
-        if self.whole:
-            return merge_lines([(s, factors[i]) for i, s in self.shares], self.weight)
-        return self.per_head(factors).view(-1, 1, 1)
+    def makers(self, firsts: Sequence[int], nobody: int) -> Tensor:
+        """[n most] places of the heads that own a part, `nobody` where there are none.
 
-    def per_head(self, factors: Mapping[int, Tensor] | Sequence[Tensor]) -> Tensor:
-        """The same per head [n], of a piece that is not whole."""
-        return functools.reduce(torch.minimum, [factors[i] for i, _ in self.shares])
+        In a row of numbers per head, entry after entry; `firsts` are the places of their first heads.
+        """
+        own = [(s, torch.arange(s.n) + firsts[i]) for i, s in self.shares]
+        if not self.whole:
+            return torch.stack([heads for _, heads in own], 1)
+        lines = self.shares[0][1].rows_of(self.weight).shape[0]
+        found = torch.stack([s.lines(heads, lines, nobody=nobody) for s, heads in own], 1)
+        # A line with an owner takes that one's place for the missing ones, so that what nobody gets does not count.
+        return torch.where(found == nobody, found.amin(1, keepdim=True), found)
+
+
+def stacked(tables: Sequence[Tensor]) -> Tensor:
+    """Tables of places one below the other; the first of a row is repeated where others are longer."""
+    most = max(t.shape[1] for t in tables)
+    return torch.cat([torch.cat([t, t[:, :1].expand(-1, most - t.shape[1])], 1) for t in tables])
 
 
 def pieces(weight: Tensor, shares: Sequence[Share]) -> list[Piece]:

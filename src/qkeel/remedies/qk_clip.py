@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.errors import QkeelWarning, RefusedError, caution, unknown
-from qkeel.functional.updates import group_max, qk_clip_gamma, repeat_groups
+from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.kernels.native import adamw
 from qkeel.kernels.statistics import stats_of_rows
 from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
+from qkeel.remedies.bundle import Bundles
 from qkeel.remedies.linear import check_keeps
 from qkeel.remedies.masters import LOW_PRECISION, copies_in_state, innermost
-from qkeel.remedies.pieces import Piece, pieces
+from qkeel.remedies.pieces import Piece, pieces, stacked
 from qkeel.remedies.presence import Presence
 from qkeel.sites.find import is_normed
 from qkeel.sites.intercept import maxima
@@ -93,52 +95,75 @@ class QKClip(Remedy):
 
         return Handle(undo, state=clip.state, load=clip.load)
 
-    def shares(self, site: AttentionSite, term: LogitTerm, gamma: Tensor) -> list[tuple[HeadSlice, Tensor]]:
-        """Which weights of a term take which part of γ; the last on each way is the head's own."""
+    def shares(self, site: AttentionSite, term: LogitTerm) -> list[tuple[HeadSlice, Tensor, bool]]:
+        """Which weights of a term take which part of γ; the last on each way is the head's own.
+
+        With each the query heads [n k] of whose γ it takes the smallest, and whether it takes the root of that.
+        """
         query, key, h = term.query[-1], term.key[-1], site.n_heads
+        own = torch.arange(h)[:, None]
         if query.n == key.n == h:
-            root = gamma.sqrt()
-            return [(query, root), (key, root)]
+            return [(query, own, True), (key, own, True)]
         if query.n == h and (self.groups == "query" or key.n == 1 < site.n_kv_heads):
-            return [(query, gamma)]
+            return [(query, own, False)]
         if key.n == h:
-            return [(key, gamma)]
-        shared = -group_max(-gamma, min(query.n, key.n))  # the worst of the heads that go together
-        return [(s, repeat_groups(shared, s.n).sqrt()) for s in (query, key)]
+            return [(key, own, False)]
+        together = torch.arange(h).view(min(query.n, key.n), -1)  # the worst of the heads that go together
+        return [(s, together.repeat_interleave(s.n // len(together), 0), True) for s in (query, key)]
 
 
 class _Plan:
-    """Which rows of which tensors each slice of a site stands for, found out once."""
+    """Which rows of which tensors each site's γ stand for, found out once.
+
+    γ of all sites' query heads stand in a row [h], their roots behind it, then a 1.
+    """
 
     def __init__(self, remedy: QKClip, target: Target, optimizer: Optimizer) -> None:
         weights = HeadWeights.of(target)
         self.stepped = weights.of_optimizer(optimizer, remedy.name)
         self.names: list[str] = []
-        self.places: dict[int, list[int]] = {}
+        self._nobody = 2 * sum(site.n_heads for site in target.sites)
+        self._makers: list[list[Tensor]] = []  # of each entry, places in that row
+        entries: dict[int, list[int]] = {}  # of each slice
         found: dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]] = {}
-        entries = 0
+        first = 0
         for site in target.sites:
-            for s in _scaled(remedy, site):
-                copy = self.stepped[weights.place(s)]
-                _check_frozen(remedy, target, s)
-                for name in (s.parameter, s.bias):
-                    if name is None:
-                        continue
-                    self.names.append(name)
-                    p = target.parameter(name)
-                    tensors = [p] if copy is None or copy is p or name == s.bias else [p, copy]
-                    for tensor in tensors:
-                        found.setdefault(id(tensor), (tensor, []))[1].append((entries, s))
-                    self.places.setdefault(id(s), []).append(entries)
-                    entries += 1
+            for s, heads, root in (share for term in site.terms for share in remedy.shares(site, term)):
+                if id(s) not in entries:
+                    _check_frozen(remedy, target, s)
+                    entries[id(s)] = self._enter(target, s, self.stepped[weights.place(s)], found)
+                for i in entries[id(s)]:
+                    self._makers[i].append(heads + first + (self._nobody // 2 if root else 0))
+            first += site.n_heads
         self.pieces = [piece for tensor, shares in found.values() for piece in pieces(tensor, shares)]
+        counts = [tables[0].shape[0] for tables in self._makers]
+        self._firsts = [0, *itertools.accumulate(counts)]
+        alone = torch.tensor([[self._nobody]])
+        self._all = stacked([*(torch.cat(tables, 1) for tables in self._makers), alone])
 
+    def _enter(
+        self,
+        target: Target,
+        s: HeadSlice,
+        copy: Tensor | None,
+        found: dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]],
+    ) -> list[int]:
+        """Entries of a slice's weight and bias, with what the optimizer steps in the weight's place."""
+        numbers = []
+        for name in (s.parameter, s.bias):
+            if name is None:
+                continue
+            self.names.append(name)
+            p = target.parameter(name)
+            for tensor in [p] if copy is None or copy is p or name == s.bias else [p, copy]:
+                found.setdefault(id(tensor), (tensor, []))[1].append((len(self._makers), s))
+            numbers.append(len(self._makers))
+            self._makers.append([])
+        return numbers
 
-def _scaled(remedy: QKClip, site: AttentionSite) -> list[HeadSlice]:
-    """Every slice of a site that a clip scales, once."""
-    nothing = torch.ones(site.n_heads)
-    found = (s for term in site.terms for s, _ in remedy.shares(site, term, nothing))
-    return list({id(s): s for s in found}.values())
+    def table(self, piece: Piece) -> Tensor:
+        """[n places] in the row of γ, roots and 1 of what a piece is scaled by."""
+        return self._all[piece.makers(self._firsts, self._firsts[-1])].flatten(1)
 
 
 def _check_frozen(remedy: QKClip, target: Target, s: HeadSlice) -> None:
@@ -174,15 +199,17 @@ class _Clip:
         )
         self.tap.dispatch = any(site.below for site in target.sites)
         self.tap.described = [site for site in target.sites if site.description is not None]
-        self.kept: dict[str, Tensor] = {}  # maxima of a step that a GradScaler skipped, else -inf
+        self.kept: Tensor | None = None  # maxima of a step that a GradScaler skipped, else -inf
         self._copies: dict[int, tuple[str, ...]] = {}
+        self._bundles = Bundles(plan.table)
+        self._nothing = torch.full((sum(site.n_heads for site in self.sites),), -torch.inf)
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Clip by the maxima since the last step that was taken."""
         found_inf = getattr(optimizer, "found_inf", None)
         maxima = {name: stats.max_logit for name, stats in self.tap.read().items()}
         # A step leaves nothing in the caches, where an operation of torch takes 50 µs: the usual case does without.
-        alone = found_inf is None and not self.together and not self.kept
+        alone = found_inf is None and not self.together and self.kept is None
         if not alone or any(map(self._over, maxima.values())):
             self._clip(optimizer, maxima, found_inf)
 
@@ -193,58 +220,39 @@ class _Clip:
 
     @torch.no_grad()
     def _clip(self, optimizer: Optimizer, maxima: dict[str, Tensor], found_inf: Tensor | None) -> None:
+        row = self._row(maxima)
         if self.together:
-            maxima = self._everyones(maxima)
-        for name, kept in self.kept.items():
-            maxima[name] = torch.maximum(maxima[name], kept.to(maxima[name])) if name in maxima else kept
-        self.kept = {}
+            row = self._everyones(row)
+        if self.kept is not None:
+            row = torch.maximum(row, self.kept.to(row))
+        self.kept = None
         if found_inf is not None:
             # A fused optimizer runs its hooks though a GradScaler let nothing move. The choice is made on the device.
-            maxima, self.kept = _split(maxima, torch.as_tensor(found_inf))
-        factors = self._factors(maxima)
-        if factors:
-            _shrink([(piece, t) for piece in self.plan.pieces for t in self._tensors(piece, optimizer)], factors)
-
-    def _factors(self, maxima: dict[str, Tensor]) -> dict[int, Tensor]:
-        """The factor per head of every entry of the sites to scale."""
-        factors: dict[int, Tensor] = {}
-        for site, gamma in self._gammas(maxima):
-            for term in site.terms:
-                for s, factor in self.remedy.shares(site, term, gamma):
-                    for i in self.plan.places[id(s)]:
-                        factors[i] = factor if i not in factors else torch.minimum(factors[i], factor)
-        return factors
-
-    def _gammas(self, maxima: dict[str, Tensor]) -> list[tuple[AttentionSite, Tensor]]:
-        """γ of the sites to scale. On a CPU those with a head over the threshold; reading that costs little there.
-
-        Elsewhere all of them: a multiplication by 1 leaves weights bit for bit, and waiting for the device would
-        cost more.
-        """
-        seen = [(site, maxima[site.name]) for site in self.sites if site.name in maxima]
-        if not seen:
-            return []
-        device = seen[0][1].device
-        row = torch.cat([top.to(device) for _, top in seen])
-        if _readable(row) and not bool((row > self.remedy.threshold).any()):
-            return []
+            skipped = torch.as_tensor(found_inf).to(row.device) != 0
+            row, self.kept = row.masked_fill(skipped, -torch.inf), row.masked_fill(~skipped, -torch.inf)
+        readable = _readable(row)
+        if readable and not bool((row > self.remedy.threshold).any()):
+            return
         # An infinite maximum is a breakdown, not a size: γ = 0 would kill the head for good.
-        gammas = qk_clip_gamma(row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold)
-        found = zip((site for site, _ in seen), gammas.split([len(top) for _, top in seen]))
-        if _readable(row):
-            return [(site, gamma) for site, gamma in found if min(gamma.tolist()) < 1]
-        return [(site, gamma.to(top.device)) for (site, gamma), (_, top) in zip(found, seen)]
+        gamma = qk_clip_gamma(row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold)
+        values = F.pad(torch.cat([gamma, gamma.sqrt()]), (0, 1), value=1.0)
+        self._bundles.update([(piece, t) for piece in self.plan.pieces for t in self._tensors(piece, optimizer)])
+        for bundle in self._bundles.all:
+            # Reading factors costs little on a CPU; elsewhere waiting for them would cost more than a product with 1.
+            bundle.scale(values, look=readable)
 
-    def _everyones(self, maxima: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _row(self, maxima: Mapping[str, Tensor]) -> Tensor:
+        """The maxima of all sites, one after the other, on one device; -inf of sites that saw nothing."""
+        if not maxima:
+            return self._nothing
+        device = next(iter(maxima.values())).device
+        self._nothing = self._nothing.to(device)
+        nothing = self._nothing.split([site.n_heads for site in self.sites])
+        return torch.cat([maxima.get(site.name, none).to(device) for site, none in zip(self.sites, nothing)])
+
+    def _everyones(self, row: Tensor) -> Tensor:
         """The largest over all processes, by one gather of a size that never changes."""
-        device = dist.collective_device()
-        nothing = [torch.full((site.n_heads,), -torch.inf, dtype=torch.float64) for site in self.sites]
-        own = [maxima.get(site.name, none).to(device, torch.float64) for site, none in zip(self.sites, nothing)]
-        everyones = dist.gather(torch.cat(own)).amax(0).split([site.n_heads for site in self.sites])
-        return {
-            site.name: top if site.name not in maxima else top.to(maxima[site.name])
-            for site, top in zip(self.sites, everyones)
-        }
+        return dist.gather(row.to(dist.collective_device(), torch.float64)).amax(0).to(row)
 
     def _tensors(self, piece: Piece, optimizer: Optimizer) -> list[Tensor]:
         """The piece's rows in its weight and in the copies of it that the optimizer keeps."""
@@ -257,39 +265,14 @@ class _Clip:
 
     def state(self) -> dict[str, Any]:
         """Maxima that a skipped step left for the next one."""
-        return {name: top.clone() for name, top in self.kept.items()}
+        if self.kept is None:
+            return {}
+        tops = self.kept.split([site.n_heads for site in self.sites])
+        return {site.name: top.clone() for site, top in zip(self.sites, tops)}
 
     def load(self, values: dict[str, Any]) -> None:
         """Take up the maxima of a checkpoint."""
-        self.kept = dict(values)
-
-
-def _shrink(parts: Sequence[tuple[Piece, Tensor]], factors: dict[int, Tensor]) -> None:
-    """Multiply the rows of heads by their factors: on a CPU those of heads that are over only, elsewhere all.
-
-    One product over all heads takes 7.9 ms, and gathering the rows 7.1, where a sixth of the heads of 28 matrices of
-    1024 x 1024 take 2.7 by themselves.
-    """
-    heads: list[Tensor] = []
-    numbers: list[Tensor] = []
-    for piece, tensor in parts:
-        known = sum(i in factors for i, _ in piece.shares)
-        if not known:
-            continue
-        if known < len(piece.shares):
-            piece = dataclasses.replace(piece, shares=tuple((i, s) for i, s in piece.shares if i in factors))
-        view = piece.view(tensor)
-        if piece.whole or not _readable(tensor):
-            view.mul_(piece.factor(factors))
-            continue
-        heads.append(view)
-        numbers.append(piece.per_head(factors))
-    if all(x.dtype == torch.float32 for x in (*heads, *numbers)) and adamw.ready():
-        adamw.scale_heads(heads, numbers)
-        return
-    over = [(x[h], f) for x, number in zip(heads, numbers) for h, f in enumerate(number.tolist()) if f != 1]
-    if over:
-        torch._foreach_mul_([x for x, _ in over], [f for _, f in over])
+        self.kept = self._row(values) if values else None
 
 
 def _readable(tensor: Tensor) -> bool:
@@ -303,13 +286,3 @@ def _off(error: Exception) -> None:
         "goes on without it",
         QkeelWarning,
     )
-
-
-def _split(maxima: dict[str, Tensor], found_inf: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Maxima to clip by now, and those to keep for the next step: one of them is -inf."""
-    now, later = {}, {}
-    for name, top in maxima.items():
-        skipped, nothing = found_inf.to(top.device) != 0, torch.full_like(top, -torch.inf)
-        now[name] = torch.where(skipped, nothing, top)
-        later[name] = torch.where(skipped, top, nothing)
-    return now, later

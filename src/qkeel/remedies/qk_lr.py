@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import final
 
-from torch import Tensor
-
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_untold
-from qkeel.remedies.steps import scale_steps
+from qkeel.remedies.steps import HeadSteps
 from qkeel.sites.site import AttentionSite
 
 
@@ -33,7 +31,4 @@ class QKLearningRate(Remedy):
         return refuse_untold(site)
 
     def apply(self, target: Target) -> Handle:
-        def measure(heads: Tensor) -> Tensor:
-            return heads.new_full(heads.shape[:1], self.factor)
-
-        return scale_steps(target, self.name, HeadWeights.of(target), measure, list)
+        return HeadSteps(target, self.name, HeadWeights.of(target)).scale(lambda ones: ones * self.factor)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_untold
+from qkeel.remedies.bundle import Bundles
+from qkeel.remedies.group_rates import GroupKeeps
 from qkeel.remedies.linear import check_keeps
 from qkeel.remedies.masters import innermost
-from qkeel.remedies.pieces import Piece, owned
+from qkeel.remedies.pieces import owned
 from qkeel.remedies.presence import Presence
 from qkeel.sites.site import AttentionSite
 
@@ -48,28 +51,25 @@ class QKWeightDecay(Remedy):
         tensors = weights.in_full_precision(optimizer, self.name, "shrinks weights by parts in ten thousand")
         check_keeps(optimizer, self.name, tensors)
         presence = Presence(target.model, self.name, (s.parameter for s in weights.slices))
-        parts = [piece for _, _, found in owned(tensors, weights.slices) for piece in found]
+        parts = [(piece, piece.weight) for _, _, found in owned(tensors, weights.slices) for piece in found]
+        counts = [s.n for s in weights.slices]
+        firsts = [0, *itertools.accumulate(counts)]
+        bundles = Bundles(lambda piece: piece.makers(firsts, firsts[-1]))
+        keeps = GroupKeeps(optimizer, tensors, counts, lambda group: group["lr"] * self.decay)
+        dtype = functools.reduce(torch.promote_types, (piece.weight.dtype for piece, _ in parts))
 
         @torch.no_grad()
         def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             presence.check()
             later = len(args) > 1 or bool(kwargs)  # a closure makes the gradients inside the step
-            rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-            for piece in parts:
-                if later or piece.weight.grad is not None:
-                    _decay(piece, rates[id(piece.weight)] * self.decay, getattr(optimizer, "found_inf", None))
+            bundles.update(parts)
+            keeps.read(dtype, parts[0][1].device)
+            row = keeps.row(lambda w: later or w.grad is not None, getattr(optimizer, "found_inf", None))
+            for bundle in bundles.all:
+                bundle.scale(row)
 
         hook = optimizer.register_step_pre_hook(before)
         hooks = hook.hooks_dict_ref()
         assert hooks is not None
         hooks.move_to_end(hook.id, last=False)  # before lalr and qk_lr look: what they scale is the optimizer's step
         return Handle(hook.remove)
-
-
-def _decay(piece: Piece, part: float | Tensor, found_inf: Tensor | None) -> None:
-    """Shrink the rows of heads by a part of them; a fused optimizer runs its hooks in steps that a GradScaler skips."""
-    weight = piece.weight
-    keep = weight.new_ones(()) * (1 - part)
-    if found_inf is not None:
-        keep = torch.where(found_inf.to(weight.device) != 0, 1.0, keep)
-    piece.view().mul_(piece.factor({i: keep.expand(s.n) for i, s in piece.shares}) if piece.whole else keep)

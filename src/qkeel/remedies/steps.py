@@ -2,140 +2,206 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn import functional as F
 
 from qkeel.handle import Handle
 from qkeel.remedies.adam_pass import AdamPass
 from qkeel.remedies.base import HeadWeights, Target
-from qkeel.remedies.linear import check_linear, decay_rates
+from qkeel.remedies.bundle import Bundles, Measure, frobenius_norm
+from qkeel.remedies.group_rates import GroupKeeps
+from qkeel.remedies.linear import check_linear
 from qkeel.remedies.masters import innermost
 from qkeel.remedies.pieces import Piece, owned
 from qkeel.remedies.presence import Presence
 
-Measure = Callable[[Tensor], Tensor]
-Rates = Callable[[list[Tensor]], list[Tensor]]
-
-
-def frobenius_norm(heads: Tensor) -> Tensor:
-    """‖W^h‖_F of each head's part [n r m]."""
-    return torch.linalg.vector_norm(heads, dim=(1, 2))
-
-
-def scale_steps(
-    target: Target, remedy: str, weights: HeadWeights, measure: Measure, rates: Rates, *, decay: bool = True
-) -> Handle:
-    """Scale every optimizer step of the weights, per head, until the handle is removed.
-
-    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included. With decay=False that keeps its
-    full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). Before the step, `measure` gets each entry's
-    weight as [n r m] and gives a number per head [n]; `rates` turns those of all entries into factors f per head,
-    entry by entry. Factor 1 leaves the new weight bit for bit. Exact for every optimizer linear in the learning rate.
-    The one copy of the rows of heads lives only inside the step. Nothing is read back to the host, and there is no
-    loop over heads. Frozen weights are measured only.
-
-    Torch's fused Adam and AdamW on a CPU need neither copy nor rescaling: see AdamPass. With `frobenius_norm` the
-    measure comes along there, so a change of a weight through `.data`, which torch does not count, is seen a step late.
-
-    The scaling comes before every other post hook of the step (a clip, an average), in whatever order they came.
-    """
-    optimizer = innermost(target.need_optimizer(remedy))
-    tensors = check_linear(optimizer, remedy, weights, decay=decay)
-    presence = Presence(target.model, remedy, (s.parameter for s in weights.slices))
-    steps = _Steps(weights, tensors, measure, rates, optimizer, plain=not decay)
-
-    @torch.no_grad()
-    def before(*_: Any) -> None:
-        presence.check()
-        steps.begin()
-
-    @torch.no_grad()
-    def after(optimizer: Any, *_: Any) -> None:
-        steps.end(getattr(optimizer, "found_inf", None))
-
-    first, last = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    hooks = last.hooks_dict_ref()
-    assert hooks is not None
-    hooks.move_to_end(last.id, last=False)
-
-    def undo() -> None:
-        first.remove()
-        last.remove()
-        steps.clear()
-
-    return Handle(undo)
+Rates = Callable[[Tensor], Tensor]
 
 
 @final
-class _Steps:
-    """The weights before a step, and what is made of them after it. `plain`: weight decay keeps its full size."""
+class HeadSteps:
+    """Scales every optimizer step of the weights, per head.
+
+    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included. With decay=False that keeps its
+    full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). Factor 1 leaves the new weight bit for bit. Exact
+    for every optimizer linear in the learning rate. Frozen weights are measured only.
+
+    `measure` gives a number per head of [… n r m]; there are ones where it is None. The numbers of all heads stand in
+    one row, entry after entry of the weights, and so do the factors. How many operators a step takes does not depend
+    on how many weights or heads there are, except that frozen weights, and heads whose rows have no pattern, are
+    measured one by one. The one copy of the rows of heads lives only inside the step. Nothing is read back to the host.
+
+    Torch's fused Adam and AdamW on a CPU need neither copy nor rescaling: see AdamPass. With `frobenius_norm` the
+    measure comes along there, so a change of a weight through `.data`, which torch does not count, is seen a step late.
+    """
 
     def __init__(
         self,
+        target: Target,
+        remedy: str,
         weights: HeadWeights,
-        tensors: list[Tensor | None],
-        measure: Measure,
-        rates: Rates,
-        optimizer: Optimizer,
         *,
-        plain: bool,
+        measure: Measure | None = None,
+        decay: bool = True,
     ) -> None:
-        self._measure, self._rates, self._plain = measure, rates, optimizer if plain else None
+        self._optimizer = innermost(target.need_optimizer(remedy))
+        tensors = check_linear(self._optimizer, remedy, weights, decay=decay)
+        self._presence = Presence(target.model, remedy, (s.parameter for s in weights.slices))
+        owners = owned(tensors, weights.slices)
+        counts = [s.n for s in weights.slices]
         # A float32 copy, where there is one, is what is measured too: the weight is its rounding.
-        self._read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
-        self._slices = weights.slices
-        self._owners = owned(tensors, weights.slices)
-        held = {i for _, entries, _ in self._owners for i in entries}
-        self._frozen = [i for i in range(len(tensors)) if i not in held]
-        self._pass = AdamPass.of(optimizer, self._owners, self._slices, plain=plain)
-        self._saved: list[tuple[Piece, Tensor, Tensor]] = []
-        self._keeps: dict[int, Any] = {}
+        read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
+        self._keeps = None if decay else GroupKeeps(self._optimizer, tensors, counts, _decay)
+        self._pass = AdamPass.of(self._optimizer, owners, weights.slices, plain=not decay)
+        self._heads = _Heads(weights, read, [piece for _, _, found in owners for piece in found])
+        self._measure = measure
+        self._factors: Tensor | None = None  # of the step under way
 
-    def clear(self) -> None:
+    def sizes(self) -> Tensor:
+        """What is measured now, of all heads [h], to the bit as in a step."""
+        with torch.no_grad():
+            found = self._heads.measure(self._measure, {}) if self._native() else self._heads.copy(self._measure)
+        self._heads.forget()
+        return found
+
+    def scale(self, rates: Rates) -> Handle:
+        """Scale steps by what `rates` makes of the measure before each [h], until the handle is removed.
+
+        The scaling comes before every other post hook of the step (a clip, an average), in whatever order they came.
+        """
+
+        @torch.no_grad()
+        def before(*_: Any) -> None:
+            self._presence.check()
+            self._begin(rates)
+
+        @torch.no_grad()
+        def after(optimizer: Any, *_: Any) -> None:
+            self._end(getattr(optimizer, "found_inf", None))
+
+        first, last = self._optimizer.register_step_pre_hook(before), self._optimizer.register_step_post_hook(after)
+        hooks = last.hooks_dict_ref()
+        assert hooks is not None
+        hooks.move_to_end(last.id, last=False)
+
+        def undo() -> None:
+            first.remove()
+            last.remove()
+            self._clear()
+
+        return Handle(undo)
+
+    def _native(self) -> AdamPass | None:
+        """What takes the coming step over, if anything does."""
+        return self._pass if self._pass is not None and self._pass.ready() else None
+
+    def _clear(self) -> None:
         """Forget the step."""
-        self._saved.clear()
+        self._factors = None
+        self._heads.forget()
         if self._pass is not None:
             self._pass.end()
 
-    def begin(self) -> None:
+    def _begin(self, rates: Rates) -> None:
         """Measure and copy, or take the step over."""
-        self.clear()  # of a step that raised
-        native = self._pass if self._pass is not None and self._pass.ready() else None
-        sizes = {i: self._size(i) for i in self._frozen}
-        sizes.update(native.norms() if native and self._measure is frobenius_norm else {})
-        copies: list[tuple[Piece, Tensor]] = []
-        for _, _, parts in self._owners:
-            for part in parts:  # measured, then copied at once: the second read comes from the cache
-                new = [i for i, _ in part.shares if i not in sizes]
-                if not new and native is not None:
-                    continue
-                view = part.view()
-                sizes.update((i, self._size(i) if part.whole else self._measure(view)) for i in new)
-                if native is None:
-                    copies.append((part, view.clone()))
-        factors = self._rates([sizes[i] for i in range(len(sizes))])
+        self._clear()  # of a step that raised
+        native = self._native()
+        if native is None:
+            sizes = self._heads.copy(self._measure)
+        else:
+            sizes = self._heads.measure(self._measure, native.norms() if self._measure is frobenius_norm else {})
+        factors = F.pad(rates(sizes), (0, 1), value=1.0)
         if native is not None:
             native.begin(factors)
             return
-        self._saved.extend((part, old, part.factor(factors).to(old.dtype)) for part, old in copies)
-        if self._plain is not None:
-            self._keeps = {key: 1 - rate for key, rate in decay_rates(self._plain).items()}
+        self._factors = factors
+        if self._keeps is not None:
+            self._keeps.read(factors.dtype, factors.device)
 
-    def end(self, found_inf: Tensor | None) -> None:
+    def _end(self, found_inf: Tensor | None) -> None:
         """Scale. Nothing is saved when a subclass's step calls its parent's: both run hooks, the inner was the step."""
-        for part, old, factor in self._saved:
-            if self._plain is not None and part.weight.grad is not None:
-                keep = self._keeps[id(part.weight)]
-                # A fused optimizer runs its hooks though a GradScaler let nothing move.
-                old.mul_(keep if found_inf is None else torch.where(found_inf.to(old.device) != 0, 1.0, keep))
-            if part.weight.grad is not None or self._plain is None:
-                new = part.view()
-                torch.lerp(old, new, factor, out=new)
-        self.clear()
+        if self._factors is not None:
+            keeps = None if self._keeps is None else self._keeps.row(lambda w: w.grad is not None, found_inf)
+            self._heads.move(self._factors, keeps)
+        self._clear()
 
-    def _size(self, i: int) -> Tensor:
-        return self._measure(self._slices[i].heads(self._read[i].detach()))
+
+def _decay(group: dict[str, Any]) -> Any:
+    """η·λ now; 0 without weight decay."""
+    return group.get("lr", 0.0) * group.get("weight_decay", 0.0)
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """What holds numbers of all of them, float32 at least."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+@final
+class _Heads:
+    """The heads of all entries in one row: where each is measured, and the bundles that move them."""
+
+    def __init__(self, weights: HeadWeights, read: Sequence[Tensor], moved: Sequence[Piece]) -> None:
+        self._slices, self._read, self._moved = weights.slices, read, [(piece, piece.weight) for piece in moved]
+        self._counts = [s.n for s in weights.slices]
+        firsts = [0, *itertools.accumulate(self._counts)]
+        self._bundles = Bundles(lambda piece: piece.makers(firsts, firsts[-1]))
+        # A piece that is one slice's is measured by its copy.
+        self._measured = {piece.shares[0][0]: k for k, piece in enumerate(moved) if not piece.whole}
+        self._apart = [i for i in range(len(read)) if i not in self._measured]
+        self._order, self._dtype = torch.empty(0, dtype=torch.int64), _widest(read)
+
+    def copy(self, measure: Measure | None) -> Tensor:
+        """Copy what moves; what was measured of all heads [h]."""
+        if self._bundles.update(self._moved):
+            self._order, self._dtype = self._places(), _widest(self._read)
+        found = [x for bundle in self._bundles.all for x in bundle.copy(measure)]
+        if measure is None:
+            return self.ones()
+        found.extend(self._one(measure, i) for i in self._apart)
+        return self._row(found)[self._order]
+
+    def measure(self, measure: Measure | None, known: Mapping[int, Tensor]) -> Tensor:
+        """The same without a copy, entry by entry; some may be known."""
+        if measure is None:
+            return self.ones()
+        found = [known[i] if i in known else self._one(measure, i) for i in range(len(self._slices))]
+        return self._row(found)
+
+    def _row(self, found: Sequence[Tensor]) -> Tensor:
+        """All on the first weight's device."""
+        device = self._read[0].device
+        return torch.cat([x.to(device) for x in found])
+
+    def _one(self, measure: Measure, i: int) -> Tensor:
+        return measure(self._slices[i].heads(self._read[i].detach()))
+
+    def ones(self) -> Tensor:
+        """A 1 per head."""
+        return torch.ones(sum(self._counts), dtype=self._dtype, device=self._read[0].device)
+
+    def move(self, factors: Tensor, keeps: Tensor | None) -> None:
+        """Scale the step, after the decay of what it started from."""
+        for bundle in self._bundles.all:
+            if keeps is not None:
+                bundle.decay(keeps)
+            bundle.move(factors)
+
+    def forget(self) -> None:
+        """Drop the copies."""
+        for bundle in self._bundles.all:
+            bundle.forget()
+
+    def _places(self) -> Tensor:
+        """Where each head stands among the numbers of all bundles, and behind them those measured one by one."""
+        after = sum(len(view) for bundle in self._bundles.all for view in bundle.views)
+        firsts = {i: self._bundles.firsts[k] for i, k in self._measured.items()}
+        for i in self._apart:
+            firsts[i], after = after, after + self._counts[i]
+        order = torch.cat([torch.arange(n) + firsts[i] for i, n in enumerate(self._counts)])
+        return order.to(self._read[0].device)

@@ -60,9 +60,13 @@ class HeadSlice:
 
     def heads(self, weight: Tensor) -> Tensor:
         """The weight as [n r m], m = 1 of a vector: a view where the heads are evenly spaced, else a copy."""
-        matrix = weight[:, None] if weight.ndim == 1 else weight
-        rows = matrix if self.axis == 0 else matrix.mT
+        rows = self.rows_of(weight)
         return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
+
+    def rows_of(self, weight: Tensor) -> Tensor:
+        """A view of the weight whose rows are what the index numbers; one column of a vector."""
+        matrix = weight[:, None] if weight.ndim == 1 else weight
+        return matrix if self.axis == 0 else matrix.mT
 
     def lines(self, per_head: Tensor, rows: int, nobody: float = 1.0) -> Tensor:
         """A value per head [n] as one per row [rows], `nobody` where no head owns the row."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ _LOADING = threading.Lock()
 _OLDEST = (8, 0)  # compute capability with bfloat16
 _WIDEST = 256  # numbers in a head that the statistics take
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST = 2**31  # numbers in a head that are counted in 32 bits
 
 
 class Rows(NamedTuple):
@@ -65,6 +67,18 @@ def takes(q: Tensor, k: Tensor) -> bool:
     """Whether `row_statistics` takes such q and k [b h t d]."""
     plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.dtype in _STORED for x in (q, k))
     return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and usable(q.device)
+
+
+def takes_heads(heads: Tensor) -> bool:
+    """Whether `head_table` takes such views [n r m] of weights."""
+    return heads.dtype in _STORED and heads.numel() < _LARGEST and usable(heads.device)
+
+
+def head_table(heads: Sequence[Tensor]) -> Any:
+    """A `triton_heads.HeadTable`, which it loads."""
+    from qkeel.kernels.triton_heads import HeadTable
+
+    return HeadTable(heads)
 
 
 def row_statistics(
