@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernels.native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, given, torchs
 from kernels.native.test_norm_rope import run as run_on_cpu
+from kernels.triton_kernels import test_heads
 from torch import Tensor, nn
 
 import qkeel
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [1, 7, 64, 129, 512, 2048]
 SIZES = [64, 8, 128, 24, 256, 40]
+STEPPED = ["lalr", "lalr:decay=plain", "qk_lr", "qk_weight_decay", "qk_clip:threshold=0.001"]
 
 
 def run(case: Given, above: list[Tensor]) -> list[Tensor]:
@@ -162,6 +164,24 @@ def test_flex_hands_out_maxima_and_logsumexp() -> None:
         assert out.shape == call.q.shape
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("even", [True, False])
+def test_heads_of_many_weights_are_copied_measured_moved_and_scaled(dtype: torch.dtype, even: bool) -> None:
+    test_heads.check(dtype, DEVICE, even)
+
+
+@pytest.mark.parametrize("remedy", STEPPED)
+def test_a_step_by_the_kernels_is_the_step_by_torchs_operators(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for native in ("1", "0"):
+        monkeypatch.setenv("QKEEL_TRITON", native)
+        model, optimizer = trained(remedy, capturable=False)
+        optimizer.step()
+        found.append(list(model.parameters()))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def trained(remedy: str, capturable: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(*(qkeel.nn.Attention(64, 4, 2) for _ in range(2))).to(DEVICE)
@@ -177,7 +197,7 @@ def trained(remedy: str, capturable: bool) -> tuple[nn.Module, torch.optim.Optim
     return model, optimizer
 
 
-@pytest.mark.parametrize("remedy", ["lalr", "lalr:decay=plain", "qk_clip:threshold=0.001"])
+@pytest.mark.parametrize("remedy", STEPPED)
 def test_a_step_never_makes_the_host_wait(remedy: str) -> None:
     _, optimizer = trained(remedy, capturable=True)
     before = torch.cuda.get_sync_debug_mode()
@@ -199,19 +219,43 @@ def test_attention_never_makes_the_host_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("remedy", ["lalr", "lalr:decay=plain"])
+@pytest.mark.parametrize("remedy", [name for name in STEPPED if "clip" not in name])
 def test_a_step_can_be_captured_in_a_cuda_graph(remedy: str) -> None:
     plain, graphed = trained(remedy, True), trained(remedy, True)
-    plain[1].step()
+    for _ in range(3):
+        plain[1].step()
     graph = torch.cuda.CUDAGraph()
     kept = [p.detach().clone() for p in graphed[0].parameters()]
     with torch.cuda.graph(graph):
         graphed[1].step()
     for p, was in zip(graphed[0].parameters(), kept):
         assert torch.equal(p, was)  # capture runs nothing
-    graph.replay()
+    for _ in range(3):
+        graph.replay()
     for a, b in zip(plain[0].parameters(), graphed[0].parameters()):
         torch.testing.assert_close(a, b)
+
+
+def test_an_iteration_with_a_clip_can_be_captured_in_a_cuda_graph() -> None:
+    x = torch.randn(2, 9, 64, device=DEVICE)
+    (plain, own), (graphed, other) = (trained("lalr+qk_clip:threshold=0.001", True) for _ in range(2))
+
+    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    own.step()
+    other.step()  # by the maxima of forwards before the capture
+    for _ in range(3):
+        iterate(plain, own)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iterate(graphed, other)
+    for _ in range(3):
+        graph.replay()
+    for a, b in zip(plain.parameters(), graphed.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_tensors_on_two_devices_get_one_clear_error() -> None:

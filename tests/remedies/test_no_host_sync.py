@@ -67,10 +67,11 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qk_clip, "_readable", lambda tensor: False)
 
 
+REMEDIES = ["lalr", "lalr:decay=plain", "qk_lr:factor=0.5", "qk_weight_decay", "qk_clip:threshold=0.001"]
+
+
 @pytest.mark.parametrize("optimizer", ["fused", "sgd"])
-@pytest.mark.parametrize(
-    "remedy", ["lalr", "lalr:decay=plain", "qk_lr:factor=0.5", "qk_weight_decay", "qk_clip:threshold=0.001"]
-)
+@pytest.mark.parametrize("remedy", REMEDIES)
 def test_a_step_and_the_forward_before_it_read_nothing(remedy: str, optimizer: str) -> None:
     assert steps(remedy, 2, optimizer) > 0
 
@@ -82,8 +83,7 @@ def test_the_mode_notices_a_read() -> None:
             read()
 
 
-@pytest.mark.parametrize("remedy", ["lalr", "qk_clip:threshold=0.001"])
-def test_there_is_no_loop_over_heads_and_few_operators_per_weight(remedy: str) -> None:
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_the_number_of_operators_grows_neither_with_heads_nor_with_weights(remedy: str) -> None:
     few, many = (steps(remedy, layers) - steps("none", layers) for layers in (2, 6))
-    weights = 2 * 4  # query and key weights of four more layers
-    assert (many - few) / weights <= 10  # views counted too
+    assert 0 < few == many <= 40  # views counted too

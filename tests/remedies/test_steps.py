@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkeel
 from qkeel.errors import InvalidValueError
-from qkeel.remedies import Target
+from qkeel.remedies import Target, bundle
 from qkeel.remedies.base import HeadWeights
 from qkeel.remedies.pieces import merge_lines
 from qkeel.remedies.steps import HeadSteps
@@ -63,7 +63,11 @@ def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor: float) -
         assert (model.get_parameter(name) - p).abs().max() < 1e-13, name
 
 
-def test_parameters_keep_their_storage_and_the_copy_lives_only_inside_the_step() -> None:
+@pytest.mark.parametrize("stays", [False, True])
+def test_parameters_keep_their_storage_and_the_copy_lives_only_inside_the_step_or_is_made_once(
+    stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "_stays", lambda device: stays)
     model = attention(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     qkeel.apply("lalr", model, optimizer)
@@ -80,7 +84,7 @@ def test_parameters_keep_their_storage_and_the_copy_lives_only_inside_the_step()
     with Watch():
         step_by_no_clone(model, optimizer)
     gc.collect()
-    assert len(copies) == 2  # one of W_q, one of W_k
+    assert len(copies) == (0 if stays else 2)  # one of W_q, one of W_k
     assert all(ref() is None for ref in copies)
     assert places == [p.data_ptr() for p in model.parameters()]
 

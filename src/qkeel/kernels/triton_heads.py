@@ -15,6 +15,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 _BLOCK = 4096  # numbers a program takes: 16 for each of 256 threads, four loads of 16 bytes in float32
+_BLOCK_APART = 1024  # where every number has an address of its own, which takes registers
 _WARPS = 8
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _FIELDS = tl.constexpr(8)  # of a weight in the table: where it lies, steps by head, outer and inner, inner numbers,
@@ -22,9 +23,9 @@ _FIELDS = tl.constexpr(8)  # of a weight in the table: where it lies, steps by h
 
 
 @triton.jit
-def _place(weights, blocks, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+def _place(weights, plan, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     """Which head this program works for, where its numbers lie, where in a copy of all heads, and which exist."""
-    own = blocks + tl.program_id(0).to(tl.int64) * 3
+    own = plan + tl.program_id(0).to(tl.int64) * 3
     row = weights + tl.load(own).to(tl.int64) * _FIELDS
     head, e = tl.load(own + 1), tl.load(own + 2) * BLOCK + tl.arange(0, BLOCK)
     size = tl.load(row + 5)
@@ -34,7 +35,7 @@ def _place(weights, blocks, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.co
     if EVEN:  # dense and aligned heads: 16 bytes at a time
         x = tl.multiple_of(x, 16) + e
     else:
-        inner = tl.load(row + 4)
+        inner = tl.load(row + 4).to(tl.int32)  # division in 64 bits takes many times as long
         x = x + (e // inner) * tl.load(row + 2) + (e % inner) * tl.load(row + 3)
     old = tl.load(row + 7) + head * size
     if EVEN:
@@ -44,9 +45,9 @@ def _place(weights, blocks, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _copy(
-    weights, blocks, old, sums, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, SUMS: tl.constexpr
+    weights, plan, old, sums, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, SUMS: tl.constexpr
 ):  # fmt: skip
-    _, x, at, ok = _place(weights, blocks, TYPE, BLOCK, EVEN)
+    _, x, at, ok = _place(weights, plan, TYPE, BLOCK, EVEN)
     w = tl.load(x, mask=ok, other=0.0)
     tl.store(old + at, w, mask=ok)
     if SUMS:
@@ -68,10 +69,10 @@ def _norms(sums, starts, norms, BLOCK: tl.constexpr):
 
 @triton.jit
 def _move(
-    weights, blocks, old, factors, keeps,
+    weights, plan, old, factors, keeps,
     TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    head, x, at, ok = _place(weights, blocks, TYPE, BLOCK, EVEN)
+    head, x, at, ok = _place(weights, plan, TYPE, BLOCK, EVEN)
     f = tl.load(factors + head)
     if f != 1.0:
         w = tl.load(x, mask=ok, other=0.0).to(tl.float32)
@@ -83,8 +84,8 @@ def _move(
 
 
 @triton.jit
-def _scale(weights, blocks, factors, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    head, x, _, ok = _place(weights, blocks, TYPE, BLOCK, EVEN)
+def _scale(weights, plan, factors, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    head, x, _, ok = _place(weights, plan, TYPE, BLOCK, EVEN)
     f = tl.load(factors + head)
     if f != 1.0:
         w = tl.load(x, mask=ok, other=0.0).to(tl.float32)
@@ -101,22 +102,21 @@ class HeadTable:
     def __init__(self, views: Sequence[Tensor]) -> None:
         like = views[0]
         self._dtype, self._device = like.dtype, like.device
-        fields, blocks, heads, numbers = [], [], 0, 0
+        even = all(_even(view) for view in views)
+        block = _BLOCK if even else _BLOCK_APART
+        fields, plans, heads, numbers = [], [], 0, 0
         for i, view in enumerate(views):
             n, size = len(view), view[0].numel()
             fields.append([view.data_ptr(), *_steps(view), size, heads, numbers])
-            own = torch.cartesian_prod(torch.tensor([i]), torch.arange(n), torch.arange(triton.cdiv(size, _BLOCK)))
-            blocks.append(own)
+            each = torch.arange(triton.cdiv(size, block))
+            plans.append(torch.cartesian_prod(torch.tensor([i]), torch.arange(n), each))
             heads, numbers = heads + n, numbers + n * size
-        every = torch.cat(blocks)
-        counts = torch.tensor([triton.cdiv(view[0].numel(), _BLOCK) for view in views])
-        per_head = counts.repeat_interleave(torch.tensor([len(view) for view in views]))
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), per_head.cumsum(0)])
-        self._heads, self._numbers, self._programs = heads, numbers, len(every)
+        plan = torch.cat(plans)
+        starts = torch.cat([(plan[:, 2] == 0).nonzero().flatten(), torch.tensor([len(plan)])])
+        self._heads, self._numbers, self._programs = heads, numbers, len(plan)
         self._fields = torch.tensor(fields, device=like.device)
-        self._blocks, self._starts = (x.to(like.device, torch.int32) for x in (every, starts))
-        even = all(_even(view) for view in views)
-        self._how = {"TYPE": _TYPES[like.dtype], "BLOCK": _BLOCK, "EVEN": even, "num_warps": _WARPS}
+        self._plan, self._starts = (x.to(like.device, torch.int32) for x in (plan, starts))
+        self._how = {"TYPE": _TYPES[like.dtype], "BLOCK": block, "EVEN": even, "num_warps": _WARPS}
 
     def copy(self) -> Tensor:
         """All numbers of all heads, in an order of its own."""
@@ -147,7 +147,7 @@ class HeadTable:
 
     def _run(self, kernel: Any, *tensors: Tensor, **flags: bool) -> None:
         with torch.cuda.device_of(self._fields):
-            kernel[(self._programs,)](self._fields, self._blocks, *tensors, **self._how, **flags)
+            kernel[(self._programs,)](self._fields, self._plan, *tensors, **self._how, **flags)
 
 
 def _steps(view: Tensor) -> tuple[int, int, int, int]:

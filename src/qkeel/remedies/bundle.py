@@ -70,17 +70,19 @@ class _Listed(Bundle):
             [x.view(-1, 1, 1) for x in row.split([len(v) for v in views])] for row in (self._factors, self._keeps)
         )
         self._shapes = [(key, len(list(same))) for key, same in itertools.groupby(self.views, form)]
+        self._stacks: list[Tensor] = []
         self._olds: list[Tensor] = []
 
     def copy(self, measure: Measure | None) -> list[Tensor]:
         like = self.views[0]
-        stacks = [
-            torch.empty_permuted((n, *shape), (0, *layout), dtype=like.dtype, device=like.device)
-            for (shape, layout), n in self._shapes
-        ]
-        self._olds = [old for stack in stacks for old in stack.unbind(0)]
+        if not self._stacks:
+            self._stacks = [
+                torch.empty_permuted((n, *shape), (0, *layout), dtype=like.dtype, device=like.device)
+                for (shape, layout), n in self._shapes
+            ]
+            self._olds = [old for stack in self._stacks for old in stack.unbind(0)]
         torch._foreach_copy_(self._olds, self.views)
-        return [] if measure is None else [torch.cat([measure(stack).flatten() for stack in stacks])]
+        return [] if measure is None else [torch.cat([measure(stack).flatten() for stack in self._stacks])]
 
     def decay(self, row: Tensor) -> None:
         self.fill(row, self._keeps)
@@ -115,7 +117,8 @@ class _Listed(Bundle):
             torch._foreach_mul_([x for x, _ in over], [f for _, f in over])
 
     def forget(self) -> None:
-        self._olds = []
+        if not _stays(self.views[0].device):
+            self._stacks, self._olds = [], []
 
 
 @final
@@ -187,8 +190,13 @@ class Bundles:
 
 
 def _bundle(views: Sequence[Tensor], tables: Sequence[Tensor]) -> Bundle:
-    made = _Fused if gpu.takes_heads(views[0]) else _Listed
+    made = _Fused if gpu.takes_heads(views) else _Listed
     return made(views, tables)
+
+
+def _stays(device: torch.device) -> bool:
+    """Whether memory for copies is kept. A CPU's allocator maps what is large afresh each time: half of AdamW's step."""
+    return device.type == "cpu"
 
 
 def form(view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

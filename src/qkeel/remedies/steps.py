@@ -35,7 +35,8 @@ class HeadSteps:
     `measure` gives a number per head of [… n r m]; there are ones where it is None. The numbers of all heads stand in
     one row, entry after entry of the weights, and so do the factors. How many operators a step takes does not depend
     on how many weights or heads there are, except that frozen weights, and heads whose rows have no pattern, are
-    measured one by one. The one copy of the rows of heads lives only inside the step. Nothing is read back to the host.
+    measured one by one. Nothing is read back to the host. The one copy of the rows of heads lives only inside the
+    step; on a CPU its memory is kept for the next.
 
     Torch's fused Adam and AdamW on a CPU need neither copy nor rescaling: see AdamPass. With `frobenius_norm` the
     measure comes along there, so a change of a weight through `.data`, which torch does not count, is seen a step late.

@@ -11,14 +11,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qkeel.kernels import triton_norm_rope, triton_statistics
+from qkeel.kernels import triton_heads, triton_norm_rope, triton_statistics
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
+FLOATS = (*FLOATS, "old", "sums", "norms", "factors", "keeps")
 STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
+WHOLE = {"weights": "*i64", "plan": "*i32", "starts": "*i32", "keys": "*u8"}
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True, "WINDOW": False, "MASK": False, "CAP": False}
+ALL = {"TYPE": triton_heads.tl.float32, "BLOCK": triton_heads._BLOCK, "EVEN": True}
+APART = {"EVEN": False, "BLOCK": triton_heads._BLOCK_APART}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("forward", triton_norm_rope._forward, {**HEAD, "KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}, 4),
@@ -29,6 +33,11 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("backward of one token", triton_norm_rope._backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
     ("statistics of one token", triton_statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
     ("statistics", triton_statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
+    ("heads copied and summed", triton_heads._copy, {**ALL, "SUMS": True}, 8),
+    ("norms of heads", triton_heads._norms, {"BLOCK": 256}, 1),
+    ("heads moved", triton_heads._move, {**ALL, "KEEPS": True}, 8),
+    ("heads in columns moved", triton_heads._move, {**ALL, "KEEPS": False, **APART}, 8),
+    ("heads scaled", triton_heads._scale, ALL, 8),
 ]  # fmt: skip
 
 
@@ -36,7 +45,7 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     """The kernel compiled as Triton's launcher would for aligned bfloat16 tensors."""
     types, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        pointer = {"keys": "*u8", **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(name)
+        pointer = {**WHOLE, **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(name)
         types[name] = (
             "constexpr" if name in constants else pointer or ("fp32" if name in ("eps", "scale", "cap") else "i32")
         )

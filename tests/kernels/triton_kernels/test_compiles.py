@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+NARROW = ("norms of heads", "heads in columns moved")  # few numbers, or none beside each other
 AHEAD = Path(__file__).with_name("ahead.py")
 
 
@@ -21,10 +22,10 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, str(AHEAD)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = re.findall(r"registers (\d+), spilled (\d+), shared (\d+), 16-byte loads (\d+)", done.stdout)
-    assert len(told) == len(done.stdout.splitlines()) == 7
-    for registers, spilled, shared, loads in told:
+    told = re.findall(r"(.*): registers (\d+), spilled (\d+), shared (\d+), 16-byte loads (\d+)", done.stdout)
+    assert len(told) == len(done.stdout.splitlines()) == 12
+    for name, registers, spilled, shared, loads in told:
         assert int(spilled) == 0
         assert int(registers) <= 255
         assert int(shared) <= 227 * 1024  # what a processor of an H100 has
-        assert int(loads) > 0
+        assert int(loads) > 0 or name in NARROW

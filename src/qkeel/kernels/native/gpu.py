@@ -69,9 +69,10 @@ def takes(q: Tensor, k: Tensor) -> bool:
     return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and usable(q.device)
 
 
-def takes_heads(heads: Tensor) -> bool:
-    """Whether `head_table` takes such views [n r m] of weights."""
-    return heads.dtype in _STORED and heads.numel() < _LARGEST and usable(heads.device)
+def takes_heads(heads: Sequence[Tensor]) -> bool:
+    """Whether `head_table` takes such views [n r m] of weights of one device and dtype."""
+    small = all(view[0].numel() < _LARGEST for view in heads)
+    return heads[0].dtype in _STORED and small and usable(heads[0].device)
 
 
 def head_table(heads: Sequence[Tensor]) -> Any:

@@ -1,0 +1,130 @@
+"""Heads of many weights at once: of every layout, by device and dtype, wherever their storage is."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.remedies.bundle import Bundles, frobenius_norm
+from qkeel.remedies.pieces import Piece, merge_lines, owned
+from qkeel.sites import HeadSlice
+
+from .models import attention, gradients, step_by
+
+
+def rows(index: Tensor, axis: int = 0) -> HeadSlice:
+    return HeadSlice(parameter="w", axis=axis, index=index)
+
+
+# Rows, interleaved rows, columns, a vector; slices that overlap, so that the whole weight is one piece; no pattern.
+LAYOUTS: list[tuple[tuple[int, ...], list[HeadSlice]]] = [
+    ((12, 5), [rows(torch.arange(12).view(4, 3))]),
+    ((5, 8), [rows(torch.arange(6).view(2, 3) + 1, axis=1)]),
+    ((12, 5), [rows(torch.arange(12).view(3, 4).T)]),
+    ((12, 5), [rows(torch.arange(12).view(4, 3))]),
+    ((6,), [rows(torch.arange(6).view(2, 3))]),
+    ((7, 2), [rows(torch.tensor([[0, 1], [2, 3]])), rows(torch.tensor([[3, 5, 2]]))]),
+    ((3, 9), [rows(torch.tensor([[7, 0], [2, 5]]), axis=1)]),
+]
+
+
+class Case:
+    """Weights of every layout, with a row of random factors and a 1 behind it."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        self.weights = [torch.randn(shape).to(d) for (shape, _), d in zip(LAYOUTS, itertools.cycle(dtypes))]
+        self.slices = [s for _, own in LAYOUTS for s in own]
+        entries = [w for w, (_, own) in zip(self.weights, LAYOUTS) for _ in own]
+        self.pieces = [piece for _, _, found in owned(entries, self.slices) for piece in found]
+        self.firsts = [0, *itertools.accumulate(s.n for s in self.slices)]
+        self.row = torch.cat([torch.rand(self.firsts[-1]).round(decimals=1), torch.ones(1)]).double()
+        self.bundles = Bundles(lambda piece: piece.makers(self.firsts, self.firsts[-1]))
+        self.bundles.update(self.parts())
+
+    def parts(self) -> list[tuple[Piece, Tensor]]:
+        return [(piece, piece.weight) for piece in self.pieces]
+
+    def numbers(self) -> list[Tensor]:
+        """What the weights hold now, in float64."""
+        return [w.to(torch.float64, copy=True) for w in self.weights]
+
+    def factors(self) -> list[Tensor]:
+        """Of each weight, as merged from its slices one by one."""
+        each = iter(zip(self.slices, self.row[:-1].split([s.n for s in self.slices])))
+        return [merge_lines([next(each) for _ in own], w) for w, (_, own) in zip(self.weights, LAYOUTS)]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float32, torch.float64)], ids=str)
+def test_every_layout_is_moved_and_scaled_as_weights_are_one_by_one(dtypes: tuple[torch.dtype, ...]) -> None:
+    case = Case(*dtypes)
+    assert len(case.bundles.all) == len(dtypes)
+    old = case.numbers()
+    sizes = torch.cat([x for bundle in case.bundles.all for x in bundle.copy(frobenius_norm)])
+    for w in case.weights:
+        w.add_(torch.randn_like(w))
+    new = case.numbers()
+    for bundle in case.bundles.all:
+        bundle.move(case.row)
+    near = 1e-14 if dtypes == (torch.float64,) else 1e-6
+    for w, a, b, f in zip(case.weights, old, new, case.factors()):
+        assert (w - torch.lerp(a, b, f.expand_as(a))).abs().max() <= near
+        assert torch.equal(w[(f == 1).expand_as(w)].double(), b[(f == 1).expand_as(b)])
+    moved = case.numbers()
+    for look, bundle in itertools.product((True, False), case.bundles.all):
+        bundle.scale(case.row, look=look)
+    for w, a, f in zip(case.weights, moved, case.factors()):
+        assert torch.allclose(w.double(), a * f * f, rtol=near, atol=near)
+    for piece, first in zip(case.pieces, case.bundles.firsts):
+        if not piece.whole:
+            i, s = piece.shares[0]
+            before = old[next(j for j, w in enumerate(case.weights) if w is piece.weight)]
+            assert torch.allclose(sizes[first : first + s.n].double(), frobenius_norm(s.heads(before)), rtol=1e-6), i
+
+
+def test_copies_are_decayed_before_the_step_is_scaled() -> None:
+    case = Case(torch.float64)
+    keep, (bundle,) = torch.full_like(case.row, 0.5), case.bundles.all
+    keep[-1] = 1
+    old = case.numbers()
+    bundle.copy(None)
+    for w in case.weights:
+        w.mul_(3)
+    bundle.decay(keep)
+    bundle.move(case.row)
+    for w, a, f in zip(case.weights, old, case.factors()):
+        scaled = (f != 1).expand_as(a)
+        assert torch.allclose(w[scaled], torch.lerp(0.5 * a, 3 * a, f.expand_as(a))[scaled], rtol=1e-14)
+        assert torch.equal(w[~scaled], 3 * a[~scaled])
+
+
+def test_they_are_made_anew_only_where_a_tensor_lies_elsewhere() -> None:
+    case = Case(torch.float32)
+    made = case.bundles.all
+    assert not case.bundles.update(case.parts())
+    assert case.bundles.all is made
+    case.weights[3].data = case.weights[3].data.clone()
+    assert case.bundles.update(case.parts())
+    assert case.bundles.all is not made
+
+
+@pytest.mark.parametrize("remedy", ["lalr:tau=0.3", "qk_weight_decay", "qk_lr:factor=0.5"])
+def test_weights_may_get_another_storage_or_dtype_between_steps(remedy: str) -> None:
+    found: list[nn.Module] = []
+    for change in (False, True):
+        model = attention(torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with qkeel.apply(remedy, model, optimizer):
+            for i, grads in enumerate(gradients(model, 4)):
+                if change and i == 2:
+                    for p in model.parameters():
+                        p.data = p.data.clone()
+                if change and i == 3:
+                    model.float()
+                step_by(model, optimizer, {n: g.to(next(model.parameters()).dtype) for n, g in grads.items()})
+        found.append(model.double())
+    for a, b in zip(*(model.parameters() for model in found)):
+        assert (a - b).abs().max() < 1e-6
