@@ -195,7 +195,7 @@ def _bundle(views: Sequence[Tensor], tables: Sequence[Tensor]) -> Bundle:
 
 
 def _stays(device: torch.device) -> bool:
-    """Whether memory for copies is kept. A CPU's allocator maps what is large afresh each time: half of AdamW's step."""
+    """Whether memory for copies is kept: a CPU's allocator maps what is large afresh each time, for half of AdamW's."""
     return device.type == "cpu"
 
 

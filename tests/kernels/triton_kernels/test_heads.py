@@ -46,10 +46,8 @@ def check(dtype: torch.dtype, device: str, even: bool) -> None:
         for v, w in zip(views, new):
             v.copy_(w)
         table.move(copy, factors, kept)
-        each = zip(
-            views, old, new, factors.split(split), (torch.ones_like(keeps) if kept is None else kept).split(split)
-        )
-        for v, a, b, f, k in each:
+        decay = torch.ones_like(keeps) if kept is None else kept
+        for v, a, b, f, k in zip(views, old, new, factors.split(split), decay.split(split)):
             start, f = k.double()[:, None, None] * a, f.double()[:, None, None]
             near(v, torch.where(f == 1, b, start + f * (b - start)), b)
             assert torch.equal(v[f.flatten() == 1].double(), b[f.flatten() == 1])
