@@ -1,10 +1,11 @@
 """What the GPU kernels take, as ratios to what cannot be avoided: `make gpu`, or `python -m benchmarks.gpu`.
 
-Four tables, interleaved, CUDA events, the L2 cache overwritten before every call:
+Five tables, interleaved, CUDA events, the L2 cache overwritten before every call:
 
 - norm and rotation of q and k against a copy of both (forward) and against five passes over them (with backward);
 - statistics against the attention forward they belong to;
 - the bracket from the logsumexp against attention forward and backward;
+- heads of weights copied with their norms, moved and scaled against a copy of them;
 - lalr and qk_clip against the fused AdamW step.
 
 Writes benchmarks/results/<device>-<date>.json and the tables as Markdown beside it. --toy with --device cpu and
@@ -40,6 +41,7 @@ from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
 COPY, PASSES, ATTENTION, BOTH = "copy of q and k", "five passes", "attention forward", "attention forward and backward"
+HEADS = "copy of all heads"
 Cases = dict[str, Callable[[], object]]
 
 
@@ -186,6 +188,29 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
     return forward, {BOTH: train, "the same, bracket from its logsumexp": train_with_lse}
 
 
+def heads_cases(sizes: Sizes, device: str) -> Cases:
+    """What lalr and qk_clip do with the query and key weights of all layers, beside a copy of them."""
+    counts = [n for _ in range(sizes.layers) for n in (sizes.heads, sizes.key_heads)]
+    views = [torch.randn(n, sizes.head_dim, sizes.dim, device=device) for n in counts]
+    room, table = [torch.empty_like(view) for view in views], gpu.head_table(views)
+    old, close = table.copy(), torch.full((sum(counts),), 1 - 1e-6, device=device)
+    ones, columns = torch.ones_like(close), [x.view(-1, 1, 1) for x in (1 - close).split(counts)]
+
+    def measured() -> object:
+        torch._foreach_copy_(room, views)
+        return [torch.linalg.vector_norm(x, dim=(1, 2)) for x in room]
+
+    return {
+        HEADS: lambda: torch._foreach_copy_(room, views),
+        "copied and measured, Triton": table.copy_and_norms,
+        "copied and measured, torch": measured,
+        "moved, Triton": lambda: table.move(old, close, None),
+        "moved, torch": lambda: torch._foreach_lerp_(views, room, columns),
+        "scaled, all heads over, Triton": lambda: table.scale(close),
+        "scaled, no head over, Triton": lambda: table.scale(ones),
+    }
+
+
 def tables(sizes: Sizes, device: str, rounds: int, compiled: bool) -> dict[str, tuple[str, list[Row]]]:
     """Every table: its title, what its ratios are to, its rows."""
     clock = Clock(device)
@@ -199,6 +224,8 @@ def tables(sizes: Sizes, device: str, rounds: int, compiled: bool) -> dict[str, 
     found[f"statistics; {shape}"] = ATTENTION, clock.interleave(forward, ATTENTION, rounds)
     found[f"logsumexp only; {shape}"] = BOTH, clock.interleave(both, BOTH, rounds)
     model = (sizes.layers, sizes.heads, sizes.dim)
+    shape = f"{sizes.layers} layers, {sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, width {sizes.dim}"
+    found[f"heads of weights, float32; {shape}"] = HEADS, clock.interleave(heads_cases(sizes, device), HEADS, rounds)
     shape = f"{sizes.layers} layers, {sizes.heads} heads, width {sizes.dim}"
     found[f"optimizer step; {shape}"] = STEP, clock.interleave(optimizer_cases(*model, device), STEP, rounds)
     found[f"qk_clip beside the step; {shape}"] = STEP, clock.interleave(clip_cases(*model, device), STEP, rounds)

@@ -31,7 +31,8 @@ def _place(weights, plan, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.cons
     size = tl.load(row + 5)
     if EVEN:
         size = tl.multiple_of(size, 16)
-    x = tl.load(row).to(tl.pointer_type(TYPE)) + head * tl.load(row + 1)
+    kind = tl.pointer_type(TYPE)  # pyright: ignore[reportArgumentType]  # a dtype where it is compiled
+    x = tl.load(row).to(kind) + head * tl.load(row + 1)
     if EVEN:  # dense and aligned heads: 16 bytes at a time
         x = tl.multiple_of(x, 16) + e
     else:

@@ -88,8 +88,9 @@ def test_the_gpu_benchmark_runs_at_toy_size(tmp_path: Path) -> None:
         "forward and backward",
         "statistics",
         "logsumexp only",
+        "heads of weights",
         "qk_clip",
         "lalr",
     ):
         assert part in table
-    assert next(tmp_path.glob("*.json")).read_text().count('"ratio"') == 19
+    assert next(tmp_path.glob("*.json")).read_text().count('"ratio"') == 27
