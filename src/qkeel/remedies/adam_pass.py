@@ -112,7 +112,7 @@ class AdamPass:
 
     def begin(self, factors: Tensor) -> None:
         """Take the coming step, at these factors per head of every entry, one after the other, and a 1 behind them."""
-        torch.amin(factors[self._makers], 1, out=self._rates)
+        torch.amin(factors.to(self._rates)[self._makers], 1, out=self._rates)
         vars(self._optimizer)["_init_group"] = self._answer
 
     def end(self) -> None:

@@ -220,11 +220,13 @@ class _Clip:
 
     @torch.no_grad()
     def _clip(self, optimizer: Optimizer, maxima: dict[str, Tensor], found_inf: Tensor | None) -> None:
+        if not maxima and self.kept is None and not self.together:
+            return
         row = self._row(maxima)
         if self.together:
             row = self._everyones(row)
         if self.kept is not None:
-            row = torch.maximum(row, self.kept.to(row))
+            row = torch.maximum(row.to(self.kept), self.kept)
         self.kept = None
         if found_inf is not None:
             # A fused optimizer runs its hooks though a GradScaler let nothing move. The choice is made on the device.
