@@ -46,6 +46,7 @@ def test_a_broken_floor_plan_is_noticed(line: str, instead: str, contract: str, 
 SHARED = {
     "qkeel.remedies": {
         *("adam_pass", "apply", "base", "change_spec", "join", "linear", "masters", "pieces", "presence", "steps"),
+        *("bundle", "group_rates"),
         *("after_projection", "change_norm", "change_scale", "exchange", "parameters", "seam", "stand_in"),
         *("blocks", "head", "output_projection"),
     },

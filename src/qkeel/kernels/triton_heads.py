@@ -135,18 +135,18 @@ class HeadTable:
 
     def _copy(self, sums: Tensor | None) -> Tensor:
         old = torch.empty(self._numbers, dtype=self._dtype, device=self._device)
-        self._run(_copy, old, old if sums is None else sums, SUMS=sums is not None)
+        self._run(_copy, [old, old if sums is None else sums], {"SUMS": sums is not None})
         return old
 
     def move(self, old: Tensor, factors: Tensor, keeps: Tensor | None) -> None:
         """w ← old + f · (w - old), `old` a copy, times what is kept of it; heads at factor 1 are not touched."""
-        self._run(_move, old, factors, factors if keeps is None else keeps, KEEPS=keeps is not None)
+        self._run(_move, [old, factors, factors if keeps is None else keeps], {"KEEPS": keeps is not None})
 
     def scale(self, factors: Tensor) -> None:
         """w ← f · w; heads at factor 1 are not touched."""
-        self._run(_scale, factors)
+        self._run(_scale, [factors], {})
 
-    def _run(self, kernel: Any, *tensors: Tensor, **flags: bool) -> None:
+    def _run(self, kernel: Any, tensors: Sequence[Tensor], flags: dict[str, bool]) -> None:
         with torch.cuda.device_of(self._fields):
             kernel[(self._programs,)](self._fields, self._plan, *tensors, **self._how, **flags)
 

@@ -92,9 +92,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
     run = triton_heads.HeadTable._run
 
-    def counted(self: Any, kernel: Any, *tensors: Tensor, **flags: bool) -> None:
+    def counted(self: Any, kernel: Any, tensors: list[Tensor], flags: dict[str, bool]) -> None:
         found[kernel.__name__] += 1
-        run(self, kernel, *tensors, **flags)
+        run(self, kernel, tensors, flags)
 
     monkeypatch.setattr(triton_heads.HeadTable, "_run", counted)
     monkeypatch.setattr(gpu, "takes_heads", lambda views: views[0].dtype != torch.float64)
