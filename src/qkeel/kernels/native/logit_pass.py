@@ -144,7 +144,8 @@ def _sight(call: AttentionCall) -> Sight | None:
     q, k = call.pos_q, call.pos_k
     s = k.shape[1]
     if not call.plain:
-        if q.dtype != k.dtype or not bool((k[:, 1:] >= k[:, :-1]).all()):
+        ordered = (k[:, 1:] >= k[:, :-1]).all() & (q == q).all()  # NaN stands nowhere, and no search finds that
+        if q.dtype != k.dtype or not bool(ordered):
             return None
         b = max(len(q), len(k))
         q, k = q.expand(b, -1).contiguous(), k.expand(b, -1).contiguous()
