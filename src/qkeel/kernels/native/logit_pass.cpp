@@ -385,6 +385,11 @@ std::tuple<Tensor, Tensor> guided_maxima(const Tensor& q_, const Tensor& k_, con
   const Tensor q = with_last_dense(q_), k = with_last_dense(k_);
   const auto options = q.options().dtype(at::kFloat);
   Tensor found = at::empty({q.size(0), q.size(1)}, options), others = at::empty({q.size(0), q.size(1)}, options);
+  if (q.numel() == 0) {  // no row, or no head
+    std::fill_n(found.mutable_data_ptr<float>(), found.numel(), -INF);
+    std::fill_n(others.mutable_data_ptr<float>(), others.numel(), -INF);
+    return {found, others};
+  }
   auto run = [&]<typename T>() {
     guided<T>(q, k, lse, float(scale), causal, m, found.mutable_data_ptr<float>(), others.mutable_data_ptr<float>());
   };
