@@ -83,6 +83,17 @@ def guided_maxima(q: Tensor, k: Tensor, lse: Tensor, scale: float, causal: bool,
     return torch.ops.qkeel_native.guided_maxima(q, k, lse, scale, causal, rows)
 
 
+def bracket_of(lse: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+    """max (lse - ln n) and max lse per head [h] over the rows that count, n the keys that a row sees; None: not for it.
+
+    Args:
+        lse: [b h t]; taken if it is float32 on a CPU. call: square and at default positions where it is causal.
+    """
+    if not (lse.dtype == torch.float32 and _plain(lse) and ready()):
+        return None
+    return torch.ops.qkeel_native.logsumexp_bracket(lse, call.query_mask, call.causal, call.k.shape[2])
+
+
 def holds(*tensors: Tensor) -> bool:
     """Whether these are plain tensors that the operators read: heads of a multiple of 8 numbers, on a CPU."""
     return all(
@@ -168,6 +179,7 @@ def _register() -> None:
     torch.library.register_fake(own + "logit_rows", _row_shapes)
     torch.library.register_fake(own + "logit_extremes", _extreme_shapes)
     torch.library.register_fake(own + "guided_maxima", _guided_shapes)
+    torch.library.register_fake(own + "logsumexp_bracket", _bracket_shapes)
 
 
 def _row_shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,3 +193,7 @@ def _extreme_shapes(q: Tensor, *_: Any) -> Tensor:
 
 def _guided_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape[:2], dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _bracket_shapes(lse: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return lse.new_empty(lse.shape[1]), lse.new_empty(lse.shape[1])
