@@ -71,7 +71,6 @@ _FUSED: dict[SDPBackend, Callable[[Tensor, Tensor, Tensor, bool, float], Any]] =
 }
 
 
-@torch.no_grad()
 def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     """Bounds on the largest logit per head from lse [b h t].
 
@@ -82,13 +81,21 @@ def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     that in sum; on a GPU a pass of its own gives maximum and entropy at that price, without cancelling. Rows that the
     call's `query_mask` leaves out count nowhere.
     """
-    ends = logit_pass.bracket_of(lse, call)
-    if ends is not None and price == "bracket":
-        return LogitBracket(lower=ends[0], upper=ends[1])
+    if price == "bracket":
+        ends = logit_pass.bracket_of(lse.detach(), call)
+        if ends is not None:
+            return LogitBracket(lower=ends[0], upper=ends[1])
+    return _bracket(call, lse, price)
+
+
+@torch.no_grad()
+def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     out = None if call.query_mask is None else ~call.query_mask[:, None]
     if out is not None:
         lse = lse.masked_fill(out, -torch.inf)
-    lower, upper = ends or _ends(call, lse)
+    best = lse.amax(0)  # row i sees as many keys in every sequence
+    n = (call.pos_q[0] + 1).to(lse.dtype).log() if call.causal else math.log(call.k.shape[2])
+    lower, upper = (best - n).amax(-1), best.amax(-1)
     if price == "bracket":
         return LogitBracket(lower=lower, upper=upper)
     rows = row_statistics(call) if price == "entropy" else None
@@ -113,12 +120,6 @@ def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
         entropy=entropy,
         certified=certified,
     )
-
-
-def _ends(call: AttentionCall, lse: Tensor) -> tuple[Tensor, Tensor]:
-    best = lse.amax(0)  # row i sees as many keys in every sequence
-    n = (call.pos_q[0] + 1).to(lse.dtype).log() if call.causal else math.log(call.k.shape[2])
-    return (best - n).amax(-1), best.amax(-1)
 
 
 def _entropies(call: AttentionCall, lse: Tensor) -> Tensor:

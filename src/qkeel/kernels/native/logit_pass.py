@@ -126,7 +126,7 @@ def _given(call: AttentionCall) -> tuple[Any, ...] | None:
 
 
 def _plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"
+    return type(x) in (Tensor, nn.Parameter) and x.is_cpu
 
 
 def _reads(mask: Tensor | None) -> bool:
