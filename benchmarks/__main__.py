@@ -8,16 +8,13 @@ if __name__ == "__main__":
     settle()  # before torch: the allocator reads its settings when the process starts
 
 import argparse
-import datetime
 import json
-import platform
 from pathlib import Path
 
 import torch
 
-import qkeel
 from benchmarks import latents, modules, statistics, steps
-from benchmarks.measure import Row, show
+from benchmarks.measure import Row, about, show
 from qkeel.nn import LatentSizes
 
 SIZES = {
@@ -83,18 +80,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     size, rounds = ("toy", 2) if args.toy else ("full", args.rounds)
     tables = run(size, rounds, compiled=not (args.toy or args.no_compile))
-    about = {
-        "qkeel": qkeel.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, 1 thread, {torch.backends.cpu.get_cpu_capability()}",
-        "date": datetime.date.today().isoformat(),
-        "rounds": rounds,
-        "command": "make bench",
-    }
-    path = args.out / f"cpu-{about['date']}{'-toy' if args.toy else ''}.json"
+    run_of = about("make bench", rounds)
+    path = args.out / f"cpu-{run_of['date']}{'-toy' if args.toy else ''}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"about": about, "tables": tables}, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps({"about": run_of, "tables": tables}, indent=1, ensure_ascii=False) + "\n")
     print(f"\nwritten: {path}")
 
 

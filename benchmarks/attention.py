@@ -8,8 +8,6 @@ every call, against projections and SDPA alone and transformers' Qwen3. --no-com
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import warnings
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkeel
-from benchmarks.measure import Row, interleave, show
+from benchmarks.measure import Row, interleave, show, wanted
 from benchmarks.modules import BASE, Bare, Qwen3, ours
 from qkeel.kernels.native import attention as operator
 from qkeel.kernels.native import norm_rope
@@ -154,29 +152,23 @@ def show_price(title: str, rows: list[Row], without: str, with_: str) -> None:
     print(f"  statistics add {100 * extra:+.2f} % to {title} (minima: {100 * least:+.2f} %)")
 
 
+def ready() -> bool:
+    """Whether all kernels of a module are here."""
+    return norm_rope.ready() and operator.ready() and operator.backward_ready()
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled peer out (saves a minute)")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, two rounds: only to see that it runs")
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    os.environ["QKEEL_NATIVE"] = "1"
-    if not (norm_rope.ready() and operator.ready() and operator.backward_ready()):
-        raise SystemExit("the kernels could not be compiled; the warning above says why")
-    shapes, rounds = ([(2, 16, 2, 1, 64)], 2) if args.toy else (SHAPES, args.rounds)
-    for shape in shapes:
-        for kind, rows in bench(shape, rounds).items():
+    run = wanted("attention", __doc__, arguments, rounds=15, ready=ready, peer="the compiled peer")
+    for shape in [(2, 16, 2, 1, 64)] if run.toy else SHAPES:
+        for kind, rows in bench(shape, run.rounds).items():
             show(f"attention, {kind}, batch tokens heads key-heads dim = {shape}", rows, TORCH)
             if kind != "backward":
                 show_price(kind, rows, OWN, COUNTED)
-    sizes = {"dim": 64, "heads": 1, "batch": 1, "length": 16} if args.toy else {
-        "dim": 512, "heads": 8, "batch": 4, "length": 512
-    }  # fmt: skip
+    sizes = run.module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for kind, rows in bench_modules(**sizes, rounds=rounds, compiled=not (args.toy or args.no_compile)).items():
+        for kind, rows in bench_modules(**sizes, rounds=run.rounds, compiled=run.compiled).items():
             show_speed(f"attention modules, {kind}, {sizes}", rows, sizes["batch"] * sizes["length"])
             show_price(f"a module's {kind}", rows, NORMED, WATCHED)
 

@@ -7,7 +7,6 @@ with the compiled pass on and off. --no-compile leaves inductor out, --toy only 
 
 from __future__ import annotations
 
-import argparse
 import os
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measure import Row, interleave, show
+from benchmarks.measure import Row, interleave, show, wanted
 from benchmarks.modules import BASE, Bare, ours
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels.native import norm_rope
@@ -135,27 +134,16 @@ def bench_modules(dim: int, heads: int, batch: int, length: int, rounds: int) ->
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.native", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--no-compile", action="store_true", help="leave inductor out (saves a minute)")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, two rounds: only to see that it runs")
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    os.environ["QKEEL_NATIVE"] = "1"
-    if not norm_rope.ready():
-        raise SystemExit("the kernels could not be compiled; the warning above says why")
-    shapes, rounds = ([(2, 16, 2, 1, 64)], 2) if args.toy else (SHAPES, args.rounds)
-    for shape in shapes:
-        for kind, rows in bench(shape, rounds, not (args.toy or args.no_compile)).items():
+    run = wanted("native", __doc__, arguments, rounds=25, ready=norm_rope.ready, peer="inductor")
+    for shape in [(2, 16, 2, 1, 64)] if run.toy else SHAPES:
+        for kind, rows in bench(shape, run.rounds, run.compiled).items():
             base = FORWARD if kind == "forward" else BOTH
             show(f"norm + rope, {kind}, batch tokens heads key-heads dim = {shape}", rows, base)
-    show("norm + rope of one token", bench_token(rounds), EMPTY)
-    sizes = {"dim": 64, "heads": 1, "batch": 1, "length": 16} if args.toy else {
-        "dim": 512, "heads": 8, "batch": 4, "length": 512
-    }  # fmt: skip
+    show("norm + rope of one token", bench_token(run.rounds), EMPTY)
+    sizes = run.module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for kind, rows in bench_modules(**sizes, rounds=rounds).items():
+        for kind, rows in bench_modules(**sizes, rounds=run.rounds).items():
             show(f"attention modules, {kind}, {sizes}", rows, BASE)
 
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
-import platform
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,7 +31,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkeel
-from benchmarks.measure import Row, interleave
+from benchmarks.measure import Row, about, interleave
 from benchmarks.native import Passes
 from benchmarks.steps import adamw_step
 from qkeel.kernels.native import ready
@@ -269,20 +267,11 @@ def main(arguments: list[str] | None = None) -> None:
         warnings.simplefilter("ignore")
         found = measure(sizes, rounds, not (args.toy or args.no_compile))
     show(found)
-    about = {
-        "qkeel": qkeel.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, 1 thread, {torch.backends.cpu.get_cpu_capability()}",
-        "compiled_kernels": ready(),
-        "date": datetime.date.today().isoformat(),
-        "rounds": rounds,
-        "sizes": dataclasses.asdict(sizes),
-        "command": "python -m benchmarks.roofline",
-    }
-    path = args.out / f"roofline-{about['date']}{'-toy' if args.toy else ''}.json"
+    run_of = about("python -m benchmarks.roofline", rounds)
+    run_of |= {"compiled_kernels": ready(), "sizes": dataclasses.asdict(sizes)}
+    path = args.out / f"roofline-{run_of['date']}{'-toy' if args.toy else ''}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"about": about, **found}, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps({"about": run_of, **found}, indent=1, ensure_ascii=False) + "\n")
     print(f"\nwritten: {path}")
 
 

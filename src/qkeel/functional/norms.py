@@ -11,10 +11,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from qkeel.errors import InvalidTypeError
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype statistics are computed in: float32 or wider, so float64 stays float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _widened(x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise InvalidTypeError(f"expected a tensor to normalise, got {type(x).__name__}")
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise InvalidTypeError(
+            f"expected floating-point numbers of 16 bits or more to normalise, got {x.dtype}; convert them first"
+        )
+    return x.to(wide(x.dtype))
 
 
 def unrounded(x: Tensor) -> AbstractContextManager[object]:
@@ -32,7 +44,7 @@ def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "
     >>> l2_norm(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
     """
-    return _Resize.apply(x.to(wide(x.dtype)), eps, False)[0].to(x.dtype)
+    return _Resize.apply(_widened(x), eps, False)[0].to(x.dtype)
 
 
 def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
@@ -43,7 +55,7 @@ def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "
     >>> rms_norm(torch.tensor([3.0, 4.0]), eps=0.0)
     tensor([0.8485, 1.1314])
     """
-    return _Resize.apply(x.to(wide(x.dtype)), eps, True)[0].to(x.dtype)
+    return _Resize.apply(_widened(x), eps, True)[0].to(x.dtype)
 
 
 def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor, "*batch d"]:
@@ -54,7 +66,7 @@ def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor,
     >>> layer_norm(torch.tensor([1.0, 3.0]), eps=0.0)
     tensor([-1.,  1.])
     """
-    return F.layer_norm(x.to(wide(x.dtype)), (x.shape[-1],), eps=eps).to(x.dtype)
+    return F.layer_norm(_widened(x), (x.shape[-1],), eps=eps).to(x.dtype)
 
 
 def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch 1"]:
@@ -83,7 +95,7 @@ def _one_over(norm: Tensor, mean_over: int | None, eps: float) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.to(wide(x.dtype)), dim=-1, keepdim=True)
+    return torch.linalg.vector_norm(_widened(x), dim=-1, keepdim=True)
 
 
 class _Resize(torch.autograd.Function):

@@ -71,7 +71,6 @@ _FUSED: dict[SDPBackend, Callable[[Tensor, Tensor, Tensor, bool, float], Any]] =
 }
 
 
-@torch.no_grad()
 def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     """Bounds on the largest logit per head from lse [b h t].
 
@@ -82,6 +81,15 @@ def bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     that in sum; on a GPU a pass of its own gives maximum and entropy at that price, without cancelling. Rows that the
     call's `query_mask` leaves out count nowhere.
     """
+    if price == "bracket":
+        ends = logit_pass.bracket_of(lse.detach(), call)
+        if ends is not None:
+            return LogitBracket(lower=ends[0], upper=ends[1])
+    return _bracket(call, lse, price)
+
+
+@torch.no_grad()
+def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     out = None if call.query_mask is None else ~call.query_mask[:, None]
     if out is not None:
         lse = lse.masked_fill(out, -torch.inf)

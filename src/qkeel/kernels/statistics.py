@@ -248,6 +248,10 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     counted = call.query_mask
     if counted is None and call.mask is None and call.window is None and (not call.causal or call.plain):
         return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
+    alike = call.mask is None or call.mask.shape[2] == 1  # to all rows, as padding is
+    whole = type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
+    if whole and alike and not call.pos_q.is_floating_point():
+        return _keys_before(call)
     found = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
     for rows, keys in _blocks(call):
         visible = call.visible(rows, keys)
@@ -255,8 +259,25 @@ def _keys_seen(call: AttentionCall) -> Tensor:
             visible = torch.ones(1, 1, 1, keys.stop, dtype=torch.bool, device=found.device)
         if counted is not None:
             visible = visible & counted[:, None, rows, None]
-        some = visible.any(-2)
-        if some.shape[1] not in (1, g):
-            some = some.unflatten(1, (g, -1)).any(2)
-        found[..., keys] |= some
+        found[..., keys] |= _by_group(visible.any(-2), g)
     return found
+
+
+def _keys_before(call: AttentionCall) -> Tensor:
+    """Keys [b g s] that the mask shows to all rows and that stand no later than the last of the rows that count."""
+    b, g, s, _ = call.k.shape
+    last, counted = call.pos_q.expand(b, -1), call.query_mask
+    seen = torch.ones(b, 1, s, dtype=torch.bool, device=call.k.device)
+    if counted is not None:
+        last = torch.where(counted, last, torch.iinfo(last.dtype).min)
+        seen = seen & counted.any(1)[:, None, None]
+    if call.causal:
+        seen = seen & (call.pos_k <= last.amax(1, keepdim=True))[:, None]
+    shown = dataclasses.replace(call, causal=False).visible(slice(None), slice(None))
+    seen = seen if shown is None else seen & _by_group(shown[:, :, 0], g)
+    return seen.expand(b, g, s)
+
+
+def _by_group(seen: Tensor, g: int) -> Tensor:
+    """[b|1 h|1 s] for query heads as [b|1 g|1 s]: whether some head of those that share keys does."""
+    return seen if seen.shape[1] in (1, g) else seen.unflatten(1, (g, -1)).any(2)

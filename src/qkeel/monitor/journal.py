@@ -38,7 +38,7 @@ _COUNTS = {
     "query_norm": "n_products",
     "query_norm_max": "n_products",
 }
-_OF_STATS = tuple(name for name in HEAD_FIELDS if name in {*LogitStats.__slots__, "max_abs_logit"})
+_OF_STATS = frozenset(name for name in HEAD_FIELDS if name in {*LogitStats.__slots__, "max_abs_logit"})
 _WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # of STEP_FIELDS
 
 
@@ -119,15 +119,16 @@ class Journal:
         value: Tensor | None = measured.numbers.get((site, name))
         if value is not None:
             return value.double().numpy()
-        if stats is None or name not in (*_OF_STATS, NON_FINITE):
+        if stats is None or not (name in _OF_STATS or name == NON_FINITE):
             return None
         if name == NON_FINITE:
             low = stats.min_logit.isfinite() | (stats.n_pairs == 0)  # not measured
             broken = ~(stats.max_logit.isfinite() & low & stats.entropy.isfinite())
             return np.where(stats.n_queries.numpy() > 0, broken.double().numpy(), np.nan)
-        row = getattr(stats, name).double().numpy()
-        row = np.where(_measured(name, stats), row, np.nan)
-        return repeat_groups(row, len(stats.max_logit))
+        row, measured = getattr(stats, name).double().numpy(), _measured(name, stats)
+        if not measured.all():
+            row = np.where(measured, row, np.nan)
+        return row if len(row) == len(stats.max_logit) else repeat_groups(row, len(stats.max_logit))
 
 
 def _measured(name: str, stats: LogitStats) -> np.ndarray:

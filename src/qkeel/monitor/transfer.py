@@ -40,8 +40,8 @@ class Measured:
         of_stats = [x for s in self.stats.values() for _, x in _tensors(s)]
         dtype = torch.float32 if device.type == "mps" else torch.float64  # exact for counts under 2^53
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
-        parts += [x.detach().reshape(-1).to(device=device, dtype=dtype) for x in (*of_stats, *self.numbers.values())]
-        return torch.cat(parts)
+        parts += [x.detach().reshape(-1).to(device) for x in (*of_stats, *self.numbers.values())]
+        return torch.cat(parts)  # in the widest of their dtypes, which is that of the first
 
 
 class Flag(enum.IntEnum):
@@ -113,11 +113,10 @@ class Transfer:
         return Measured(stats=stats, numbers=numbers)
 
     def _unpacked(self, row: Tensor) -> tuple[dict[str, LogitStats], dict[tuple[str, str], Tensor]]:
-        start, found = 1, {}
-        for site, name, shape in self.layout:
-            size = math.prod(shape)
-            found[site, name] = row[start : start + size].view(shape)
-            start += size
+        found = {}
+        _, *values = row.split([1, *(math.prod(shape) for _, _, shape in self.layout)])
+        for (site, name, shape), value in zip(self.layout, values):
+            found[site, name] = value if len(shape) == 1 else value.view(shape)
         sites = dict.fromkeys(site for site, name, _ in self.layout if name == TENSORS[0])
         stats = {
             site: LogitStats(

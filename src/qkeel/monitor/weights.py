@@ -42,18 +42,32 @@ class Weights:
     def read(self) -> Numbers:
         """All numbers of all sites as they are now."""
         found: Numbers = {}
-        for site in self.sites:
+        spectral = self._spectral_norms()
+        for site, norm in zip(self.sites, spectral):
             for name, value in self._site(site).items():
                 found[site.name, name] = value
+            found[site.name, "qk_spectral_norm"] = norm
         return found
+
+    def _spectral_norms(self) -> list[Tensor]:
+        """Of each site [h]; those of matrices of one size together: after a step every operation finds cold caches."""
+        found: dict[int, Tensor] = {}
+        alike: dict[tuple[Any, ...], list[tuple[int, Tensor, Tensor]]] = {}
+        for i, site in enumerate(self.sites):
+            grams = (self._gram([t.query for t in site.terms]), self._gram([t.key for t in site.terms]))
+            a, b = _same_heads(*grams, site.n_heads)
+            alike.setdefault((a.shape[-1], a.dtype, a.device), []).append((i, a, b))
+        for group in alike.values():
+            places, a, b = zip(*group)
+            norms = gram_interaction_norms(torch.cat(a), torch.cat(b))[1]
+            found |= zip(places, norms.split([len(x) for x in a]))
+        return [found[i] for i in range(len(self.sites))]
 
     def _site(self, site: AttentionSite) -> dict[str, Tensor]:
         query, key = [t.query for t in site.terms], [t.key for t in site.terms]
-        a, b = self._gram(query), self._gram(key)
         found = {
             "query_weight_norm": self._norm(query, site, self._weight),
             "key_weight_norm": self._norm(key, site, self._weight),
-            "qk_spectral_norm": gram_interaction_norms(*_same_heads(a, b, site.n_heads))[1],
         }
         grads = [self._rms(chains, site) for chains in (query, key)]
         for name, rms in zip(("query_grad_rms", "key_grad_rms"), grads):
@@ -65,8 +79,8 @@ class Weights:
         return found
 
     def _norm(self, chains: Sequence[Chain], site: AttentionSite, of: Callable[[HeadSlice], Tensor]) -> Tensor:
-        squares = [of(part).square().sum((1, 2)) for part in _own(chains)]
-        return torch.stack([_repeated(s, site.n_heads) for s in squares]).sum(0).sqrt()
+        norms = [_repeated(torch.linalg.vector_norm(of(part), dim=(1, 2)), site.n_heads) for part in _own(chains)]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
     def _rms(self, chains: Sequence[Chain], site: AttentionSite) -> Tensor | None:
         parts = _own(chains)
@@ -77,6 +91,8 @@ class Weights:
 
     def _gram(self, chains: Sequence[Chain]) -> Tensor:
         """W Wᵀ [heads R R], W the products of all terms one under the other; weights that add up come as terms too."""
+        if len(chains) == 1:
+            return self._product(chains[0], chains[0])
         heads = max(chain[-1].n for chain in chains)
         rows = [torch.cat([self._product(a, b).expand(heads, -1, -1) for b in chains], -1) for a in chains]
         return torch.cat(rows, -2)

@@ -61,10 +61,12 @@ class Attention(SpecModule):
         cache: earlier keys and values; x are the tokens after them. context [b s m]: attend to it instead of x
         (cross-attention; not causal unless asked). pos [b t]: positions of x. mask: see `qkeel.attention`.
         """
-        check_input(x, self.d_model)
+        check_input(x, self.d_model, self.q_proj)
         if cache is not None and context is not None:
             raise InvalidValueError("cache and context exclude each other: project the context once instead")
-        if context is not None and (context.ndim != 3 or context.shape[::2] != x.shape[::2]):
+        if context is not None:
+            check_input(context, self.d_model, self.k_proj, "context")
+        if context is not None and len(context) != len(x):
             raise ShapeError(
                 f"expected context of shape [{x.shape[0]} keys {self.d_model}], got {tuple(context.shape)}"
             )

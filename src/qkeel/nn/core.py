@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, caution
@@ -31,6 +33,11 @@ class Reader(abc.ABC):
     @abc.abstractmethod
     def read(self, call: AttentionCall, rows: KernelRows) -> None:
         """A call that was computed, and what was found meanwhile."""
+
+
+@functools.cache  # a model has many layers, and a study many models
+def _advise(advice: str) -> None:
+    caution(advice)
 
 
 def check_dropout(dropout: float) -> None:
@@ -62,7 +69,7 @@ class SpecModule(nn.Module):
         self.spec = spec
         advice = scale_advice(spec, geometry[2])
         if advice is not None:
-            caution(advice)
+            _advise(advice)
         for name, value in spec.init_params(*geometry).items():
             self.register_parameter(name, nn.Parameter(value))
 
@@ -121,7 +128,25 @@ class SpecModule(nn.Module):
         return f"{heads}, {self.spec.norm.formula()}; {self.spec.position.formula()}"
 
 
-def check_input(x: Tensor, d_model: int) -> None:
-    """Raise unless x is [b t m]."""
+def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: str = "x") -> None:
+    """Raise unless x is [b t m], of floating point, and of the dtype and on the device of the `layer` that takes it."""
+    if not isinstance(x, Tensor):
+        raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise InvalidTypeError(
+            f"expected {name} of floating-point numbers of 16 bits or more, got {x.dtype}; embed or convert it first"
+        )
     if x.ndim != 3 or x.shape[-1] != d_model:
-        raise ShapeError(f"expected x of shape [batch tokens {d_model}], got {tuple(x.shape)}")
+        raise ShapeError(f"expected {name} of shape [batch tokens {d_model}], got {tuple(x.shape)}")
+    # Other layers, and those with hooks, may convert what comes or fetch their weights first.
+    if type(layer) is not nn.Linear or layer._forward_pre_hooks or "forward" in layer.__dict__:
+        return
+    weight = layer.weight
+    if x.device != weight.device:
+        raise InvalidValueError(
+            f"expected {name} on {weight.device} as the weights, got it on {x.device}; move it there"
+        )
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise InvalidTypeError(
+            f"expected {name} in {weight.dtype} as the weights, got {x.dtype}; convert one or use torch.autocast"
+        )

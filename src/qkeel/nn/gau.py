@@ -62,7 +62,7 @@ class GAU(SpecModule):
         pos: Tensor | None = None,
     ) -> Tensor:
         """x [b t m] -> [b t m]. cache: keys and values of earlier tokens; x are the tokens after them. pos [b t]."""
-        check_input(x, self.d_model)
+        check_input(x, self.d_model, self.uv_proj)
         if any(name.startswith("v_norm") and p.numel() > 1 for name, p in self.spec_params().items()):
             raise RefusedError(
                 f"a gain on values of {self.head_dim} numbers does not fit the {self.hidden} of a GAU; "

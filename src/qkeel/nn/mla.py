@@ -84,7 +84,7 @@ class MLA(SpecModule):
         pos: Tensor | None = None,
     ) -> Tensor:
         """x [b t m] -> [b t m]. cache: latents of earlier tokens; x are the tokens after them. pos [b t]: of x."""
-        check_input(x, self.d_model)
+        check_input(x, self.d_model, self.kv_down)
         q_latent, latent = self.q_latent_norm(self.q_down(x)), self.kv_latent_norm(self.kv_down(x))
         q = torch.cat([self._heads(self.q_rope(q_latent)), self._heads(self.q_up(q_latent))], dim=-1)
         shared = self.k_rope(x)[:, None]

@@ -14,6 +14,8 @@ from qkeel.functional.norms import unrounded
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.slot import Params
 
+_COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionCall:
@@ -237,6 +239,11 @@ def _positions(name: str, pos: Tensor | None, q: Tensor, n: int, default: Tensor
         return default if default.ndim == 2 else default[None]
     _check_tensor(name, pos)
     _check_device(name, pos, q)
+    if pos.dtype not in _COUNTS and not (pos.is_floating_point() and pos.dtype.itemsize > 1):
+        raise InvalidTypeError(
+            f"expected {name} as whole numbers (int64, int32, int16, int8, uint8) or floats of 16 bits or more, got "
+            f"{pos.dtype}; convert it first"
+        )
     b = q.shape[0]
     full = pos[None] if pos.ndim == 1 else pos
     if full.ndim != 2 or full.shape[0] not in (1, b) or full.shape[1] != n:
@@ -284,6 +291,11 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
             )
         _check_tensor(f"parameter {name!r}", given[name])
         _check_device(f"parameter {name!r}", given[name], q)
+        if not given[name].is_floating_point() or given[name].dtype.itemsize < 2:
+            raise InvalidTypeError(
+                f"expected parameter {name!r} of floating-point numbers of 16 bits or more, got {given[name].dtype}; "
+                "convert it first"
+            )
         if given[name].shape != like.shape:
             raise ShapeError(
                 f"expected parameter {name!r} of shape {tuple(like.shape)}, got {tuple(given[name].shape)}"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from qkeel.kernels.native import build, ready
 
@@ -22,3 +25,19 @@ def library(_on: None) -> Path:
         pytest.skip("there is no C++ compiler here")
     assert ready()
     return build.compiled("norm_rope")
+
+
+@pytest.fixture
+def assert_threads_change_no_bit() -> Callable[[Callable[[], Sequence[Tensor]]], None]:
+    """Runs something on 1, 2 and 8 threads and compares."""
+
+    def check(run: Callable[[], Sequence[Tensor]]) -> None:
+        one = run()
+        try:
+            for threads in (2, 8):
+                torch.set_num_threads(threads)
+                assert all(map(torch.equal, one, run())), f"{threads} threads"
+        finally:
+            torch.set_num_threads(1)
+
+    return check

@@ -171,17 +171,10 @@ def test_two_keys_by_hand() -> None:
     torch.testing.assert_close(dv[0, 0, :, 0], torch.tensor([0.75, 0.25]))
 
 
-@pytest.mark.parametrize("threads", [2, 8])
-def test_threads_change_no_bit(threads: int) -> None:
+def test_threads_change_no_bit(assert_threads_change_no_bit: Callable[..., None]) -> None:
     for case in (Case(t=300, heads=(4, 4)), Case(t=500, heads=(3, 1), widths=(16, 16)), Case(t=64)):
         tensors = given(case, torch.float32)
-        one = native(case, tensors, None)
-        torch.set_num_threads(threads)
-        try:
-            many = native(case, tensors, None)
-        finally:
-            torch.set_num_threads(1)
-        assert all(map(torch.equal, one, many))
+        assert_threads_change_no_bit(lambda case=case, tensors=tensors: native(case, tensors, None))
 
 
 @pytest.mark.usefixtures("_poisoned")

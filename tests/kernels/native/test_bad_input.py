@@ -13,6 +13,7 @@ from torch import Tensor
 
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, QkeelWarning, RefusedError
+from qkeel.functional.norms import l2_norm
 from qkeel.kernels.native import build, loader
 
 SPEC = qkeel.preset("qwen3")
@@ -102,7 +103,28 @@ BAD: dict[str, tuple[Callable[[], Tensor], type[QkeelError], str]] = {
     "a module of 8 bits": (lambda: module(dtype=FP8), InvalidTypeError, "16 bits"),
     "a module's mask elsewhere": (lambda: module(mask=torch.ones(5, 5, **META)), InvalidValueError, "mask on cpu"),
     "a module's positions elsewhere": (lambda: module(pos=torch.ones(5, **META)), InvalidValueError, "pos_k on cpu"),
-    "a context elsewhere": (lambda: module(context=torch.ones(1, 5, 16, **META)), InvalidValueError, "one device"),
+    "a context elsewhere": (lambda: module(context=torch.ones(1, 5, 16, **META)), InvalidValueError, "context on cpu"),
+    "a module's input of integers": (lambda: module(x=torch.ones(1, 5, 16).long()), InvalidTypeError, "x of floating"),
+    "a module's input of booleans": (lambda: module(x=torch.ones(1, 5, 16).bool()), InvalidTypeError, "x of floating"),
+    "a module's input of 8 bits": (lambda: module(x=torch.ones(1, 5, 16).to(FP8)), InvalidTypeError, "16 bits"),
+    "a module's input of half": (lambda: module(x=torch.ones(1, 5, 16).half()), InvalidTypeError, "as the weights"),
+    "a module's input elsewhere": (lambda: module(x=torch.ones(1, 5, 16, **META)), InvalidValueError, "x on cpu"),
+    "a module's input of no tensor": (lambda: module(x=[[1.0]]), InvalidTypeError, "got list"),
+    "a context of integers": (lambda: module(context=torch.ones(1, 5, 16).int()), InvalidTypeError, "context of float"),
+    "positions of booleans": (lambda: attend(pos_q=torch.ones(5).bool()), InvalidTypeError, "pos_q as whole"),
+    "positions of 8 bits": (lambda: attend(pos_k=torch.ones(5).to(FP8)), InvalidTypeError, "pos_k as whole"),
+    "gains of integers": (
+        lambda: attend(params={n: p.long() for n, p in SPEC.init_params(2, 2, 8).items()}),
+        InvalidTypeError,
+        "parameter 'q_norm' of floating",
+    ),
+    "a norm of 8 bits": (lambda: l2_norm(torch.ones(3).to(FP8)), InvalidTypeError, "to normalise"),
+    "MLA's input of integers": (
+        lambda: qkeel.nn.MLA(32, 2)(torch.ones(1, 5, 32).int()),
+        InvalidTypeError,
+        "x of float",
+    ),
+    "a GAU's input of integers": (lambda: qkeel.nn.GAU(8)(torch.ones(1, 5, 8).int()), InvalidTypeError, "x of float"),
 }
 
 
@@ -113,3 +135,30 @@ def test_what_is_wrong_is_told_in_one_error(name: str, native: str, monkeypatch:
     do, error, told = BAD[name]
     with pytest.raises(error, match=told):
         do()
+
+
+def test_positions_that_are_not_numbers_see_nothing_by_either_path(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for spec in (SPEC, qkeel.preset("baseline")):
+        for where in ({"pos_q"}, {"pos_k"}, {"pos_q", "pos_k"}):
+            pos = torch.arange(5.0)
+            pos[2] = torch.nan
+            given = {name: pos if name in where else torch.arange(5.0) for name in ("pos_q", "pos_k")}
+            params = spec.init_params(2, 2, 8)
+            out, stats = attend(spec=spec, params=params, stats=True, **given)
+            with monkeypatch.context() as off:
+                off.setenv("QKEEL_NATIVE", "0")
+                true, known = attend(spec=spec, params=params, stats=True, **given)
+            torch.testing.assert_close(out, true, equal_nan=True)
+            torch.testing.assert_close(stats.max_logit, known.max_logit, equal_nan=True)
+            assert torch.equal(stats.n_pairs, known.n_pairs)
+
+
+def test_half_numbers_enter_a_module_of_float_under_autocast_or_a_hook() -> None:
+    own = qkeel.nn.Attention(16, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert own(torch.ones(1, 5, 16).bfloat16()).dtype == torch.bfloat16
+    for layer in (own.q_proj, own.k_proj, own.v_proj):
+        layer.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    assert own(torch.ones(1, 5, 16).bfloat16()).dtype == torch.float32

@@ -260,8 +260,7 @@ def test_a_nan_in_a_row_of_largest_logsumexp_is_no_maximum() -> None:
     assert torch.equal(others[0, 0], lse[0, 0].sort(descending=True).values[2])
 
 
-@pytest.mark.parametrize("threads", [2, 8])
-def test_threads_change_no_bit(threads: int) -> None:
+def test_threads_change_no_bit(assert_threads_change_no_bit: Callable[..., None]) -> None:
     call = call_of(SPECS["capped"], (2, 4, 2, 300, 300, 64), torch.float32, 0, mask=torch.rand(2, 1, 300, 300) < 0.8)
     given = logit_pass._given(call)
     assert given is not None
@@ -272,13 +271,7 @@ def test_threads_change_no_bit(threads: int) -> None:
         guided = ops.guided_maxima(given[0], given[1], lse, 0.2, True, 4)
         return [*ops.logit_rows(*given, 5.0, 1.0), ops.logit_extremes(*given), *guided]
 
-    one = run()
-    torch.set_num_threads(threads)
-    try:
-        many = run()
-    finally:
-        torch.set_num_threads(1)
-    assert all(map(torch.equal, one, many))
+    assert_threads_change_no_bit(run)
 
 
 @pytest.mark.usefixtures("_poisoned")
@@ -293,6 +286,57 @@ def test_every_number_is_written() -> None:
         assert not any(x.isnan().any() for x in [*fields, *norms, *logit_maxima(call)])
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_is_as_exact_as_the_same_mask_pair_by_pair(causal: bool) -> None:
+    # A mask [b 1 1 s] is looked up by key, the same one written out [b 1 t s] is read pair by pair.
+    b, h, t, s = 3, 2, 150, 300
+    spec, place = SPECS["capped"], torch.arange(s)
+    shown = torch.stack([place >= 140, place < 129, (place > 5) & (place % 64 != 9)])[:, None, None]
+    shown[1, ..., 3] = False
+    for mask in (
+        shown,
+        shown[:1],
+        torch.zeros(b, 1, 1, s, dtype=torch.bool),
+        torch.zeros(b, 1, 1, s).masked_fill(~shown, -torch.inf),
+        torch.zeros(b, 1, 1, s).masked_fill(~shown, torch.finfo(torch.bfloat16).min).bfloat16(),
+        torch.where(place[None, None, None] < 200, 0.0, torch.randn(b, 1, 1, s)).masked_fill(~shown, -torch.inf),
+        torch.rand(1, h, 1, s) < 0.9,
+    ):
+        call = call_of(spec, (b, h, h, t, s, 24), torch.float32, 1, mask=mask, causal=causal)
+        written = dataclasses.replace(call, mask=mask.expand(-1, -1, t, -1))
+        for counted in (None, torch.rand(b, t) < 0.7, torch.arange(t)[None].expand(b, -1) < 7):
+            one, other = (x if counted is None else with_query_mask(x, counted) for x in (call, written))
+            ours, theirs = logit_stats(one, 2.0), logit_stats(other, 2.0)
+            for name in TENSORS:
+                torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-6, msg=name)
+            assert torch.equal(logit_maxima(one)[0], logit_maxima(other)[0])
+            if counted is not None:
+                break
+
+
+def test_the_bracket_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for b, h, t, causal in [(2, 3, 1, True), (3, 4, 70, True), (1, 8, 33, False)]:
+        q = torch.randn(b, h, t, 8)
+        call = make_call(AttentionSpec(), q, q, q, causal=causal)
+        for lse in (torch.randn(b, h, t), torch.randn(b, t, h).transpose(1, 2), torch.full((b, h, t), -torch.inf)):
+            lse[0, 1, t // 2] = torch.nan
+            for counted in (None, torch.rand(b, t) < 0.6, torch.zeros(b, t, dtype=torch.bool)):
+                one = call if counted is None else with_query_mask(call, counted)
+                ours = bracket(one, lse, "bracket")
+                theirs = torchs(monkeypatch, lambda one=one, lse=lse: bracket(one, lse, "bracket"))
+                torch.testing.assert_close(ours.upper, theirs.upper, rtol=0, atol=0, equal_nan=True)  # type: ignore
+                torch.testing.assert_close(ours.lower, theirs.lower, rtol=1e-6, atol=1e-6, equal_nan=True)  # type: ignore
+
+
+def test_nothing_to_look_at_is_no_maximum() -> None:
+    ops, k = torch.ops.qkeel_native, torch.randn(2, 1, 5, 8)
+    for q in (torch.randn(2, 3, 0, 8), torch.randn(2, 0, 4, 8)):
+        found, others = ops.guided_maxima(q, k, torch.randn(q.shape[:3]), 1.0, True, 4)
+        assert found.shape == others.shape == q.shape[:2]
+        assert bool((found == -torch.inf).all() and (others == -torch.inf).all())
+    assert ops.logsumexp_bracket(torch.randn(2, 3, 0), None, True, 5)[0].tolist() == [-torch.inf] * 3
+
+
 def test_torch_accepts_every_operator() -> None:
     ops = torch.ops.qkeel_native
     q, k, scale = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16), torch.tensor(0.3).expand(2, 4, 9)
@@ -301,6 +345,7 @@ def test_torch_accepts_every_operator() -> None:
         torch.library.opcheck(ops.logit_rows.default, (q, k, scale, *ends, mask, 5.0, 1.0))
         torch.library.opcheck(ops.logit_extremes.default, (q, k, scale, None, None, mask))
     torch.library.opcheck(ops.guided_maxima.default, (q, k, torch.randn(2, 4, 9), 0.3, True, 4))
+    torch.library.opcheck(ops.logsumexp_bracket.default, (torch.randn(2, 4, 9), torch.rand(2, 9) < 0.5, True, 9))
 
 
 def test_wrong_shapes_and_dtypes_raise_and_do_not_crash() -> None:
@@ -326,6 +371,9 @@ def test_wrong_shapes_and_dtypes_raise_and_do_not_crash() -> None:
     assert torch.equal(far, ops.logit_extremes(q, q, scale, None, None, None))
     with pytest.raises(RuntimeError):
         ops.guided_maxima(q, q, scale[..., :2], 1.0, True, 4)
+    for args in [(scale.double(), None), (scale[0], None), (scale, torch.ones(1, 2).bool()), (scale, torch.ones(1, 3))]:
+        with pytest.raises(RuntimeError):
+            ops.logsumexp_bracket(*args, True, 3)
 
 
 def test_ten_thousand_calls_keep_no_memory() -> None:

@@ -1,4 +1,5 @@
-// The largest logits of the rows whose logsumexps are largest: no other row can hold a larger one than it tells.
+// What logsumexps of rows say of their largest logits: bounds, and the largest logits of the rows whose logsumexps are
+// largest: no other row can hold a larger one than it tells.
 #pragma once
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -88,6 +89,33 @@ void guided(const at::Tensor& q, const at::Tensor& k, const at::Tensor& lse, flo
       }
     }
   });
+}
+
+template <bool DENSE>
+void bracket_row(const float* from, int64_t along, int64_t h, float keys, float* __restrict lower, float* __restrict upper) {
+  for (int64_t head = 0; head < h; ++head) {
+    const float x = from[DENSE ? head : head * along], y = x - keys, most = upper[head], least = lower[head];
+    upper[head] = x <= most || most != most ? most : x;
+    lower[head] = y <= least || least != least ? least : y;
+  }
+}
+
+// Per head of lse [b h t], over the rows that count [b t] (none given: all): the largest, and the largest of lse - ln n,
+// n the keys that a row sees: `s`, or with `causal` those up to its own. A NaN among them is the largest.
+inline void bracket(const at::Tensor& lse, const at::Tensor& counted, bool causal, int64_t s, float* lower, float* upper) {
+  const int64_t b = lse.size(0), h = lse.size(1), t = lse.size(2), n0 = lse.stride(0), along = lse.stride(1), n2 = lse.stride(2);
+  const float* all = lse.const_data_ptr<float>();
+  const bool* counts = counted.defined() ? counted.const_data_ptr<bool>() : nullptr;
+  std::fill_n(lower, h, -HUGE_VALF), std::fill_n(upper, h, -HUGE_VALF);
+  for (int64_t i = 0; i < t; ++i) {
+    const float keys = std::log(float(causal ? i + 1 : s));
+    for (int64_t n = 0; n < b; ++n) {
+      if (counts && !counts[n * counted.stride(0) + i * counted.stride(1)]) continue;
+      const float* from = all + n * n0 + i * n2;
+      if (along == 1) bracket_row<true>(from, 1, h, keys, lower, upper);  // as torch's kernels leave it
+      else bracket_row<false>(from, along, h, keys, lower, upper);
+    }
+  }
 }
 
 } // namespace qkeel

@@ -4,6 +4,7 @@
 //     -> (Tensor rows, Tensor counts, Tensor key_norms)
 //   logit_extremes(q, k, scale, low, high, mask) -> Tensor
 //   guided_maxima(Tensor q, Tensor k, Tensor lse, float scale, bool causal, int rows) -> (Tensor, Tensor)
+//   logsumexp_bracket(Tensor lse, Tensor? counted, bool causal, int s) -> (Tensor lower, Tensor upper)
 //
 // q [b h t d]; k [b g s d]; h a multiple of g, d of 8; float, bfloat16 or half, alike; any strides; arithmetic in
 // float. scale: float [b h t]. Row i sees the keys from low to before high, int64 [b|1 t] (none: all), that the mask
@@ -26,6 +27,7 @@
 #include "guided.h"
 #include "logit_pass.h"
 #include "rows.h"
+#include "sight.h"
 
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
@@ -39,49 +41,18 @@ enum Row { TOP, LOW, CAPPED, TOTAL, ABOVE, ENTROPY, FIRST, PRODUCT, ANGLE_TOP, A
 
 Tensor with_last_dense(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1 ? x : x.contiguous(); }
 
-// Who sees whom: the keys from low to high, and what the mask says of a pair.
-struct Sight {
-  int64_t s;
-  Tensor low, high, mask;
-  const int64_t *low_at = nullptr, *high_at = nullptr;
-  int64_t mask_at[4] = {0, 0, 0, 0};  // strides
-  at::ScalarType kind = at::kBool;
-
-  Sight(const Tensor& q, const Tensor& k, const Maybe& low_, const Maybe& high_, const Maybe& mask_) : s(k.size(2)) {
-    const int64_t b = q.size(0), h = q.size(1), t = q.size(2);
-    TORCH_CHECK(low_.has_value() == high_.has_value(), "expected both ends of what rows see, or none");
-    if (low_) {
-      for (const Tensor& x : {*low_, *high_})
-        TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kLong && x.size(1) == t && (x.size(0) == 1 || x.size(0) == b) &&
-                        x.device().is_cpu(),
-                    "expected the ends of what rows see as int64 [b|1 t]");
-      low = low_->expand({b, t}).contiguous(), high = high_->expand({b, t}).contiguous();
-      low_at = low.const_data_ptr<int64_t>(), high_at = high.const_data_ptr<int64_t>();
-    }
-    if (mask_) {
-      TORCH_CHECK(mask_->dim() == 4 && mask_->device().is_cpu(), "expected a mask of four dimensions on the CPU");
-      mask = mask_->expand({b, h, t, s});
-      kind = mask.scalar_type();
-      TORCH_CHECK(kind == at::kBool || kind == at::kFloat || kind == at::kHalf || kind == at::kBFloat16,
-                  "expected a mask of bool, float32, bfloat16 or float16, got ", kind);
-      for (int64_t i = 0; i < 4; ++i) mask_at[i] = mask.stride(i);
-    }
-  }
-  bool added() const { return mask.defined() && kind != at::kBool; }
-};
-
 // The work space of a thread.
 struct Space {
   int64_t width;
-  std::vector<float> q, k, z, capped, bias, mask, loaded;
-  std::vector<int32_t> hidden;
+  std::vector<float> q, k, z, capped, loaded;
+  Shade shade;
   Panel panel[ROWS / WIDE];
   alignas(64) float scale[ROWS], norm[ROWS];
   alignas(64) int32_t low[ROWS], high[ROWS];
 
   explicit Space(int64_t d, bool caps, bool masks)
       : width(row_stride(d)), q(d * row_stride(ROWS)), k(KEYS * width), z(KEYS * WIDE), capped(caps ? KEYS * WIDE : 0),
-        bias(masks ? KEYS * WIDE : 0), mask(masks ? WIDE * KEYS : 0), loaded(ROWS * width), hidden(KEYS * WIDE) {}
+        loaded(ROWS * width), shade(masks) {}
 };
 
 struct Work {
@@ -111,62 +82,9 @@ void check(const Tensor& q, const Tensor& k) {
               "expected q and k of one dtype, batch and head_dim, a multiple of 8 up to 1024, and whole groups of heads");
 }
 
-inline float number(uint8_t x) { return float(x) - 1.0f; }  // a boolean's byte: 0, or -1 where it hides
-template <typename M> float number(M x) { return float(x); }
-template <typename M> void widen(const M* from, int64_t n, int64_t along, float* to) {
-  if (along == 1)  // for the vectoriser
-    for (int64_t j = 0; j < n; ++j) to[j] = number(from[j]);
-  else
-    for (int64_t j = 0; j < n; ++j) to[j] = number(from[j * along]);
-}
-
-// What the mask adds to the pairs of a panel, in sp.bias, and whether it hides them, beside what is hidden already.
-template <typename M>
-void read_mask(const Work& w, Space& sp, const M* mask, int64_t rows, int64_t j0, int64_t keys) {
-  constexpr bool ADDED = !std::is_same_v<M, uint8_t>;
-  const float least = ADDED ? float(std::numeric_limits<M>::lowest()) : -1.0f;
-  const int64_t down = w.sight.mask_at[2], along = w.sight.mask_at[3];
-  for (int64_t i = 0; i < rows; ++i) widen(mask + i * down + j0 * along, keys, along, sp.mask.data() + i * KEYS);
-  transpose(rows, round_up(keys, 8), sp.mask.data(), KEYS, 1.0f, sp.bias.data(), WIDE);
-  for (int64_t at = 0; at < keys * WIDE; at += LANES) {
-    const Lanes x = lanes(sp.bias.data() + at);
-    const Flags hides = x <= least;
-    put(sp.hidden.data() + at, flags(sp.hidden.data() + at) | hides);
-    if (ADDED) put(sp.bias.data() + at, where_off(x, hides));
-  }
-}
-
-enum class Seen { NOTHING, SOME, EVERYTHING };
-
-// Which of the rows of a panel see which of the keys from j0 on.
-Seen hide(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row, int64_t col, int64_t rows, int64_t j0,
-          int64_t keys) {
-  int32_t* hidden = sp.hidden.data();
-  for (int64_t i = 0; i < WIDE; i += LANES) {
-    const Flags low = flags(sp.low + col + i), high = flags(sp.high + col + i);
-    for (int64_t j = 0; j < keys; ++j) {
-      const int32_t key = int32_t(j0 + j);
-      put(hidden + j * WIDE + i, (low > key) | (high <= key));
-    }
-  }
-  if (!w.sight.mask.defined()) return Seen::SOME;
-  const auto* at = w.sight.mask_at;
-  const int64_t offset = n * at[0] + head * at[1] + (row + col) * at[2];
-  auto read = [&](auto* mask) { read_mask(w, sp, mask + offset, rows, j0, keys); };
-  if (w.sight.kind == at::kBool) read(static_cast<const uint8_t*>(w.sight.mask.const_data_ptr()));
-  else if (w.sight.kind == at::kFloat) read(w.sight.mask.const_data_ptr<float>());
-  else if (w.sight.kind == at::kBFloat16) read(w.sight.mask.const_data_ptr<c10::BFloat16>());
-  else read(w.sight.mask.const_data_ptr<c10::Half>());
-  Flags some{}, every = ~Flags{};
-  for (int64_t i = 0; i < keys * WIDE; i += LANES) some |= flags(hidden + i), every &= flags(hidden + i);
-  int32_t hides = 0, sees = 0;
-  for (int64_t i = 0; i < LANES; ++i) hides |= some[i], sees |= ~every[i];
-  return !sees ? Seen::NOTHING : !hides && !w.sight.added() ? Seen::EVERYTHING : Seen::SOME;
-}
-
 template <bool FULL>
-void one_tile(const Work& w, Panel& p, const Tile& tile, bool hides) {
-  const bool bias = w.sight.added(), cap = FULL && w.cap > 0;
+void one_tile(const Work& w, Panel& p, const Tile& tile, bool hides, bool bias) {
+  const bool cap = FULL && w.cap > 0;
   auto each = [&]<bool H, bool B, bool C>() {
     for (int64_t i = 0; i < WIDE; i += LANES) logits<H, B, C, FULL>(p, tile, i);
   };
@@ -178,33 +96,41 @@ void one_tile(const Work& w, Panel& p, const Tile& tile, bool hides) {
   else each.template operator()<false, false, false>();
 }
 
-// One panel of rows and the keys of a tile that it may see: its products, and what they add to its statistics.
+// One panel of rows and the keys of a tile, from key j0 on, that it may see: its products, and what they add to its
+// statistics.
 template <bool FULL>
-void panel_of(const Work& w, Space& sp, Rows k, int64_t j0, int64_t j1, int64_t n, int64_t head, int64_t row,
-              int64_t col, int64_t rows) {
+void panel_of(const Work& w, Space& sp, Rows k, int64_t j0, const Stretch& keys, Pairs at, int64_t col) {
   const int32_t *low = sp.low + col, *high = sp.high + col;
-  const auto [low0, low1] = std::minmax_element(low, low + rows);
-  const auto [high0, high1] = std::minmax_element(high, high + rows);
-  const int64_t from = std::max<int64_t>(j0, *low0), to = std::min<int64_t>(j1, *high1);
+  const auto [low0, low1] = std::minmax_element(low, low + at.rows);
+  const auto [high0, high1] = std::minmax_element(high, high + at.rows);
+  const int64_t from = std::max<int64_t>(keys.from, *low0), to = std::min<int64_t>(keys.to, *high1);
   if (from >= to) return;
-  const bool mask = w.sight.mask.defined();
-  const Seen seen = mask ? hide(w, sp, n, head, row, col, rows, from, to - from) : Seen::SOME;
-  if (seen == Seen::NOTHING) return;
+  Shade::Seen seen = Shade::SOME;
+  if (keys.masked) {
+    at.from = from, at.keys = to - from;
+    sp.shade.hide(low, high, at);
+    seen = sp.shade.hide_more(w.sight, at);
+    if (seen == Shade::NOTHING) return;
+  }
   multiply<false>(to - from, WIDE, w.d, k.at + (from - j0) * k.stride, k.stride, sp.q.data() + col, row_stride(ROWS),
                   sp.z.data(), WIDE, false);
-  const float* inverse = FULL ? w.inverse + (n * w.g + head / (w.h / w.g)) * w.s : nullptr;
-  auto part = [&](int64_t first, int64_t last, bool hides) {
-    if (first >= last) return;
-    if (hides && !mask) hide(w, sp, n, head, row, col, rows, first, last - first);
+  const float* inverse = FULL ? w.inverse + (at.n * w.g + at.head / (w.h / w.g)) * w.s : nullptr;
+  auto part = [&](int64_t first, int64_t last, bool hides, bool bias) {
     const Tile tile{last - first, sp.z.data() + (first - from) * WIDE, sp.capped.data(), FULL ? inverse + first : nullptr,
-                    sp.bias.data(), sp.scale + col, sp.hidden.data(), w.cap, w.threshold};
-    one_tile<FULL>(w, sp.panel[col / WIDE], tile, hides);
+                    sp.shade.bias.data(), sp.scale + col, sp.shade.hidden.data(), w.cap, w.threshold};
+    one_tile<FULL>(w, sp.panel[col / WIDE], tile, hides, bias);
   };
-  if (mask) return part(from, to, seen == Seen::SOME);
+  if (keys.masked) return part(from, to, seen == Shade::SOME, w.sight.added());
   const int64_t a = std::clamp<int64_t>(*low1, from, to), z = std::clamp<int64_t>(*high0, a, to);
-  part(from, a, true);  // some rows see these keys
-  part(a, z, false);    // all see these
-  part(z, to, true);
+  auto edge = [&](int64_t first, int64_t last) {  // some rows see these keys
+    if (first >= last) return;
+    at.from = first, at.keys = last - first;
+    sp.shade.hide(low, high, at);
+    part(first, last, true, false);
+  };
+  edge(from, a);
+  if (a < z) part(a, z, false, false);  // all see these
+  edge(z, to);
 }
 
 inline Lanes or_nan(Lanes x, Flags bad) { return nan_where(x, bad); }
@@ -302,9 +228,11 @@ void block(const Work& w, Space& sp, int64_t n, int64_t head, int64_t row) {
   const int64_t stride = w.k.stride(2);
   for (int64_t j = low; j < high; j += KEYS) {
     const int64_t end = std::min<int64_t>(j + KEYS, high);
+    const Stretch some = w.sight.stretch(n, head, j, end);
+    if (some.from >= some.to) continue;
     const Rows tile = load_rows(keys + j * stride, stride, end - j, w.d, sp.k.data(), sp.width);
     for (int64_t col = 0; col < rows; col += WIDE)
-      panel_of<FULL>(w, sp, tile, j, end, n, head, row, col, std::min(WIDE, rows - col));
+      panel_of<FULL>(w, sp, tile, j, some, {n, head, row + col, std::min(WIDE, rows - col), 0, 0}, col);
   }
   for (int64_t col = 0; col < rows; col += WIDE) {
     const int64_t to = (n * w.h + head) * w.t + row + col, some = std::min(WIDE, rows - col);
@@ -385,6 +313,11 @@ std::tuple<Tensor, Tensor> guided_maxima(const Tensor& q_, const Tensor& k_, con
   const Tensor q = with_last_dense(q_), k = with_last_dense(k_);
   const auto options = q.options().dtype(at::kFloat);
   Tensor found = at::empty({q.size(0), q.size(1)}, options), others = at::empty({q.size(0), q.size(1)}, options);
+  if (q.numel() == 0) {  // no row, or no head
+    std::fill_n(found.mutable_data_ptr<float>(), found.numel(), -INF);
+    std::fill_n(others.mutable_data_ptr<float>(), others.numel(), -INF);
+    return {found, others};
+  }
   auto run = [&]<typename T>() {
     guided<T>(q, k, lse, float(scale), causal, m, found.mutable_data_ptr<float>(), others.mutable_data_ptr<float>());
   };
@@ -395,6 +328,16 @@ std::tuple<Tensor, Tensor> guided_maxima(const Tensor& q_, const Tensor& k_, con
   return {found, others};
 }
 
+std::tuple<Tensor, Tensor> logsumexp_bracket(const Tensor& lse, const Maybe& counted, bool causal, int64_t s) {
+  TORCH_CHECK(lse.dim() == 3 && lse.scalar_type() == at::kFloat && lse.device().is_cpu(), "expected lse float32 [b h t]");
+  TORCH_CHECK(!counted || (counted->dim() == 2 && counted->scalar_type() == at::kBool && counted->device().is_cpu() &&
+                           counted->size(0) == lse.size(0) && counted->size(1) == lse.size(2)),
+              "expected the rows that count as booleans [b t]");
+  Tensor lower = at::empty({lse.size(1)}, lse.options()), upper = at::empty({lse.size(1)}, lse.options());
+  bracket(lse, counted.value_or(Tensor()), causal, s, lower.mutable_data_ptr<float>(), upper.mutable_data_ptr<float>());
+  return {lower, upper};
+}
+
 } // namespace
 } // namespace qkeel
 
@@ -403,10 +346,12 @@ TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
         " float threshold) -> (Tensor, Tensor, Tensor)");
   m.def("logit_extremes(Tensor q, Tensor k, Tensor scale, Tensor? low, Tensor? high, Tensor? mask) -> Tensor");
   m.def("guided_maxima(Tensor q, Tensor k, Tensor lse, float scale, bool causal, int rows) -> (Tensor, Tensor)");
+  m.def("logsumexp_bracket(Tensor lse, Tensor? counted, bool causal, int s) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
   m.impl("logit_rows", &qkeel::logit_rows);
   m.impl("logit_extremes", &qkeel::logit_extremes);
   m.impl("guided_maxima", &qkeel::guided_maxima);
+  m.impl("logsumexp_bracket", &qkeel::logsumexp_bracket);
 }

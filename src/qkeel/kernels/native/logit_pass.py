@@ -83,6 +83,17 @@ def guided_maxima(q: Tensor, k: Tensor, lse: Tensor, scale: float, causal: bool,
     return torch.ops.qkeel_native.guided_maxima(q, k, lse, scale, causal, rows)
 
 
+def bracket_of(lse: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+    """max (lse - ln n) and max lse per head [h] over the rows that count, n the keys that a row sees; None: not for it.
+
+    Args:
+        lse: [b h t]; taken if it is float32 on a CPU. call: square and at default positions where it is causal.
+    """
+    if not (lse.dtype == torch.float32 and _plain(lse) and ready()):
+        return None
+    return torch.ops.qkeel_native.logsumexp_bracket(lse, call.query_mask, call.causal, call.k.shape[2])
+
+
 def holds(*tensors: Tensor) -> bool:
     """Whether these are plain tensors that the operators read: heads of a multiple of 8 numbers, on a CPU."""
     return all(
@@ -115,7 +126,7 @@ def _given(call: AttentionCall) -> tuple[Any, ...] | None:
 
 
 def _plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"
+    return type(x) in (Tensor, nn.Parameter) and x.is_cpu
 
 
 def _reads(mask: Tensor | None) -> bool:
@@ -144,7 +155,8 @@ def _sight(call: AttentionCall) -> Sight | None:
     q, k = call.pos_q, call.pos_k
     s = k.shape[1]
     if not call.plain:
-        if q.dtype != k.dtype or not bool((k[:, 1:] >= k[:, :-1]).all()):
+        ordered = (k[:, 1:] >= k[:, :-1]).all() & (q == q).all()  # NaN stands nowhere, and no search finds that
+        if q.dtype != k.dtype or not bool(ordered):
             return None
         b = max(len(q), len(k))
         q, k = q.expand(b, -1).contiguous(), k.expand(b, -1).contiguous()
@@ -167,6 +179,7 @@ def _register() -> None:
     torch.library.register_fake(own + "logit_rows", _row_shapes)
     torch.library.register_fake(own + "logit_extremes", _extreme_shapes)
     torch.library.register_fake(own + "guided_maxima", _guided_shapes)
+    torch.library.register_fake(own + "logsumexp_bracket", _bracket_shapes)
 
 
 def _row_shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,3 +193,7 @@ def _extreme_shapes(q: Tensor, *_: Any) -> Tensor:
 
 def _guided_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape[:2], dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _bracket_shapes(lse: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return lse.new_empty(lse.shape[1]), lse.new_empty(lse.shape[1])
