@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from qkeel.errors import RefusedError
 from qkeel.kernels.contract import encoded
+from qkeel.kernels.native import twins
+from qkeel.nn.block import MLP
 from qkeel.nn.core import SpecModule
 from qkeel.ops import run
 from qkeel.spec import AttentionCall, AttentionSpec
@@ -66,6 +68,41 @@ class StackedLinear(nn.Module):
 
 
 @final
+class _Hidden(torch.autograd.Function):
+    """gelu(x Wᵀ) by run, keeping the slope where the product was: the graph is walked back once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """x [runs n in], weight [runs out in] -> [runs n out]."""
+        slope = torch.bmm(x, weight.mT)
+        y = twins.gelu_(slope)
+        ctx.save_for_backward(x, weight, slope)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        """The gradients of x and W."""
+        x, weight, slope = ctx.saved_tensors
+        inner = grads[0] * slope
+        return torch.bmm(inner, weight), torch.bmm(inner.mT, x)
+
+
+@final
+class FusedMLP(nn.Module):
+    """W₂ gelu(W₁ x) by run, of stacked W₁ and W₂."""
+
+    def __init__(self, mlp: MLP) -> None:
+        super().__init__()
+        self.up, self.down = mlp.up, mlp.down  # until their own twins come
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [runs·b t m] -> the same."""
+        hidden = _Hidden.apply(x.reshape(len(self.up.weight), -1, x.shape[-1]), self.up.weight)
+        assert isinstance(hidden, Tensor)
+        return self.down(hidden).view_as(x)
+
+
+@final
 class StackedEmbedding(nn.Module):
     """Rows of a table by run: weight [runs vocab d]."""
 
@@ -97,6 +134,38 @@ class _Gain(torch.autograd.Function):
         x, gain = ctx.saved_tensors
         of_gain = torch.stack([part.sum((0, 1)) for part in (grads[0] * x).unbind()])
         return grads[0] * gain[:, None, None], of_gain
+
+
+@final
+class _Norm(torch.autograd.Function):
+    """RMS norm with a gain by run, by the compiled operator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """x [runs n d], gain [runs d] -> [runs n d]."""
+        y, inverse = twins.rms_norm(x, gain, eps)
+        ctx.save_for_backward(x, inverse, gain)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        """The gradients of x and of the gain."""
+        return *twins.rms_norm_backward(grads[0].contiguous(), *ctx.saved_tensors), None
+
+
+@final
+class FusedNorm(nn.Module):
+    """RMS norm with a gain by run: weight [runs d]."""
+
+    def __init__(self, weight: nn.Parameter, eps: float | None) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, torch.finfo(weight.dtype).eps if eps is None else eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [runs·b t d] -> the same."""
+        y = _Norm.apply(x.reshape(len(self.weight), -1, x.shape[-1]), self.weight, self.eps)
+        assert isinstance(y, Tensor)
+        return y.view_as(x)
 
 
 @final
@@ -209,8 +278,10 @@ def by_head(p: Tensor, heads: int) -> Tensor:
     return wide.expand(-1, heads, -1, -1).flatten(0, 1)
 
 
-def stacked(models: Sequence[nn.Module]) -> nn.Module:
+def stacked(models: Sequence[nn.Module], fused: bool = False) -> nn.Module:
     """The model of all these at once; their parameters become parts of its own and keep their values.
+
+    `fused`: norms and GELU by the compiled operators, which are there, in place of torch's: the same but for rounding.
 
     Raises: RefusedError where a part of the model has no twin.
     """
@@ -233,13 +304,22 @@ def stacked(models: Sequence[nn.Module]) -> nn.Module:
         elif type(module) is nn.Embedding:
             twin = StackedEmbedding(_need(parameter(place, "weight")))
         elif type(module) is nn.RMSNorm:
-            twin = StackedNorm(parameter(place, "weight"), module.normalized_shape[-1], module.eps)
+            twin = _norm(module, parameter(place, "weight"), fused)
+        elif fused and type(module) is MLP and module.gate is None:
+            twin = FusedMLP(module)
         else:
             _stack_own(module, place, parameter, [table[place] for table in tables])
             continue
         home, _, name = place.rpartition(".")
         whole.get_submodule(home)._modules[name] = twin
     return whole
+
+
+def _norm(module: nn.RMSNorm, weight: nn.Parameter | None, fused: bool) -> nn.Module:
+    size = module.normalized_shape
+    if fused and weight is not None and len(size) == 1 and size[0] % 8 == 0:
+        return FusedNorm(weight, module.eps)
+    return StackedNorm(weight, size[-1], module.eps)
 
 
 def _stack_own(
