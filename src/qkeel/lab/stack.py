@@ -73,7 +73,7 @@ class Stack:
     def _backward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """The loss of each run by its logits [runs n vocab] and targets [runs·n], and gradients by parameter."""
         if self.fused:
-            share = logits.detach()
+            share = logits.data  # with a count of changes of its own: logits would be taken for changed
             losses = twins.cross_entropy_(share, targets, grad=True)
             return losses, list(torch.autograd.grad(logits, self._parameters, share, allow_unused=True))
         runs, surprise = len(logits), F.log_softmax(logits.flatten(0, 1), -1)

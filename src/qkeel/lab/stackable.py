@@ -42,7 +42,7 @@ REMEDIES = frozenset(
         "peri_norm",
     )
 )
-AT_ONCE = 8  # runs in a stack where nothing else is said: more bring nothing, and their numbers leave the cache
+AT_ONCE = 16  # runs in a stack where nothing else is said: more bring nothing, and their numbers leave the cache
 WIDEST, MOST_TOKENS = 128, 2048  # of models and of a step, up to which "auto" stacks: beyond, products fill a core
 
 

@@ -18,12 +18,15 @@ from torch.nn import functional as F
 from qkeel.errors import RefusedError
 from qkeel.kernels.contract import encoded
 from qkeel.kernels.native import twins
+from qkeel.kernels.native.encode import KINDS
+from qkeel.kernels.native.norm_rope import norm_rope, ready
 from qkeel.nn.block import MLP
 from qkeel.nn.core import SpecModule
 from qkeel.ops import run
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
-from qkeel.spec.norm import GainNorm
+from qkeel.spec.norm import GainNorm, NoNorm, Part
+from qkeel.spec.scale import Fixed, Learned
 from qkeel.spec.slot import Params
 
 # Parameters of a spec that are factors or terms of q, k or logits [b h t d], so that each head may have its own.
@@ -83,7 +86,7 @@ class _Hidden(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
         """The gradients of x and W."""
         x, weight, slope = ctx.saved_tensors
-        inner = grads[0] * slope
+        inner = slope.mul_(grads[0])
         return torch.bmm(inner, weight), torch.bmm(inner.mT, x)
 
 
@@ -134,6 +137,24 @@ class _Gain(torch.autograd.Function):
         x, gain = ctx.saved_tensors
         of_gain = torch.stack([part.sum((0, 1)) for part in (grads[0] * x).unbind()])
         return grads[0] * gain[:, None, None], of_gain
+
+
+@final
+class _Factor(torch.autograd.Function):
+    """x times a number by run, whose gradient is summed run by run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        """x [runs ...], factor [runs] -> [runs ...]."""
+        ctx.save_for_backward(x, factor)
+        return x * factor.view(-1, *[1] * (x.ndim - 1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        """The gradients of x and of the factor."""
+        x, factor = ctx.saved_tensors
+        of_factor = torch.stack([part.sum() for part in (grads[0] * x).unbind()])
+        return grads[0] * factor.view(-1, *[1] * (x.ndim - 1)), of_factor
 
 
 @final
@@ -194,8 +215,8 @@ class StackedAttend:
     runs in a row, [b runs·h t d], where the spec lets it be put so, else a call for each run.
     """
 
-    def __init__(self, module: SpecModule, own: Sequence[SpecModule]) -> None:
-        self.module, self.own = module, own
+    def __init__(self, module: SpecModule, own: Sequence[SpecModule], fused: bool) -> None:
+        self.module, self.own, self.fused = module, own, fused
         self.report: Callable[[Sequence[AttentionCall]], None] | None = None
 
     def __call__(
@@ -220,7 +241,9 @@ class StackedAttend:
                 observer(self._of_run(call, r, own.spec_params()))
         if self.report is not None:
             self.report(self._for_statistics(call, params))
-        if params and not _only_gains(spec, params):
+        if params and self.fused and _factors_only(spec, params) and call.q.shape[-1] % 8 == 0:
+            out = run(self._with_factors(call, params), self.module.impl)
+        elif params and not _only_gains(spec, params):
             # Run by run: gradients of parameters summed over all at once would round otherwise.
             out = torch.cat([run(self._of_run(call, r, own), self.module.impl) for r, own in enumerate(each)])
         else:
@@ -234,6 +257,28 @@ class StackedAttend:
         q, k = (_in_a_row(x) for x in zip(*pairs))
         spec, left = call.spec.core(call.params)
         return dataclasses.replace(call, spec=spec, q=q, k=k, params=left)
+
+    def _with_factors(self, call: AttentionCall, params: Params) -> AttentionCall:
+        """The call with q and k normed and scaled, by operators that sum the gradient of each run's factor by itself."""
+        q, k, spec = call.q, call.k, call.spec
+        if isinstance(spec.norm, GainNorm):
+            q, k = self._normed("q", q, spec.norm, params), self._normed("k", k, spec.norm, params)
+        if isinstance(spec.scale, Learned):
+            factors = spec.scale.factor(call.pos_q, q.shape[-1], params)
+            scaled = _Factor.apply(q.unflatten(0, (len(self.own), -1)), factors)
+            assert isinstance(scaled, Tensor)
+            q, spec = scaled.flatten(0, 1), dataclasses.replace(spec, scale=Fixed(1.0))
+        return dataclasses.replace(call, spec=dataclasses.replace(spec, norm=NoNorm()), q=q, k=k, params={})
+
+    def _normed(self, part: Part, x: Tensor, norm: GainNorm, params: Params) -> Tensor:
+        """q or k normed by the gain of its run, [d] or [], if any."""
+        if part not in norm.on:
+            return x
+        gain = norm.weight(part, params)
+        rows = x.transpose(1, 2).reshape(1, len(self.own), -1, x.shape[-1])
+        own = None if gain is None else gain.view(len(self.own), -1)
+        y = norm_rope(rows, own, None, KINDS[type(norm)], norm.eps, True)
+        return y.view(len(x), x.shape[2], x.shape[1], -1).transpose(1, 2)
 
     def _of_run(self, call: AttentionCall, r: int, params: Params) -> AttentionCall:
         """A run's own call."""
@@ -258,6 +303,17 @@ def _in_a_row(parts: Sequence[Tensor]) -> Tensor:
     if parts[0].stride(1) < parts[0].stride(2):
         return torch.cat([x.transpose(1, 2) for x in parts]).transpose(1, 2)
     return torch.cat(list(parts))
+
+
+def _factors_only(spec: AttentionSpec, params: Params) -> bool:
+    """Whether parameters are factors of q and k that a run's heads share, which come before any rotation."""
+    norm, scale = spec.norm, spec.scale
+    if isinstance(norm, GainNorm):
+        each = norm.over == "layer" or norm.bias or norm.gain not in ("none", "dim", "one_plus_dim", "scalar")
+        if each or type(norm) not in KINDS or "v" in norm.on or spec.position.order != "norm_then_rotate":
+            return False
+    learned = {"logit_scale"} if type(scale) is Learned and scale.per == "layer" else set()
+    return learned.union(("q_norm", "k_norm")).issuperset(params) and ready()
 
 
 def _only_gains(spec: AttentionSpec, params: Params) -> bool:
@@ -308,7 +364,7 @@ def stacked(models: Sequence[nn.Module], fused: bool = False) -> nn.Module:
         elif fused and type(module) is MLP and module.gate is None:
             twin = FusedMLP(module)
         else:
-            _stack_own(module, place, parameter, [table[place] for table in tables])
+            _stack_own(module, place, parameter, [table[place] for table in tables], fused)
             continue
         home, _, name = place.rpartition(".")
         whole.get_submodule(home)._modules[name] = twin
@@ -323,7 +379,11 @@ def _norm(module: nn.RMSNorm, weight: nn.Parameter | None, fused: bool) -> nn.Mo
 
 
 def _stack_own(
-    module: nn.Module, place: str, parameter: Callable[[str, str], nn.Parameter | None], own: Sequence[nn.Module]
+    module: nn.Module,
+    place: str,
+    parameter: Callable[[str, str], nn.Parameter | None],
+    own: Sequence[nn.Module],
+    fused: bool,
 ) -> None:
     """Stack what a module holds beside its children."""
     own_spec = isinstance(module, SpecModule)
@@ -332,7 +392,7 @@ def _stack_own(
     for name in list(module._parameters):
         module._parameters[name] = parameter(place, name)
     if isinstance(module, SpecModule):
-        attend = StackedAttend(module, [x for x in own if isinstance(x, SpecModule)])
+        attend = StackedAttend(module, [x for x in own if isinstance(x, SpecModule)], fused)
         module.__dict__["attend"] = attend
 
 
