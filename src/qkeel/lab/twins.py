@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from qkeel.errors import RefusedError
 from qkeel.kernels.contract import encoded
-from qkeel.kernels.native import twins
 from qkeel.kernels.native.encode import KINDS
 from qkeel.kernels.native.norm_rope import norm_rope, ready
+from qkeel.lab.fused import Factor, FusedLinear, FusedMLP, FusedNorm
 from qkeel.nn.block import MLP
 from qkeel.nn.core import SpecModule
 from qkeel.ops import run
@@ -71,41 +71,6 @@ class StackedLinear(nn.Module):
 
 
 @final
-class _Hidden(torch.autograd.Function):
-    """gelu(x Wᵀ) by run, keeping the slope where the product was: the graph is walked back once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """x [runs n in], weight [runs out in] -> [runs n out]."""
-        slope = torch.bmm(x, weight.mT)
-        y = twins.gelu_(slope)
-        ctx.save_for_backward(x, weight, slope)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
-        """The gradients of x and W."""
-        x, weight, slope = ctx.saved_tensors
-        inner = slope.mul_(grads[0])
-        return torch.bmm(inner, weight), torch.bmm(inner.mT, x)
-
-
-@final
-class FusedMLP(nn.Module):
-    """W₂ gelu(W₁ x) by run, of stacked W₁ and W₂."""
-
-    def __init__(self, mlp: MLP) -> None:
-        super().__init__()
-        self.up, self.down = mlp.up, mlp.down  # until their own twins come
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [runs·b t m] -> the same."""
-        hidden = _Hidden.apply(x.reshape(len(self.up.weight), -1, x.shape[-1]), self.up.weight)
-        assert isinstance(hidden, Tensor)
-        return self.down(hidden).view_as(x)
-
-
-@final
 class StackedEmbedding(nn.Module):
     """Rows of a table by run: weight [runs vocab d]."""
 
@@ -137,56 +102,6 @@ class _Gain(torch.autograd.Function):
         x, gain = ctx.saved_tensors
         of_gain = torch.stack([part.sum((0, 1)) for part in (grads[0] * x).unbind()])
         return grads[0] * gain[:, None, None], of_gain
-
-
-@final
-class _Factor(torch.autograd.Function):
-    """x times a number by run, whose gradient is summed run by run."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
-        """x [runs ...], factor [runs] -> [runs ...]."""
-        ctx.save_for_backward(x, factor)
-        return x * factor.view(-1, *[1] * (x.ndim - 1))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
-        """The gradients of x and of the factor."""
-        x, factor = ctx.saved_tensors
-        of_factor = torch.stack([part.sum() for part in (grads[0] * x).unbind()])
-        return grads[0] * factor.view(-1, *[1] * (x.ndim - 1)), of_factor
-
-
-@final
-class _Norm(torch.autograd.Function):
-    """RMS norm with a gain by run, by the compiled operator."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        """x [runs n d], gain [runs d] -> [runs n d]."""
-        y, inverse = twins.rms_norm(x, gain, eps)
-        ctx.save_for_backward(x, inverse, gain)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
-        """The gradients of x and of the gain."""
-        return *twins.rms_norm_backward(grads[0].contiguous(), *ctx.saved_tensors), None
-
-
-@final
-class FusedNorm(nn.Module):
-    """RMS norm with a gain by run: weight [runs d]."""
-
-    def __init__(self, weight: nn.Parameter, eps: float | None) -> None:
-        super().__init__()
-        self.weight, self.eps = weight, torch.finfo(weight.dtype).eps if eps is None else eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [runs·b t d] -> the same."""
-        y = _Norm.apply(x.reshape(len(self.weight), -1, x.shape[-1]), self.weight, self.eps)
-        assert isinstance(y, Tensor)
-        return y.view_as(x)
 
 
 @final
@@ -259,13 +174,13 @@ class StackedAttend:
         return dataclasses.replace(call, spec=spec, q=q, k=k, params=left)
 
     def _with_factors(self, call: AttentionCall, params: Params) -> AttentionCall:
-        """The call with q and k normed and scaled, by operators that sum the gradient of each run's factor by itself."""
+        """q and k normed and scaled, by operators that sum the gradient of each run's factor by itself."""
         q, k, spec = call.q, call.k, call.spec
         if isinstance(spec.norm, GainNorm):
             q, k = self._normed("q", q, spec.norm, params), self._normed("k", k, spec.norm, params)
         if isinstance(spec.scale, Learned):
             factors = spec.scale.factor(call.pos_q, q.shape[-1], params)
-            scaled = _Factor.apply(q.unflatten(0, (len(self.own), -1)), factors)
+            scaled = Factor.apply(q.unflatten(0, (len(self.own), -1)), factors)
             assert isinstance(scaled, Tensor)
             q, spec = scaled.flatten(0, 1), dataclasses.replace(spec, scale=Fixed(1.0))
         return dataclasses.replace(call, spec=dataclasses.replace(spec, norm=NoNorm()), q=q, k=k, params={})
@@ -356,12 +271,12 @@ def stacked(models: Sequence[nn.Module], fused: bool = False) -> nn.Module:
     for place, module in list(whole.named_modules()):
         twin: nn.Module
         if type(module) is nn.Linear:
-            twin = StackedLinear(_need(parameter(place, "weight")), parameter(place, "bias"))
+            twin = _linear(_need(parameter(place, "weight")), parameter(place, "bias"), fused)
         elif type(module) is nn.Embedding:
             twin = StackedEmbedding(_need(parameter(place, "weight")))
         elif type(module) is nn.RMSNorm:
             twin = _norm(module, parameter(place, "weight"), fused)
-        elif fused and type(module) is MLP and module.gate is None:
+        elif fused and type(module) is MLP and _fuses(module):
             twin = FusedMLP(module)
         else:
             _stack_own(module, place, parameter, [table[place] for table in tables], fused)
@@ -369,6 +284,16 @@ def stacked(models: Sequence[nn.Module], fused: bool = False) -> nn.Module:
         home, _, name = place.rpartition(".")
         whole.get_submodule(home)._modules[name] = twin
     return whole
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None, fused: bool) -> nn.Module:
+    fits = fused and bias is None and weight.shape[1] % 8 == weight.shape[2] % 8 == 0
+    return FusedLinear(weight) if fits else StackedLinear(weight, bias)
+
+
+def _fuses(mlp: MLP) -> bool:
+    linear = mlp.gate is None and type(mlp.up) is type(mlp.down) is nn.Linear
+    return linear and mlp.up.in_features % 8 == mlp.up.out_features % 8 == 0
 
 
 def _norm(module: nn.RMSNorm, weight: nn.Parameter | None, fused: bool) -> nn.Module:

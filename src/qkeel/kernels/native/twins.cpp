@@ -1,4 +1,4 @@
-// What a stack of runs computes beside products and attention, each in one pass over memory: GELU with its slope, RMS
+// What a stack of runs computes beside attention: products of small matrices, GELU with its slope, RMS
 // norm with a gain by run, cross entropy with its gradient, clipping and Adam by run. float32, dense. A run's numbers
 // depend on its own alone, and sums go in an order of their own shape's: not on how many runs there are, nor on threads.
 #include <ATen/Parallel.h>
@@ -58,6 +58,65 @@ inline float sum_of(Lanes x) {
   for (int64_t n = LANES / 2; n; n /= 2)
     for (int64_t i = 0; i < n; ++i) x[i] += x[i + n];
   return x[0];
+}
+
+// Columns [from, from + WIDTH) of C = A · B by panels of B that lie close: A [m k], TURNED: [k m]; B [k n], ACROSS: [n k].
+// k goes in blocks of DEEP: what one block adds up lies in registers, and a panel in the first cache.
+constexpr int64_t DEEP = 256;
+template <bool TURNED, bool ACROSS, typename F, int64_t N>
+void columns(int64_t m, int64_t n, int64_t k, int64_t from, const float* a, const float* b, float* c) {
+  constexpr int64_t L = sizeof(F) / 4, WIDTH = N * L;
+  alignas(64) float close[DEEP * WIDTH];
+  for (int64_t p = 0; p < k; p += DEEP) {
+    const int64_t deep = std::min(DEEP, k - p);
+    if constexpr (ACROSS) transpose(WIDTH, deep, b + from * k + p, k, 1.0f, close, WIDTH);
+    else
+      for (int64_t q = 0; q < deep; ++q) std::memcpy(close + q * WIDTH, b + (p + q) * n + from, sizeof(float) * WIDTH);
+    panel<F, N, TURNED>(m, deep, a + (TURNED ? p * m : p), TURNED ? m : k, close, WIDTH, c + from, n, p > 0);
+  }
+}
+
+// C [runs m n] = A · B by run.
+template <bool TURNED, bool ACROSS> void products(int64_t runs, int64_t m, int64_t n, int64_t k, const float* a, const float* b, float* c) {
+  const int64_t panels = (n + WIDE - 1) / WIDE;
+  at::parallel_for(0, runs * panels, 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t run = i / panels;
+      const float *x = a + run * m * k, *y = b + run * n * k;
+      float* z = c + run * m * n;
+      int64_t j = i % panels * WIDE;
+      if (j + WIDE <= n) {
+        columns<TURNED, ACROSS, Lanes, 2>(m, n, k, j, x, y, z);
+      } else {
+        for (; j + LANES <= n; j += LANES) columns<TURNED, ACROSS, Lanes, 1>(m, n, k, j, x, y, z);
+        for (; j < n; j += 8) columns<TURNED, ACROSS, Eight, 1>(m, n, k, j, x, y, z);
+      }
+    }
+  });
+}
+
+// x [runs rows in], w [runs out in] -> x · w' [runs rows out].
+Tensor linear(const Tensor& x, const Tensor& w) {
+  check(x, "x"), check(w, "w");
+  TORCH_CHECK(x.dim() == 3 && w.dim() == 3 && x.size(0) == w.size(0) && x.size(2) == w.size(2) && w.size(1) % 8 == 0 &&
+                  w.size(2) % 8 == 0, "expected x [runs rows in], w [runs out in], out and in of 8; got ", x.sizes(), ", ", w.sizes());
+  Tensor y = at::empty({x.size(0), x.size(1), w.size(1)}, x.options());
+  products<false, true>(x.size(0), x.size(1), w.size(1), x.size(2), x.const_data_ptr<float>(), w.const_data_ptr<float>(),
+                        y.mutable_data_ptr<float>());
+  return y;
+}
+
+// The gradients of x and w by that of x · w'.
+std::tuple<Tensor, Tensor> linear_backward(const Tensor& dy, const Tensor& x, const Tensor& w) {
+  check(dy, "the gradient"), check(x, "x"), check(w, "w");
+  const int64_t runs = x.size(0), rows = x.size(1), in = x.size(2), out = w.size(1);
+  TORCH_CHECK(dy.numel() == runs * rows * out && w.size(0) == runs && w.size(2) == in && in % 8 == 0,
+              "expected a gradient [runs rows out] of x ", x.sizes(), " and w ", w.sizes(), ", got ", dy.sizes());
+  Tensor dx = at::empty_like(x), dw = at::empty_like(w);
+  const float* up = dy.const_data_ptr<float>();
+  products<false, false>(runs, rows, in, out, up, w.const_data_ptr<float>(), dx.mutable_data_ptr<float>());
+  products<true, false>(runs, out, in, rows, up, x.const_data_ptr<float>(), dw.mutable_data_ptr<float>());
+  return {dx, dw};
 }
 
 // Φ(x) by Abramowitz & Stegun 7.1.26, to 1e-7, and its slope x·φ(x) + Φ(x).
@@ -296,6 +355,8 @@ void adamw_(TensorList weights, TensorList gradients, TensorList means, TensorLi
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
+  m.def("twin_linear(Tensor x, Tensor w) -> Tensor");
+  m.def("twin_linear_backward(Tensor dy, Tensor x, Tensor w) -> (Tensor, Tensor)");
   m.def("twin_gelu_(Tensor(a!) x) -> Tensor");
   m.def("twin_rms_norm(Tensor x, Tensor? gain, float eps) -> (Tensor, Tensor)");
   m.def("twin_rms_norm_backward(Tensor dy, Tensor x, Tensor inverse, Tensor? gain) -> (Tensor, Tensor)");
@@ -306,6 +367,8 @@ TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
 }
 
 TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) {
+  m.impl("twin_linear", &linear);
+  m.impl("twin_linear_backward", &linear_backward);
   m.impl("twin_gelu_", &gelu_);
   m.impl("twin_rms_norm", &rms_norm);
   m.impl("twin_rms_norm_backward", &rms_norm_backward);

@@ -1,4 +1,4 @@
-"""What a stack of runs computes beside products and attention, as compiled operators: see lab.twins."""
+"""What a stack of runs computes beside attention, as compiled operators: see lab.twins."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ from qkeel.kernels.native.loader import usable
 def ready() -> bool:
     """Whether the operators below can be used here and now."""
     return usable("twins", _register)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ by run: x [runs rows in], weight [runs out in] -> [runs rows out]; in and out multiples of 8."""
+    return torch.ops.qkeel_native.twin_linear(x, weight)
+
+
+def linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and W."""
+    return torch.ops.qkeel_native.twin_linear_backward(dy, x, weight)
 
 
 def gelu_(x: Tensor) -> Tensor:
@@ -64,6 +74,8 @@ def adamw_(
 
 def _register() -> None:
     own = "qkeel_native::twin_"
+    torch.library.register_fake(own + "linear", lambda x, w: x.new_empty((*x.shape[:2], w.shape[1])))
+    torch.library.register_fake(own + "linear_backward", lambda dy, x, w: (torch.empty_like(x), torch.empty_like(w)))
     torch.library.register_fake(own + "gelu_", torch.empty_like)
     torch.library.register_fake(own + "rms_norm", lambda x, *_: (torch.empty_like(x), x.new_empty(x.shape[:2])))
     torch.library.register_fake(own + "rms_norm_backward", _gradients)
