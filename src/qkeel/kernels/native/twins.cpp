@@ -109,6 +109,7 @@ Tensor linear(const Tensor& x, const Tensor& w) {
 // The gradients of x and w by that of x · w'.
 std::tuple<Tensor, Tensor> linear_backward(const Tensor& dy, const Tensor& x, const Tensor& w) {
   check(dy, "the gradient"), check(x, "x"), check(w, "w");
+  TORCH_CHECK(x.dim() == 3 && w.dim() == 3, "expected x [runs rows in] and w [runs out in], got ", x.sizes(), ", ", w.sizes());
   const int64_t runs = x.size(0), rows = x.size(1), in = x.size(2), out = w.size(1);
   TORCH_CHECK(dy.numel() == runs * rows * out && w.size(0) == runs && w.size(2) == in && in % 8 == 0,
               "expected a gradient [runs rows out] of x ", x.sizes(), " and w ", w.sizes(), ", got ", dy.sizes());
@@ -151,8 +152,10 @@ Tensor gelu_(const Tensor& x) {
 // x [runs rows d], gain [runs d] -> x / rms(x) · gain, 1 / rms(x) [runs rows].
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Maybe& gain, double eps) {
   check(x, "x");
+  TORCH_CHECK(x.dim() == 3, "expected x [runs rows d], got ", x.sizes());
   const int64_t runs = x.size(0), rows = x.size(1), d = x.size(2);
-  TORCH_CHECK(d % 8 == 0 && (!gain || (gain->numel() == runs * d && gain->is_contiguous())),
+  if (gain) check(*gain, "the gain");
+  TORCH_CHECK(d % 8 == 0 && (!gain || gain->numel() == runs * d),
               "expected x [runs rows d] with d a multiple of 8 and a gain [runs d], got ", x.sizes());
   Tensor y = at::empty_like(x), inverse = at::empty({runs, rows}, x.options());
   const float *in = x.const_data_ptr<float>(), *gains = gain ? gain->const_data_ptr<float>() : nullptr;
@@ -172,7 +175,10 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Maybe& gain, double e
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& inverse,
                                              const Maybe& gain) {
   check(dy, "the gradient"), check(x, "x"), check(inverse, "1 / rms");
-  TORCH_CHECK(dy.sizes() == x.sizes(), "expected a gradient like x ", x.sizes(), ", got ", dy.sizes());
+  if (gain) check(*gain, "the gain");
+  TORCH_CHECK(x.dim() == 3 && x.size(2) % 8 == 0 && dy.sizes() == x.sizes() && inverse.numel() == x.size(0) * x.size(1) &&
+                  (!gain || gain->numel() == x.size(0) * x.size(2)),
+              "expected a gradient like x ", x.sizes(), " and what belongs to it, got ", dy.sizes(), " and ", inverse.sizes());
   const int64_t runs = x.size(0), rows = x.size(1), d = x.size(2), parts = (rows + ROWS - 1) / ROWS;
   Tensor dx = at::empty_like(x), dgain = at::empty(gain ? at::IntArrayRef{runs, d} : at::IntArrayRef{0}, x.options());
   std::vector<float> sums(gain ? runs * parts * d : 0, 0.0f), ones(gain ? 0 : d, 1.0f), unread(d, 0.0f);
@@ -232,12 +238,13 @@ float row_loss(float* z, int64_t size, int64_t target, float share, bool grad) {
     each(0, size, [&](int64_t i, int64_t n) { put_some(z + i, some(z + i, n) * times, n); });
     z[target] -= share;
   }
-  return std::log(sum) + top - right;
+  return std::log(sum) + (top - right);
 }
 
 // logits [runs rows vocab], targets [runs|1 rows] -> each run's mean loss. With `grad` logits become its gradient.
 Tensor cross_entropy_(const Tensor& logits, const Tensor& targets, bool grad) {
   check(logits, "logits");
+  TORCH_CHECK(logits.dim() == 3, "expected logits [runs rows vocab], got ", logits.sizes());
   const int64_t runs = logits.size(0), rows = logits.size(1), size = logits.size(2);
   TORCH_CHECK(targets.scalar_type() == at::kLong && targets.is_contiguous() && targets.numel() > 0 &&
                   (targets.numel() == runs * rows || targets.numel() == rows),
@@ -279,10 +286,11 @@ double squares(const float* x, int64_t size) {
 // The norm of each run's gradients, tensors [runs ...]; they are made no longer than the limit, where that is above 0.
 Tensor clip_(TensorList gradients, double limit) {
   TORCH_CHECK(!gradients.empty(), "expected gradients, got none");
+  TORCH_CHECK(gradients[0].dim() > 0, "expected gradients [runs ...], got a number");
   const int64_t runs = gradients[0].size(0);
   for (const Tensor& g : gradients) {
     check(g, "a gradient");
-    TORCH_CHECK(g.size(0) == runs, "expected gradients of ", runs, " runs, got ", g.sizes());
+    TORCH_CHECK(g.dim() > 0 && g.size(0) == runs && runs > 0, "expected gradients of ", runs, " runs, got ", g.sizes());
   }
   Tensor norms = at::empty({runs}, gradients[0].options());
   float* found = norms.mutable_data_ptr<float>();
@@ -315,6 +323,7 @@ inline Lanes root(Lanes x) {
 // One step of AdamW for tensors [runs ...]: rates [tensors runs] float64, of which those below 0 are left out.
 void adamw_(TensorList weights, TensorList gradients, TensorList means, TensorList variances, const Tensor& steps,
             const Tensor& rates, at::ArrayRef<double> decays, double beta1, double beta2, double eps) {
+  TORCH_CHECK(rates.dim() == 2 && rates.size(1) > 0, "expected rates [tensors runs], got ", rates.sizes());
   const int64_t many = int64_t(weights.size()), runs = rates.size(1);
   TORCH_CHECK(rates.scalar_type() == at::kDouble && rates.is_contiguous() && rates.size(0) == many &&
                   int64_t(decays.size()) == many, "expected a rate for each tensor and run, and a decay for each tensor");
@@ -324,7 +333,7 @@ void adamw_(TensorList weights, TensorList gradients, TensorList means, TensorLi
   for (int64_t p = 0; p < many; ++p)
     for (const Tensor* x : {&weights[p], &gradients[p], &means[p], &variances[p]}) {
       check(*x, "weights, gradients and state");
-      TORCH_CHECK(x->sizes() == weights[p].sizes() && x->size(0) == runs, "expected gradient and state like a weight ",
+      TORCH_CHECK(x->dim() > 0 && x->sizes() == weights[p].sizes() && x->size(0) == runs, "expected gradient and state like a weight ",
                   weights[p].sizes(), " of ", runs, " runs, got ", x->sizes());
     }
   const double* rate = rates.const_data_ptr<double>();
