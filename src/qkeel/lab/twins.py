@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.errors import RefusedError
+from qkeel.functional.rows import KernelRows
 from qkeel.kernels.contract import encoded
 from qkeel.kernels.native.encode import KINDS
 from qkeel.kernels.native.norm_rope import norm_rope, ready
 from qkeel.lab.fused import Factor, FusedLinear, FusedMLP, FusedNorm
 from qkeel.nn.block import MLP
 from qkeel.nn.core import SpecModule
-from qkeel.ops import run
+from qkeel.ops import run, run_with_rows
+from qkeel.sites.tap import Connection
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
 from qkeel.spec.norm import GainNorm, NoNorm, Part
@@ -151,11 +153,19 @@ class StackedAttend:
         parts = {name: p.unbind() for name, p in params.items()}
         each = [{name: part[r] for name, part in parts.items()} for r in range(len(self.own))]
         call = make_call(spec, q, k, v, params=each[0], causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+        read = self._read(call) if self.fused and not params and self.module.training else None
         for r, own in enumerate(self.own):
             for observer in own.observers if self.module.training else ():
-                observer(self._of_run(call, r, own.spec_params()))
+                mine = self._of_run(call, r, own.spec_params())
+                if read is not None and isinstance(observer, Connection) and observer.reads:
+                    n = len(mine.q)
+                    observer.read(mine, KernelRows(*(x[r * n : (r + 1) * n] for x in read[1])))
+                else:
+                    observer(mine)
         if self.report is not None:
             self.report(self._for_statistics(call, params))
+        if read is not None:
+            return read[0].transpose(1, 2).flatten(2)
         if params and self.fused and _factors_only(spec, params) and call.q.shape[-1] % 8 == 0:
             out = run(self._with_factors(call, params), self.module.impl)
         elif params and not _only_gains(spec, params):
@@ -172,6 +182,11 @@ class StackedAttend:
         q, k = (_in_a_row(x) for x in zip(*pairs))
         spec, left = call.spec.core(call.params)
         return dataclasses.replace(call, spec=spec, q=q, k=k, params=left)
+
+    def _read(self, call: AttentionCall) -> tuple[Tensor, KernelRows] | None:
+        """Attention and what its kernel finds of rows, where a run's observer asks for it and the kernel tells."""
+        asked = any(isinstance(o, Connection) and o.reads for own in self.own for o in own.observers)
+        return run_with_rows(call, self.module.impl) if asked else None
 
     def _with_factors(self, call: AttentionCall, params: Params) -> AttentionCall:
         """q and k normed and scaled, by operators that sum the gradient of each run's factor by itself."""
