@@ -33,7 +33,8 @@ class JointAdamW:
         groups = optimizers[0].param_groups
         self._group = _places(optimizers[0], own[0])
         self._decays = [groups[g]["weight_decay"] for g in self._group]
-        self._options = *groups[0]["betas"], groups[0]["eps"]
+        beta1, beta2 = groups[0]["betas"]
+        self._options: tuple[float, float, float] = (beta1, beta2, groups[0]["eps"])
         self._join()
 
     @classmethod
@@ -58,10 +59,11 @@ class JointAdamW:
         norms = twins.clip_(gradients, limit)
         parts = [g.unbind() for g in gradients]
         rates = [self._rates(r, there, [part[r] for part in parts]) for r in range(len(self._own))]
-        pick = [[x[i] for i in there] for x in (self._whole, self._means, self._variances, self._decays)]
+        weights, means, variances = ([x[i] for i in there] for x in (self._whole, self._means, self._variances))
         done = self._done if len(there) == len(found) else self._done[there]
         table = torch.tensor(rates, dtype=torch.float64).T.contiguous()
-        twins.adamw_(pick[0], gradients, (pick[1], pick[2], done), table, (pick[3], *self._options))
+        decays = [self._decays[i] for i in there]
+        twins.adamw_(weights, gradients, (means, variances, done), table, (decays, *self._options))
         if done is not self._done:
             self._done[there] = done
         for optimizer, own in zip(self._optimizers, self._own):
