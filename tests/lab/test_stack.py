@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
 from qkeel.lab import Execution, Grid, RunConfig, Watcher, make_plan, run, run_plan
 from qkeel.lab.model import resolve
-from qkeel.lab.stack import Stack, split
+from qkeel.lab.stack import Single, Stack, fused, split
 from qkeel.lab.stackable import REMEDIES, plan_stacks
 from qkeel.lab.together import run_together
 from qkeel.lab.trainer import Trainer
@@ -88,16 +88,17 @@ def alone(configs: list[RunConfig], out: Path) -> list[dict[str, Any]]:
     return [numbers(run(config, out / f"alone{i}").path) for i, config in enumerate(configs)]
 
 
-def check_steps(configs: list[RunConfig]) -> None:
+def check_steps(configs: list[RunConfig], of: Callable[[RunConfig], Any] = Trainer, bits: bool | None = None) -> None:
     """Losses, norms, the probe and held-out numbers of a few steps."""
-    stack, singles = Stack([Trainer(c) for c in configs]), [Trainer(c) for c in configs]
+    bits = same_products() if bits is None else bits
+    stack, singles = Stack([Trainer(c) for c in configs]), [of(c) for c in configs]
     for step in range(configs[0].steps):
         losses, norms = stack.step([step] * len(configs))
         for trainer, loss, norm in zip(singles, losses, norms):
             own = [float(x) for x in trainer.step(step)]
             assert loss == pytest.approx(own[0], abs=1e-4)
             assert norm == pytest.approx(own[1], rel=1e-3)
-            assert not same_products() or [loss, norm] == own
+            assert not bits or [loss, norm] == own
     for trainer, seen, held in zip(singles, stack.probe(), stack.evaluate()):
         probe, score = trainer.probe(), trainer.evaluate()
         torch.testing.assert_close(torch.from_numpy(seen.heads), torch.from_numpy(probe.heads), rtol=1e-3, atol=1e-4)
@@ -110,13 +111,43 @@ def test_each_remedy_in_a_stack_has_the_numbers_it_has_alone(tiny: Make, remedy:
     check_steps(several(tiny, steps=3, remedy=remedy)[1:])
 
 
-@pytest.mark.parametrize("remedy", ["none", "qk_norm", "qk_norm:kind=l2,gain=scalar", "softcap"])
-def test_the_compiled_operators_give_a_stack_the_numbers_they_give_a_run(
+def micro(remedy: str, **fields: Any) -> list[RunConfig]:
+    """Two runs, one of them at a rate at which a bit would grow."""
+    base = RunConfig(remedy=remedy, device="cpu", steps=3, probe_sequences=2, eval_sequences=2, **fields)
+    pairs = [(s, dataclasses.replace(base.optim, lr=lr)) for s, lr in ((0, 1.0), (1, 0.01))]
+    return [resolve(dataclasses.replace(base, seed=s, optim=optim)) for s, optim in pairs]
+
+
+FUSED = ("none", "qk_norm", "qk_norm:kind=l2,gain=scalar", "softcap", "peri_norm", "lalr:tau=0.3+qk_clip:threshold=1")
+
+
+@pytest.mark.parametrize("remedy", FUSED)
+def test_by_compiled_operators_a_run_alone_is_a_stack_of_one_bit_for_bit(
     remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "1")
-    base = RunConfig(remedy=remedy, device="cpu", steps=2, probe_sequences=2, eval_sequences=2)
-    check_steps([resolve(dataclasses.replace(base, seed=s)) for s in (0, 1)])
+    configs = micro(remedy)
+    assert fused(configs[0])
+    check_steps(configs, lambda config: Single(Trainer(config)), bits=True)
+    check_steps(configs[1:], bits=False)  # beside torch's own, to rounding
+
+
+def test_by_compiled_operators_runs_alone_and_stacked_hold_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", "1")
+    configs = micro("lalr:tau=0.3+qk_clip:threshold=1", log_every=1)
+    expected = alone(configs, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(configs[0], tmp_path / "0", watcher=Watcher(should_stop=Stop(1)))
+    assert together(configs, tmp_path) == [None, None]
+    for i in range(2):
+        found = numbers(tmp_path / str(i))
+        for mine, other in zip(found["lines"], expected[i]["lines"], strict=True):
+            assert [mine[name] for name in EXACT] == [other[name] for name in EXACT]
+
+
+EXACT = ("step", "train_loss", "val_loss", "grad_norm", "lr", "max_logit")
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model.values())))
@@ -274,7 +305,9 @@ def test_runs_alike_but_for_rate_and_seed_are_stacked_and_every_worker_has_work(
     assert groups(mixed, "auto") == [[3, 0], [4, 1], [2], [5]]
     assert groups(mixed, "off") == [[0], [1], [2], [3], [4], [5]]
     nine = [tiny(seed=s) for s in range(9)]
-    assert [len(g) for g in groups(nine, "auto")] == [4, 5]
+    assert [len(g) for g in groups(nine, "auto")] == [9]
+    three = [tiny(seed=s, remedy=remedy) for remedy in ("none", "qk_norm", "softcap") for s in range(5)]
+    assert [len(g) for g in groups(three, "auto", workers=2)] == [2, 3, 5, 5], "both have as much to do"
     assert [len(g) for g in groups(nine, "auto", workers=4)] == [3, 3, 3]
     assert [len(g) for g in groups(nine, 2)] == [1, 2, 2, 2, 2]
     assert groups([tiny(steps=4), tiny(steps=5, seed=1)], 8) == [[0], [1]]

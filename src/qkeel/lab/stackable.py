@@ -42,7 +42,7 @@ REMEDIES = frozenset(
         "peri_norm",
     )
 )
-AT_ONCE = 8  # runs in a stack where nothing else is said: more bring nothing, and their numbers leave the cache
+AT_ONCE = 16  # runs in a stack where nothing else is said: more bring nothing, and their numbers leave the cache
 WIDEST, MOST_TOKENS = 128, 2048  # of models and of a step, up to which "auto" stacks: beyond, products fill a core
 
 
@@ -92,13 +92,19 @@ def plan_stacks(runs: Sequence[tuple[RunConfig, T]], how: How, workers: int) -> 
     for number, (config, thing) in enumerate(runs):
         kind = _kind(resolve(config), how) if most > 1 else None
         alike.setdefault(kind or str(number), []).append((config, thing))
-    found = []
-    for group in alike.values():
-        group = sorted(group, key=lambda one: one[0].seed)  # runs of one seed share their batches
-        parts = -(-len(group) // most)
-        cuts = [len(group) * i // parts for i in range(parts + 1)]
-        found += [[thing for _, thing in group[a:b]] for a, b in itertools.pairwise(cuts)]
-    return found
+    # Runs of one seed share their batches.
+    groups = [sorted(group, key=lambda one: one[0].seed) for group in alike.values()]
+    found = [part for group in groups for part in _cut(group, -(-len(group) // most))]
+    # What does not divide evenly among the workers is cut finer, so that they end together.
+    rest = len(found) % workers if len(found) > workers else 0
+    found = [part for i, s in enumerate(found) for part in _cut(s, min(len(s), -(-workers // rest)) if i < rest else 1)]
+    return [[thing for _, thing in stack] for stack in found]
+
+
+def _cut(group: list[T], parts: int) -> list[list[T]]:
+    """As many parts, as even as can be."""
+    cuts = [len(group) * i // parts for i in range(parts + 1)]
+    return [group[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def _kind(config: RunConfig, how: How) -> str | None:

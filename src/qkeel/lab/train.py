@@ -9,7 +9,9 @@ from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model import check, resolve, threads
 from qkeel.lab.session import Measured, Session, Watcher, claim, mark_failed
+from qkeel.lab.stack import Single, fused
 from qkeel.lab.tasks import load_task
+from qkeel.lab.trainer import Trainer
 from qkeel.records import RunDirectory, RunStatus
 
 
@@ -40,9 +42,12 @@ def run(
         if place.status is not RunStatus.DONE:
             try:
                 session = Session(config, place, watcher or Watcher())
-                if not session.prepare(command):
-                    session.record(None, None, _measured(session))
-                _train(session)
+                there = session.prepare(command)
+                # Computed as in a stack, so that it has the numbers that it would have there.
+                computing = Single(session.trainer) if fused(config) else session.trainer
+                if not there:
+                    session.record(None, None, _measured(session, computing))
+                _train(session, computing)
             except RunDirectoryError:
                 raise
             except Exception:
@@ -51,18 +56,18 @@ def run(
     return place
 
 
-def _train(session: Session) -> None:
+def _train(session: Session, computing: Trainer | Single) -> None:
     """The steps that are left, then the summary."""
     while not session.over:
         start = time.perf_counter()
-        loss, norm = session.trainer.step(session.step)
+        loss, norm = computing.step(session.step)
         session.step += 1
         if session.is_logged or session.is_saved:
-            loss.item()  # an accelerator may be steps behind
+            loss = float(loss)  # an accelerator may be steps behind
         session.took(time.perf_counter() - start)
         if session.is_logged:
             numbers = float(loss), float(norm)
-            session.record(*numbers, _measured(session, *numbers))
+            session.record(*numbers, _measured(session, computing, *numbers))
         stop = not session.over and session.watcher.should_stop()
         if stop or (session.is_saved and not session.stopped):
             session.save()
@@ -71,7 +76,6 @@ def _train(session: Session) -> None:
     session.finish()
 
 
-def _measured(session: Session, *numbers: float) -> Measured:
+def _measured(session: Session, computing: Trainer | Single, *numbers: float) -> Measured:
     """What a record of the step that is done holds beside these numbers."""
-    trainer = session.trainer
-    return Measured(trainer.probe(), trainer.evaluate() if session.wants_held(*numbers) else {})
+    return Measured(computing.probe(), computing.evaluate() if session.wants_held(*numbers) else {})

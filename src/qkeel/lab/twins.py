@@ -16,12 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.errors import RefusedError
+from qkeel.functional.rows import KernelRows
 from qkeel.kernels.contract import encoded
+from qkeel.kernels.native.encode import KINDS
+from qkeel.kernels.native.norm_rope import norm_rope, ready
+from qkeel.lab.fused import Factor, FusedLinear, FusedMLP, FusedNorm
+from qkeel.nn.block import MLP
 from qkeel.nn.core import SpecModule
-from qkeel.ops import run
+from qkeel.ops import run, run_with_rows
+from qkeel.sites.tap import Connection
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
-from qkeel.spec.norm import GainNorm
+from qkeel.spec.norm import GainNorm, NoNorm, Part
+from qkeel.spec.scale import Fixed, Learned
 from qkeel.spec.slot import Params
 
 # Parameters of a spec that are factors or terms of q, k or logits [b h t d], so that each head may have its own.
@@ -125,8 +132,8 @@ class StackedAttend:
     runs in a row, [b runs·h t d], where the spec lets it be put so, else a call for each run.
     """
 
-    def __init__(self, module: SpecModule, own: Sequence[SpecModule]) -> None:
-        self.module, self.own = module, own
+    def __init__(self, module: SpecModule, own: Sequence[SpecModule], fused: bool) -> None:
+        self.module, self.own, self.fused = module, own, fused
         self.report: Callable[[Sequence[AttentionCall]], None] | None = None
 
     def __call__(
@@ -146,12 +153,22 @@ class StackedAttend:
         parts = {name: p.unbind() for name, p in params.items()}
         each = [{name: part[r] for name, part in parts.items()} for r in range(len(self.own))]
         call = make_call(spec, q, k, v, params=each[0], causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+        read = self._read(call) if self.fused and not params and self.module.training else None
         for r, own in enumerate(self.own):
             for observer in own.observers if self.module.training else ():
-                observer(self._of_run(call, r, own.spec_params()))
+                mine = self._of_run(call, r, own.spec_params())
+                if read is not None and isinstance(observer, Connection) and observer.reads:
+                    n = len(mine.q)
+                    observer.read(mine, KernelRows(*(x[r * n : (r + 1) * n] for x in read[1])))
+                else:
+                    observer(mine)
         if self.report is not None:
             self.report(self._for_statistics(call, params))
-        if params and not _only_gains(spec, params):
+        if read is not None:
+            return read[0].transpose(1, 2).flatten(2)
+        if params and self.fused and _factors_only(spec, params) and call.q.shape[-1] % 8 == 0:
+            out = run(self._with_factors(call, params), self.module.impl)
+        elif params and not _only_gains(spec, params):
             # Run by run: gradients of parameters summed over all at once would round otherwise.
             out = torch.cat([run(self._of_run(call, r, own), self.module.impl) for r, own in enumerate(each)])
         else:
@@ -165,6 +182,33 @@ class StackedAttend:
         q, k = (_in_a_row(x) for x in zip(*pairs))
         spec, left = call.spec.core(call.params)
         return dataclasses.replace(call, spec=spec, q=q, k=k, params=left)
+
+    def _read(self, call: AttentionCall) -> tuple[Tensor, KernelRows] | None:
+        """Attention and what its kernel finds of rows, where a run's observer asks for it and the kernel tells."""
+        asked = any(isinstance(o, Connection) and o.reads for own in self.own for o in own.observers)
+        return run_with_rows(call, self.module.impl) if asked else None
+
+    def _with_factors(self, call: AttentionCall, params: Params) -> AttentionCall:
+        """q and k normed and scaled, by operators that sum the gradient of each run's factor by itself."""
+        q, k, spec = call.q, call.k, call.spec
+        if isinstance(spec.norm, GainNorm):
+            q, k = self._normed("q", q, spec.norm, params), self._normed("k", k, spec.norm, params)
+        if isinstance(spec.scale, Learned):
+            factors = spec.scale.factor(call.pos_q, q.shape[-1], params)
+            scaled = Factor.apply(q.unflatten(0, (len(self.own), -1)), factors)
+            assert isinstance(scaled, Tensor)
+            q, spec = scaled.flatten(0, 1), dataclasses.replace(spec, scale=Fixed(1.0))
+        return dataclasses.replace(call, spec=dataclasses.replace(spec, norm=NoNorm()), q=q, k=k, params={})
+
+    def _normed(self, part: Part, x: Tensor, norm: GainNorm, params: Params) -> Tensor:
+        """q or k normed by the gain of its run, [d] or [], if any."""
+        if part not in norm.on:
+            return x
+        gain = norm.weight(part, params)
+        rows = x.transpose(1, 2).reshape(1, len(self.own), -1, x.shape[-1])
+        own = None if gain is None else gain.view(len(self.own), -1)
+        y = norm_rope(rows, own, None, KINDS[type(norm)], norm.eps, True)
+        return y.view(len(x), x.shape[2], x.shape[1], -1).transpose(1, 2)
 
     def _of_run(self, call: AttentionCall, r: int, params: Params) -> AttentionCall:
         """A run's own call."""
@@ -191,6 +235,17 @@ def _in_a_row(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts))
 
 
+def _factors_only(spec: AttentionSpec, params: Params) -> bool:
+    """Whether parameters are factors of q and k that a run's heads share, which come before any rotation."""
+    norm, scale = spec.norm, spec.scale
+    if isinstance(norm, GainNorm):
+        each = norm.over == "layer" or norm.bias or norm.gain not in ("none", "dim", "one_plus_dim", "scalar")
+        if each or type(norm) not in KINDS or "v" in norm.on or spec.position.order != "norm_then_rotate":
+            return False
+    learned = {"logit_scale"} if type(scale) is Learned and scale.per == "layer" else set()
+    return learned.union(("q_norm", "k_norm")).issuperset(params) and ready()
+
+
 def _only_gains(spec: AttentionSpec, params: Params) -> bool:
     """Whether the only parameters are gains of q and k, so that all after the encoding is alike in every run."""
     norm = spec.norm
@@ -209,8 +264,10 @@ def by_head(p: Tensor, heads: int) -> Tensor:
     return wide.expand(-1, heads, -1, -1).flatten(0, 1)
 
 
-def stacked(models: Sequence[nn.Module]) -> nn.Module:
+def stacked(models: Sequence[nn.Module], fused: bool = False) -> nn.Module:
     """The model of all these at once; their parameters become parts of its own and keep their values.
+
+    `fused`: norms and GELU by the compiled operators, which are there, in place of torch's: the same but for rounding.
 
     Raises: RefusedError where a part of the model has no twin.
     """
@@ -229,21 +286,44 @@ def stacked(models: Sequence[nn.Module]) -> nn.Module:
     for place, module in list(whole.named_modules()):
         twin: nn.Module
         if type(module) is nn.Linear:
-            twin = StackedLinear(_need(parameter(place, "weight")), parameter(place, "bias"))
+            twin = _linear(_need(parameter(place, "weight")), parameter(place, "bias"), fused)
         elif type(module) is nn.Embedding:
             twin = StackedEmbedding(_need(parameter(place, "weight")))
         elif type(module) is nn.RMSNorm:
-            twin = StackedNorm(parameter(place, "weight"), module.normalized_shape[-1], module.eps)
+            twin = _norm(module, parameter(place, "weight"), fused)
+        elif fused and type(module) is MLP and _fuses(module):
+            twin = FusedMLP(module)
         else:
-            _stack_own(module, place, parameter, [table[place] for table in tables])
+            _stack_own(module, place, parameter, [table[place] for table in tables], fused)
             continue
         home, _, name = place.rpartition(".")
         whole.get_submodule(home)._modules[name] = twin
     return whole
 
 
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None, fused: bool) -> nn.Module:
+    fits = fused and bias is None and weight.shape[1] % 8 == weight.shape[2] % 8 == 0
+    return FusedLinear(weight) if fits else StackedLinear(weight, bias)
+
+
+def _fuses(mlp: MLP) -> bool:
+    linear = mlp.gate is None and type(mlp.up) is type(mlp.down) is nn.Linear
+    return linear and mlp.up.in_features % 8 == mlp.up.out_features % 8 == 0
+
+
+def _norm(module: nn.RMSNorm, weight: nn.Parameter | None, fused: bool) -> nn.Module:
+    size = module.normalized_shape
+    if fused and weight is not None and len(size) == 1 and size[0] % 8 == 0:
+        return FusedNorm(weight, module.eps)
+    return StackedNorm(weight, size[-1], module.eps)
+
+
 def _stack_own(
-    module: nn.Module, place: str, parameter: Callable[[str, str], nn.Parameter | None], own: Sequence[nn.Module]
+    module: nn.Module,
+    place: str,
+    parameter: Callable[[str, str], nn.Parameter | None],
+    own: Sequence[nn.Module],
+    fused: bool,
 ) -> None:
     """Stack what a module holds beside its children."""
     own_spec = isinstance(module, SpecModule)
@@ -252,7 +332,7 @@ def _stack_own(
     for name in list(module._parameters):
         module._parameters[name] = parameter(place, name)
     if isinstance(module, SpecModule):
-        attend = StackedAttend(module, [x for x in own if isinstance(x, SpecModule)])
+        attend = StackedAttend(module, [x for x in own if isinstance(x, SpecModule)], fused)
         module.__dict__["attend"] = attend
 
 

@@ -99,10 +99,10 @@ class Tap(Handle):
         self.dispatch = False  # whether some attention is seen only below torch's functions; see Interceptor
         self.described: list[AttentionSite] = []
         super().__init__(self._detach)
-        self._parts: list[tuple[SpecModule, _Part]] = []
+        self._parts: list[tuple[SpecModule, Connection]] = []
         for name, module in self.model.named_modules() if parts else ():
             if isinstance(module, SpecModule):
-                self._parts.append((module, _Part(self, name, module)))
+                self._parts.append((module, Connection(self, name, module)))
                 module.observers.append(self._parts[-1][1])
 
     @property
@@ -131,12 +131,13 @@ class Tap(Handle):
             if part in module.observers:
                 module.observers.remove(part)
 
-    def take_part(self, name: str, call: AttentionCall, training: bool) -> None:
-        """A call of an own module outside a pass of the model."""
+    def take_part(self, name: str, call: AttentionCall, training: bool, rows: KernelRows | None = None) -> None:
+        """A call of an own module outside a pass of the model, and what its kernel found of its rows, where known."""
         if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
             return
         try:
-            stats = self.measure(call)
+            known = self.measure_rows is not None and rows is not None
+            stats = self.measure_rows(call, rows) if known else self.measure(call)  # type: ignore[misc,arg-type]
             if stats is not None:
                 self._stats["train" if training else "eval"].add(name, stats, None)
         except Exception as error:
@@ -294,7 +295,7 @@ class _RowReader(Reader):
         self.look._own(self.name, call, lambda _: self.measure(call, rows))
 
 
-class _Part:
+class Connection:
     """An own module's standing connection to a tap; copies and pickles of the module leave it behind."""
 
     def __init__(self, tap: Tap, name: str, module: SpecModule) -> None:
@@ -303,6 +304,15 @@ class _Part:
     def __call__(self, call: AttentionCall) -> None:
         if not torch.compiler.is_compiling():
             self.tap.take_part(self.name, call, self.module.training)
+
+    @property
+    def reads(self) -> bool:
+        """Whether it makes do with what a kernel finds of rows."""
+        return self.tap.measure_rows is not None
+
+    def read(self, call: AttentionCall, rows: KernelRows) -> None:
+        """A call that was computed, and what was found meanwhile. For who runs the module's calls in its place."""
+        self.tap.take_part(self.name, call, self.module.training, rows)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return idle

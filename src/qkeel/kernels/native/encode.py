@@ -15,7 +15,7 @@ from qkeel.spec.norm import GainNorm, L2Norm, LayerNorm, NoNorm, Norm, Part, RMS
 from qkeel.spec.position import NoPosition, Position, Rope
 from qkeel.spec.slot import Params
 
-_KINDS: dict[type[Norm], int] = {NoNorm: NONE, RMSNorm: 1, L2Norm: 2, LayerNorm: 3}
+KINDS: dict[type[Norm], int] = {NoNorm: NONE, RMSNorm: 1, L2Norm: 2, LayerNorm: 3}
 _WIDEST = 1024  # WIDEST in the source
 # The least min |gain| / max |gain| of a pair at which x̂ is made from the result: dividing magnifies its rounding.
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -47,7 +47,7 @@ def encoded(
         if not isinstance(norm, GainNorm):
             return norm_rope_two((q, None, NONE), (k, None, NONE), tables[0], 0.0)
         if tables[0] is not None or norm.on.startswith("qk"):
-            kind = _KINDS[type(norm)]
+            kind = KINDS[type(norm)]
             one = q, _gain(norm, "q", params), kind if "q" in norm.on else NONE
             two = k, _gain(norm, "k", params), kind if "k" in norm.on else NONE
             return norm_rope_two(one, two, tables[0], norm.eps)
@@ -92,7 +92,7 @@ def _turned(position: Rope, table: Table) -> Table:
 
 def _takes(norm: Norm, position: Position) -> bool:
     # Exact types: what a subclass changes is not known here.
-    if type(norm) not in _KINDS or type(position) not in (Rope, NoPosition):
+    if type(norm) not in KINDS or type(position) not in (Rope, NoPosition):
         return False
     rotated = isinstance(position, Rope)
     if not isinstance(norm, GainNorm):
@@ -117,7 +117,7 @@ def _one(part: Part, x: Tensor, table: Table | None, spec: AttentionSpec, params
     if not isinstance(norm, GainNorm) or part not in norm.on:
         return x if table is None else operator(x, None, table, NONE, 0.0, False)
     gain = _gain(norm, part, params)
-    return operator(x, gain, table, _KINDS[type(norm)], norm.eps, gain is not None and _keeps(x, gain))
+    return operator(x, gain, table, KINDS[type(norm)], norm.eps, gain is not None and _keeps(x, gain))
 
 
 def _gain(norm: GainNorm, part: Part, params: Params) -> Tensor | None:
