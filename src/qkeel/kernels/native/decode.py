@@ -44,7 +44,7 @@ class Decode(Kernel):
         mask, causal, window = call.mask, call.causal, call.window or 0
         if not call.plain:
             mask, causal, window = call.visible(slice(0, q.shape[2]), slice(0, k.shape[2])), False, 0
-        return torch.ops.qkeel_native.decode(q, k, v, mask, scale, causal, window)
+        return torch.ops.qkeel_native.decode(q, k, v, mask, None, scale, 0.0, causal, window)
 
 
 def _of_tensors(call: AttentionCall) -> str | None:
