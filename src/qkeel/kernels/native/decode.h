@@ -52,11 +52,28 @@ struct State {
   float* values;
 };
 
+// Rows that are asked for before they are read, a few at a time: the processor keeps few requests open.
+struct Ahead {
+  const char* row;
+  int64_t step, size, left, at = 0; // bytes; rows
+  template <typename T>
+  Ahead(const T* rows, int64_t stride, int64_t width, int64_t many)
+      : row(reinterpret_cast<const char*>(rows)), step(stride * sizeof(T)), size(width * sizeof(T)), left(many) {}
+  void ask(int64_t lines) {
+    for (; lines > 0 && left > 0; --left, at = 0, row += step) {
+      const int64_t end = std::min(at + 64 * lines, size);
+      for (lines -= (end - at + 63) / 64; at < end; at += 64) __builtin_prefetch(row + at, 0, 2);
+      if (at < size) return;
+    }
+  }
+};
+
 template <typename T> struct Cache {
   const T *keys, *values;
+  int64_t key, value; // numbers from one to the next
   Cache(const Call& c, int64_t n, int64_t g)
       : keys(c.k.const_data_ptr<T>() + n * c.k.stride(0) + g * c.k.stride(1)),
-        values(c.v.const_data_ptr<T>() + n * c.v.stride(0) + g * c.v.stride(1)) {}
+        values(c.v.const_data_ptr<T>() + n * c.v.stride(0) + g * c.v.stride(1)), key(c.k.stride(2)), value(c.v.stride(2)) {}
 };
 
 } // namespace qkeel

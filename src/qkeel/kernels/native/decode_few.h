@@ -34,30 +34,37 @@ inline V totals(const V* s) {
          __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-// Logits of one query with n keys.
-inline void logits(const float* q, const float* const* keys, int64_t n, int64_t d, float* out) {
+// Logits of one query with n keys; `between` comes after every eight.
+template <typename F> inline void logits(const float* q, Rows keys, int64_t n, int64_t d, float* out, F&& between) {
   for (int64_t j = 0; j < n; j += 8) {
     V s[8] = {};
-    const float* const* k = keys + j;
+    const float* k[8];
+    for (int64_t c = 0; c < 8; ++c) k[c] = keys.at + std::min(j + c, n - 1) * keys.stride;
     for (int64_t i = 0; i < d; i += 8) {
       const V x = at8(q + i);
       for (int64_t c = 0; c < 8; ++c) s[c] += x * at8(k[c] + i);
     }
     put8(out + j, totals(s));
+    between();
   }
 }
 
-// values += weights · rows of v, eight vectors of it at a time in registers.
-template <int64_t N> inline void weigh(float* values, const float* p, const float* const* v, int64_t n, int64_t at) {
+// values += weights · rows of v, N vectors of it at a time in registers.
+template <int64_t N, typename F>
+inline void weigh(float* values, const float* p, Rows v, int64_t n, int64_t at, F&& between) {
   V sum[N];
   for (int64_t i = 0; i < N; ++i) sum[i] = at8(values + at + 8 * i);
-  for (int64_t j = 0; j < n; ++j)
-    for (int64_t i = 0; i < N; ++i) sum[i] += p[j] * at8(v[j] + at + 8 * i);
+  const float* row = v.at + at;
+  for (int64_t j = 0; j < n;) {
+    for (const int64_t end = std::min(j + 8, n); j < end; ++j, row += v.stride)
+      for (int64_t i = 0; i < N; ++i) sum[i] += p[j] * at8(row + 8 * i);
+    between();
+  }
   for (int64_t i = 0; i < N; ++i) put8(values + at + 8 * i, sum[i]);
 }
 
 // z: n logits, -inf behind them up to a whole register.
-inline void add(State& x, float* z, const float* const* v, int64_t n, int64_t width) {
+template <typename F> inline void add(State& x, float* z, Rows v, int64_t n, int64_t width, F&& between) {
   V most = at8(z);
   for (int64_t j = 8; j < n; j += 8) most = larger_or_none(at8(z + j), most);
   const float top = largest(most);
@@ -76,42 +83,39 @@ inline void add(State& x, float* z, const float* const* v, int64_t n, int64_t wi
   }
   for (int64_t i = 0; i < LANES; ++i) x.sum += sum[i];
   int64_t i = 0;
-  for (; i + 64 <= width; i += 64) weigh<8>(x.values, z, v, n, i);
-  for (; i < width; i += 8) weigh<1>(x.values, z, v, n, i);
+  for (; i + 64 <= width; i += 64) weigh<8>(x.values, z, v, n, i, between);
+  for (; i < width; i += 8) weigh<1>(x.values, z, v, n, i, between);
 }
 
-// Asks for rows of memory that will be read soon.
-template <typename T> inline void fetch(const T* rows, int64_t step, int64_t width, int64_t from, int64_t to) {
-  for (int64_t j = from; j < to; ++j)
-    for (int64_t i = 0; i < width; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows + j * step + i);
+// Rows of storage as rows of float; those that lie one behind the other at once.
+template <typename T> inline Rows dense(const T* from, int64_t stride, int64_t n, int64_t d, float* to) {
+  if (stride == d) return {load(from, to, n * d), d};
+  return load_rows(from, stride, n, d, to, d);
 }
 
 // Keys from .. to for the queries q [rows d] of one key head.
 template <typename T> void few(const Call& c, int64_t n, int64_t g, int64_t from, int64_t to, const float* q, State* states) {
   const Cache<T> cache(c, n, g);
-  const int64_t block = std::max<int64_t>(NUMBERS / std::max(c.d, c.width) / 8 * 8, 8), line = round_up(block, 16);
-  std::vector<float> room(2 * block * std::max(c.d, c.width)), z(c.rows * line);
-  std::vector<const float*> k(line), v(line);
+  const int64_t widest = std::max(c.d, c.width), block = std::max<int64_t>(NUMBERS / widest / 8 * 8, 8), line = round_up(block, 16);
+  std::vector<float> room(block * widest), z(c.rows * line);
+  // Cache lines to ask for after eight keys of one query: of values once, of keys with each piece of the values.
+  auto share = [](int64_t width, int64_t times) { return (width * int64_t(sizeof(T)) / 8 + times - 1) / times; };
+  const int64_t pieces = c.width / 64 + c.width % 64 / 8;
+  const int64_t values_share = share(c.width, c.rows), keys_share = share(c.d, c.rows * pieces);
   for (int64_t start = from; start < to; start += block) {
     const int64_t many = std::min(block, to - start);
-    const T *keys = cache.keys + start * c.k.stride(2), *values = cache.values + start * c.v.stride(2);
-    for (int64_t j = 0; j < many; ++j) k[j] = load(keys + j * c.k.stride(2), room.data() + j * c.d, c.d);
-    for (int64_t j = many; j < round_up(many, 8); ++j) k[j] = k[0];
+    const T *keys = cache.keys + start * cache.key, *values = cache.values + start * cache.value;
+    // While these are worked on, the next are on their way: the values of the block, then the keys of the one after.
+    Ahead now(values, cache.value, c.width, many), then(keys + many * cache.key, cache.key, c.d, std::min(block, to - start - many));
+    const Rows k = dense(keys, cache.key, many, c.d, room.data());
     for (int64_t r = 0; r < c.rows; ++r) {
-      // While these are worked on, the next are on their way: the values of the block, then the keys of the one after.
-      fetch(values, c.v.stride(2), c.width, many * r / c.rows, many * (r + 1) / c.rows);
       float* own = z.data() + r * line;
-      logits(q + r * c.d, k.data(), many, c.d, own);
+      logits(q + r * c.d, k, many, c.d, own, [&] { now.ask(values_share); });
       std::fill(own + many, own + round_up(many, 16), NEVER);
       c.hide(n, g, r, start, many, own, 1);
     }
-    for (int64_t j = 0; j < many; ++j)
-      v[j] = load(values + j * c.v.stride(2), room.data() + block * c.d + j * c.width, c.width);
-    const int64_t next = std::min(block, to - start - many);
-    for (int64_t r = 0; r < c.rows; ++r) {
-      fetch(keys + many * c.k.stride(2), c.k.stride(2), c.d, next * r / c.rows, next * (r + 1) / c.rows);
-      add(states[r], z.data() + r * line, v.data(), many, c.width);
-    }
+    const Rows v = dense(values, cache.value, many, c.width, room.data());
+    for (int64_t r = 0; r < c.rows; ++r) add(states[r], z.data() + r * line, v, many, c.width, [&] { then.ask(keys_share); });
   }
 }
 

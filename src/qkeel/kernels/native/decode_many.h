@@ -13,22 +13,6 @@ namespace qkeel {
 constexpr int64_t KEYS = 60;   // worked on at once, whole strips: with 576 numbers each, a quarter of an L2 cache
 constexpr int64_t DEEP = 192;  // of a head's numbers at once: so much of a panel of queries stays in the first cache
 
-// Rows that are asked for before they are read, a few at a time: the processor keeps few requests open.
-struct Ahead {
-  const char* row;
-  int64_t step, size, left, at = 0; // bytes; rows
-  template <typename T>
-  Ahead(const T* rows, int64_t stride, int64_t width, int64_t many)
-      : row(reinterpret_cast<const char*>(rows)), step(stride * sizeof(T)), size(width * sizeof(T)), left(many) {}
-  void ask(int64_t lines) {
-    for (; lines > 0 && left > 0; --left, at = 0, row += step) {
-      const int64_t end = std::min(at + 64 * lines, size);
-      for (lines -= (end - at + 63) / 64; at < end; at += 64) __builtin_prefetch(row + at, 0, 2);
-      if (at < size) return;
-    }
-  }
-};
-
 // A panel: queries [d WIDE], values [width WIDE], and of each query its largest logit and the sum of its weights.
 struct Panel {
   std::vector<float> q, values;
@@ -93,17 +77,17 @@ inline void finish_logits(const Call& c, const Panel& p, int64_t n, int64_t g, i
 
 template <typename T> void many(const Call& c, int64_t n, int64_t g, int64_t from, int64_t to, const float* q, State* states) {
   const Cache<T> cache(c, n, g);
-  const bool one = cache.keys == cache.values && c.k.stride(2) == c.v.stride(2) && c.width <= c.d;
+  const bool one = cache.keys == cache.values && cache.key == cache.value && c.width <= c.d;
   std::vector<Panel> panels;
   for (int64_t first = 0; first < c.rows; first += WIDE) panels.emplace_back(c, q, first);
   std::vector<float> room(std::is_same_v<T, float> ? 0 : KEYS * (c.d + (one ? 0 : c.width)));
   alignas(64) float z[KEYS * WIDE] = {};
   for (int64_t start = from; start < to; start += KEYS) {
     const int64_t count = std::min(KEYS, to - start), next = std::min(KEYS, to - start - count);
-    const Rows k = load_rows(cache.keys + start * c.k.stride(2), c.k.stride(2), count, c.d, room.data(), c.d);
-    const Rows v = one ? k : load_rows(cache.values + start * c.v.stride(2), c.v.stride(2), count, c.width, room.data() + KEYS * c.d, c.width);
-    Ahead keys(cache.keys + (start + count) * c.k.stride(2), c.k.stride(2), c.d, next);
-    Ahead values(cache.values + (start + count) * c.v.stride(2), c.v.stride(2), c.width, one ? 0 : next);
+    const Rows k = load_rows(cache.keys + start * cache.key, cache.key, count, c.d, room.data(), c.d);
+    const Rows v = one ? k : load_rows(cache.values + start * cache.value, cache.value, count, c.width, room.data() + KEYS * c.d, c.width);
+    Ahead keys(cache.keys + (start + count) * cache.key, cache.key, c.d, next);
+    Ahead values(cache.values + (start + count) * cache.value, cache.value, c.width, one ? 0 : next);
     // Cache lines per strip of work, so that all are asked for by the end of the block.
     const float work = float(panels.size() * KEYS * (c.d + c.width) / STRIP), lines = KEYS * (keys.size + (one ? 0 : values.size)) / 64.0f;
     auto ask = [&, rate = lines / work](int64_t work) {
