@@ -18,7 +18,7 @@ using at::Tensor;
 
 constexpr int64_t PART = 512, PARTS = 32; // fewest keys that one thread takes together; most parts
 constexpr int64_t WIDEST = 1024;          // numbers in a head
-constexpr int64_t FEW = 8;                // queries per key head, from which on products of matrices are faster
+constexpr int64_t FEW = 8;                // queries per key head; for more, products of matrices are faster
 
 // One query, its parts put together.
 void join(const float* parts, int64_t size, int64_t n, int64_t width, float* row) {
@@ -53,7 +53,7 @@ template <typename T, typename Q> void attend(const Call& c, const Tensor& q, Te
   const int64_t groups = c.b * c.g, size = c.width + 2;
   std::vector<float> queries(groups * c.rows * c.d), room(groups * c.parts * c.rows * size);
   read<Q>(c, q, queries.data());
-  const bool dots = c.rows < FEW && !c.factors && !c.cap;
+  const bool dots = c.rows <= FEW;
   at::parallel_for(0, groups * c.parts, 1, [&](int64_t first, int64_t last) {
     std::vector<State> states(c.rows);
     for (int64_t task = first; task < last; ++task) {

@@ -6,6 +6,8 @@
 #include <limits>
 #include <optional>
 
+#include "tile.h"
+
 namespace qkeel {
 
 using Maybe = std::optional<at::Tensor>;
@@ -51,6 +53,10 @@ struct State {
   float top, sum;
   float* values;
 };
+
+inline void capped(float* z, int64_t n, float cap) { // n: whole registers
+  for (int64_t i = 0; i < n; i += LANES) put(z + i, hyperbolic_tangent(lanes(z + i) / cap) * cap);
+}
 
 // Rows that are asked for before they are read, a few at a time: the processor keeps few requests open.
 struct Ahead {

@@ -111,6 +111,11 @@ template <typename T> void few(const Call& c, int64_t n, int64_t g, int64_t from
     for (int64_t r = 0; r < c.rows; ++r) {
       float* own = z.data() + r * line;
       logits(q + r * c.d, k, many, c.d, own, [&] { now.ask(values_share); });
+      if (c.factors) {
+        const float* factors = c.factors + n * c.f0 + c.head(g, r) * c.f1 + start;
+        for (int64_t j = 0; j < many; ++j) own[j] *= factors[j];
+      }
+      if (c.cap) capped(own, round_up(many, 16), c.cap);
       std::fill(own + many, own + round_up(many, 16), NEVER);
       c.hide(n, g, r, start, many, own, 1);
     }

@@ -70,8 +70,7 @@ inline void finish_logits(const Call& c, const Panel& p, int64_t n, int64_t g, i
     for (int64_t j = 0; j < many; ++j)
       for (int64_t i = 0; i < p.wide; i += 8) put8(z + j * WIDE + i, at8(z + j * WIDE + i) * at8(turned + j * WIDE + i));
   }
-  if (c.cap)
-    for (int64_t i = 0; i < many * WIDE; i += LANES) put(z + i, hyperbolic_tangent(lanes(z + i) / c.cap) * c.cap);
+  if (c.cap) capped(z, many * WIDE, c.cap);
   for (int64_t r = 0; r < p.many; ++r) c.hide(n, g, p.first + r, start, many, z + r, WIDE);
 }
 
