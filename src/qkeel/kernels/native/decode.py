@@ -13,7 +13,7 @@ from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import NoCap, Softcap
 from qkeel.spec.normalizer import Softmax
 
-ROWS = 32  # queries per key head: beyond these torch's matrix products win
+ROWS, TOKENS = 128, 32  # queries per key head, and of them of one head: beyond these other kernels win
 LATENT_ROWS = 512  # of heads that share a latent, which the matrix products of our own are for
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 1024  # WIDEST in the source
@@ -77,8 +77,9 @@ def _sight(call: AttentionCall) -> tuple[Tensor | None, bool, int]:
 def _of_tensors(call: AttentionCall) -> str | None:
     q, k = call.q, call.k
     rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    if rows > ROWS or k.shape[2] <= q.shape[2]:
-        return f"decoding is for {ROWS} queries per key head at most and more keys than queries"
+    if rows > ROWS or q.shape[2] > TOKENS or k.shape[2] <= q.shape[2]:
+        most = f"{ROWS} queries per key head at most, {TOKENS} per query head,"
+        return f"decoding is for {most} and more keys than queries"
     return _of_any(call)
 
 

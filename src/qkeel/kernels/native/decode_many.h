@@ -11,7 +11,7 @@
 namespace qkeel {
 
 constexpr int64_t KEYS = 60;   // worked on at once, whole strips: with 576 numbers each, a quarter of an L2 cache
-constexpr int64_t DEEP = 192;  // of a head's numbers at once: so much of a panel of queries stays in the first cache
+constexpr int64_t DEEP = 64;   // of a head's numbers are summed at once: several sums, later added, round less
 
 // A panel: queries [d WIDE], values [width WIDE], and of each query its largest logit and the sum of its weights.
 struct Panel {
@@ -81,6 +81,7 @@ template <typename T> void many(const Call& c, int64_t n, int64_t g, int64_t fro
   for (int64_t first = 0; first < c.rows; first += WIDE) panels.emplace_back(c, q, first);
   std::vector<float> room(std::is_same_v<T, float> ? 0 : KEYS * (c.d + (one ? 0 : c.width)));
   alignas(64) float z[KEYS * WIDE] = {};
+  const int64_t pieces = std::max<int64_t>(2, (c.d + DEEP - 1) / DEEP), deepest = round_up((c.d + pieces - 1) / pieces, 8);
   for (int64_t start = from; start < to; start += KEYS) {
     const int64_t count = std::min(KEYS, to - start), next = std::min(KEYS, to - start - count);
     const Rows k = load_rows(cache.keys + start * cache.key, cache.key, count, c.d, room.data(), c.d);
@@ -95,9 +96,9 @@ template <typename T> void many(const Call& c, int64_t n, int64_t g, int64_t fro
       else values.ask(share);
     };
     for (Panel& p : panels) {
-      for (int64_t i = 0; i < c.d; i += DEEP)
+      for (int64_t i = 0; i < c.d; i += deepest)
         for (int64_t j = 0; j < count; j += STRIP) {
-          const int64_t deep = std::min(DEEP, c.d - i);
+          const int64_t deep = std::min(deepest, c.d - i);
           multiply<false>(std::min(STRIP, count - j), p.wide, deep, k.at + j * k.stride + i, k.stride, p.q.data() + i * WIDE,
                           WIDE, z + j * WIDE, WIDE, i > 0);
           ask(deep);
