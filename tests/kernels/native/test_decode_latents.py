@@ -17,6 +17,7 @@ from qkeel.nn import MLA, LatentSizes
 from qkeel.nn.absorbed import attend_latents
 from qkeel.spec import AttentionSpec, InverseSqrt, Learned, LogN, RMSNorm, Sigmoid, Softcap
 from qkeel.spec.call import AttentionCall, make_call
+from qkeel.spec.cap import Cap, NoCap
 from qkeel.spec.window import SlidingWindow
 
 KEYS = [1, 7, 64, 129, 512, 2048]
@@ -190,10 +191,10 @@ def test_ten_thousand_calls_keep_no_memory() -> None:
 SIZES = LatentSizes(q_latent=48, kv_latent=64, rope_dim=16, nope_dim=32, value_dim=32)
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("cap", [NoCap(), Softcap(2.0)])
 @torch.no_grad()
-def test_a_module_decodes_with_it_and_says_what_it_says_at_once(cap: float | None, taken: list[bool]) -> None:
-    spec = AttentionSpec(norm=RMSNorm(gain="dim"), **({} if cap is None else {"cap": Softcap(cap)}))
+def test_a_module_decodes_with_it_and_says_what_it_says_at_once(cap: Cap, taken: list[bool]) -> None:
+    spec = AttentionSpec(norm=RMSNorm(gain="dim"), cap=cap)
     for heads in (4, 16):
         module = MLA(64, heads, sizes=SIZES, spec=spec, latent_norm=True).eval()
         x = torch.randn(2, 20, 64)
