@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
-from qkeel.kernels.contract import Refusal, average, row_blocks
+from qkeel.kernels.contract import Refusal, average, encoded, row_blocks
 from qkeel.kernels.native import decode
 from qkeel.spec import AttentionSpec, L2Norm, NoNorm, RMSNorm
 from qkeel.spec.call import AttentionCall
@@ -87,7 +87,7 @@ def encode(spec: AttentionSpec, q: Tensor, rotated: Tensor, at: Tensor, params: 
     before = spec.position.order == "norm_then_rotate"
     if gain is not None and before:
         rotated = rotated * gain
-    q, rotated = _query_alone(spec).encode(q, rotated, at, at, params)
+    q, rotated = encoded(_query_alone(spec), q, rotated, at, at, params)
     return q, rotated if gain is None or before else rotated * gain
 
 
