@@ -61,10 +61,12 @@ inline void capped(float* z, int64_t n, float cap) { // n: whole registers
 // Rows that are asked for before they are read, a few at a time: the processor keeps few requests open.
 struct Ahead {
   const char* row;
-  int64_t step, size, left, at = 0; // bytes; rows
+  int64_t step, size, left, at = 0; // bytes, bytes, rows, bytes
   template <typename T>
   Ahead(const T* rows, int64_t stride, int64_t width, int64_t many)
-      : row(reinterpret_cast<const char*>(rows)), step(stride * sizeof(T)), size(width * sizeof(T)), left(many) {}
+      : row(reinterpret_cast<const char*>(rows)), step(stride * sizeof(T)), size(width * sizeof(T)), left(many) {
+    if (step == size) size *= left, left = left > 0; // one behind the other: as one row
+  }
   void ask(int64_t lines) {
     for (; lines > 0 && left > 0; --left, at = 0, row += step) {
       const int64_t end = std::min(at + 64 * lines, size);

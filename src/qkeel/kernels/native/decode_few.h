@@ -1,6 +1,8 @@
 // Decoding of a few queries per key head: every logit is a dot product along the head.
 #pragma once
 #include <cmath>
+#include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "decode.h"
@@ -11,93 +13,110 @@ namespace qkeel {
 
 constexpr int64_t NUMBERS = 4096; // of keys, or of values, that are worked on at once: half an L1 cache
 
-// The larger of each pair; NaN if one is.
-inline V larger_or_none(V a, V b) { return (a > b) | (a != a) ? a : b; }
-inline float largest(V a) {
-  a = larger_or_none(a, __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3));
-  a = larger_or_none(a, __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5));
-  return larger_or_none(a, __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6))[0];
+// Eight numbers of storage as floats.
+inline V widened(const float* x) { return at8(x); }
+inline V widened(const c10::BFloat16* x) {
+  typedef uint16_t Short __attribute__((vector_size(16), aligned(2), may_alias));
+  typedef uint32_t Long __attribute__((vector_size(32)));
+  return std::bit_cast<V>(__builtin_convertvector(*reinterpret_cast<const Short*>(x), Long) << 16);
+}
+inline V widened(const c10::Half* x) {
+  float to[8];
+  return at8(load(x, to, 8));
 }
 
 // The sums of eight vectors, one beside the other.
 inline V totals(const V* s) {
   auto two = [](V a, V b) {
-    return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
-           __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-  };
-  auto four = [](V a, V b) {
     return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
            __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  };
+  auto four = [](V a, V b) {
+    return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+           __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
   };
   const V a = four(two(s[0], s[1]), two(s[2], s[3])), b = four(two(s[4], s[5]), two(s[6], s[7]));
   return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
          __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-// Logits of one query with n keys; `between` comes after every eight.
-template <typename F> inline void logits(const float* q, Rows keys, int64_t n, int64_t d, float* out, F&& between) {
-  for (int64_t j = 0; j < n; j += 8) {
+// Logits of R queries with n keys, 8 / R keys at a time: sums in eight registers. `between` comes after each.
+template <int64_t R, typename T, typename F>
+inline void logits(const float* q, const T* keys, int64_t stride, int64_t n, int64_t d, float* out, int64_t line, F&& between) {
+  constexpr int64_t K = 8 / R;
+  for (int64_t j = 0; j < n; j += K) {
     V s[8] = {};
-    const float* k[8];
-    for (int64_t c = 0; c < 8; ++c) k[c] = keys.at + std::min(j + c, n - 1) * keys.stride;
+    const T* k[K];
+    for (int64_t c = 0; c < K; ++c) k[c] = keys + std::min(j + c, n - 1) * stride;
     for (int64_t i = 0; i < d; i += 8) {
-      const V x = at8(q + i);
-      for (int64_t c = 0; c < 8; ++c) s[c] += x * at8(k[c] + i);
+      V x[K];
+      for (int64_t c = 0; c < K; ++c) x[c] = widened(k[c] + i);
+      for (int64_t r = 0; r < R; ++r) {
+        const V y = at8(q + r * d + i);
+        for (int64_t c = 0; c < K; ++c) s[r * K + c] += y * x[c];
+      }
     }
-    put8(out + j, totals(s));
+    const V sums = totals(s);
+    for (int64_t r = 0; r < R; ++r) std::memcpy(out + r * line + j, reinterpret_cast<const char*>(&sums) + r * K * 4, K * 4);
     between();
   }
 }
 
-// values += weights · rows of v, N vectors of it at a time in registers.
-template <int64_t N, typename F>
-inline void weigh(float* values, const float* p, Rows v, int64_t n, int64_t at, F&& between) {
-  V sum[N];
-  for (int64_t i = 0; i < N; ++i) sum[i] = at8(values + at + 8 * i);
-  const float* row = v.at + at;
-  for (int64_t j = 0; j < n;) {
-    for (const int64_t end = std::min(j + 8, n); j < end; ++j, row += v.stride)
-      for (int64_t i = 0; i < N; ++i) sum[i] += p[j] * at8(row + 8 * i);
-    between();
-  }
-  for (int64_t i = 0; i < N; ++i) put8(values + at + 8 * i, sum[i]);
-}
-
-// z: n logits, -inf behind them up to a whole register.
-template <typename F> inline void add(State& x, float* z, Rows v, int64_t n, int64_t width, F&& between) {
-  V most = at8(z);
-  for (int64_t j = 8; j < n; j += 8) most = larger_or_none(at8(z + j), most);
-  const float top = largest(most);
-  if (top == NEVER) return;
-  if (!(top <= x.top)) {
-    const float down = x.top == NEVER ? 0.0f : std::exp(x.top - top);
-    x.sum *= down;
-    for (int64_t i = 0; i < width; i += 8) put8(x.values + i, at8(x.values + i) * down);
+// Logits of a query, -inf behind them up to a whole register, become weights under the new largest logit.
+inline void weights(State& x, float* z, int64_t n, int64_t width) {
+  Lanes most = lanes(z);
+  for (int64_t j = LANES; j < n; j += LANES) most = larger(lanes(z + j), most);
+  float top = x.top;
+  for (int64_t i = 0; i < LANES; ++i) top = most[i] > top ? most[i] : top;
+  if (top != x.top) {
+    const float fade = x.top == NEVER ? 1.0f : std::exp(x.top - top); // 1: nothing so far, or no number
+    x.sum *= fade;
+    for (int64_t i = 0; i < width; i += 8) put8(x.values + i, at8(x.values + i) * fade);
     x.top = top;
   }
+  const float from = top == NEVER ? 0.0f : top;
   Lanes sum{};
   for (int64_t j = 0; j < n; j += LANES) {
-    const Lanes p = exponential(lanes(z + j) - x.top);
+    const Lanes p = exponential(lanes(z + j) - from);
     sum += p;
     put(z + j, p);
   }
   for (int64_t i = 0; i < LANES; ++i) x.sum += sum[i];
-  int64_t i = 0;
-  for (; i + 64 <= width; i += 64) weigh<8>(x.values, z, v, n, i, between);
-  for (; i < width; i += 8) weigh<1>(x.values, z, v, n, i, between);
 }
 
-// Rows of storage as rows of float; those that lie one behind the other at once.
-template <typename T> inline Rows dense(const T* from, int64_t stride, int64_t n, int64_t d, float* to) {
-  if (stride == d) return {load(from, to, n * d), d};
-  return load_rows(from, stride, n, d, to, d);
+// values += weights · rows of v for R queries, N vectors of each in registers.
+template <int64_t R, int64_t N, typename T, typename F>
+inline void weigh(State* states, const float* p, int64_t line, const T* v, int64_t stride, int64_t n, int64_t at, F&& between) {
+  V sum[R][N];
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t i = 0; i < N; ++i) sum[r][i] = at8(states[r].values + at + 8 * i);
+  v += at;
+  for (int64_t j = 0; j < n;) {
+    for (const int64_t end = std::min(j + 8, n); j < end; ++j, v += stride) {
+      V x[N];
+      for (int64_t i = 0; i < N; ++i) x[i] = widened(v + 8 * i);
+      for (int64_t r = 0; r < R; ++r)
+        for (int64_t i = 0; i < N; ++i) sum[r][i] += p[r * line + j] * x[i];
+    }
+    between();
+  }
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t i = 0; i < N; ++i) put8(states[r].values + at + 8 * i, sum[r][i]);
+}
+
+// f(r, the number of queries as a type) for queries r, four at once, then two, then one.
+template <typename F> inline void by_fours(int64_t rows, F&& f) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) f(r, std::integral_constant<int64_t, 4>());
+  if (r + 2 <= rows) f(r, std::integral_constant<int64_t, 2>()), r += 2;
+  if (r < rows) f(r, std::integral_constant<int64_t, 1>());
 }
 
 // Keys from .. to for the queries q [rows d] of one key head.
 template <typename T> void few(const Call& c, int64_t n, int64_t g, int64_t from, int64_t to, const float* q, State* states) {
   const Cache<T> cache(c, n, g);
-  const int64_t widest = std::max(c.d, c.width), block = std::max<int64_t>(NUMBERS / widest / 8 * 8, 8), line = round_up(block, 16);
-  std::vector<float> room(block * widest), z(c.rows * line);
+  const int64_t block = std::max<int64_t>(NUMBERS / std::max(c.d, c.width) / 8 * 8, 8), line = round_up(block, 16);
+  std::vector<float> z(c.rows * line);
   // Cache lines to ask for after eight keys of one query: of values once, of keys with each piece of the values.
   auto share = [](int64_t width, int64_t times) { return (width * int64_t(sizeof(T)) / 8 + times - 1) / times; };
   const int64_t pieces = c.width / 64 + c.width % 64 / 8;
@@ -107,10 +126,11 @@ template <typename T> void few(const Call& c, int64_t n, int64_t g, int64_t from
     const T *keys = cache.keys + start * cache.key, *values = cache.values + start * cache.value;
     // While these are worked on, the next are on their way: the values of the block, then the keys of the one after.
     Ahead now(values, cache.value, c.width, many), then(keys + many * cache.key, cache.key, c.d, std::min(block, to - start - many));
-    const Rows k = dense(keys, cache.key, many, c.d, room.data());
+    by_fours(c.rows, [&](int64_t r, auto R) {
+      logits<R()>(q + r * c.d, keys, cache.key, many, c.d, z.data() + r * line, line, [&] { now.ask(values_share); });
+    });
     for (int64_t r = 0; r < c.rows; ++r) {
       float* own = z.data() + r * line;
-      logits(q + r * c.d, k, many, c.d, own, [&] { now.ask(values_share); });
       if (c.factors) {
         const float* factors = c.factors + n * c.f0 + c.head(g, r) * c.f1 + start;
         for (int64_t j = 0; j < many; ++j) own[j] *= factors[j];
@@ -118,9 +138,17 @@ template <typename T> void few(const Call& c, int64_t n, int64_t g, int64_t from
       if (c.cap) capped(own, round_up(many, 16), c.cap);
       std::fill(own + many, own + round_up(many, 16), NEVER);
       c.hide(n, g, r, start, many, own, 1);
+      weights(states[r], own, many, c.width);
     }
-    const Rows v = dense(values, cache.value, many, c.width, room.data());
-    for (int64_t r = 0; r < c.rows; ++r) add(states[r], z.data() + r * line, v, many, c.width, [&] { then.ask(keys_share); });
+    by_fours(c.rows, [&](int64_t r, auto R) {
+      constexpr int64_t N = 8 / R();
+      auto piece = [&]<int64_t M>(int64_t i, std::integral_constant<int64_t, M>) {
+        weigh<R(), M>(states + r, z.data() + r * line, line, values, cache.value, many, i, [&] { then.ask(keys_share); });
+      };
+      int64_t i = 0;
+      for (; i + 8 * N <= c.width; i += 8 * N) piece(i, std::integral_constant<int64_t, N>());
+      for (; i < c.width; i += 8) piece(i, std::integral_constant<int64_t, 1>());
+    });
   }
 }
 

@@ -89,7 +89,7 @@ template <typename T> void many(const Call& c, int64_t n, int64_t g, int64_t fro
     Ahead keys(cache.keys + (start + count) * cache.key, cache.key, c.d, next);
     Ahead values(cache.values + (start + count) * cache.value, cache.value, c.width, one ? 0 : next);
     // Cache lines per strip of work, so that all are asked for by the end of the block.
-    const float work = float(panels.size() * KEYS * (c.d + c.width) / STRIP), lines = KEYS * (keys.size + (one ? 0 : values.size)) / 64.0f;
+    const float work = float(panels.size() * KEYS * (c.d + c.width) / STRIP), lines = KEYS * (c.d + (one ? 0 : c.width)) * sizeof(T) / 64.0f;
     auto ask = [&, rate = lines / work](int64_t work) {
       const int64_t share = int64_t(float(work) * rate) + 1;
       if (keys.left) keys.ask(share);
