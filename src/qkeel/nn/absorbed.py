@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
-from qkeel.kernels.contract import Refusal, average, row_blocks
+from qkeel.kernels.contract import Refusal, average, encoded, row_blocks
+from qkeel.kernels.native import decode
 from qkeel.spec import AttentionSpec, L2Norm, NoNorm, RMSNorm
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.norm import GainNorm
@@ -86,7 +87,7 @@ def encode(spec: AttentionSpec, q: Tensor, rotated: Tensor, at: Tensor, params: 
     before = spec.position.order == "norm_then_rotate"
     if gain is not None and before:
         rotated = rotated * gain
-    q, rotated = _query_alone(spec).encode(q, rotated, at, at, params)
+    q, rotated = encoded(_query_alone(spec), q, rotated, at, at, params)
     return q, rotated if gain is None or before else rotated * gain
 
 
@@ -118,11 +119,14 @@ def attend_latents(call: AttentionCall, inverse: Tensor | None, head_dim: int) -
     """Σ_s p_s c_s [b h t l] for absorbed queries [b h t l+r], cached k [b 1 s l+r] and c, its first l numbers, as v.
 
     In float32 or wider, O(T) memory. `inverse` [b h|1 s] multiplies the logits before mask and cap; `head_dim` is
-    that of the formula, which the scale goes by.
+    that of the formula, which the scale goes by. The compiled kernel takes the calls that it can, without a gradient.
     """
     kind = wide(call.q.dtype)
     with torch.autocast(call.q.device.type, enabled=False):
         scale = call.spec.factor(call.pos_q, head_dim, call.params, kind)
+        fast = decode.latents(call, scale, inverse)
+        if fast is not None:
+            return fast.to(call.q.dtype)
         q, k = call.q.to(kind) * scale, call.k.to(kind)
         parts = [_block(call, q, k, inverse, rows) for rows in row_blocks(call, BLOCK)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).to(call.q.dtype)

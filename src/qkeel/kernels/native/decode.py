@@ -10,10 +10,11 @@ from torch import Tensor
 from qkeel.kernels.contract import Kernel, Refusal, folded
 from qkeel.kernels.native.loader import usable
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.cap import NoCap
+from qkeel.spec.cap import NoCap, Softcap
 from qkeel.spec.normalizer import Softmax
 
-ROWS = 32  # queries per key head: beyond these torch's matrix products win
+ROWS, TOKENS = 128, 32  # queries per key head, and of them of one head: beyond these other kernels win
+LATENT_ROWS = 512  # of heads that share a latent, which the matrix products of our own are for
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 1024  # WIDEST in the source
 
@@ -41,22 +42,54 @@ class Decode(Kernel):
 
     def __call__(self, call: AttentionCall) -> Tensor:
         q, k, v, scale = folded(call)
-        mask, causal, window = call.mask, call.causal, call.window or 0
-        if not call.plain:
-            mask, causal, window = call.visible(slice(0, q.shape[2]), slice(0, k.shape[2])), False, 0
-        return torch.ops.qkeel_native.decode(q, k, v, mask, scale, causal, window)
+        mask, causal, window = _sight(call)
+        return torch.ops.qkeel_native.decode(q, k, v, mask, None, scale, 0.0, causal, window)
+
+
+def latents(call: AttentionCall, scale: float | Tensor, inverse: Tensor | None) -> Tensor | None:
+    """softmax(cap(scale · inverse ∘ q kᵀ)) v in float32, without a gradient; None where torch has to do it.
+
+    Args:
+        call: q [b h t d] encoded already, k [b 1 s d]; v, the first numbers of each key, is read with it.
+        scale: of the logits, [b|1 h|1 t|1 1] or a number. inverse: [b h|1 s], multiplies them before the cap.
+    """
+    q, k, spec = call.q, call.k, call.spec
+    factors = () if inverse is None else (inverse,)
+    fits = q.shape[1] // k.shape[1] * q.shape[2] <= LATENT_ROWS and all(x.dtype == torch.float32 for x in factors)
+    known = type(spec.normalizer) is Softmax and type(spec.cap) in (NoCap, Softcap) and spec.position.folds
+    if not (fits and known) or _of_any(call, *factors) or not ready():
+        return None
+    cap = spec.cap.cap if isinstance(spec.cap, Softcap) else 0.0
+    wide = q.float()
+    if isinstance(scale, Tensor):
+        wide, scale = wide * scale, 1.0
+    mask, causal, window = _sight(call)
+    return torch.ops.qkeel_native.decode(wide, k, call.v, mask, inverse, scale, cap, causal, window)
+
+
+def _sight(call: AttentionCall) -> tuple[Tensor | None, bool, int]:
+    """Mask, causality and window (0: none) of a call; for positions of its own all in the mask."""
+    if call.plain:
+        return call.mask, call.causal, call.window or 0
+    return call.visible(slice(0, call.q.shape[2]), slice(0, call.k.shape[2])), False, 0
 
 
 def _of_tensors(call: AttentionCall) -> str | None:
-    q, k, v = call.q, call.k, call.v
+    q, k = call.q, call.k
     rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    if rows > ROWS or k.shape[2] <= q.shape[2]:
-        return f"decoding is for {ROWS} queries per key head at most and more keys than queries"
+    if rows > ROWS or q.shape[2] > TOKENS or k.shape[2] <= q.shape[2]:
+        most = f"{ROWS} queries per key head at most, {TOKENS} per query head,"
+        return f"decoding is for {most} and more keys than queries"
+    return _of_any(call)
+
+
+def _of_any(call: AttentionCall, *more: Tensor) -> str | None:
+    q, k, v = call.q, call.k, call.v
     if not (_plain(q) and _plain(k) and _plain(v)):
         return "decoding is for float32, bfloat16 and float16 on a CPU, widths that are multiples of 8 up to 1,024"
     if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
         return "decoding drops no weights and takes boolean masks only"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *call.params.values())):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *more, *call.params.values())):
         return "decoding has no derivative"
     return None
 
