@@ -125,10 +125,9 @@ class Journal:
             low = stats.min_logit.isfinite() | (stats.n_pairs == 0)  # not measured
             broken = ~(stats.max_logit.isfinite() & low & stats.entropy.isfinite())
             return np.where(stats.n_queries.numpy() > 0, broken.double().numpy(), np.nan)
-        row, measured = getattr(stats, name).double().numpy(), _measured(name, stats)
-        if not measured.all():
-            row = np.where(measured, row, np.nan)
-        return row if len(row) == len(stats.max_logit) else repeat_groups(row, len(stats.max_logit))
+        row = getattr(stats, name).double().numpy()
+        row = np.where(_measured(name, stats), row, np.nan)
+        return repeat_groups(row, len(stats.max_logit))
 
 
 def _measured(name: str, stats: LogitStats) -> np.ndarray:
