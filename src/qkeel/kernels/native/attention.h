@@ -76,6 +76,4 @@ inline Sizes check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   return n;
 }
 
-inline at::Tensor with_last_dense(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
-
 } // namespace qkeel

@@ -227,8 +227,6 @@ template <typename T> void attend(const Call& c, Tensor& out) {
     }
 }
 
-Tensor with_last_dense(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
-
 Tensor decode(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask, double scale, bool causal,
               int64_t window) {
   TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.size(0) == k.size(0) && k.size(0) == v.size(0) &&

@@ -37,8 +37,6 @@ constexpr int64_t ROWS = 64;  // a block: one head's query rows whose q' is made
 constexpr int64_t DEEPEST = 1024;  // head_dim
 enum Row { TOP, LOW, CAPPED, TOTAL, ABOVE, ENTROPY, FIRST, PRODUCT, ANGLE_TOP, ANGLE, QUERY, N_ROWS };
 
-Tensor with_last_dense(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1 ? x : x.contiguous(); }
-
 // Who sees whom: the keys from low to high, and what the mask says of a pair.
 struct Sight {
   int64_t s;

@@ -107,8 +107,6 @@ void check(const Tensor& x, const Maybe& cos, const Maybe& sin) {
               "expected float cos and sin of shape [1|b 1 1|t half], got ", cos->sizes());
 }
 
-Tensor with_last_dense(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
-
 template <typename T, int64_t D, bool MEAN, bool ONE>
 void forward(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
   const T* in = x.const_data_ptr<T>();

@@ -10,6 +10,11 @@
 
 namespace qkeel {
 
+// x, or a copy whose last dimension has its numbers beside each other.
+inline at::Tensor with_last_dense(const at::Tensor& x) {
+  return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous();
+}
+
 // Rows of storage as rows of float. For float itself nothing is copied.
 inline const float* load(const float* x, float*, int64_t) { return x; }
 inline const float* load(const c10::BFloat16* x, float* to, int64_t d) {
