@@ -75,8 +75,7 @@ def encoded(
     They are for a norm over heads without bias, before RoPE with half pairs or none, or after it where norm and
     rotation commute; float32, bfloat16 and float16 on a CPU or a CUDA device; head_dim a multiple of 8.
 
-    in_place: q and k may be overwritten, for nobody else reads them. They are where that is of use and the way back does
-    not need them.
+    in_place: q and k may be overwritten, for nobody else reads them. They are unless the way back needs them.
     """
     plan = _planned(spec.norm, spec.position)
     if plan is None:
@@ -142,9 +141,7 @@ def operator_for(device: torch.device) -> Operator | None:
     return triton_norm_rope.norm_rope
 
 
-def _tables(
-    plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor
-) -> tuple[Table | None, Table | None]:
+def _tables(plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Table | None, Table | None]:
     """cos and sin that turn q and those that turn k, one object where they are the same."""
     position = plan.position
     if position is None:

@@ -25,7 +25,7 @@ ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def functions() -> ModuleType | None:
     """Two functions that cost less than an operator, for one token; None where there are none.
 
-    encode(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps, in_place) gives q and k as `norm_rope_two` does, and None
+    encode(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps, in_place) gives q and k as `norm_rope_two` does; None
     for tensors other than plain ones of a CPU, under transforms and modes, and where a gradient is wanted out of place.
     in_place: write to q and k where they are all of their memory. Nobody may read them afterwards; the gradient passes.
     place(pos) is the number that is all `pos` holds, or None.
