@@ -112,6 +112,7 @@ def test_where_the_way_back_needs_x_it_stays() -> None:
     stays(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), params)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, of make_dual
 def test_under_modes_transforms_and_tangents_x_stays_and_the_operators_answer() -> None:
     x, y = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
     native_functions = functions()

@@ -48,13 +48,11 @@ def direct(name: str, register: Callable[[], None]) -> ModuleType | None:
     if os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux":
         return None
     with _LOADING:
-        return _direct(name, register)
+        return _functions(name) if _loaded(name, register) else None
 
 
 @functools.cache
-def _direct(name: str, register: Callable[[], None]) -> ModuleType | None:
-    if not _loaded(name, register):
-        return None
+def _functions(name: str) -> ModuleType | None:
     found = importlib.machinery.ExtensionFileLoader(name, str(compiled(name)))
     try:
         return importlib.util.module_from_spec(importlib.util.spec_from_loader(name, found))  # type: ignore[arg-type]
