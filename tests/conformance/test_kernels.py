@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from qkeel import reference
 from qkeel.errors import RefusedError
 from qkeel.kernels import chunked, sdpa
 from qkeel.kernels.contract import Kernel
-from qkeel.ops import KERNELS, run
-from qkeel.spec import AttentionCall
+from qkeel.ops import KERNELS, attention, run
+from qkeel.spec import AttentionCall, preset
 from qkeel.spec.call import make_call
 
 from .cases import GEOMETRIES, MASKS, SPECS, Geometry, allowed_error, calls, pairs, truth_of, widened
@@ -190,6 +191,32 @@ def test_values_may_be_of_another_size_than_keys(kernel: str) -> None:
             continue
         out = KERNELS[kernel](wider)
         assert (out - reference.attend_call(wider).out).abs().max() <= 1e-12, case
+
+
+def turned(x: Tensor) -> Tensor:
+    """The same numbers, those of a row far apart."""
+    return x.mT.contiguous().mT
+
+
+@every_spec
+def test_rows_that_are_not_dense_give_the_same_output_and_gradients(name: str) -> None:
+    for case, call in calls(SPECS[name], torch.float32, [(GEOMETRIES[0], "causal"), (GEOMETRIES[0], "full")], seed=5):
+        other = dataclasses.replace(call, q=turned(call.q), k=turned(call.k), v=turned(call.v))
+        for kernel in differentiating(call):
+            close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5, msg=f"{kernel}, {case}")
+            close(KERNELS[kernel](other), KERNELS[kernel](call))
+            for theirs, ours in zip(*(gradients(x, KERNELS[kernel]).values() for x in (call, other)), strict=True):
+                close(ours, theirs)
+
+
+@pytest.mark.parametrize("stats", ["bracket", "max", "entropy", True])
+def test_statistics_leave_the_output_of_rows_that_are_not_dense_as_it_is(stats: Any) -> None:
+    q, k, v = (torch.randn(2, heads, 17, 16) for heads in (4, 2, 2))
+    out, seen = attention(turned(q), turned(k), turned(v), spec=preset("baseline"), stats=stats)
+    torch.testing.assert_close(out, attention(q, k, v, spec=preset("baseline"), impl="chunked"), rtol=1e-4, atol=1e-5)
+    top = seen.max_logit if stats is True else seen.upper
+    plain = attention(q, k, v, spec=preset("baseline"), stats=stats)[1]
+    torch.testing.assert_close(top, plain.max_logit if stats is True else plain.upper, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", ["auto", *KERNELS])

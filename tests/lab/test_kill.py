@@ -41,7 +41,7 @@ def files(out: Path) -> dict[str, bytes]:
 def test_a_study_killed_at_random_instants_ends_with_the_bit_identical_table(
     tiny: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    config = tiny(steps=40, checkpoint_every=3, log_every=2)
+    config = tiny(steps=24, checkpoint_every=3, log_every=2)
     study(config, str(tmp_path / "whole"))
     kill_until_done(study, (config, str(tmp_path / "cut")), longest=0.4, seed=7)
     assert table(tmp_path / "cut") == table(tmp_path / "whole")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.quick import quick
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -102,8 +103,17 @@ def test_twice_is_refused_and_named(name: str) -> None:
     apply(name, model, optimizer).remove()
 
 
-@pytest.mark.parametrize("pair", list(itertools.permutations(REMEDIES, 2)), ids="+".join)
-def test_conflicts_are_refused_in_both_orders_and_the_rest_composes(pair: tuple[str, str]) -> None:
+PAIRS = list(itertools.permutations(REMEDIES, 2))
+
+
+def one_order_or_refused(pair: tuple[str, str]) -> bool:
+    """Of two that go together one order, now the alphabetical one, now the other."""
+    return frozenset(pair) in CONFLICTS or (pair[0] < pair[1]) == (len(pair[0] + pair[1]) % 2 == 0)
+
+
+@pytest.mark.parametrize(("one", "other"), quick(PAIRS, one_order_or_refused))
+def test_conflicts_are_refused_in_both_orders_and_the_rest_composes(one: str, other: str) -> None:
+    pair = one, other
     model = decoder()
     optimizer = adamw(model)
     before, out = snapshot(model, optimizer), model(tokens())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.quick import quick
 from torch import Tensor, nn
 
 import qkeel
@@ -122,7 +123,9 @@ def per_head(model: Attention | MLA, make: Make, lr: float, **options: Any) -> P
     return PerHead(model, make, lr, {"q_proj.weight": 4, "k_proj.weight": model.n_kv_heads}, gqa_rates, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", quick([torch.float64, torch.float32], lambda dtype: dtype is torch.float64), ids=["fp64", "fp32"]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_equals_one_parameter_per_head(name: str, dtype: torch.dtype, kv_heads: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.quick import quick
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -87,7 +88,7 @@ def train(build: Callable[[], nn.Module], steps: int, *, watched: bool) -> tuple
     return losses, model, names
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, {"llama", "gpt2"}.__contains__))
 def test_twenty_watched_steps_are_bit_for_bit_the_unwatched_ones(name: str) -> None:
     build, sites = MODELS[name]
     plain, bare, _ = train(build, 20, watched=False)

@@ -76,7 +76,7 @@ def whole_and_plain(call: AttentionCall) -> bool:
 
 
 def folded(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, float]:
-    """q, k, v as a plain softmax kernel takes them, in the caller's dtype, and the scale left to it."""
+    """q, k, v as a plain softmax kernel takes them, dense, in the caller's dtype, and the scale left to it."""
     dtype = call.q.dtype
     scale = call.spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(dtype))
     whole = isinstance(scale, Tensor) and dtype != wide(dtype)  # q times scale is rounded once, not twice
@@ -84,7 +84,16 @@ def folded(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, float]:
     q, k = call.encoded() if whole else encoded(call.spec, call.q, call.k, *where, call.params, in_place=call.owned)
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
-    return q.to(dtype), k.to(dtype), call.spec.values(call.v, call.params), scale
+    v = call.spec.values(call.v, call.params)
+    return dense(q.to(dtype)), dense(k.to(dtype)), dense(v), scale
+
+
+def dense(x: Tensor) -> Tensor:
+    """x with its numbers of one row side by side, as torch's fused operators take for granted.
+
+    Of other tensors they give wrong results, and SDPA, which looks, makes the whole matrix instead.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def encoded(

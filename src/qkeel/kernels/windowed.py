@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from qkeel.kernels.contract import Kernel, Refusal, whole_and_plain
+from qkeel.kernels.contract import Kernel, Refusal, dense, whole_and_plain
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.cap import NoCap
 from qkeel.spec.normalizer import Softmax
@@ -46,14 +46,14 @@ class Windowed(Kernel):
         position = call.spec.position
         assert isinstance(position, ReRope)
         q, k = call.encoded()
-        v, dtype = call.spec.values(call.v, call.params), call.q.dtype
+        v, dtype = dense(call.spec.values(call.v, call.params)), call.q.dtype
         q = q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
         pos, w, t = call.pos_q, position.window, q.shape[2]
-        near = [x.to(dtype) for x in (position.near(q, pos), position.near(k, pos))]
+        near = [dense(x.to(dtype)) for x in (position.near(q, pos), position.near(k, pos))]
         if t <= w:
             return _ATTEND(*near, v, 0.0, True, scale=1.0)[0]
         far = [position.far_query(q[:, :, w:], pos[:, w:]), position.far_key(k[:, :, :-w], pos[:, :-w])]
-        return _Merged.apply(w, *near, *(x.to(dtype) for x in far), v)[0]
+        return _Merged.apply(w, *near, *(dense(x.to(dtype)) for x in far), v)[0]
 
 
 class _Merged(torch.autograd.Function):
