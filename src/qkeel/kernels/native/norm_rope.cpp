@@ -26,9 +26,9 @@ using at::Tensor;
 
 constexpr int64_t CHUNKS = 64;     // partial sums of the gain's gradient: fixed, so threads change no bit
 constexpr int64_t GRAIN = 1 << 15; // numbers a thread takes at least
-// Bytes of x up to which the way back takes as many rows at once as it can; of more it waits for memory, and writes to
-// many rows at once make it wait longer: there, so many numbers.
-constexpr int64_t CACHED = 4 << 20, FAR = 256;
+// Bytes of x up to which the way back takes several rows at once; of more it waits for memory, and writes to many rows
+// make it wait longer.
+constexpr int64_t CACHED = 4 << 20;
 
 template <typename T, int64_t D, bool MEAN, bool SHARED>
 void forward(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
@@ -112,7 +112,8 @@ struct Options {
   bool kept_x;
 };
 
-template <typename T, int64_t D, bool SHARED>
+// Several rows of whole heads at once (MANY), or row by row.
+template <typename T, int64_t D, bool MANY, bool SHARED>
 void backward(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx, float* dgain, const Walk& w,
               const Options& opt) {
   const T *up = dy.const_data_ptr<T>(), *was = kept.const_data_ptr<T>();
@@ -122,10 +123,10 @@ void backward(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx,
   for (size_t i = 0; i < over.size(); ++i) over[i] = 1.0f / w.gain[i];
   const int64_t u0 = dy.stride(0), u1 = dy.stride(1), u2 = dy.stride(2), k0 = kept.stride(0), k1 = kept.stride(1),
                 k2 = kept.stride(2), x0 = dx.stride(0), x1 = dx.stride(1), x2 = dx.stride(2);
-  const bool cached = dy.numel() * int64_t(sizeof(T)) <= CACHED;
-  const int64_t d = D ? D : w.d, outer = w.outer(), chunks = std::min(CHUNKS, outer), up_step = w.apart(dy);
+  const int64_t d = D ? D : w.d, half = D ? D / 2 : w.half;
+  const int64_t outer = w.outer(), chunks = std::min(CHUNKS, outer), up_step = w.apart(dy);
   const int64_t was_step = w.apart(kept), out_step = w.apart(dx), inv_step = w.apart(r);
-  const int64_t r0 = r.stride(0), r1 = r.stride(1), r2 = r.stride(2), kind = opt.kind, numbers = w.gains * d, most = D ? (cached ? w.at_once() : FAR / d) : 1;
+  const int64_t r0 = r.stride(0), r1 = r.stride(1), r2 = r.stride(2), kind = opt.kind, numbers = w.gains * d, most = MANY ? w.at_once() : 1;
   const float clamped = 1.0f / opt.eps;
   std::vector<float> parts(chunks * numbers);
   const bool kept_x = opt.kept_x;
@@ -140,12 +141,12 @@ void backward(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx,
         const int64_t g = b.gain - w.gain;
         float* sums = parts.data() + chunk * numbers + g;
         for (int64_t i = 0; i < b.rows; ++i) inverse[i] = inv[b.n * r0 + b.h * r1 + b.t * r2 + i * inv_step];
-        if constexpr (D) {
+        if constexpr (MANY) {
           back_whole<D, SHARED>(Back{v, u, to, over.data() + g, inverse, sums}, w.with(b), kind, clamped);
         } else {
           Row row{v.at, u.at, b.gain, over.data() + g, b.cos, b.sin, 0.0f, inverse[0], hat, dn, sums, 0.0f, 0.0f};
-          if (kept_x) row.mean = mean_of(v.at, d, kind), restore<true>(row, d, w.half);
-          else restore<false>(row, d, w.half);
+          if (kept_x) row.mean = mean_of(v.at, d, kind), restore<true>(row, d, half);
+          else restore<false>(row, d, half);
           const float along = kind == L2 ? (row.inverse < clamped ? row.dot : 0.0f) : row.dot / float(d);
           const float mean = kind == LAYER ? row.sum / float(d) : 0.0f;
           float* o = const_cast<float*>(to.at);
@@ -159,24 +160,25 @@ void backward(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx,
   for (int64_t i = 0; i < numbers; ++i) {
     float sum = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += parts[chunk * numbers + i];
-    dgain[i] = D ? sum * over[i] : sum; // that of rows that rotate whole has the gain in it
+    dgain[i] = MANY ? sum * over[i] : sum; // that of many rows has the gain in it
   }
 }
 
 template <typename T, int64_t D>
-void backward_shared(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx, float* dgain, const Walk& w,
-                     const Options& o) {
-  if (w.alike()) return backward<T, D, true>(dy, kept, r, dx, dgain, w, o);
-  backward<T, D, false>(dy, kept, r, dx, dgain, w, o);
+void backward_sized(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx, float* dgain, const Walk& w,
+                    const Options& o) {
+  const bool many = dy.numel() * int64_t(sizeof(T)) <= CACHED && o.kind != LAYER && !o.kept_x;
+  if (!many) return backward<T, D, false, false>(dy, kept, r, dx, dgain, w, o);
+  if (w.alike()) return backward<T, D, true, true>(dy, kept, r, dx, dgain, w, o);
+  backward<T, D, true, false>(dy, kept, r, dx, dgain, w, o);
 }
 
 template <typename T>
 void backward_any(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx, float* dgain, const Walk& w,
                   const Options& o) {
-  const bool whole = 2 * w.half == w.d && o.kind != LAYER && !o.kept_x;
-  if (whole && w.d == 64) return backward_shared<T, 64>(dy, kept, r, dx, dgain, w, o);
-  if (whole && w.d == 128) return backward_shared<T, 128>(dy, kept, r, dx, dgain, w, o);
-  backward<T, 0, false>(dy, kept, r, dx, dgain, w, o);
+  if (w.d == 64 && w.half == 32) return backward_sized<T, 64>(dy, kept, r, dx, dgain, w, o);
+  if (w.d == 128 && w.half == 64) return backward_sized<T, 128>(dy, kept, r, dx, dgain, w, o);
+  backward<T, 0, false, false>(dy, kept, r, dx, dgain, w, o);
 }
 
 std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const Maybe& gain, const Maybe& cos, const Maybe& sin,
