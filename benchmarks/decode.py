@@ -24,6 +24,7 @@ import qkeel
 from benchmarks.measure import Row, interleave, show
 from qkeel.kernels import native
 from qkeel.kernels.native import decode
+from qkeel.kernels.native.norm_rope import functions
 from qkeel.nn import MLA, LatentSizes
 from qkeel.nn.absorbed import attend_latents
 from qkeel.spec import AttentionSpec, NoNorm, RMSNorm
@@ -55,10 +56,16 @@ def bench_token(rounds: int) -> list[Row]:
     spec = qkeel.preset("qwen3")
     q, k, params = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64), spec.init_params(8, 2, 64)
     gain, cos, sin = torch.ones(64), torch.rand(1, 1, 1, 32), torch.rand(1, 1, 1, 32)
-    op = torch.ops.qkeel_native.norm_rope_two
-    cases: dict[str, Case] = {
-        EMPTY: lambda: torch.neg(number),
-        "one operator for q and k": lambda: op(q, k, gain, gain, cos, sin, 1, 1, 1e-6),
+    op, found = torch.ops.qkeel_native.norm_rope_two, functions()
+    cases: dict[str, Case] = {EMPTY: lambda: torch.neg(number)}
+    if found is not None:
+        encode = found.encode
+        cases |= {
+            "q and k, no dispatcher": lambda: encode(q, k, gain, gain, cos, sin, 1, 1, 1e-6, False),
+            "q and k, no dispatcher, in place": lambda: encode(q, k, gain, gain, cos, sin, 1, 1, 1e-6, True),
+        }
+    cases |= {
+        "q and k, one operator": lambda: op(q, k, gain, gain, cos, sin, 1, 1, 1e-6),
         "spec to q and k, compiled C++": by("1", lambda: native.encoded(spec, q, k, pos, pos, params)),
         "spec to q and k, torch": by("0", lambda: spec.encode(q, k, pos, pos, params)),
     }

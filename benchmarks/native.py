@@ -1,8 +1,9 @@
 """The compiled norm and rotation of q and k: ratios to the traffic it cannot do without, to eager and to inductor.
 
 `python -m benchmarks.native` prints, for each shape, forward against a copy of q and k; forward and backward against
-that copy and a pass that reads two tensors and writes one; one token against an empty operator; and attention modules
-with the compiled pass on and off. --no-compile leaves inductor out, --toy only shows that it runs.
+that copy and a pass that reads two tensors and writes one; one token against an empty operator; attention modules
+with the compiled pass on and off; and modules that overwrite the projections of q and k, in time and memory.
+--no-compile leaves inductor out, --toy only shows that it runs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.measure import Row, interleave, show, wanted
 from benchmarks.modules import BASE, Bare, ours
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels.native import norm_rope
+from qkeel.nn import Attention
 
 # batch, tokens, query heads, key heads, head_dim
 SHAPES = [(4, 256, 8, 8, 64), (4, 1024, 8, 8, 64), (4, 2048, 8, 8, 64), (4, 1024, 16, 4, 128)]
@@ -132,6 +134,42 @@ def bench_modules(dim: int, heads: int, batch: int, length: int, rounds: int) ->
     return found
 
 
+def peak(call: Callable[[], object]) -> int:
+    """The most bytes of tensors alive at once that a call made."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    result = seen.profiler.kineto_results  # type: ignore[union-attr]
+    live = most = 0
+    for event in sorted((e for e in result.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+def bench_in_place(dim: int, heads: int, batch: int, length: int, rounds: int) -> list[Row]:
+    """A module with norm and RoPE that overwrites its projections, and one whose projections a hook holds."""
+    x, above = torch.randn(batch, length, dim), torch.randn(batch, length, dim)
+    leaf = x.clone().requires_grad_()
+    inside, beside = ours(dim, heads, True), ours(dim, heads, True)
+    assert isinstance(beside, Attention)
+    for projection in (beside.q_proj, beside.k_proj):
+        projection.register_forward_hook(lambda *_: None)
+    rows = []
+    for kind, track, backward in (("forward", False, False), ("forward", True, False), ("both", True, True)):
+
+        def call(module: nn.Module, track: bool = track, backward: bool = backward) -> object:
+            with torch.set_grad_enabled(track):
+                out = module(leaf if track else x)
+            return torch.autograd.grad(out, [leaf, *module.parameters()], above) if backward else out
+
+        told = f"{kind}, {'gradient' if track else 'no gradient'}"
+        cases = {f"{told}, beside": lambda c=call: c(beside), f"{told}, in place": lambda c=call: c(inside)}
+        units = [peak(case) / (4 * batch * length * dim) for case in cases.values()]
+        print(f"  {told}: at most {units[1]:.2f} units of batch·tokens·width in place, {units[0]:.2f} beside")
+        rows += interleave(cases, f"{told}, beside", rounds)
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, print."""
     run = wanted("native", __doc__, arguments, rounds=25, ready=norm_rope.ready, peer="inductor")
@@ -145,6 +183,8 @@ def main(arguments: list[str] | None = None) -> None:
         warnings.simplefilter("ignore")
         for kind, rows in bench_modules(**sizes, rounds=run.rounds).items():
             show(f"attention modules, {kind}, {sizes}", rows, BASE)
+        print("\nmemory of a module's call")
+        show("in place and beside, each pair by itself", bench_in_place(**sizes, rounds=rounds), "its pair beside")
 
 
 if __name__ == "__main__":

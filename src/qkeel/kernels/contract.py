@@ -80,7 +80,8 @@ def folded(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, float]:
     dtype = call.q.dtype
     scale = call.spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(dtype))
     whole = isinstance(scale, Tensor) and dtype != wide(dtype)  # q times scale is rounded once, not twice
-    q, k = call.encoded() if whole else encoded(call.spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
+    where = call.pos_q, call.pos_k
+    q, k = call.encoded() if whole else encoded(call.spec, call.q, call.k, *where, call.params, in_place=call.owned)
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
     v = call.spec.values(call.v, call.params)
@@ -96,12 +97,21 @@ def dense(x: Tensor) -> Tensor:
 
 
 def encoded(
-    spec: AttentionSpec, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    pos_q: Tensor,
+    pos_k: Tensor,
+    params: Params,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`spec.encode`, in the caller's dtype: by the compiled operators where they do it, else by torch."""
+    """`spec.encode`, in the caller's dtype: by the compiled operators where they do it, else by torch.
+
+    in_place: nobody else reads q and k, so they may be overwritten.
+    """
     if type(spec.norm) is NoNorm and type(spec.position) is NoPosition:  # a cache holds them encoded: not a copy more
         return q, k
-    fast = native.encoded(spec, q, k, pos_q, pos_k, params)
+    fast = native.encoded(spec, q, k, pos_q, pos_k, params, in_place)
     if fast is not None:
         return fast
     ours, theirs = spec.encode(q, k, pos_q, pos_k, params)

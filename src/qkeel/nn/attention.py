@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.nn.cache import KVCache
-from qkeel.nn.core import SpecModule, check_input
+from qkeel.nn.core import SpecModule, check_input, is_fresh
 from qkeel.spec import AttentionSpec, preset
 
 
@@ -75,8 +75,9 @@ class Attention(SpecModule):
         k = self._heads(self.k_proj(source), self.n_kv_heads)
         v = self._heads(self.v_proj(source), self.n_kv_heads)
         seen = context is None if causal is None else causal
+        owned = is_fresh(self.q_proj) and is_fresh(self.k_proj)
         if cache is not None:
-            return self.o_proj(self.attend_cached(cache, q, k, v, causal=seen, mask=mask, pos=pos))
+            return self.o_proj(self.attend_cached(cache, q, k, v, causal=seen, mask=mask, pos=pos, owned=owned))
         out = self.attend(
             q,
             k,
@@ -87,6 +88,7 @@ class Attention(SpecModule):
             mask=mask,
             pos_q=pos,
             pos_k=pos if context is None else pos_context,
+            owned=owned,
         )
         return self.o_proj(out)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, caution
 from qkeel.functional.rows import KernelRows
@@ -89,11 +90,25 @@ class SpecModule(nn.Module):
         mask: Tensor | None,
         pos_q: Tensor | None,
         pos_k: Tensor | None,
+        owned: bool = False,
     ) -> Tensor:
-        """Make the call, show it to the observers, run it: [b h t d] -> [b t h·d']."""
+        """Make the call, show it to the observers, run it: [b h t d] -> [b t h·d'].
+
+        owned: nobody else reads q and k, so they may be overwritten; observers read them, and then they are not.
+        """
         dropout = self.dropout if self.training else 0.0
         call = make_call(
-            spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout
+            spec,
+            q,
+            k,
+            v,
+            params=params,
+            causal=causal,
+            mask=mask,
+            pos_q=pos_q,
+            pos_k=pos_k,
+            dropout=dropout,
+            owned=owned and not self.observers,
         )
         reading = any(isinstance(observer, Reader) for observer in self.observers)
         read = run_with_rows(call, self.impl) if reading else None
@@ -106,7 +121,16 @@ class SpecModule(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     def attend_cached(
-        self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, pos: Tensor | None
+        self,
+        cache: KVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        mask: Tensor | None,
+        pos: Tensor | None,
+        owned: bool = False,
     ) -> Tensor:
         """Add new keys and values [b g t d] to the cache and attend to all of them: [b h t d] -> [b t h·d']."""
         if not isinstance(cache, KVCache):
@@ -115,7 +139,7 @@ class SpecModule(nn.Module):
         at = cache.next_positions(k, pos)
         spec, params = self.spec, self.spec_params()
         if spec.position.keeps:  # encode each token once; else the whole spec runs on raw keys every time
-            q, k = encoded(spec, q, k, at, at, params)
+            q, k = encoded(spec, q, k, at, at, params, in_place=owned)
             v = spec.values(v, params)
             spec, params = spec.core(params)
         k, v = cache.append(k, v, pos=None if pos is None else at)
@@ -126,6 +150,17 @@ class SpecModule(nn.Module):
         """Heads and the formula's norm, in print(model)."""
         heads = f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}"
         return f"{heads}, {self.spec.norm.formula()}; {self.spec.position.formula()}"
+
+
+def is_fresh(projection: nn.Module) -> bool:
+    """Whether what a module returns is new memory that nobody but its caller holds: a plain Linear, without hooks.
+
+    Backward of a Linear reads its input and its weight, not its output, so that may be overwritten.
+    """
+    if torch.compiler.is_compiling() or type(projection) is not nn.Linear or "forward" in projection.__dict__:
+        return False
+    hooked = projection._forward_hooks or projection._backward_hooks or projection._backward_pre_hooks
+    return not (hooked or _has_any_global_hook())
 
 
 def check_input(x: Tensor, d_model: int, layer: nn.Module | None = None, name: str = "x") -> None:

@@ -24,6 +24,7 @@ class AttentionCall:
     `plain` says that positions are the default ones (0 .. s-1, queries aligned to the end of the keys), so a
     kernel may use a causal flag instead of comparing positions. `query_mask` [b t] is read by statistics only:
     False leaves a query row, a padded one say, out of them; attention computes it all the same. `classes` splits them.
+    `owned` says that nobody else reads q and k, so a kernel may overwrite them.
     """
 
     spec: AttentionSpec
@@ -39,6 +40,7 @@ class AttentionCall:
     dropout: float = 0.0
     query_mask: Tensor | None = None
     classes: TokenClasses | None = None
+    owned: bool = False
 
     @property
     def query_shape(self) -> tuple[int, int]:
@@ -164,6 +166,7 @@ def make_call(
     pos_q: Tensor | None = None,
     pos_k: Tensor | None = None,
     dropout: float = 0.0,
+    owned: bool = False,
 ) -> AttentionCall:
     """Check everything once, at the border, and resolve positions and parameters."""
     if not isinstance(spec, AttentionSpec):
@@ -188,6 +191,7 @@ def make_call(
         pos_k=keys,
         plain=plain,
         dropout=dropout,
+        owned=owned,
     )
 
 

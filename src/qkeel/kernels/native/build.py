@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -70,9 +71,10 @@ def cache_folder() -> Path:
 
 
 def key(name: str) -> str:
-    """One per source, headers, flags, torch and processor: a cache on a shared disk serves several machines."""
+    """One per source, headers, flags, torch, Python and processor: a cache on a shared disk serves several machines."""
     texts = [(FOLDER / f"{name}.cpp").read_bytes(), *(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))]
-    parts = (*texts, repr(FLAGS).encode(), torch.__version__.encode(), _processor().encode())
+    built_for = f"{torch.__version__} {sys.implementation.cache_tag} {_processor()}"
+    parts = (*texts, repr(FLAGS).encode(), built_for.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -91,7 +93,8 @@ def _compile(compiler: str, name: str, path: Path) -> None:
     print(f"qkeel: compiling {where} (QKEEL_NATIVE=0: do without)", file=sys.stderr)
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    include.append(f"-I{sysconfig.get_path('include')}")  # where its headers are missing, a source does without
+    libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [compiler, *FLAGS, *include, str(FOLDER / f"{name}.cpp"), "-o", str(made), *libraries]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.kernels.native import gpu
-from qkeel.kernels.native.norm_rope import NONE, gain_spread, norm_rope, norm_rope_two, ready
+from qkeel.kernels.native.norm_rope import NONE, functions, gain_spread, norm_rope, norm_rope_two, ready
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.norm import GainNorm, L2Norm, LayerNorm, NoNorm, Norm, Part, RMSNorm
 from qkeel.spec.position import NoPosition, Position, Rope
@@ -24,15 +25,66 @@ Table = tuple[Tensor, Tensor]
 Operator = Callable[[Tensor, Tensor | None, Table | None, int, float, bool], Tensor]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """What a norm and a position ask of the operators, resolved once. By identity: one for equal specs."""
+
+    norm: GainNorm | None
+    position: Rope | None
+    kind_q: int
+    kind_k: int
+    eps: float
+
+
+def _planned(norm: Norm, position: Position) -> _Plan | None:
+    """None where the operators do not do it."""
+    # Exact types: what a subclass changes is not known here.
+    if type(norm) not in KINDS or type(position) not in (Rope, NoPosition):
+        return None
+    return _plan(norm, position) if torch.compiler.is_compiling() else _plan_once(norm, position)
+
+
+def _plan(norm: Norm, position: Position) -> _Plan | None:
+    if not _takes(norm, position):
+        return None
+    rope, normed = position if isinstance(position, Rope) else None, norm if isinstance(norm, GainNorm) else None
+    on, kind = "" if normed is None else normed.on, KINDS[type(norm)]
+    return _Plan(
+        norm=normed,
+        position=rope,
+        kind_q=kind if "q" in on else NONE,
+        kind_k=kind if "k" in on else NONE,
+        eps=0.0 if normed is None else normed.eps,
+    )
+
+
+_plan_once = functools.lru_cache(maxsize=256)(_plan)
+
+
 def encoded(
-    spec: AttentionSpec, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    pos_q: Tensor,
+    pos_k: Tensor,
+    params: Params,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
     """q and k as `spec.encode` gives them, rounded to their own dtype; None where this is not for the operators.
 
     They are for a norm over heads without bias, before RoPE with half pairs or none, or after it where norm and
     rotation commute; float32, bfloat16 and float16 on a CPU or a CUDA device; head_dim a multiple of 8.
+
+    in_place: q and k may be overwritten, for nobody else reads them. They are unless the way back needs them.
     """
-    if not (_takes(spec.norm, spec.position) and _holds(q) and _holds(k)):
+    plan = _planned(spec.norm, spec.position)
+    if plan is None:
+        return None
+    if not torch.compiler.is_compiling():
+        found = _directly(plan, q, k, pos_q, pos_k, params, in_place)
+        if found is not None:
+            return found
+    if not (_holds(q) and _holds(k)):
         return None
     device = q.device
     for x in (k, *params.values()):
@@ -41,18 +93,41 @@ def encoded(
     operator = operator_for(device)
     if operator is None:
         return None
-    tables = _tables(spec.position, q, k, pos_q, pos_k)
-    if operator is norm_rope and tables[0] is tables[1] and not torch.is_grad_enabled():
-        norm = spec.norm
-        if not isinstance(norm, GainNorm):
-            return norm_rope_two((q, None, NONE), (k, None, NONE), tables[0], 0.0)
-        if tables[0] is not None or norm.on.startswith("qk"):
-            kind = KINDS[type(norm)]
-            one = q, _gain(norm, "q", params), kind if "q" in norm.on else NONE
-            two = k, _gain(norm, "k", params), kind if "k" in norm.on else NONE
-            return norm_rope_two(one, two, tables[0], norm.eps)
-    ours = _one("q", q, tables[0], spec, params, operator)
-    return ours, _one("k", k, tables[1], spec, params, operator)
+    gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
+    table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
+    if operator is norm_rope and table_q is table_k and not torch.is_grad_enabled():
+        one, two = (q, gain_q, plan.kind_q), (k, gain_k, plan.kind_k)
+        if table_q is not None or (plan.kind_q and plan.kind_k):
+            return norm_rope_two(one, two, table_q, plan.eps)
+    return (
+        _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
+        _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),
+    )
+
+
+def _directly(
+    plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params, in_place: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Without torch's dispatcher, which is most of the price of a token."""
+    if pos_q is not pos_k and plan.position is not None:
+        return None
+    if not (q.is_cpu and (plan.position is not None or (plan.kind_q and plan.kind_k))):
+        return None
+    native = functions()
+    if native is None:
+        return None
+    gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
+    in_place = in_place and not (_keeps(q, gain_q) or _keeps(k, gain_k))
+    cos = sin = None
+    if plan.position is not None:
+        place = native.place(pos_q)
+        if place is not None:
+            cos, sin = _of_place(plan, q.shape[-1], q.dtype, place)
+        elif in_place or not torch.is_grad_enabled():
+            cos, sin = _turned(plan.position, plan.position.tables(q, k, pos_q, pos_k)[1])
+        else:
+            return None  # most likely a gradient is wanted
+    return native.encode(q, k, gain_q, gain_k, cos, sin, plan.kind_q, plan.kind_k, plan.eps, in_place)
 
 
 def operator_for(device: torch.device) -> Operator | None:
@@ -66,24 +141,24 @@ def operator_for(device: torch.device) -> Operator | None:
     return triton_norm_rope.norm_rope
 
 
-def _tables(
-    position: Position, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor
-) -> tuple[Table | None, Table | None]:
+def _tables(plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Table | None, Table | None]:
     """cos and sin that turn q and those that turn k, one object where they are the same."""
-    if not isinstance(position, Rope):
+    position = plan.position
+    if position is None:
         return None, None
     whole = pos_q.numel() == 1 and not pos_q.is_floating_point() and pos_q.device.type == "cpu"
     if whole and pos_q is pos_k and not torch.compiler.is_compiling():
-        found = _of_place(position, q.shape[-1], q.dtype, int(pos_q))
+        found = _of_place(plan, q.shape[-1], q.dtype, int(pos_q))
         return found, found
     return tuple(_turned(position, table) for table in position.tables(q, k, pos_q, pos_k))  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=16)  # the layers of a model ask for the same one, one after the other
-def _of_place(position: Rope, size: int, dtype: torch.dtype, place: int) -> Table:
+def _of_place(plan: _Plan, size: int, dtype: torch.dtype, place: int) -> Table:
+    assert plan.position is not None
     like, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[place]], device="cpu")
     with torch.inference_mode(False):
-        return _turned(position, position.tables(like, like, pos, pos)[1])
+        return _turned(plan.position, plan.position.tables(like, like, pos, pos)[1])
 
 
 def _turned(position: Rope, table: Table) -> Table:
@@ -91,9 +166,6 @@ def _turned(position: Rope, table: Table) -> Table:
 
 
 def _takes(norm: Norm, position: Position) -> bool:
-    # Exact types: what a subclass changes is not known here.
-    if type(norm) not in KINDS or type(position) not in (Rope, NoPosition):
-        return False
     rotated = isinstance(position, Rope)
     if not isinstance(norm, GainNorm):
         return rotated and position.pairing != "interleaved"
@@ -112,26 +184,24 @@ def _holds(x: Tensor) -> bool:
     return size % 8 == 0 and 0 < size <= _WIDEST and x.numel() > 0
 
 
-def _one(part: Part, x: Tensor, table: Table | None, spec: AttentionSpec, params: Params, operator: Operator) -> Tensor:
-    norm = spec.norm
-    if not isinstance(norm, GainNorm) or part not in norm.on:
+def _one(operator: Operator, x: Tensor, gain: Tensor | None, table: Table | None, kind: int, eps: float) -> Tensor:
+    if kind == NONE:
         return x if table is None else operator(x, None, table, NONE, 0.0, False)
-    gain = _gain(norm, part, params)
-    return operator(x, gain, table, KINDS[type(norm)], norm.eps, gain is not None and _keeps(x, gain))
+    return operator(x, gain, table, kind, eps, _keeps(x, gain))
 
 
-def _gain(norm: GainNorm, part: Part, params: Params) -> Tensor | None:
+def _gain(plan: _Plan, part: Part, params: Params) -> Tensor | None:
     """[], [d], [h 1] or [h d]; a stack of runs gives [h 1 1|d]."""
-    gain = norm.weight(part, params)
+    gain = None if plan.norm is None else plan.norm.weight(part, params)
     return gain[:, 0] if gain is not None and gain.ndim == 3 else gain
 
 
-def _keeps(x: Tensor, gain: Tensor) -> bool:
+def _keeps(x: Tensor, gain: Tensor | None) -> bool:
     """Whether backward needs x itself: some gain is too small to divide by.
 
     A compiler sees no values, and the host would have to wait for those on a GPU: there, yes.
     """
-    if not torch.is_grad_enabled():
+    if gain is None or not torch.is_grad_enabled():
         return False
     unseen = torch.compiler.is_compiling() or gain.device.type != "cpu"
     return unseen or gain_spread(gain) < _SPREADS[x.dtype]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
+import importlib.util
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch._C._functorch import get_interpreter_stack
@@ -35,6 +38,26 @@ def usable(name: str, register: Callable[[], None]) -> bool:
         return False
     with _LOADING:
         return _loaded(name, register)
+
+
+def direct(name: str, register: Callable[[], None]) -> ModuleType | None:
+    """The functions of the source `name`.cpp that call no dispatcher of torch, None where there are none.
+
+    They look themselves at what is under way, and leave to the operators what is not for them.
+    """
+    if os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux":
+        return None
+    with _LOADING:
+        return _functions(name) if _loaded(name, register) else None
+
+
+@functools.cache
+def _functions(name: str) -> ModuleType | None:
+    found = importlib.machinery.ExtensionFileLoader(name, str(compiled(name)))
+    try:
+        return importlib.util.module_from_spec(importlib.util.spec_from_loader(name, found))  # type: ignore[arg-type]
+    except ImportError:  # compiled where Python's headers are missing
+        return None
 
 
 @functools.cache

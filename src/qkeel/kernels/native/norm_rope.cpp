@@ -4,11 +4,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/ExpandUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -17,133 +15,63 @@
 #include <tuple>
 #include <vector>
 
-#include "norm_rope.h"
+#include "norm_rope_walk.h"
+#include "norm_rope_whole.h"
 
 namespace {
 
 using namespace qkeel;
 
 using at::Tensor;
-using Maybe = std::optional<Tensor>;
 
 constexpr int64_t CHUNKS = 64;     // partial sums of the gain's gradient: fixed, so threads change no bit
 constexpr int64_t GRAIN = 1 << 15; // numbers a thread takes at least
-constexpr int64_t CACHED = 4 << 20; // bytes up to which several rows at once are faster: past it memory is waited for
+// Bytes of x up to which the way back takes several rows at once; of more it waits for memory, and writes to many rows
+// make it wait longer.
+constexpr int64_t CACHED = 4 << 20;
 
-// The first of some rows, how many there are, where their gain is and what turns the first.
-struct Block {
-  int64_t n, h, t, rows, gain;
-  const float *cos, *sin;
-};
-
-// x [b h t d] walked in the order it lies in memory, cos and sin beside it, the gain as [1 or h][d] floats.
-struct Walk {
-  int64_t b, h, t, d, half = 0;
-  bool heads_inner;
-  Tensor gain, cos, sin;
-  int64_t gain_step = 0, cos_b = 0, cos_t = 0;
-
-  Walk(const Tensor& x, const Maybe& g, const Maybe& c, const Maybe& s)
-      : b(x.size(0)), h(x.size(1)), t(x.size(2)), d(x.size(3)), heads_inner(x.stride(1) < x.stride(2)) {
-    auto floats = x.options().dtype(at::kFloat);
-    if (!g) {
-      gain = at::ones({1, d}, floats);
-    } else if (g->dim() == 1 && g->scalar_type() == at::kFloat && g->is_contiguous() && g->size(0) == d) {
-      gain = *g;  // the usual one, as it is: for one token every operation counts
-    } else {
-      bool each = g->dim() == 2;
-      gain = g->detach().to(at::kFloat).expand({each ? h : 1, d}).contiguous();
-      gain_step = each ? d : 0;
-    }
-    if (c) {
-      cos = c->contiguous(), sin = s->contiguous();
-      half = cos.size(-1);
-      cos_b = cos.size(0) == 1 ? 0 : cos.size(2) * half;
-      cos_t = cos.size(2) == 1 ? 0 : half;
-    }
-  }
-  int64_t outer() const { return b * (heads_inner ? t : h); }
-  int64_t inner() const { return heads_inner ? h : t; }
-
-  template <typename F> void rows(int64_t from, int64_t to, F&& f) const {
-    const float* c = half ? cos.const_data_ptr<float>() : nullptr;
-    const float* s = half ? sin.const_data_ptr<float>() : nullptr;
-    int64_t many = heads_inner ? t : h;
-    for (int64_t o = from; o < to; ++o)
-      for (int64_t n = o / many, rest = o % many, i = 0; i < inner(); ++i) {
-        int64_t head = heads_inner ? i : rest, at = heads_inner ? rest : i;
-        int64_t place = n * cos_b + at * cos_t;
-        f(n, head, at, head * gain_step, c + place, s + place);
-      }
-  }
-  // f for every few rows that lie one step apart in memory.
-  template <typename F> void blocks(int64_t from, int64_t to, int64_t most, F&& f) const {
-    const float* c = half ? cos.const_data_ptr<float>() : nullptr;
-    const float* s = half ? sin.const_data_ptr<float>() : nullptr;
-    const int64_t many = heads_inner ? t : h, count = inner();
-    int64_t n = from / many, rest = from % many;
-    for (int64_t o = from; o < to; ++o) {
-      for (int64_t i = 0; i < count; i += most) {
-        int64_t head = heads_inner ? i : rest, at = heads_inner ? rest : i, place = n * cos_b + at * cos_t;
-        f(Block{n, head, at, std::min(most, count - i), head * gain_step, c + place, s + place});
-      }
-      if (++rest == many) rest = 0, ++n;
-    }
-  }
-  int64_t at_once() const { return std::clamp<int64_t>(BLOCK / d, 1, MOST); }
-  int64_t gains_apart() const { return heads_inner ? gain_step : 0; }
-  int64_t angles_apart() const { return heads_inner ? 0 : cos_t; }
-  int64_t apart(const Tensor& x) const { return x.stride(heads_inner ? 1 : 2); }
-};
-
-void check(const Tensor& x, const Maybe& cos, const Maybe& sin) {
-  TORCH_CHECK(x.dim() == 4 && x.size(3) % 8 == 0 && x.size(3) <= WIDEST,
-              "expected x [b h t d] with d a multiple of 8, at most ", WIDEST, "; got ", x.sizes());
-  TORCH_CHECK(cos.has_value() == sin.has_value(), "expected both cos and sin, or neither");
-  if (!cos) return;
-  TORCH_CHECK(cos->scalar_type() == at::kFloat && sin->scalar_type() == at::kFloat && cos->sizes() == sin->sizes() &&
-                  cos->dim() == 4 && cos->size(1) == 1 && (cos->size(0) == 1 || cos->size(0) == x.size(0)) &&
-                  (cos->size(2) == 1 || cos->size(2) == x.size(2)) && 2 * cos->size(3) <= x.size(3),
-              "expected float cos and sin of shape [1|b 1 1|t half], got ", cos->sizes());
-}
-
-template <typename T, int64_t D, bool MEAN, bool ONE>
+template <typename T, int64_t D, bool MEAN, bool SHARED>
 void forward(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
   const T* in = x.const_data_ptr<T>();
-  T* out = y.mutable_data_ptr<T>();
+  T* out = static_cast<T*>(y.mutable_data_ptr());
   float* inv = r.defined() && r.numel() ? r.mutable_data_ptr<float>() : nullptr;
-  const float* gains = w.gain.const_data_ptr<float>();
   const int64_t d = D ? D : w.d, heads = w.h, times = w.t, x_step = w.apart(x), y_step = w.apart(y);
-  const int64_t inv_step = w.heads_inner ? times : 1;
+  const int64_t r0 = heads * times, r1 = w.heads_inner ? 1 : times, r2 = w.heads_inner ? heads : 1;
   const int64_t x0 = x.stride(0), x1 = x.stride(1), x2 = x.stride(2), y0 = y.stride(0), y1 = y.stride(1), y2 = y.stride(2);
   at::parallel_for(0, w.outer(), std::max<int64_t>(1, GRAIN / (w.inner() * d)), [&](int64_t from, int64_t to) {
     alignas(64) float loaded[BLOCK], made[BLOCK], mean[MOST], inverse[MOST];
-    w.blocks(from, to, ONE ? 1 : w.at_once(), [&](const Block& b) {
+    w.blocks(from, to, w.at_once(), [&](const Block& b) {
       const Rows v = load_rows(in + b.n * x0 + b.h * x1 + b.t * x2, x_step, b.rows, d, loaded, d);
       T* end = out + b.n * y0 + b.h * y1 + b.t * y2;
-      measure<D, MEAN, ONE>(v, b.rows, d, kind, eps, mean, inverse);
-      if (inv)
-        for (int64_t i = 0; i < b.rows; ++i) inv[(b.n * heads + b.h) * times + b.t + i * inv_step] = inverse[i];
-      const With with{gains + b.gain, b.cos, b.sin, ONE ? 1 : b.rows, d, w.half, w.gains_apart(), w.angles_apart()};
       const Rows o = target_rows(end, y_step, made, d);
-      if constexpr (ONE) apply<D, MEAN>(v, o, with, mean, inverse);
-      else apply_some<D, MEAN>(v, o, with, mean, inverse);
+      if constexpr (D) {
+        measure_whole<D, MEAN>(v, b.rows, kind, eps, mean, inverse);
+        apply_whole<D, MEAN, SHARED>(v, o, w.with(b), mean, inverse);
+      } else {
+        measure<MEAN>(v, b.rows, d, kind, eps, mean, inverse);
+        apply<MEAN>(v, o, w.with(b), mean, inverse);
+      }
+      if (inv) {
+        float* end = inv + b.n * r0 + b.h * r1 + b.t * r2;
+        if (b.rows == 8) put8(end, at8(inverse));
+        else std::copy_n(inverse, b.rows, end);
+      }
       store_rows(made, end, y_step, b.rows, d);
     });
   });
 }
 
 template <typename T, int64_t D, bool MEAN>
-void forward_paced(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
-  if (x.numel() * int64_t(sizeof(T)) > CACHED) forward<T, D, MEAN, true>(x, y, r, w, kind, eps);
+void forward_shared(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
+  if (w.alike()) forward<T, D, MEAN, true>(x, y, r, w, kind, eps);
   else forward<T, D, MEAN, false>(x, y, r, w, kind, eps);
 }
 
 template <typename T, bool MEAN>
 void forward_sized(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
-  if (w.d == 64 && w.half == 32) return forward_paced<T, 64, MEAN>(x, y, r, w, kind, eps);
-  if (w.d == 128 && w.half == 64) return forward_paced<T, 128, MEAN>(x, y, r, w, kind, eps);
-  forward_paced<T, 0, MEAN>(x, y, r, w, kind, eps);
+  if (w.d == 64 && w.half == 32) return forward_shared<T, 64, MEAN>(x, y, r, w, kind, eps);
+  if (w.d == 128 && w.half == 64) return forward_shared<T, 128, MEAN>(x, y, r, w, kind, eps);
+  forward<T, 0, MEAN, false>(x, y, r, w, kind, eps);
 }
 
 template <typename T>
@@ -152,19 +80,29 @@ void forward_any(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t k
   else forward_sized<T, false>(x, y, r, w, kind, eps);
 }
 
+// y, which may be x itself; r gets the inverse sizes of rows if it is defined.
+void pass(const Tensor& x, Tensor& y, Tensor& r, const Walk& w, int64_t kind, float eps) {
+  if (x.scalar_type() == at::kFloat) forward_any<float>(x, y, r, w, kind, eps);
+  else if (x.scalar_type() == at::kBFloat16) forward_any<c10::BFloat16>(x, y, r, w, kind, eps);
+  else if (x.scalar_type() == at::kHalf) forward_any<c10::Half>(x, y, r, w, kind, eps);
+  else TORCH_CHECK(false, "expected float32, bfloat16 or float16, got ", x.scalar_type());
+}
+
+// [b h t] in the order of x, so that rows write beside each other.
+Tensor room_for_inverses(const Walk& w, int64_t kind) {
+  if (kind == NONE) return at::detail::empty_cpu({0}, at::kFloat);
+  const int64_t b = w.h * w.t, h = w.heads_inner ? 1 : w.t, t = w.heads_inner ? w.h : 1;
+  return at::detail::empty_strided_cpu({w.b, w.h, w.t}, {b, h, t}, at::kFloat);
+}
+
 std::tuple<Tensor, Tensor> run(const Tensor& x_, const Maybe& gain, const Maybe& cos, const Maybe& sin, int64_t kind,
-                               double eps, bool inverses) {
+                               double eps, bool inverses, bool in_place = false) {
   check(x_, cos, sin);
   Tensor x = with_last_dense(x_);
   Walk w(x, gain, cos, sin);
-  Tensor y = at::empty_like(x);
-  auto floats = x.options().dtype(at::kFloat);
-  Tensor r;
-  if (inverses) r = kind == NONE ? at::empty({0}, floats) : at::empty({w.b, w.h, w.t}, floats);
-  if (x.scalar_type() == at::kFloat) forward_any<float>(x, y, r, w, kind, float(eps));
-  else if (x.scalar_type() == at::kBFloat16) forward_any<c10::BFloat16>(x, y, r, w, kind, float(eps));
-  else if (x.scalar_type() == at::kHalf) forward_any<c10::Half>(x, y, r, w, kind, float(eps));
-  else TORCH_CHECK(false, "expected float32, bfloat16 or float16, got ", x.scalar_type());
+  Tensor y = in_place ? x : room_for(x), r;
+  if (inverses) r = room_for_inverses(w, kind);
+  pass(x, y, r, w, kind, float(eps));
   return {y, r};
 }
 
@@ -174,53 +112,73 @@ struct Options {
   bool kept_x;
 };
 
-template <typename T, int64_t D>
+// Several rows of whole heads at once (MANY), or row by row.
+template <typename T, int64_t D, bool MANY, bool SHARED>
 void backward(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx, float* dgain, const Walk& w,
               const Options& opt) {
   const T *up = dy.const_data_ptr<T>(), *was = kept.const_data_ptr<T>();
   T* out = dx.mutable_data_ptr<T>();
-  const float *inv = r.const_data_ptr<float>(), *gains = w.gain.const_data_ptr<float>();
-  Tensor over = w.gain.reciprocal();
-  const float* over_gains = over.const_data_ptr<float>();
+  const float* inv = r.const_data_ptr<float>();
+  std::vector<float> over(w.gains * w.d);
+  for (size_t i = 0; i < over.size(); ++i) over[i] = 1.0f / w.gain[i];
   const int64_t u0 = dy.stride(0), u1 = dy.stride(1), u2 = dy.stride(2), k0 = kept.stride(0), k1 = kept.stride(1),
                 k2 = kept.stride(2), x0 = dx.stride(0), x1 = dx.stride(1), x2 = dx.stride(2);
-  const int64_t d = D ? D : w.d, half = D ? D / 2 : w.half, outer = w.outer(), chunks = std::min(CHUNKS, outer);
-  const int64_t heads = w.h, times = w.t, kind = opt.kind, numbers = w.gain.numel();
+  const int64_t d = D ? D : w.d, half = D ? D / 2 : w.half;
+  const int64_t outer = w.outer(), chunks = std::min(CHUNKS, outer), up_step = w.apart(dy);
+  const int64_t was_step = w.apart(kept), out_step = w.apart(dx), inv_step = w.apart(r);
+  const int64_t r0 = r.stride(0), r1 = r.stride(1), r2 = r.stride(2), kind = opt.kind, numbers = w.gains * d, most = MANY ? w.at_once() : 1;
   const float clamped = 1.0f / opt.eps;
+  std::vector<float> parts(chunks * numbers);
   const bool kept_x = opt.kept_x;
   at::parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
-    alignas(64) float loaded[2][WIDEST], made[WIDEST], hat[WIDEST], dn[WIDEST], unread[WIDEST] = {};
+    alignas(64) float loaded[2][BLOCK], made[BLOCK], hat[WIDEST], dn[WIDEST], inverse[MOST];
     for (int64_t chunk = first; chunk < last; ++chunk)
-      w.rows(outer * chunk / chunks, outer * (chunk + 1) / chunks, [&](int64_t n, int64_t h, int64_t t, int64_t gs,
-                                                                      const float* c, const float* s) {
-        const float* u = load(up + n * u0 + h * u1 + t * u2, loaded[0], d);
-        const float* v = load(was + n * k0 + h * k1 + t * k2, loaded[1], d);
-        const float k = inv[(n * heads + h) * times + t];
-        float* sums = dgain ? dgain + chunk * numbers + gs : unread;
-        Row row{v, u, gains + gs, over_gains + gs, c, s, 0.0f, k, hat, dn, sums, 0.0f, 0.0f};
-        if (kept_x) {
-          row.mean = mean_of(v, d, kind);
-          restore<true, D>(row, d, half);
+      w.blocks(outer * chunk / chunks, outer * (chunk + 1) / chunks, most, [&](const Block& b) {
+        const Rows u = load_rows(up + b.n * u0 + b.h * u1 + b.t * u2, up_step, b.rows, d, loaded[0], d);
+        const Rows v = load_rows(was + b.n * k0 + b.h * k1 + b.t * k2, was_step, b.rows, d, loaded[1], d);
+        T* end = out + b.n * x0 + b.h * x1 + b.t * x2;
+        const Rows to = target_rows(end, out_step, made, d);
+        const int64_t g = b.gain - w.gain;
+        float* sums = parts.data() + chunk * numbers + g;
+        for (int64_t i = 0; i < b.rows; ++i) inverse[i] = inv[b.n * r0 + b.h * r1 + b.t * r2 + i * inv_step];
+        if constexpr (MANY) {
+          back_whole<D, SHARED>(Back{v, u, to, over.data() + g, inverse, sums}, w.with(b), kind, clamped);
         } else {
-          restore<false, D>(row, d, half);
+          Row row{v.at, u.at, b.gain, over.data() + g, b.cos, b.sin, 0.0f, inverse[0], hat, dn, sums, 0.0f, 0.0f};
+          if (kept_x) row.mean = mean_of(v.at, d, kind), restore<true>(row, d, half);
+          else restore<false>(row, d, half);
+          const float along = kind == L2 ? (row.inverse < clamped ? row.dot : 0.0f) : row.dot / float(d);
+          const float mean = kind == LAYER ? row.sum / float(d) : 0.0f;
+          float* o = const_cast<float*>(to.at);
+          for (int64_t i = 0; i < d; i += 8)
+            put8(o + i, row.inverse * (at8(dn + i) - mean - at8(hat + i) * along));
         }
-        const float along = kind == L2 ? (k < clamped ? row.dot : 0.0f) : row.dot / float(d);
-        const float mean = kind == LAYER ? row.sum / float(d) : 0.0f;
-        T* end = out + n * x0 + h * x1 + t * x2;
-        float* __restrict to = target(end, made);
-        for (int64_t i = 0; i < d; i += 8)
-          put8(to + i, k * (at8(dn + i) - mean - at8(hat + i) * along));
-        store(to, end, d);
+        store_rows(made, end, out_step, b.rows, d);
       });
   });
+  if (!dgain) return;
+  for (int64_t i = 0; i < numbers; ++i) {
+    float sum = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += parts[chunk * numbers + i];
+    dgain[i] = MANY ? sum * over[i] : sum; // that of many rows has the gain in it
+  }
+}
+
+template <typename T, int64_t D>
+void backward_sized(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx, float* dgain, const Walk& w,
+                    const Options& o) {
+  const bool many = dy.numel() * int64_t(sizeof(T)) <= CACHED && o.kind != LAYER && !o.kept_x;
+  if (!many) return backward<T, D, false, false>(dy, kept, r, dx, dgain, w, o);
+  if (w.alike()) return backward<T, D, true, true>(dy, kept, r, dx, dgain, w, o);
+  backward<T, D, true, false>(dy, kept, r, dx, dgain, w, o);
 }
 
 template <typename T>
 void backward_any(const Tensor& dy, const Tensor& kept, const Tensor& r, Tensor& dx, float* dgain, const Walk& w,
                   const Options& o) {
-  if (w.d == 64 && w.half == 32) return backward<T, 64>(dy, kept, r, dx, dgain, w, o);
-  if (w.d == 128 && w.half == 64) return backward<T, 128>(dy, kept, r, dx, dgain, w, o);
-  backward<T, 0>(dy, kept, r, dx, dgain, w, o);
+  if (w.d == 64 && w.half == 32) return backward_sized<T, 64>(dy, kept, r, dx, dgain, w, o);
+  if (w.d == 128 && w.half == 64) return backward_sized<T, 128>(dy, kept, r, dx, dgain, w, o);
+  backward<T, 0, false, false>(dy, kept, r, dx, dgain, w, o);
 }
 
 std::tuple<Tensor, Tensor> norm_rope(const Tensor& x, const Maybe& gain, const Maybe& cos, const Maybe& sin,
@@ -246,16 +204,15 @@ std::tuple<Tensor, Tensor> norm_rope_backward(const Tensor& dy_, const Tensor& k
   check(kept, cos, sin);
   TORCH_CHECK(kind != NONE && dy_.sizes() == kept.sizes() && dy_.scalar_type() == kept.scalar_type(),
               "expected a norm, and gradient and kept tensor of one shape and dtype");
-  Tensor dy = with_last_dense(dy_), base = with_last_dense(kept), dx = at::empty_like(base);
+  Tensor dy = with_last_dense(dy_), base = with_last_dense(kept), dx = room_for(base);
   Walk w(base, gain, cos, sin);
   Options o{kind, float(eps), kept_x};
-  Tensor parts;
-  if (gain) parts = at::zeros({std::min(CHUNKS, std::max<int64_t>(1, w.outer())), w.gain.numel() / w.d, w.d}, w.gain.options());
-  float* sums = gain ? parts.mutable_data_ptr<float>() : nullptr;
+  Tensor dgain = gain ? at::empty({w.gains, w.d}, at::kFloat) : at::empty({0}, at::kFloat);
+  float* sums = gain ? dgain.mutable_data_ptr<float>() : nullptr;
   if (kept.scalar_type() == at::kFloat) backward_any<float>(dy, base, r, dx, sums, w, o);
   else if (kept.scalar_type() == at::kBFloat16) backward_any<c10::BFloat16>(dy, base, r, dx, sums, w, o);
   else backward_any<c10::Half>(dy, base, r, dx, sums, w, o);
-  return {dx, gain ? parts.sum(0) : at::empty({0}, w.gain.options())};
+  return {dx, dgain};
 }
 
 // min |g| / max |g|: how much dividing a rotated pair by its gains magnifies rounding, at most, as its inverse.
@@ -283,15 +240,21 @@ template <typename... Args> auto call_forward(Args&&... args) {
 }
 template <typename... Args> auto call_backward(Args&&... args) {
   static auto op = known<decltype(norm_rope_backward)>("qkeel_native::norm_rope_backward");
+  if (at::GradMode::is_enabled()) return op.call(std::forward<Args>(args)...);
+  at::AutoDispatchBelowADInplaceOrView below; // nobody differentiates it again: no node is made
   return op.call(std::forward<Args>(args)...);
 }
 Maybe maybe(const Tensor& x) { return x.defined() ? Maybe(x) : std::nullopt; }
 
 struct Forward : torch::autograd::Function<Forward> {
+  // in_place: y is a tensor of its own on the memory of x, which nobody may read any more. What x was made by needs only
+  // the gradient, and whoever kept x all the same is told: its version counts the change.
   static tensor_list forward(AutogradContext* ctx, const Tensor& x, const Maybe& gain, const Maybe& cos,
-                             const Maybe& sin, int64_t kind, double eps, bool keep_x) {
+                             const Maybe& sin, int64_t kind, double eps, bool keep_x, bool in_place) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, r] = call_forward(x, gain, cos, sin, kind, eps, keep_x);
+    auto [y, r] = in_place ? run(x.variable_data(), gain, cos, sin, kind, eps, true, true)
+                           : call_forward(x, gain, cos, sin, kind, eps, keep_x);
+    if (in_place) torch::autograd::impl::bump_version(x);
     Tensor none, kept = kind == NONE ? none : keep_x ? x : y;
     ctx->save_for_backward({kept, r, gain.value_or(none), cos.value_or(none), sin.value_or(none)});
     ctx->saved_data["kind"] = kind;
@@ -302,7 +265,7 @@ struct Forward : torch::autograd::Function<Forward> {
     return {y, r};
   }
   static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
-    tensor_list found(7);
+    tensor_list found(8);
     if (!grads[0].defined()) return found;
     auto saved = ctx->get_saved_variables();
     const Tensor& gain = saved[2];
@@ -335,7 +298,7 @@ struct Backward : torch::autograd::Function<Backward> {
 
 std::tuple<Tensor, Tensor> norm_rope_tracked(const Tensor& x, const Maybe& gain, const Maybe& cos, const Maybe& sin,
                                              int64_t kind, double eps, bool keep_x) {
-  auto found = Forward::apply(x, gain, cos, sin, kind, eps, keep_x);
+  auto found = Forward::apply(x, gain, cos, sin, kind, eps, keep_x, false);
   return {found[0], found[1]};
 }
 
@@ -347,6 +310,10 @@ std::tuple<Tensor, Tensor> norm_rope_backward_tracked(const Tensor& dy, const Te
 }
 
 } // namespace
+
+#if __has_include(<Python.h>)
+#include "norm_rope_python.h"
+#endif
 
 TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
   m.def("norm_rope(Tensor x, Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, bool keep_x)"

@@ -42,10 +42,8 @@ struct With {
   int64_t rows, d, half, gain_step, angle_step;
 };
 
-// The means of rows (MEAN: of a LayerNorm) and 1 over their sizes, of one row where ONE.
-template <int64_t D, bool MEAN, bool ONE>
-inline void measure(Rows x, int64_t rows_, int64_t d_, int64_t kind, float eps, float* mean, float* inverse) {
-  const int64_t d = D ? D : d_, rows = ONE ? 1 : rows_;
+// The means of rows (MEAN: of a LayerNorm) and 1 over their sizes.
+template <bool MEAN> inline void measure(Rows x, int64_t rows, int64_t d, int64_t kind, float eps, float* mean, float* inverse) {
   alignas(32) float squares[MOST] = {};
   for (int64_t r = 0; r < rows; ++r) {
     const float* v = x.at + r * x.stride;
@@ -56,26 +54,22 @@ inline void measure(Rows x, int64_t rows_, int64_t d_, int64_t kind, float eps, 
       return a * a;
     });
   }
-  for (int64_t r = 0; r < (ONE ? 1 : MOST); ++r) // all at once: roots and divisions are slow one by one
+  for (int64_t r = 0; r < MOST; ++r) // all at once: roots and divisions are slow one by one
     inverse[r] = kind == NONE ? 1.0f
                  : kind == L2 ? 1.0f / std::max(std::sqrt(squares[r]), eps)
                               : 1.0f / std::sqrt(squares[r] / float(d) + eps);
 }
 
-// gain · (x - mean) · inverse of every row, turned. D is the head size where it is known to the compiler and the whole
-// head rotates, else 0.
-template <int64_t D, bool MEAN>
-__attribute__((always_inline)) inline void apply(Rows x, Rows y, const With& w, const float* means, const float* inverses) {
-  const int64_t d = D ? D : w.d, half = D ? D / 2 : w.half, rows = w.rows;
-  const int64_t gain_step = w.gain_step, angle_step = w.angle_step;
+// gain · (x - mean) · inverse of every row, turned. y may be x.
+template <bool MEAN> inline void apply(Rows x, Rows y, const With& w, const float* means, const float* inverses) {
   const float *g = w.gain, *c = w.cos, *s = w.sin, *v = x.at;
   float* o = const_cast<float*>(y.at);
-  for (int64_t r = 0; r < rows; ++r) {
+  for (int64_t r = 0; r < w.rows; ++r) {
     const float m = means[r], k = inverses[r];
     auto eight = [=](int64_t i) { return (MEAN ? at8(v + i) - m : at8(v + i)) * k * at8(g + i); };
     auto one = [=](int64_t i) { return (MEAN ? v[i] - m : v[i]) * k * g[i]; };
     pairs(
-        d, half,
+        w.d, w.half,
         [=](int64_t i, int64_t j) {
           V a = eight(i), b = eight(j);
           turn(a, b, at8(c + i), at8(s + i));
@@ -87,14 +81,8 @@ __attribute__((always_inline)) inline void apply(Rows x, Rows y, const With& w, 
           o[i] = a, o[j] = b;
         },
         [=](int64_t i) { put8(o + i, eight(i)); }, [=](int64_t i) { o[i] = one(i); });
-    v += x.stride, o += y.stride, g += gain_step, c += angle_step, s += angle_step;
+    v += x.stride, o += y.stride, g += w.gain_step, c += w.angle_step, s += w.angle_step;
   }
-}
-
-// The same for some rows, not inlined: in the middle of more it lost its registers.
-template <int64_t D, bool MEAN>
-__attribute__((noinline)) void apply_some(Rows x, Rows y, const With& w, const float* means, const float* inverses) {
-  apply<D, MEAN>(x, y, w, means, inverses);
 }
 
 // What the way back reads of a row and needs of it in the end.
@@ -106,9 +94,7 @@ struct Row {
 };
 
 // x̂, the normed row before its gain, is made from what was kept: x, or y = rotation(gain · x̂).
-template <bool KEPT_X, int64_t D>
-inline void restore(Row& row, int64_t d_, int64_t half_) {
-  const int64_t d = D ? D : d_, half = D ? D / 2 : half_;
+template <bool KEPT_X> inline void restore(Row& row, int64_t d, int64_t half) {
   const float *v = row.kept, *u = row.up, *g = row.gain, *og = row.over_gain, *c = row.cos, *s = row.sin;
   const float m = row.mean, k = row.inverse;
   const float undo = half ? 1.0f / (c[0] * c[0] + s[0] * s[0]) : 1.0f; // some tables stretch what they turn

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkeel.kernels.native.loader import usable
+from qkeel.kernels.native.loader import direct, usable
 
 NONE = 0  # the kind of a pass that only rotates
 
@@ -19,6 +20,17 @@ def ready() -> bool:
 
 # What torch.compiler.assume_constant_result sets; that function would import torch's compiler with qkeel.
 ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def functions() -> ModuleType | None:
+    """Two functions that cost less than an operator, for one token; None where there are none.
+
+    encode(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps, in_place) gives q and k as `norm_rope_two` does; None
+    for tensors other than plain ones of a CPU, under transforms and modes, and where a gradient is wanted out of place.
+    in_place: write to q and k where they are all of their memory. Nobody may read them afterwards; the gradient passes.
+    place(pos) is the number that is all `pos` holds, or None.
+    """
+    return direct("norm_rope", _register)
 
 
 def norm_rope(
@@ -61,7 +73,13 @@ def _register() -> None:
 def _forward_shapes(
     x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, keep_x: bool
 ) -> tuple[Tensor, Tensor]:
-    return _shape(x), x.new_empty(x.shape[:3] if kind != NONE else (0,), dtype=torch.float32)
+    y = _shape(x)
+    if kind == NONE:
+        return y, y.new_empty(0, dtype=torch.float32)
+    b, h, t = y.shape[:3]
+    if y.stride(1) < y.stride(2):
+        return y, y.new_empty(b, t, h, dtype=torch.float32).transpose(1, 2)
+    return y, y.new_empty(b, h, t, dtype=torch.float32)
 
 
 def _shape(x: Tensor, *_: Any) -> Tensor:
