@@ -29,21 +29,6 @@ inline Turn turn_at(const float* g, const float* c, const float* s, int64_t i, i
   return {g1 * cos, g1 * sin, g2 * cos, g2 * sin};
 }
 
-// The sum of eight vectors each, one beside the other.
-inline V totals(const V* s) {
-  auto two = [](V a, V b) {
-    return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
-           __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-  };
-  auto four = [](V a, V b) {
-    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
-           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-  };
-  const V a = four(two(s[0], s[1]), two(s[2], s[3])), b = four(two(s[4], s[5]), two(s[6], s[7]));
-  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-}
-
 // f(row, place) summed over the D numbers of each of up to MOST = 8 rows.
 template <int64_t D, typename F> inline V sums_of(int64_t rows, F&& f) {
   V sums[MOST] = {};

@@ -66,6 +66,21 @@ inline float total(V a) {
   return a[0];
 }
 
+// The sums of eight vectors, one beside the other.
+inline V totals(const V* s) {
+  auto two = [](V a, V b) {
+    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  };
+  auto four = [](V a, V b) {
+    return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+           __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+  };
+  const V a = four(two(s[0], s[1]), two(s[2], s[3])), b = four(two(s[4], s[5]), two(s[6], s[7]));
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
 // Sum over a row of f(place), f giving eight floats: four running sums, then one.
 template <typename F> inline float sum8(int64_t d, F&& f) {
   V s[4] = {};
