@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         for kind, rows in bench_modules(**sizes, rounds=run.rounds).items():
             show(f"attention modules, {kind}, {sizes}", rows, BASE)
         print("\nmemory of a module's call")
-        show("in place and beside, each pair by itself", bench_in_place(**sizes, rounds=rounds), "its pair beside")
+        show("in place and beside, each pair by itself", bench_in_place(**sizes, rounds=run.rounds), "its pair beside")
 
 
 if __name__ == "__main__":

@@ -148,8 +148,12 @@ class StackedAttend:
         mask: Tensor | None,
         pos_q: Tensor | None,
         pos_k: Tensor | None,
+        owned: bool = False,
     ) -> Tensor:
-        """As `SpecModule.attend`, with the sequences of all runs as the batch and parameters [runs ...]."""
+        """As `SpecModule.attend`, with the sequences of all runs as the batch and parameters [runs ...].
+
+        q and k are overwritten never, `owned` or not: parts of them are runs' own.
+        """
         parts = {name: p.unbind() for name, p in params.items()}
         each = [{name: part[r] for name, part in parts.items()} for r in range(len(self.own))]
         call = make_call(spec, q, k, v, params=each[0], causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)

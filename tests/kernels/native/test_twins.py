@@ -170,14 +170,14 @@ def test_torch_accepts_the_operators() -> None:
     x, w, gain = torch.randn(2, 3, 8), torch.randn(2, 16, 8), torch.randn(2, 8)
     y, inverse = twins.rms_norm(x, gain, 1e-6)
     calls = {
-        "linear": (x, w),
-        "linear_backward": (torch.randn(2, 3, 16), x, w),
-        "gelu_": (x.clone(),),
-        "rms_norm": (x, gain, 1e-6),
-        "rms_norm_backward": (y, x, inverse, gain),
-        "cross_entropy_": (x.clone(), torch.zeros(2, 3, dtype=torch.int64), True),
-        "clip_": ([x.clone()], 1.0),
-        "adamw_": (
+        OWN.twin_linear.default: (x, w),
+        OWN.twin_linear_backward.default: (torch.randn(2, 3, 16), x, w),
+        OWN.twin_gelu_.default: (x.clone(),),
+        OWN.twin_rms_norm.default: (x, gain, 1e-6),
+        OWN.twin_rms_norm_backward.default: (y, x, inverse, gain),
+        OWN.twin_cross_entropy_.default: (x.clone(), torch.zeros(2, 3, dtype=torch.int64), True),
+        OWN.twin_clip_.default: ([x.clone()], 1.0),
+        OWN.twin_adamw_.default: (
             *([x.clone()] for _ in range(4)),
             torch.zeros(1, 2),
             torch.ones(1, 2, dtype=torch.float64),
@@ -187,8 +187,8 @@ def test_torch_accepts_the_operators() -> None:
             1e-8,
         ),
     }
-    for name, arguments in calls.items():
-        torch.library.opcheck(getattr(OWN, f"twin_{name}").default, arguments)
+    for operator, arguments in calls.items():
+        torch.library.opcheck(operator, arguments)
 
 
 def test_wrong_tensors_raise_and_do_not_crash() -> None:
