@@ -240,3 +240,12 @@ def allowed_error(call: AttentionCall, truth: reference.Attended) -> float:
 def truth_of(call: AttentionCall) -> reference.Attended:
     """The oracle's answer in float64."""
     return reference.attend_call(widened(call))
+
+
+# Sampled where the product would take minutes: every kind of heads and of lengths once.
+SOME = pairs([GEOMETRIES[i] for i in (0, 5, 10, 7)], MASKS)
+
+
+def share(name: str, parts: int, shift: int = 0) -> list[tuple[Geometry, str]]:
+    """One part of SOME, another for the next spec: together the specs walk all of it several times."""
+    return SOME[(list(SPECS).index(name) + shift) % parts :: parts]

@@ -59,6 +59,7 @@ def model_of(kind: str) -> torch.nn.Module:
     return Decoder(dataclasses.replace(config, **own, **heads))
 
 
+@functools.cache
 def refusal_of(name: str, kind: str) -> str:
     """Why a remedy cannot be applied to that kind of attention; empty if it can."""
     model = model_of(kind)

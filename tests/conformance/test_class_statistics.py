@@ -16,11 +16,10 @@ from qkeel.sites.scores import ScoresCall, scores_stats
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import with_query_mask
 
-from .cases import GEOMETRIES, MASKS, SPECS, calls, pairs
+from .cases import GEOMETRIES, MASKS, SOME, SPECS, calls, pairs, share
 from .test_scores_statistics import SOFT, by_hand
 
 ALL = pairs(GEOMETRIES, MASKS)
-SOME = pairs([GEOMETRIES[i] for i in (0, 5, 10, 7)], MASKS)
 NAMES = ("text", "image", "sound")
 
 
@@ -97,7 +96,7 @@ def taken_apart(stats: ClassStats) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_they_are_those_of_the_whole_matrix_in_float64(name: str) -> None:
-    for i, (case, call) in enumerate(calls(SPECS[name], torch.float64, SOME, seed=5)):
+    for i, (case, call) in enumerate(calls(SPECS[name], torch.float64, share(name, 2), seed=5)):
         split = classed(call, i, alike=i % 2 == 0)
         assert_same(logit_stats(split).classes, recomputed(split), case)
 

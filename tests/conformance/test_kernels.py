@@ -18,20 +18,13 @@ from qkeel.ops import KERNELS, attention, run
 from qkeel.spec import AttentionCall, preset
 from qkeel.spec.call import make_call
 
-from .cases import GEOMETRIES, MASKS, SPECS, Geometry, allowed_error, calls, pairs, truth_of, widened
+from .cases import GEOMETRIES, MASKS, SOME, SPECS, allowed_error, calls, pairs, share, truth_of, widened
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 every_spec = pytest.mark.parametrize("name", SPECS)
 ALL = pairs(GEOMETRIES, MASKS)
-# Sampled where the product would take minutes: every kind of heads and of lengths once.
-SOME = pairs([GEOMETRIES[i] for i in (0, 5, 10, 7)], MASKS)
 SQUARE = [(x, kind) for x in (GEOMETRIES[0], GEOMETRIES[7]) for kind in MASKS]
-
-
-def share(name: str, parts: int, shift: int = 0) -> list[tuple[Geometry, str]]:
-    """One part of SOME, another for the next spec: together the specs walk all of it several times."""
-    return SOME[(list(SPECS).index(name) + shift) % parts :: parts]
 
 
 def supporting(call: AttentionCall) -> dict[str, Kernel]:

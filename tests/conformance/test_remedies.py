@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.quick import quick
 from torch import Tensor, nn
 
 from qkeel import remedies
@@ -146,6 +147,7 @@ def start(name: str, kind: str, size: float = 1.0) -> tuple[Model, torch.optim.O
 
 
 every_case = pytest.mark.parametrize(("name", "kind"), cases())
+some_cases = pytest.mark.parametrize(("name", "kind"), quick(cases(), lambda case: case[1] in ("GQA", "MLA")))
 
 
 @every_case
@@ -163,7 +165,7 @@ def test_apply_then_remove_restores_everything_bit_for_bit(name: str, kind: str)
     before.assert_same(Snapshot(model, optimizer))
 
 
-@every_case
+@some_cases
 def test_remove_after_training_leaves_nothing_but_the_trained_weights(name: str, kind: str) -> None:
     model, optimizer = start(name, kind)
     names, groups = list(model.state_dict()), [list(map(id, g["params"])) for g in optimizer.param_groups]
@@ -374,7 +376,7 @@ def test_a_model_with_a_remedy_pickles(name: str) -> None:
     assert torch.equal(again.eval()(probe()), model.eval()(probe()))
 
 
-@every_case
+@some_cases
 def test_state_dicts_of_model_and_optimizer_resume_bit_for_bit(name: str, kind: str) -> None:
     def fresh() -> tuple[Model, torch.optim.Optimizer, Handle]:
         model, optimizer = start(name, kind)

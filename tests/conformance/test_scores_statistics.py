@@ -15,9 +15,8 @@ from qkeel.sites.scores import ScoresCall, scores_maxima, scores_stats
 from qkeel.spec import AttentionCall, NoCap
 from qkeel.spec.call import with_query_mask
 
-from .cases import GEOMETRIES, MASKS, SPECS, calls, pairs
+from .cases import SOME, SPECS, calls, share
 
-SOME = pairs([GEOMETRIES[i] for i in (0, 5, 10, 7)], MASKS)
 SOFT = [name for name, spec in SPECS.items() if spec.normalizer.softmax_over_keys]
 FIELDS = list(TENSORS)
 OPERANDS = ("qk_frobenius", "cos_max", "cos_mean", "n_products")
@@ -41,7 +40,7 @@ def assert_same(ours: LogitStats, theirs: LogitStats, fields: list[str], case: s
 
 @pytest.mark.parametrize("name", SOFT)
 def test_scores_give_the_statistics_of_the_call(name: str) -> None:
-    for case, call in calls(SPECS[name], torch.float64, SOME, seed=20):
+    for case, call in calls(SPECS[name], torch.float64, share(name, 2), seed=20):
         written = by_hand(call)
         before = written.logits.clone()
         assert_same(scores_stats(written, 1.0), logit_stats(call, 1.0), FIELDS, case)

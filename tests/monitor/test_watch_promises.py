@@ -86,7 +86,7 @@ CADENCES: dict[str, Cadence | int] = {"every": 2, "log": LogSpaced(per_decade=5)
 
 
 @pytest.mark.parametrize("cadence", CADENCES)
-@pytest.mark.parametrize("build", [llama, qwen3, gpt2])
+@pytest.mark.parametrize("build", quick([llama, qwen3, gpt2], lambda build: build is llama))
 def test_under_autocast(build: Callable[[], nn.Module], cadence: str) -> None:
     family = Family(build=build, loss=hf_loss)
     runs = [

@@ -106,6 +106,7 @@ def test_after_calibration_the_first_outputs_are_ten_times_closer_than_naive_ins
     assert_same(before, snapshot(llama))
 
 
+@pytest.mark.slow
 def test_distillation_comes_on_top_and_all_of_it_comes_off(
     llama: nn.Module, batches: list[Tensor], held_out: list[Any]
 ) -> None:
