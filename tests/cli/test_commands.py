@@ -238,7 +238,7 @@ def test_a_failed_run_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def broken(self: Trainer, step: int) -> None:
         raise RuntimeError("the machine is on fire")
 
-    monkeypatch.setattr(Trainer, "step", broken)
+    monkeypatch.setattr(Trainer, "set_rate", broken)
     assert main(["run", *TINY, "--out", str(tmp_path / "r")]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: the run failed: RuntimeError: the machine is on fire; see ")

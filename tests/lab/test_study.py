@@ -109,14 +109,14 @@ def test_a_failed_run_is_listed_and_does_not_stop_the_rest(
 ) -> None:
     from qkeel.lab.trainer import Trainer
 
-    real = Trainer.step
+    real = Trainer.set_rate
 
-    def step(self: Trainer, step: int) -> object:
+    def set_rate(self: Trainer, step: int) -> None:
         if self.config.seed == 1 and step == 5:
             raise MemoryError("no memory left")
-        return real(self, step)
+        real(self, step)
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "set_rate", set_rate)
     result = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
     assert [f.error for f in result.failures] == ["MemoryError: no memory left"] * 2
     assert [r["status"] for r in result.table] == ["done", "failed"] * 2

@@ -161,3 +161,12 @@ def test_a_projection_that_returns_its_input_leaves_it_alone() -> None:
     with torch.no_grad():
         module(x)
     assert torch.equal(x, before)
+
+
+def test_a_module_in_float64_is_left_to_torch() -> None:
+    module = qkeel.nn.Attention(32, 4, spec=SPEC).double()
+    x = torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
+    out = module(x)
+    out.sum().backward()
+    with torch.no_grad():
+        assert torch.equal(module(x.detach()), out)

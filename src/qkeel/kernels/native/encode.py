@@ -111,7 +111,7 @@ def _directly(
     """Without torch's dispatcher, which is most of the price of a token."""
     if pos_q is not pos_k and plan.position is not None:
         return None
-    if not (q.is_cpu and (plan.position is not None or (plan.kind_q and plan.kind_k))):
+    if not (q.is_cpu and q.dtype in _SPREADS and (plan.position is not None or (plan.kind_q and plan.kind_k))):
         return None
     native = functions()
     if native is None:
