@@ -273,6 +273,21 @@ def test_ten_thousand_calls_keep_no_memory() -> None:
     assert call(10_000) - before < 16 * 1024  # one call's tensors are 130 KiB
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ten_thousand_calls_past_the_dispatcher_keep_no_memory(in_place: bool) -> None:
+    native, x, gain = norm_rope.functions(), torch.randn(1, 2, 64, 64), torch.ones(64)
+    assert native is not None
+
+    def call(times: int) -> int:
+        for _ in range(times):
+            found = native.encode(x.clone(), x.clone(), gain, gain, None, None, 1, 1, 1e-6, in_place)
+            assert found is not None
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = call(500)
+    assert call(10_000) - before < 16 * 1024
+
+
 def test_a_qk_norm_keeps_next_to_nothing_for_backward() -> None:
     kept = {}
     for name in ("baseline", "qwen3"):
