@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -136,23 +136,12 @@ def test_large_logits_rows_without_keys_and_missing_numbers() -> None:
         assert attend_latents(alone, None, FORMULA)[0].isnan().all(), "also if nothing else is seen"
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
-
-
-@pytest.mark.usefixtures("_threads")
 @torch.no_grad()
-def test_threads_change_no_bit() -> None:
+def test_threads_change_no_bit(assert_threads_change_no_bit: Callable[..., None]) -> None:
     for shape in SHAPES[1:4]:
         q, held, inverse = made(shape, 3000)
-        call, found = of(shape, q, held, AttentionSpec()), []
-        for threads in (1, 2, 8):
-            torch.set_num_threads(threads)
-            found.append(attend_latents(call, inverse, FORMULA))
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], found[2])
+        call = of(shape, q, held, AttentionSpec())
+        assert_threads_change_no_bit(lambda c=call, over=inverse: [attend_latents(c, over, FORMULA)])
 
 
 @pytest.mark.usefixtures("_poisoned")
