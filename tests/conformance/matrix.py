@@ -157,11 +157,21 @@ def table(corner: str, columns: list[str], rows: dict[str, list[str]]) -> str:
     return "\n".join([*lines, *(f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows.items())])
 
 
+def of_kernels() -> str:
+    """Presets and kernels."""
+    kernels = {name: ["" if kernel_refusal(name, k) else "✓" for k in KERNELS] for name in PRESETS}
+    return table("preset", [f"`{k}`" for k in KERNELS], kernels)
+
+
+def of_kinds() -> str:
+    """Remedies and kinds of attention."""
+    remedies = {name: ["" if refusal_of(name, kind) else "✓" for kind in KINDS] for name in REMEDIES}
+    return table("remedy", list(KINDS), remedies)
+
+
 @functools.cache
 def matrix() -> str:
     """The whole page."""
-    kernels = {name: ["" if kernel_refusal(name, k) else "✓" for k in KERNELS] for name in PRESETS}
-    remedies = {name: ["" if refusal_of(name, kind) else "✓" for kind in KINDS] for name in REMEDIES}
     foreign = {name: ["" if foreign_refusal(name, kind) else "✓" for kind in FOREIGN] for name in REMEDIES}
     steps = {name: ["" if optimizer_refusal(name, o) else "✓" for o in OPTIMIZERS] for name in REMEDIES}
     why = [f"- `{name}` on {kind}: {text}" for name in REMEDIES for kind in KINDS if (text := refusal_of(name, kind))]
@@ -172,9 +182,9 @@ def matrix() -> str:
     parts = [
         HEADER,
         "## Presets and kernels\n",
-        table("preset", [f"`{k}`" for k in KERNELS], kernels) + "\n",
+        of_kernels() + "\n",
         "## Remedies and kinds of attention\n",
-        table("remedy", list(KINDS), remedies) + "\n",
+        of_kinds() + "\n",
         "## Remedies and attention of other people's models\n",
         "With an example, in training.\n",
         table("remedy", list(FOREIGN), foreign) + "\n",
