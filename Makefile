@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 JOBS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup demo test slow zoo gpu check lint docs bench roofline assets clean
+.PHONY: setup demo test slow mutation zoo gpu check lint docs bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,10 +23,15 @@ demo: $(VENV)/.lab  ## six remedies x three learning rates on real text, and a p
 	$(BIN)/qkeel demo --out demo --jobs $(JOBS)
 
 test: $(VENV)/.dev  ## everything but slow and GPU tests
-	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not slow and not gpu and not zoo'
+	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu and not zoo'
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
+
+SEEDS ?= 0 1
+
+mutation: $(VENV)/.dev  ## mutants of the formulas, specs and step remedies against their direct tests; needs an hour
+	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.mutation --seeds $(SEEDS) --out benchmarks/results/mutation.json
 
 zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes docs/zoo.md
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out docs/zoo.md

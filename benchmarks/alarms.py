@@ -9,7 +9,6 @@ the time of one update late in a long run. See docs/alarms.md.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import statistics
@@ -21,8 +20,9 @@ from typing import final
 
 import numpy as np
 
+from benchmarks.measure import Bench
 from qkeel.lab.config import OptimConfig
-from qkeel.lab.schedule import learning_rate
+from qkeel.lab.model.schedule import learning_rate
 from qkeel.metrics import collapsed
 from qkeel.monitor import (
     DEFAULT,
@@ -34,9 +34,9 @@ from qkeel.monitor import (
     Recording,
     Rule,
     Severity,
-    forecast,
     replay,
 )
+from qkeel.monitor.alarms.forecast import forecast
 from qkeel.records import RunDirectory, RunStatus, read_json
 
 GAP = 0.1  # nats of held-out loss behind qk_norm; a slow but healthy remedy (lalr at small rates) is up to 0.06 behind
@@ -91,7 +91,7 @@ def unplanned(history: History) -> History:
 
 
 def cases(study: Path, gap: float = GAP) -> list[Case]:
-    """The finished runs of an LR study, told healthy from collapsing; none of a study without a reference."""
+    """The finished runs of an LR study, marked healthy or collapsing; none of a study without a reference."""
     runs = {}
     for entry in read_json(study / "study.json")["runs"]:
         run = RunDirectory(study / "runs" / entry["run_id"])
@@ -174,7 +174,7 @@ def unplanned_row(name: str, histories: Sequence[History], threshold: float) -> 
 
 
 def planned_row(name: str, histories: Sequence[History], threshold: float) -> str:
-    """One line on forecasts that know the schedule, told by what they say."""
+    """Returns one line on forecasts that know the schedule, by what they predict."""
     said: dict[str, list[bool]] = {kind: [] for kind in ("within", "perhaps", "hardly", "never")}
     errors = []
     for history in histories:
@@ -219,13 +219,11 @@ def cost(layers: int = 80, heads: int = 64, last: int = 50, records: int = 100_0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables of docs/alarms.md."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.alarms", description=__doc__)
-    parser.add_argument("studies", nargs="*", type=Path, metavar="STUDY")
-    parser.add_argument("--toy", action="store_true", help="a short run of a small model: only to see that it runs")
-    args = parser.parse_args(arguments)
-    studies = args.studies
+    flags = {"studies": {"nargs": "*", "type": Path, "metavar": "STUDY"}}
+    bench = Bench("alarms", __doc__, arguments, rounds=None, flags=flags)
+    studies = bench.options.studies
     if not studies:
-        return cost(2, 4, records=1000) if args.toy else cost()
+        return cost(2, 4, records=1000) if bench.toy else cost()
     report_alarms([run for study in studies for run in cases(study)])
     report_forecasts(studies)
 

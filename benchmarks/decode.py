@@ -7,102 +7,86 @@ bytes as one read of keys and values, of latents to a copy of them, which moves 
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections.abc import Callable
-
-from benchmarks.measure import settle
-
-if __name__ == "__main__":
-    settle(module="benchmarks.decode")
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkeel
-from benchmarks.measure import Row, interleave, show
-from qkeel.kernels import native
-from qkeel.kernels.native import decode
-from qkeel.kernels.native.norm_rope import functions
+from benchmarks.measure import Bench, Case, Cases, by_native
+from qkeel.kernels.encode import encoded
+from qkeel.kernels.native import decode, norm_rope
 from qkeel.nn import MLA, LatentSizes
-from qkeel.nn.absorbed import attend_latents
+from qkeel.nn.mla_absorbed import attend_latents
 from qkeel.spec import AttentionSpec, NoNorm, RMSNorm
 from qkeel.spec.call import make_call
 
 EMPTY = "torch.neg of one number"
 COPY = "copy of k: the bytes of k and v"
-# batch, query heads, key heads, tokens in the cache, head size
-SHAPES = [(1, 32, 8, 4096, 64), (1, 32, 8, 4096, 128), (4, 8, 2, 4096, 64), (1, 8, 8, 4096, 64), (1, 8, 2, 128, 64)]
+Shape = tuple[int, int, int, int, int]  # batch, query heads, key heads, tokens in the cache, head size
+SHAPES: list[Shape] = [
+    (1, 32, 8, 4096, 64),
+    (1, 32, 8, 4096, 128),
+    (4, 8, 2, 4096, 64),
+    (1, 8, 8, 4096, 64),
+    (1, 8, 2, 128, 64),
+]
+TOY: Shape = (1, 4, 2, 40, 16)
 LATENTS = [(b, h, s) for s in (512, 4096) for b in (1, 4) for h in (16, 32)]  # batch, heads, tokens in the cache
 SIZES = LatentSizes(q_latent=1536, kv_latent=512, rope_dim=64, nope_dim=128, value_dim=128)
 COPY_LATENTS, BARE = "copy of the latents", "no norm, compiled C++"
-Case = Callable[[], object]
 
 
-def by(native_is: str, case: Case) -> Case:
-    """The case with compiled kernels ("1") or without ("0")."""
-
-    def run() -> object:
-        os.environ["QKEEL_NATIVE"] = native_is
-        return case()
-
-    return run
-
-
-def bench_token(rounds: int) -> list[Row]:
-    """q [1 8 1 64] and k [1 2 1 64] of one token under qwen3's norm and RoPE."""
+def token_cases() -> Cases:
+    """Returns the ways from q [1 8 1 64] and k [1 2 1 64] of one token under qwen3's norm and RoPE."""
     number, pos = torch.ones(1), torch.tensor([[100]])
     spec = qkeel.preset("qwen3")
     q, k, params = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 1, 64), spec.init_params(8, 2, 64)
     gain, cos, sin = torch.ones(64), torch.rand(1, 1, 1, 32), torch.rand(1, 1, 1, 32)
-    op, found = torch.ops.qkeel_native.norm_rope_two, functions()
-    cases: dict[str, Case] = {EMPTY: lambda: torch.neg(number)}
+    op, found = torch.ops.qkeel_native.norm_rope_two, norm_rope.functions()
+    cases: Cases = {EMPTY: lambda: torch.neg(number)}
     if found is not None:
         encode = found.encode
         cases |= {
-            "q and k, no dispatcher": lambda: encode(q, k, gain, gain, cos, sin, 1, 1, 1e-6, False),
-            "q and k, no dispatcher, in place": lambda: encode(q, k, gain, gain, cos, sin, 1, 1, 1e-6, True),
+            "q and k, no dispatcher": lambda: encode(q, k, gain, gain, cos, sin, 1, 1, 1e-6),
         }
     cases |= {
         "q and k, one operator": lambda: op(q, k, gain, gain, cos, sin, 1, 1, 1e-6),
-        "spec to q and k, compiled C++": by("1", lambda: native.encoded(spec, q, k, pos, pos, params)),
-        "spec to q and k, torch": by("0", lambda: spec.encode(q, k, pos, pos, params)),
+        "spec to q and k, compiled C++": by_native("1", lambda: encoded(spec, q, k, pos, pos, params)),
+        "spec to q and k, torch": by_native("0", lambda: spec.encode(q, k, pos, pos, params)),
     }
-    return interleave(cases, EMPTY, rounds, calls=300)
+    return cases
 
 
-def bench_attention(shape: tuple[int, int, int, int, int], dtype: torch.dtype, rounds: int) -> list[Row]:
-    """One query per head over the whole cache. Copying k reads and writes as many bytes as reading k and v."""
+def attention_cases(shape: Shape, dtype: torch.dtype) -> Cases:
+    """Returns one query per head over the whole cache. Copying k reads and writes as many bytes as reading k and v."""
     b, h, g, s, d = shape
     q = torch.randn(b, h, 1, d).to(dtype)
     k, v = (torch.randn(b, g, s, d).to(dtype) for _ in range(2))
     room = torch.empty_like(k)
     op = torch.ops.qkeel_native.decode
-    cases: dict[str, Case] = {
+    return {
         COPY: lambda: room.copy_(k),
         "compiled C++": lambda: op(q, k, v, None, None, d**-0.5, 0.0, True, 0),
         "SDPA": lambda: sdpa(q, k, v, enable_gqa=h != g),
     }
-    return interleave(cases, COPY, rounds, calls=1 if b * g * s * d > 1 << 18 else 30)
 
 
-def bench_latents(shape: tuple[int, int, int], sizes: LatentSizes, dtype: torch.dtype, rounds: int) -> list[Row]:
-    """One query per head over a cache of latents, with and without a factor per head and key."""
+def latent_cases(shape: tuple[int, int, int], sizes: LatentSizes, dtype: torch.dtype) -> Cases:
+    """Returns one query per head over a cache of latents, with and without a factor per head and key."""
     b, h, s = shape
     width, head_dim = sizes.kv_latent + sizes.rope_dim, sizes.nope_dim + sizes.rope_dim
     q, held, inverse = torch.randn(b, h, 1, width).to(dtype), torch.randn(b, 1, s, width).to(dtype), torch.rand(b, h, s)
     call = make_call(AttentionSpec().core({})[0], q, held, held[..., : sizes.kv_latent], causal=False)
     room = torch.empty_like(held)
-    cases: dict[str, Case] = {COPY_LATENTS: lambda: room.copy_(held)}
+    cases: Cases = {COPY_LATENTS: lambda: room.copy_(held)}
     for native_is, how in (("1", "compiled C++"), ("0", "torch")):
-        cases[f"no norm, {how}"] = by(native_is, lambda: attend_latents(call, None, head_dim))
-        cases[f"QK-norm, {how}"] = by(native_is, lambda: attend_latents(call, inverse, head_dim))
-    return interleave(cases, COPY_LATENTS, rounds, calls=1 if b * s > 1024 else 4)
+        cases[f"no norm, {how}"] = by_native(native_is, lambda: attend_latents(call, None, head_dim))
+        cases[f"QK-norm, {how}"] = by_native(native_is, lambda: attend_latents(call, inverse, head_dim))
+    return cases
 
 
-def bench_latent_module(shape: tuple[int, int, int], dim: int, sizes: LatentSizes, rounds: int) -> list[Row]:
-    """A token through nn.MLA after s others, as ratios to the compiled one without a norm."""
+def latent_module_cases(shape: tuple[int, int, int], dim: int, sizes: LatentSizes) -> Cases:
+    """Returns a token through nn.MLA after s others, as ratios to the compiled one without a norm."""
     b, h, s = shape
     x = torch.randn(b, 1, dim)
 
@@ -119,17 +103,16 @@ def bench_latent_module(shape: tuple[int, int, int], dim: int, sizes: LatentSize
         return run
 
     plain, normed = step(AttentionSpec()), step(AttentionSpec(norm=RMSNorm(gain="dim")))
-    cases = {
-        BARE: by("1", plain),
-        "QK-norm, compiled C++": by("1", normed),
-        "no norm, torch": by("0", plain),
-        "QK-norm, torch": by("0", normed),
+    return {
+        BARE: by_native("1", plain),
+        "QK-norm, compiled C++": by_native("1", normed),
+        "no norm, torch": by_native("0", plain),
+        "QK-norm, torch": by_native("0", normed),
     }
-    return interleave(cases, BARE, rounds)
 
 
-def bench_module(shape: tuple[int, int, int, int, int], rounds: int) -> list[Row]:
-    """A token through an attention module with qwen3's norm and rotation, and its cache."""
+def module_cases(shape: Shape) -> Cases:
+    """Returns a token through an attention module with qwen3's norm and rotation, and its cache."""
     b, h, g, s, d = shape
     x, past = torch.randn(b, 1, h * d), torch.randn(b, s, h * d)
 
@@ -146,57 +129,51 @@ def bench_module(shape: tuple[int, int, int, int, int], rounds: int) -> list[Row
         return run
 
     normed, plain = step("qwen3"), step("baseline")
-    base = "no norm, no rotation, torch"
-    cases = {
-        base: by("0", plain),
-        "no norm, no rotation, compiled C++": by("1", plain),
-        "norm and rotation, torch": by("0", normed),
-        "norm and rotation, compiled C++": by("1", normed),
+    return {
+        "no norm, no rotation, torch": by_native("0", plain),
+        "no norm, no rotation, compiled C++": by_native("1", plain),
+        "norm and rotation, torch": by_native("0", normed),
+        "norm and rotation, compiled C++": by_native("1", normed),
     }
-    return interleave(cases, base, rounds, calls=5)
 
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
-    """Parse, run, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--only", choices=["token", "attention", "latents", "module"])
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    os.environ["QKEEL_NATIVE"] = "1"
-    if not (native.ready() and decode.ready()):
-        raise SystemExit("nothing is compiled here: see docs/native.md")
-    rounds, shapes = (2, [(1, 4, 2, 40, 16)]) if args.toy else (args.rounds, SHAPES)
-    if args.only in (None, "token"):
-        show("norm + rope of q and k of one token", bench_token(rounds), EMPTY)
-    if args.only in (None, "attention"):
-        for b, h, g, s, d in shapes:
-            for dtype in (torch.float32, torch.bfloat16):
-                title = f"attention of one token, B{b} H{h} G{g} S{s} d{d} {dtype}"
-                show(title, bench_attention((b, h, g, s, d), dtype, rounds), COPY)
-    if args.only in (None, "latents"):
-        _latents(args.toy, rounds)
-    if args.only in (None, "module"):
-        for shape in shapes[:1] if args.toy else [(1, 8, 2, 128, 64), (1, 32, 8, 4096, 64)]:
-            show("a token through a module, B{} H{} G{} S{} d{}".format(*shape), *_module(shape, rounds))
+    """Prints the tables."""
+    kinds = {"token": _token, "attention": _attention, "latents": _latents, "module": _module}
+    flags = {"--only": {"choices": [*kinds]}}
+    bench = Bench("decode", __doc__, arguments, rounds=25, needs=[norm_rope.ready, decode.ready], flags=flags)
+    for kind, tables in kinds.items():
+        if bench.options.only in (None, kind):
+            tables(bench)
 
 
-def _latents(toy: bool, rounds: int) -> None:
-    shapes, sizes = ([(1, 4, 40)], LatentSizes()) if toy else (LATENTS, SIZES)
-    for shape in shapes:
+def _token(bench: Bench) -> None:
+    bench.table("norm + rope of q and k of one token", token_cases(), calls=10 if bench.toy else 300)
+
+
+def _attention(bench: Bench) -> None:
+    for shape in [TOY] if bench.toy else SHAPES:
+        b, _, g, s, d = shape
+        for dtype in (torch.float32, torch.bfloat16):
+            title = "attention of one token, B{} H{} G{} S{} d{} {}".format(*shape, dtype)
+            bench.table(title, attention_cases(shape, dtype), calls=1 if b * g * s * d > 1 << 18 else 30)
+
+
+def _latents(bench: Bench) -> None:
+    sizes = LatentSizes() if bench.toy else SIZES
+    for shape in [(1, 4, 40)] if bench.toy else LATENTS:
         for dtype in (torch.float32, torch.bfloat16):
             title = "latents of {} sequences, {} heads, {} tokens, {}".format(*shape, dtype)
-            show(title, bench_latents(shape, sizes, dtype, rounds), COPY_LATENTS)
-    for shape, dim in [((1, 4, 40), 64)] if toy else [((1, 16, 4096), 2048), ((4, 16, 4096), 2048)]:
+            bench.table(title, latent_cases(shape, sizes, dtype), calls=1 if shape[0] * shape[2] > 1024 else 4)
+    for shape, dim in [((1, 4, 40), 64)] if bench.toy else [((1, 16, 4096), 2048), ((4, 16, 4096), 2048)]:
         title = "a token through MLA, {} sequences, {} heads, {} tokens".format(*shape)
-        show(title, bench_latent_module(shape, dim, sizes, rounds), BARE)
+        bench.table(title, latent_module_cases(shape, dim, sizes))
 
 
-def _module(shape: tuple[int, int, int, int, int], rounds: int) -> tuple[list[Row], str]:
-    rows = bench_module(shape, rounds)
-    return rows, rows[0].name
+def _module(bench: Bench) -> None:
+    for shape in [TOY] if bench.toy else [(1, 8, 2, 128, 64), (1, 32, 8, 4096, 64)]:
+        bench.table("a token through a module, B{} H{} G{} S{} d{}".format(*shape), module_cases(shape), calls=5)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What qk_norm as a remedy costs on a transformers Llama, beside the norm that Qwen3 has by itself.
+"""What qk_norm as a remedy costs on a transformers Llama, and what the norm that Qwen3 has by itself costs.
 
 `python -m benchmarks.forward_remedies`: the same weights in three models, forward and backward, one after the other.
 --toy only shows that it runs.
@@ -6,15 +6,14 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import qkeel
+from benchmarks.measure import Bench, Case
 
 SIZES = {
     "hidden_size": 512,
@@ -26,41 +25,33 @@ SIZES = {
     "head_dim": 64,
 }
 TOY = {"hidden_size": 64, "head_dim": 8, "num_hidden_layers": 1, "intermediate_size": 64}
-BATCH, TOKENS, ROUNDS = 2, 512, 15
+BATCH, TOKENS = 2, 512
 
 
-def step(model: nn.Module, x: torch.Tensor) -> float:
-    """Seconds of one forward and backward pass."""
-    start = time.perf_counter()
-    model(x).logits.square().mean().backward()
-    model.zero_grad()
-    return time.perf_counter() - start
+def step(model: nn.Module, x: torch.Tensor) -> Case:
+    """Returns one forward and backward pass."""
+
+    def run() -> None:
+        model(x).logits.square().mean().backward()
+        model.zero_grad()
+
+    return run
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print medians and ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.forward_remedies", description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="one layer, 16 tokens, one round: only to see that it runs")
-    toy = parser.parse_args(arguments).toy
-    sizes = {**SIZES, **TOY} if toy else SIZES
+    """Prints the table, and the remedy's time over that of Qwen3's own norm."""
+    bench = Bench("forward_remedies", __doc__, arguments)
+    sizes = {**SIZES, **TOY} if bench.toy else SIZES
     torch.manual_seed(0)
-    x = torch.randint(0, 256, (BATCH, 16 if toy else TOKENS))
+    x = torch.randint(0, 256, (BATCH, 16 if bench.toy else TOKENS))
     llama, plain = (LlamaForCausalLM(LlamaConfig(**sizes)) for _ in range(2))
     qwen3 = Qwen3ForCausalLM(Qwen3Config(**sizes))
     qkeel.apply("qk_norm", llama, example=x[:, :8])
     qwen3.load_state_dict(llama.state_dict(), strict=True)
     models = {"llama": plain, "llama + qk_norm": llama, "qwen3": qwen3}
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for i in range((1 if toy else ROUNDS) + 2):
-        for name, model in models.items():
-            seconds = step(model, x)
-            if i >= 2:
-                times[name].append(seconds)
-    median = {name: statistics.median(t) for name, t in times.items()}
-    pairs = [a / b for a, b in zip(times["llama + qk_norm"], times["qwen3"])]
-    for name, t in median.items():
-        print(f"{name:16} {t * 1e3:8.1f} ms   {t / median['llama']:.3f} of plain llama")
-    print(f"qk_norm as a remedy / Qwen3's own norm: {statistics.median(pairs):.3f} (median of {ROUNDS} pairs)")
+    rows = bench.table("forward and backward of a model", {name: step(model, x) for name, model in models.items()})
+    ratio = statistics.median(a / b for a, b in zip(rows[1].times, rows[2].times))
+    print(f"  qk_norm as a remedy / Qwen3's own norm: {ratio:.3f} (median of {bench.rounds} pairs)")
 
 
 if __name__ == "__main__":

@@ -5,44 +5,38 @@ Five tables, interleaved, CUDA events, the L2 cache overwritten before every cal
 - norm and rotation of q and k against a copy of both (forward) and against five passes over them (with backward);
 - statistics against the attention forward they belong to;
 - the bracket from the logsumexp against attention forward and backward;
-- heads of weights copied with their norms, moved and scaled against a copy of them;
+- heads of weights copied with their norms, interpolated and scaled against a copy of them;
 - lalr and qk_clip against the fused AdamW step.
 
-Writes benchmarks/results/<device>-<date>.json and the tables as Markdown beside it. --toy with --device cpu and
+Writes benchmarks/results/<device>-<date>.json and the tables as Markdown next to it. --toy with --device cpu and
 TRITON_INTERPRET=1 only shows that it runs: nothing it prints then says anything of a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import datetime
-import json
 import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import qkeel
-from benchmarks.measure import Row
-from benchmarks.steps import BASE as STEP
+from benchmarks.measure import Bench, Case, Cases, Row, about, take_turns
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
-from qkeel.kernels import flex, triton_norm_rope, triton_statistics
-from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.native import gpu
+from qkeel.kernels import flex
+from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.triton import available, norm_rope
+from qkeel.kernels.triton import statistics as row_kernels
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
 COPY, PASSES, ATTENTION, BOTH = "copy of q and k", "five passes", "attention forward", "attention forward and backward"
 HEADS = "copy of all heads"
-Cases = dict[str, Callable[[], object]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +63,8 @@ class Clock:
         # Larger than any L2: what a call reads is not there yet. The host runs ahead while it is overwritten.
         self.cache = torch.empty(1 << 28, dtype=torch.float32, device=device) if self.cuda else torch.empty(1)
 
-    def time(self, case: Callable[[], object]) -> float:
-        """Of one call."""
+    def __call__(self, case: Case, calls: int) -> float:
+        """Returns the milliseconds of one call."""
         if not self.cuda:
             start = time.perf_counter()
             case()
@@ -84,17 +78,6 @@ class Clock:
         after.synchronize()
         return before.elapsed_time(after)
 
-    def interleave(self, cases: Cases, base: str, rounds: int) -> list[Row]:
-        """Every case once a round, the order reversed each round; ratios of the same round."""
-        for case in cases.values():
-            for _ in range(3 if self.cuda else 1):
-                case()
-        times: dict[str, list[float]] = {name: [] for name in cases}
-        for i in range(rounds):
-            for name in list(cases) if i % 2 == 0 else list(reversed(cases)):
-                times[name].append(self.time(cases[name]))
-        return [Row(n, ts, [a / b for a, b in zip(ts, times[base])]) for n, ts in times.items()]
-
 
 def norm_rope_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, Cases]:
     """RMS norm with a gain per dimension and RoPE: forward, and forward with backward."""
@@ -107,10 +90,10 @@ def norm_rope_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, C
     wide_cos, wide_sin = (torch.cat([x, x], -1).to(sizes.dtype) for x in (cos, sin))
 
     def fused(x: Tensor, g: Tensor) -> Tensor:
-        return triton_norm_rope.norm_rope(x, g, (cos, sin), 1, 1e-6, True)
+        return norm_rope.norm_rope(x, g, (cos, sin), 1, 1e-6, True)
 
-    def anew(x: Tensor, g: Tensor) -> Tensor:
-        return triton_norm_rope.norm_rope(x, g, (cos, sin), 1, 1e-6, False)
+    def made_again(x: Tensor, g: Tensor) -> Tensor:
+        return norm_rope.norm_rope(x, g, (cos, sin), 1, 1e-6, False)
 
     def eager(x: Tensor, g: Tensor) -> Tensor:
         y = F.rms_norm(x, x.shape[-1:], g, 1e-6)
@@ -135,8 +118,8 @@ def norm_rope_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, C
     for name, way in ways.items():
         forward[name] = lambda way=way: [way(x, gain) for x in (q, k)]
         both[name] = lambda way=way: _gradients([way(x, g) for x, g in zip(leaves, gains)], [*leaves, *gains], above)
-    both["qkeel, Triton, x made anew"] = lambda: _gradients(
-        [anew(x, g) for x, g in zip(leaves, gains)], [*leaves, *gains], above
+    both["qkeel, Triton, x made again"] = lambda: _gradients(
+        [made_again(x, g) for x, g in zip(leaves, gains)], [*leaves, *gains], above
     )
     return forward, both
 
@@ -146,7 +129,7 @@ def _gradients(outs: list[Tensor], leaves: list[Tensor], above: list[Tensor]) ->
 
 
 def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, Cases]:
-    """Beside attention forward; and the bracket from the logsumexp beside forward and backward."""
+    """Returns statistics next to attention forward; the bracket from the logsumexp next to forward and backward."""
     shapes = [(1, n, sizes.tokens, sizes.head_dim) for n in (sizes.heads, sizes.key_heads, sizes.key_heads)]
     q, k, v = (torch.randn(s, device=device, dtype=sizes.dtype, requires_grad=True) for s in shapes)
     bare = [x.detach() for x in (q, k, v)]
@@ -179,7 +162,7 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         ATTENTION: attend,
         "the same, bracket from its logsumexp": with_lse,
         "the same, certified maximum": certified,
-        "statistics alone, Triton": lambda: triton_statistics.row_statistics(*bare[:2], scale, causal=True),
+        "statistics alone, Triton": lambda: row_kernels.row_statistics(*bare[:2], scale, causal=True),
     }
     if compiled:
         mask = flex.visible(call)
@@ -189,10 +172,10 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
 
 
 def heads_cases(sizes: Sizes, device: str) -> Cases:
-    """What lalr and qk_clip do with the query and key weights of all layers, beside a copy of them."""
+    """Returns what lalr and qk_clip do with the query and key weights of all layers, and a copy of them."""
     counts = [n for _ in range(sizes.layers) for n in (sizes.heads, sizes.key_heads)]
     views = [torch.randn(n, sizes.head_dim, sizes.dim, device=device) for n in counts]
-    room, table = [torch.empty_like(view) for view in views], gpu.head_table(views)
+    room, table = [torch.empty_like(view) for view in views], available.head_table(views)
     old, close = table.copy(), torch.full((sum(counts),), 1 - 1e-6, device=device)
     ones, columns = torch.ones_like(close), [x.view(-1, 1, 1) for x in (1 - close).split(counts)]
 
@@ -211,77 +194,65 @@ def heads_cases(sizes: Sizes, device: str) -> Cases:
     }
 
 
-def tables(sizes: Sizes, device: str, rounds: int, compiled: bool) -> dict[str, tuple[str, list[Row]]]:
-    """Every table: its title, what its ratios are to, its rows."""
-    clock = Clock(device)
+def tables(sizes: Sizes, device: str, rounds: int, compiled: bool) -> dict[str, list[Row]]:
+    """Returns every table: its title, and its rows, of which the first is what the ratios are to."""
+    clock, found = Clock(device), {}
     shape = f"{sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, {sizes.tokens} tokens, {sizes.dtype}"
+    weights = f"{sizes.layers} layers, {sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, width {sizes.dim}"
+    model, size = (
+        f"{sizes.layers} layers, {sizes.heads} heads, width {sizes.dim}",
+        (sizes.layers, sizes.heads, sizes.dim),
+    )
+
+    def add(title: str, cases: Cases) -> None:
+        found[title] = take_turns(cases, rounds, warmup=3 if clock.cuda else 1, clock=clock)
+
     forward, both = norm_rope_cases(sizes, device, compiled)
-    found = {
-        f"norm and rotation, forward; {shape}": (COPY, clock.interleave(forward, COPY, rounds)),
-        f"norm and rotation, forward and backward; {shape}": (PASSES, clock.interleave(both, PASSES, rounds)),
-    }
+    add(f"norm and rotation, forward; {shape}", forward)
+    add(f"norm and rotation, forward and backward; {shape}", both)
     forward, both = statistics_cases(sizes, device, compiled)
-    found[f"statistics; {shape}"] = ATTENTION, clock.interleave(forward, ATTENTION, rounds)
-    found[f"logsumexp only; {shape}"] = BOTH, clock.interleave(both, BOTH, rounds)
-    model = (sizes.layers, sizes.heads, sizes.dim)
-    shape = f"{sizes.layers} layers, {sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, width {sizes.dim}"
-    found[f"heads of weights, float32; {shape}"] = HEADS, clock.interleave(heads_cases(sizes, device), HEADS, rounds)
-    shape = f"{sizes.layers} layers, {sizes.heads} heads, width {sizes.dim}"
-    found[f"optimizer step; {shape}"] = STEP, clock.interleave(optimizer_cases(*model, device), STEP, rounds)
-    found[f"qk_clip beside the step; {shape}"] = STEP, clock.interleave(clip_cases(*model, device), STEP, rounds)
+    add(f"statistics; {shape}", forward)
+    add(f"logsumexp only; {shape}", both)
+    add(f"heads of weights, float32; {weights}", heads_cases(sizes, device))
+    add(f"optimizer step; {model}", optimizer_cases(*size, device))
+    add(f"qk_clip next to the step; {model}", clip_cases(*size, device))
     return found
 
 
-def markdown(about: dict[str, object], found: dict[str, tuple[str, list[Row]]]) -> str:
-    """The tables as they stand in docs/gpu.md."""
-    lines = [f"{about['device']}, torch {about['torch']}, Triton {about['triton']}, {about['date']}.", ""]
-    for title, (base, rows) in found.items():
-        lines += [f"{title}; ratio to {base}, median of {about['rounds']} rounds", ""]
+def markdown(notes: dict[str, Any], found: dict[str, list[Row]]) -> str:
+    """Returns the tables as docs/gpu.md has them."""
+    lines = [f"{notes['device']}, torch {notes['torch']}, Triton {notes['triton']}, {notes['date']}.", ""]
+    for title, rows in found.items():
+        lines += [f"{title}; ratio to {rows[0].name}, median of {notes['rounds']} rounds", ""]
         lines += ["| | ms min / median / max | ratio |", "|---|---|---|"]
         for row in rows:
             low, mid, high = min(row.times), statistics.median(row.times), max(row.times)
-            lines.append(f"| {row.name} | {low:.3f} / {mid:.3f} / {high:.3f} | {statistics.median(row.ratios):.3f} |")
+            lines.append(f"| {row.name} | {low:.3f} / {mid:.3f} / {high:.3f} | {row.ratio:.3f} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse, run, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, two rounds: only to see that it runs")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile and FlexAttention out")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and not torch.cuda.is_available():
+    """Measures, prints and writes."""
+    flags = {"--device": {"choices": ("cuda", "cpu"), "default": "cuda"}}
+    peer = "torch.compile and FlexAttention"
+    bench = Bench("gpu", __doc__, arguments, rounds=25, peer=peer, writes=True, flags=flags)
+    device = bench.options.device
+    if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here; --device cpu --toy with TRITON_INTERPRET=1 shows that it runs")
-    if not gpu.loaded():
+    if not available.loaded():
         raise SystemExit("Triton cannot be imported here; the warning above says why")
     import triton
 
-    sizes, rounds = (TOY, 2) if args.toy else (Sizes(), args.rounds)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {platform.machine()}, interpreter"
-    about: dict[str, object] = {
-        "qkeel": qkeel.__version__,
-        "device": device,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "rounds": rounds,
-        "command": "make gpu",
-    }
-    found = tables(sizes, args.device, rounds, not (args.toy or args.no_compile))
-    print(markdown(about, found))
-    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    path = args.out / f"{name}-{about['date']}{'-toy' if args.toy else ''}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = {title: {"base": base, "rows": [row.as_dict() for row in part]} for title, (base, part) in found.items()}
-    text = json.dumps({"about": about, "tables": rows}, indent=1, ensure_ascii=False).replace("cpu_ms", "ms")
-    path.write_text(text + "\n")
-    path.with_suffix(".md").write_text(markdown(about, found))
-    print(f"written: {path} and {path.with_suffix('.md').name}")
+    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {platform.machine()}, interpreter"
+    notes = about("make gpu", bench.rounds) | {"device": name, "triton": triton.__version__}
+    found = tables(TOY if bench.toy else Sizes(), device, bench.rounds, bench.compiled)
+    text = markdown(notes, found)
+    print(text)
+    rows = {title: {"base": part[0].name, "rows": [row.as_dict() for row in part]} for title, part in found.items()}
+    path = bench.write(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"), about=notes, tables=rows)
+    path.write_text(path.read_text().replace("cpu_ms", "ms"))
+    path.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks.measure import Row, interleave
+from benchmarks.measure import Cases
 from qkeel.nn import MLA, Attention, LatentSizes
 from qkeel.spec import AttentionSpec, RMSNorm, Rope
 
@@ -18,7 +18,7 @@ NORMED = AttentionSpec(norm=RMSNorm(gain="dim"))
 
 
 class Materialised(nn.Module):
-    """The same cache, keys and values of every head made anew for each token, as transformers does."""
+    """The same cache, keys and values of every head made again for each token, as transformers does."""
 
     def __init__(self, inner: MLA) -> None:
         super().__init__()
@@ -52,10 +52,8 @@ def _filled(module: nn.Module, cache: object, batch: int, length: int, dim: int)
     return step
 
 
-def bench(
-    batch: int, length: int, dim: int, heads: int, sizes: LatentSizes, rounds: int
-) -> tuple[list[Row], dict[str, int]]:
-    """Times of one decoding step after `length` tokens, and bytes per token of each cache (float32)."""
+def cases(batch: int, length: int, dim: int, heads: int, sizes: LatentSizes) -> tuple[Cases, dict[str, int]]:
+    """Returns one decoding step after `length` tokens by every module, and bytes per token of each cache (float32)."""
     torch.manual_seed(0)
 
     def latent(spec: AttentionSpec) -> MLA:
@@ -71,6 +69,5 @@ def bench(
     full = Attention(dim, heads, head_dim=head_dim, spec=AttentionSpec(position=Rope(rotary=sizes.rope_dim / head_dim)))
     modules["keys and values cached (MHA)"] = (full, full)
     caches = {name: inner.new_cache(length + 1) for name, (_, inner) in modules.items()}
-    cases = {name: _filled(module, caches[name], batch, length, dim) for name, (module, _) in modules.items()}
-    rows = interleave(cases, BASE, rounds)
-    return rows, {name: cache.bytes_per_token for name, cache in caches.items()}
+    made = {name: _filled(module, caches[name], batch, length, dim) for name, (module, _) in modules.items()}
+    return made, {name: cache.bytes_per_token for name, cache in caches.items()}

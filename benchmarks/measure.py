@@ -1,61 +1,130 @@
-"""How everything here is timed: the package's own interleaved rounds, which `qkeel bench` uses too.
+"""The harness of every benchmark: its command line, its rounds, the tables it prints and the results it writes.
 
-Nothing here imports torch before it is called: the allocator reads its settings when the process starts.
+The timing is the package's own (`qkeel.bench.measure`).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from qkeel.bench.measure import Row, interleave, settle, show
+import torch
 
-__all__ = ["Row", "Wanted", "about", "interleave", "settle", "show", "wanted"]
+import qkeel
+from qkeel.bench.measure import Row, interleave, processor_ms, show
 
+__all__ = ["Bench", "Case", "Cases", "Row", "about", "by_native", "restored", "take_turns"]
 
-class Wanted(NamedTuple):
-    """What the command line asks of a benchmark of compiled kernels."""
-
-    toy: bool
-    rounds: int
-    compiled: bool
-
-    @property
-    def module(self) -> dict[str, int]:
-        """Size of an attention module and of what it takes."""
-        if self.toy:
-            return {"dim": 64, "heads": 1, "batch": 1, "length": 16}
-        return {"dim": 512, "heads": 8, "batch": 4, "length": 512}
+Case = Callable[[], object]
+Cases = dict[str, Case]
 
 
-def wanted(
-    name: str, doc: str | None, arguments: list[str] | None, *, rounds: int, ready: Callable[[], bool], peer: str
-) -> Wanted:
-    """Parse, one thread, compiled kernels on; or end, saying why, where they can't be compiled."""
-    import torch
+class Bench:
+    """One run of a benchmark: what its command line asks for, and the tables found so far.
 
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--no-compile", action="store_true", help=f"leave {peer} out (saves a minute)")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, two rounds: only to see that it runs")
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    os.environ["QKEEL_NATIVE"] = "1"
-    if not ready():
-        raise SystemExit("the kernels could not be compiled; the warning above says why")
-    return Wanted(args.toy, 2 if args.toy else args.rounds, not (args.toy or args.no_compile))
+    Args:
+        name: of the module. doc: its docstring. arguments: of the command line, None for the process's own.
+        rounds: default of --rounds; None: the benchmark has no rounds. peer: what --no-compile leaves out.
+        needs: readiness of compiled operators, without which there is nothing to measure. writes: it has --out.
+        flags: more flags of argparse.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        doc: str | None,
+        arguments: Sequence[str] | None = None,
+        *,
+        rounds: int | None = 15,
+        peer: str = "",
+        needs: Sequence[Callable[[], bool]] = (),
+        writes: bool = False,
+        flags: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.command = f"python -m benchmarks{'.' * bool(name)}{name}"
+        parser = argparse.ArgumentParser(prog=self.command, description=doc)
+        parser.add_argument("--toy", action="store_true", help="tiny sizes: only to see that it runs")
+        if rounds is not None:
+            parser.add_argument("--rounds", type=int, default=rounds)
+        if peer:
+            parser.add_argument("--no-compile", action="store_true", help=f"leave {peer} out (saves minutes)")
+        if writes:
+            parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+        for flag, options in (flags or {}).items():
+            parser.add_argument(flag, **options)
+        self.options = parser.parse_args(arguments)
+        self.toy: bool = self.options.toy
+        self.rounds: int = 0 if rounds is None else min(2, self.options.rounds) if self.toy else self.options.rounds
+        self.compiled = bool(peer) and not (self.toy or self.options.no_compile)
+        self.tables: dict[str, object] = {}
+        torch.set_num_threads(1)
+        if needs:
+            os.environ["QKEEL_NATIVE"] = "1"
+        if not all(ready() for ready in needs):
+            raise SystemExit("the kernels could not be compiled; the warning above says why")
+
+    def table(self, title: str, cases: Cases, calls: int = 1, warmup: int = 2, rounds: int | None = None) -> list[Row]:
+        """Times the cases in turn, prints their ratios to the first one, and keeps them for the results file."""
+        rows = take_turns(cases, rounds or self.rounds, calls, warmup)
+        show(title, rows, rows[0].name)
+        self.tables[title] = [row.as_dict() for row in rows]
+        return rows
+
+    def numbers(self, title: str, values: Mapping[str, float]) -> None:
+        """Prints and keeps numbers that are no times."""
+        print(f"\n{title}")
+        for name, value in values.items():
+            print(f"  {name:<40} {value:9.6g}")
+        self.tables[title] = dict(values)
+
+    def write(self, device: str, **more: object) -> Path:
+        """Writes the tables, or `more` with them, into DEVICE-DATE.json; returns the file."""
+        notes = about(self.command, self.rounds)
+        path: Path = self.options.out / f"{device}-{notes['date']}{'-toy' if self.toy else ''}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        notes |= more.pop("about", {})  # type: ignore[operator]
+        text = json.dumps({"about": notes, **(more or {"tables": self.tables})}, indent=1, ensure_ascii=False)
+        path.write_text(text + "\n")
+        print(f"\nwritten: {path}")
+        return path
+
+
+def take_turns(
+    cases: Cases, rounds: int, calls: int = 1, warmup: int = 2, clock: Callable[[Case, int], float] = processor_ms
+) -> list[Row]:
+    """`interleave` with the first case as base; QKEEL_NATIVE is afterwards what it was before."""
+    return restored("QKEEL_NATIVE", lambda: interleave(cases, next(iter(cases)), rounds, calls, warmup, clock))
+
+
+def restored(variable: str, run: Callable[[], Any], value: str | None = None) -> Any:
+    """Returns run(), with the variable of the environment at `value` if given; puts the old one back."""
+    before = os.environ.get(variable)
+    os.environ.update({} if value is None else {variable: value})
+    try:
+        return run()
+    finally:
+        os.environ.pop(variable, None)
+        os.environ.update({} if before is None else {variable: before})
+
+
+def by_native(switch: str, case: Case) -> Case:
+    """Returns the case with compiled kernels ("1") or without ("0"); `take_turns` restores the variable."""
+
+    def run() -> object:
+        os.environ["QKEEL_NATIVE"] = switch
+        return case()
+
+    return run
 
 
 def about(command: str, rounds: int) -> dict[str, Any]:
-    """Versions, machine and day of a results file."""
-    import torch
-
-    import qkeel
-
+    """Returns the versions, the machine and the day of a results file."""
     return {
         "qkeel": qkeel.__version__,
         "torch": torch.__version__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qkeel
-from benchmarks.measure import Row, interleave
+from benchmarks.measure import Bench, Case, Cases
 
 BASE = "GEMM + SDPA (no norm, no rope)"
 
@@ -36,45 +37,21 @@ def ours(dim: int, heads: int, norm: bool) -> nn.Module:
     return qkeel.nn.Attention(dim, heads, spec=spec)
 
 
-class Qwen3(nn.Module):
-    """transformers' Qwen3 attention, SDPA; without the norm its modules are replaced by identities."""
+class Transformers(nn.Module):
+    """The attention of a transformers model with SDPA; without the norm its modules are replaced by identities."""
 
-    def __init__(self, dim: int, heads: int, norm: bool, length: int) -> None:
+    def __init__(self, family: str, dim: int, heads: int, norm: bool, length: int) -> None:
         super().__init__()
-        from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
-
-        config = Qwen3Config(
-            hidden_size=dim, num_attention_heads=heads, num_key_value_heads=heads, head_dim=dim // heads,
-            attn_implementation="sdpa",
-        )  # fmt: skip
-        self.inner = Qwen3Attention(config, layer_idx=0)
+        lower = f"transformers.models.{family.lower()}"
+        config_of = getattr(importlib.import_module(f"{lower}.configuration_{family.lower()}"), f"{family}Config")
+        modeling = importlib.import_module(f"{lower}.modeling_{family.lower()}")
+        sizes = {"hidden_size": dim, "num_attention_heads": heads, "num_key_value_heads": heads}
+        config = config_of(**sizes, head_dim=dim // heads, attn_implementation="sdpa")
+        self.inner = getattr(modeling, f"{family}Attention")(config, layer_idx=0)
         if not norm:
             self.inner.q_norm, self.inner.k_norm = nn.Identity(), nn.Identity()
-        rotary = Qwen3RotaryEmbedding(config)
+        rotary = getattr(modeling, f"{family}RotaryEmbedding")(config)
         cos, sin = rotary(torch.zeros(1, length, dim), torch.arange(length)[None])
-        self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, position_embeddings=(self.cos, self.sin), attention_mask=None)[0]
-
-
-class Olmo2(nn.Module):
-    """transformers' OLMo 2 attention, SDPA."""
-
-    def __init__(self, dim: int, heads: int, norm: bool, length: int) -> None:
-        super().__init__()
-        from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
-        from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2RotaryEmbedding
-
-        config = Olmo2Config(
-            hidden_size=dim, num_attention_heads=heads, num_key_value_heads=heads, attn_implementation="sdpa"
-        )
-        self.inner = Olmo2Attention(config, layer_idx=0)
-        if not norm:
-            self.inner.q_norm, self.inner.k_norm = nn.Identity(), nn.Identity()
-        cos, sin = Olmo2RotaryEmbedding(config)(torch.zeros(1, length, dim), torch.arange(length)[None])
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
 
@@ -111,23 +88,27 @@ class TorchMHA(nn.Module):
 
 
 def modules(dim: int, heads: int, length: int, compiled: bool) -> dict[str, nn.Module]:
-    """Every module of the table; a peer that is not installed is left out and said so."""
+    """Returns every module of the table."""
     made: dict[str, Callable[[], nn.Module]] = {
         BASE: lambda: Bare(dim, heads),
         "qkeel rope": lambda: ours(dim, heads, False),
         "qkeel rope + norm": lambda: ours(dim, heads, True),
-        "transformers Qwen3 rope": lambda: Qwen3(dim, heads, False, length),
-        "transformers Qwen3 rope + norm": lambda: Qwen3(dim, heads, True, length),
-        "transformers OLMo 2 rope": lambda: Olmo2(dim, heads, False, length),
-        "transformers OLMo 2 rope + norm": lambda: Olmo2(dim, heads, True, length),
+        "transformers Qwen3 rope": lambda: Transformers("Qwen3", dim, heads, False, length),
+        "transformers Qwen3 rope + norm": lambda: Transformers("Qwen3", dim, heads, True, length),
+        "transformers OLMo 2 rope": lambda: Transformers("Olmo2", dim, heads, False, length),
+        "transformers OLMo 2 rope + norm": lambda: Transformers("Olmo2", dim, heads, True, length),
         "x-transformers rope": lambda: XTransformers(dim, heads, False, length),
         "x-transformers rope + norm": lambda: XTransformers(dim, heads, True, length),
         "nn.MultiheadAttention (no rope)": lambda: TorchMHA(dim, heads, length),
     }
-    if compiled:
-        made["qkeel rope + norm, compiled"] = lambda: _compiled(ours(dim, heads, True))
-        made["transformers Qwen3 rope + norm, compiled"] = lambda: _compiled(Qwen3(dim, heads, True, length))
-        made["transformers OLMo 2 rope + norm, compiled"] = lambda: _compiled(Olmo2(dim, heads, True, length))
+    for name in ("qkeel", "transformers Qwen3", "transformers OLMo 2") if compiled else ():
+        make = made[f"{name} rope + norm"]
+        made[f"{name} rope + norm, compiled"] = lambda make=make: torch.compile(make())  # type: ignore[return-value]
+    return available(made)
+
+
+def available(made: dict[str, Callable[[], nn.Module]]) -> dict[str, nn.Module]:
+    """Returns the modules that can be made; one whose library is not installed is left out, and a line says so."""
     found = {}
     for name, make in made.items():
         try:
@@ -138,41 +119,41 @@ def modules(dim: int, heads: int, length: int, compiled: bool) -> dict[str, nn.M
     return found
 
 
-def _compiled(module: nn.Module) -> nn.Module:
-    return torch.compile(module)  # type: ignore[return-value]
+def call(module: nn.Module, x: Tensor, above: Tensor | None) -> Case:
+    """Returns a forward pass without gradients, or with `above`, the gradient of the output, forward and backward."""
+    leaf = x.clone().requires_grad_(above is not None)
+
+    def run() -> None:
+        with torch.set_grad_enabled(above is not None):
+            out = module(leaf)
+        if above is not None:
+            out.backward(above)
+
+    return run
 
 
-def bench(dim: int, heads: int, batch: int, length: int, rounds: int, compiled: bool) -> dict[str, list[Row]]:
-    """Forward (no_grad) and forward+backward of every module."""
-    found = modules(dim, heads, length, compiled)
-    x = torch.randn(batch, length, dim)
-    grad = torch.randn(batch, length, dim)
+def both_directions(made: dict[str, nn.Module], batch: int, length: int, dim: int) -> dict[str, Cases]:
+    """Returns the cases of every module: forward, and forward with backward."""
+    x, above = torch.randn(batch, length, dim), torch.randn(batch, length, dim)
+    return {
+        "forward": {name: call(module, x, None) for name, module in made.items()},
+        "forward + backward": {name: call(module, x, above) for name, module in made.items()},
+    }
 
-    def forward(module: nn.Module) -> Callable[[], object]:
-        def call() -> Tensor:
-            with torch.no_grad():
-                return module(x)
 
-        return call
-
-    def both(module: nn.Module) -> Callable[[], object]:
-        y = x.clone().requires_grad_()
-
-        def call() -> None:
-            module(y).backward(grad)
-
-        return call
-
+def tables(bench: Bench, dim: int, heads: int, batch: int, length: int) -> None:
+    """Prints the times of every module and the memory it keeps for the backward pass."""
+    sizes = {"dim": dim, "heads": heads, "batch": batch, "length": length}
+    made = modules(dim, heads, length, bench.compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {
-            "forward": interleave({n: forward(m) for n, m in found.items()}, BASE, rounds),
-            "forward + backward": interleave({n: both(m) for n, m in found.items()}, BASE, rounds),
-        }
+        for kind, cases in both_directions(made, batch, length, dim).items():
+            bench.table(f"attention modules, {kind}, {sizes}", cases)
+        bench.numbers("activation memory, units of batch·length·dim float32", activation_memory(**sizes))
 
 
 def activation_memory(dim: int, heads: int, batch: int, length: int) -> dict[str, float]:
-    """Bytes kept for backward by one module, in units of batch·length·dim float32 numbers."""
+    """Returns the bytes kept for backward by one module, in units of batch·length·dim float32 numbers."""
     units = {}
     for name, module in modules(dim, heads, length, compiled=False).items():
         seen: dict[int, int] = {}

@@ -81,7 +81,7 @@ def panel(field: str, title: str, remedy: str, curves: Curves) -> str:
 
 
 def height(value: float, logarithmic: bool) -> float:
-    """Where a value stands; logits under 0.01 stand there, since a logarithm has no zero."""
+    """Returns the height of a value; logits under 0.01 are drawn there, since a logarithm has no zero."""
     return math.log10(max(value, 0.01)) if logarithmic else value
 
 

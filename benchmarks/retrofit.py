@@ -5,7 +5,6 @@ python -m benchmarks.retrofit [--toy]
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import torch
@@ -13,8 +12,9 @@ import transformers
 from torch import Tensor, nn
 
 import qkeel
+from benchmarks.measure import Bench
 from qkeel.remedies.retrofit import Fitting
-from qkeel.remedies.retrofit.outputs import Reference
+from qkeel.remedies.retrofit.predictions import Reference
 
 VOCABULARY, LENGTH = 16, 24
 
@@ -51,10 +51,7 @@ CASES = ((64, 0, "dim"), (64, 1, "dim"), (96, 0, "dim"), (64, 0, "head_dim"), (6
 
 def main(arguments: list[str] | None = None) -> None:
     """The table of docs/retrofit.md."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.retrofit", description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="one case, few steps: only to see that it runs")
-    toy = parser.parse_args(arguments).toy
-    torch.set_num_threads(1)
+    toy = Bench("retrofit", __doc__, arguments, rounds=None).toy
     print("| width, seed, gain | naive | gains | and balanced | and 40 steps on q, k | and 100 |\n" + "|---" * 6 + "|")
     for width, seed, gain in ((16, 0, "dim"),) if toy else CASES:
         rng = torch.Generator().manual_seed(1)

@@ -1,10 +1,10 @@
-"""How far each operator is from what the machine can do: its time beside copies and a matrix product, in one run.
+"""How far each operator is from what the machine can do: its time, and copies and a matrix product, in one run.
 
     python -m benchmarks.roofline                        measures, writes benchmarks/results/roofline-DATE.json
     python -m benchmarks.roofline_chart FILE.json FILE.svg   draws it
 
-An operator stands by the bytes and floating-point operations that it cannot do without: every tensor read or written
-once, every product that a visible pair needs. What it moves or computes beside them shows as distance from the roof.
+An operator is placed by the bytes and floating-point operations that it cannot do without: every tensor read or written
+once, every product that a visible pair needs. What it moves or computes besides shows as distance from the roof.
 Roofs: a matrix product, and the rate of a copy, or of a multiplication in place for what writes where it read (a copy's
 target is fetched before it is overwritten, which no one counts), in the cache that takes twice the operator's bytes.
 --no-compile leaves inductor out, --toy only shows that it runs.
@@ -12,9 +12,7 @@ target is fetched before it is overwritten, which no one counts), in the cache t
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
 import statistics
 import warnings
@@ -22,24 +20,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.measure import settle
-
-if __name__ == "__main__":
-    settle(module="benchmarks.roofline")  # before torch: the allocator reads its settings when the process starts
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkeel
-from benchmarks.measure import Row, about, interleave
+from benchmarks.measure import Bench, Cases, Row, take_turns
+from benchmarks.measure import Case as Call
 from benchmarks.native import Passes
 from benchmarks.steps import adamw_step
 from qkeel.kernels.native import ready
-from qkeel.kernels.statistics import logit_stats
+from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.ops import KERNELS
 from qkeel.spec.call import make_call
 
-Call = Callable[[], object]
 WAYS = {"eager F.rms_norm + rotate_half": "eager", "inductor, the same": "inductor"}  # shorter, for the picture
 TORCH = "torch SDPA"
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -76,7 +69,7 @@ class Sizes:
 
     @property
     def pairs(self) -> int:
-        """Query and key that see each other, causal."""
+        """Pairs of a query and a key visible to it, causal."""
         return self.batch * self.heads * self.tokens * (self.tokens + 1) // 2
 
     @property
@@ -89,7 +82,7 @@ TOY = Sizes(batch=1, tokens=16, heads=2, head_dim=64, layers=1, dim=64, matrix=6
 
 
 def operators(sizes: Sizes, compiled: bool) -> Iterator[Operator]:
-    """The table. A kernel that joins KERNELS, a compiled pass behind statistics or lalr, is measured as it stands."""
+    """The table. A kernel that joins KERNELS, a compiled pass behind statistics or lalr, is measured as it is."""
     n, size = sizes.numbers, 4  # bytes of a float32
     passes = Passes((sizes.batch, sizes.tokens, sizes.heads, sizes.heads, sizes.head_dim), compiled)
     for way_name, way in passes.ways.items():
@@ -134,7 +127,7 @@ def operators(sizes: Sizes, compiled: bool) -> Iterator[Operator]:
 
 
 def inputs(sizes: Sizes, gradient: bool) -> list[torch.Tensor]:
-    """q, k, v and a gradient of the output, heads beside each other in memory."""
+    """q, k, v and a gradient of the output, the heads of a token next to each other in memory."""
     rng, shape = torch.Generator().manual_seed(0), (sizes.batch, sizes.tokens, sizes.heads, sizes.head_dim)
     made = [torch.randn(shape, generator=rng).transpose(1, 2) for _ in range(4)]
     return [x.requires_grad_(gradient) for x in made[:3]] + made[3:]
@@ -176,7 +169,7 @@ def cache(level: int, default: int) -> int:
     return default
 
 
-def streams(size: int, least: int) -> tuple[dict[str, Call], int]:
+def streams(size: int, least: int) -> tuple[Cases, int]:
     """A copy and a scaling inside so many bytes, repeated until `least` were read and written; how many those are."""
     x, times = torch.randn(size // 8), max(1, least // size)
     to, own = torch.empty_like(x), torch.ones(size // 8)  # half the bytes, each read and written
@@ -201,11 +194,11 @@ def measure(sizes: Sizes, rounds: int, compiled: bool) -> dict[str, Any]:
         spans = dict.fromkeys(spans, 1 << 16)
     moving = {level: streams(size, least) for level, size in spans.items()}
     a, b = (torch.randn(sizes.matrix, sizes.matrix) for _ in range(2))
-    cases: dict[str, Call] = {"sgemm": lambda: torch.mm(a, b)}
+    cases: Cases = {"sgemm": lambda: torch.mm(a, b)}
     cases |= {f"{how}, {level}": call for level, (calls, _) in moving.items() for how, call in calls.items()}
     table = list(operators(sizes, compiled))
     cases |= {operator.name: operator.make() for operator in table}
-    rows = {row.name: row for row in interleave(cases, "sgemm", rounds)}
+    rows = {row.name: row for row in take_turns(cases, rounds)}
     bandwidth = {
         how: {level: moved / _seconds(rows[f"{how}, {level}"]) for level, (_, moved) in moving.items()}
         for how in ("copy", "in place")
@@ -222,7 +215,7 @@ def _seconds(row: Row) -> float:
 def _placed(
     operator: Operator, row: Row, bandwidth: dict[str, dict[str, float]], peak: float, levels: dict[str, int]
 ) -> dict[str, Any]:
-    """Where an operator stands: its share of the roof is the time that the roof allows over the time it takes."""
+    """Returns where an operator is placed; its share is the time that the roof allows over the time it takes."""
     level = next((name for name, size in levels.items() if 2 * operator.bytes <= size), "memory")
     moving = operator.bytes / bandwidth["in place" if operator.in_place else "copy"][level]
     floor = max(moving, operator.flops / peak)
@@ -253,26 +246,15 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse, measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, two rounds: only to see that it runs")
-    parser.add_argument("--no-compile", action="store_true", help="leave inductor out (saves a minute)")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    """Measures, prints and writes."""
+    bench = Bench("roofline", __doc__, arguments, rounds=11, peer="inductor", writes=True)
     os.environ.setdefault("QKEEL_NATIVE", "1")
-    sizes, rounds = (TOY, 2) if args.toy else (Sizes(), args.rounds)
+    sizes = TOY if bench.toy else Sizes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = measure(sizes, rounds, not (args.toy or args.no_compile))
+        found = measure(sizes, bench.rounds, bench.compiled)
     show(found)
-    run_of = about("python -m benchmarks.roofline", rounds)
-    run_of |= {"compiled_kernels": ready(), "sizes": dataclasses.asdict(sizes)}
-    path = args.out / f"roofline-{run_of['date']}{'-toy' if args.toy else ''}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"about": run_of, **found}, indent=1, ensure_ascii=False) + "\n")
-    print(f"\nwritten: {path}")
+    bench.write("roofline", about={"compiled_kernels": ready(), "sizes": dataclasses.asdict(sizes)}, **found)
 
 
 if __name__ == "__main__":

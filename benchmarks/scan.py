@@ -1,14 +1,13 @@
 """`scan` against reading the same bytes, from a warm page cache and from disk, side by side, and its memory.
 
 Wall time and, since that says little on a shared machine, processor time. Torch computes with one thread; `scan` has
-threads for eigenvalues beside it.
+threads of its own for eigenvalues.
 
 python -m benchmarks.scan [gigabytes] [--toy]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -19,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from qkeel.audit import scan
+from benchmarks.measure import Bench
+from qkeel.audit.scan.scan import scan
 
 D, HEADS, GROUPS, WIDTH, MLP, VOCABULARY = 2048, 16, 8, 128, 5632, 32000
 ROUNDS = 5
@@ -105,18 +105,15 @@ def compare(file: Path, *, cold: bool, what: str = "BF16") -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print rates, their ratio and the peak memory."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scan", description=__doc__)
-    parser.add_argument("gigabytes", nargs="?", type=float, default=1.0)
-    parser.add_argument("--toy", action="store_true", help="one layer, warm only: only to see that it runs")
-    args = parser.parse_args(arguments)
-    gigabytes = 0.0 if args.toy else args.gigabytes
-    torch.set_num_threads(1)
-    for dtype, name in list(NAMES.items())[: 1 if args.toy else None]:
+    flags = {"gigabytes": {"nargs": "?", "type": float, "default": 1.0}}
+    bench = Bench("scan", __doc__, arguments, rounds=None, flags=flags)
+    gigabytes = 0.0 if bench.toy else bench.options.gigabytes
+    for dtype, name in list(NAMES.items())[: 1 if bench.toy else None]:
         with tempfile.TemporaryDirectory() as folder:
             file = write_checkpoint(Path(folder), gigabytes, dtype)
             read(file)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            for cold in (False,) if args.toy else (False, True):
+            for cold in (False,) if bench.toy else (False, True):
                 compare(file, cold=cold, what=name)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"peak memory of the process: {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before the scans)")

@@ -5,21 +5,16 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-from collections.abc import Callable
 
-from benchmarks.measure import settle
-
-if __name__ == "__main__":
-    settle(module="benchmarks.stacked")  # before torch: the allocator reads its settings when the process starts
-
-from benchmarks.measure import interleave, show
+from benchmarks.measure import Bench, Case, Cases
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model import resolve
-from qkeel.lab.stack import Stack
-from qkeel.lab.trainer import Trainer
+from qkeel.lab.model.build_model import resolve
+from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
+from qkeel.lab.training.arithmetic import Arithmetic, TorchArithmetic
+from qkeel.lab.training.run_state import RunState
+from qkeel.lab.training.step import train_step
 
 REMEDIES = (
     "none",
@@ -40,40 +35,36 @@ def configs(remedy: str, count: int) -> list[RunConfig]:
     return [resolve(dataclasses.replace(base, seed=s, optim=dataclasses.replace(base.optim, lr=lr))) for s, lr in grid]
 
 
-def steps_of(stack: Stack) -> Callable[[], object]:
+def steps_of(arithmetic: Arithmetic) -> Case:
     """A case: the next step of a stack."""
     counter = itertools.count()
-    return lambda: stack.step([next(counter)] * len(stack.trainers))
+    return lambda: train_step(arithmetic, [next(counter)] * len(arithmetic.runs))
 
 
-def table(remedy: str, sizes: tuple[int, ...], rounds: int) -> None:
-    """Print the table of a remedy. A case does as many steps as there are runs in the largest stack."""
+def step_cases(remedy: str, sizes: tuple[int, ...]) -> Cases:
+    """Returns as many steps as there are runs in the largest stack, by one run alone and by stacks of several sizes."""
     most = max(sizes)
-    alone, counter = Trainer(configs(remedy, 1)[0]), itertools.count()
-    cases: dict[str, Callable[[], object]] = {"alone": lambda: [alone.step(next(counter)) for _ in range(most)]}
+    alone = steps_of(TorchArithmetic([RunState(configs(remedy, 1)[0])]))
+    cases: Cases = {"alone": lambda: [alone() for _ in range(most)]}
     for size in sizes:
-        one = steps_of(Stack([Trainer(c) for c in configs(remedy, size)]))
+        one = steps_of(choose_arithmetic([RunState(c) for c in configs(remedy, size)]))
         cases[f"stack of {size}"] = lambda one=one, n=most // size: [one() for _ in range(n)]
-    show(f"{remedy}: {most} steps of one run", interleave(cases, "alone", rounds), "alone")
+    return cases
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="two rounds of small stacks")
-    parser.add_argument("--remedies", nargs="+", default=REMEDIES)
-    options = parser.parse_args()
-    for remedy in ("none",) if options.toy else options.remedies:
-        table(remedy, (2,) if options.toy else (1, 8, 16), 2 if options.toy else 5)
-    trainers = [Trainer(c) for c in configs("none", 2 if options.toy else 8)]
-    stack, single = Stack(trainers), Trainer(configs("none", 1)[0])
-    n, rounds = len(trainers), 2 if options.toy else 5
-    for name in ("probe", "evaluate"):
-        cases: dict[str, Callable[[], object]] = {
-            "alone": lambda name=name: [getattr(single, name)() for _ in range(n)],
-            f"stack of {n}": lambda name=name: getattr(stack, name)(),
-        }
-        show(f"none: {name} of {n} runs", interleave(cases, "alone", rounds, warmup=1), "alone")
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the tables."""
+    flags = {"--remedies": {"nargs": "+", "default": REMEDIES}}
+    bench = Bench("stacked", __doc__, arguments, rounds=5, flags=flags)
+    sizes = (2,) if bench.toy else (1, 8, 16)
+    for remedy in ("none",) if bench.toy else bench.options.remedies:
+        bench.table(f"{remedy}: {max(sizes)} steps of one run", step_cases(remedy, sizes))
+    n = 2 if bench.toy else 8
+    stack = choose_arithmetic([RunState(c) for c in configs("none", n)])
+    single = TorchArithmetic([RunState(configs("none", 1)[0])])
+    for name, alone, stacked in (("probe", single.probe, stack.probe), ("evaluate", single.evaluate, stack.evaluate)):
+        cases: Cases = {"alone": lambda alone=alone: [alone() for _ in range(n)], f"stack of {n}": stacked}
+        bench.table(f"none: {name} of {n} runs", cases, warmup=1)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,11 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections.abc import Callable
-
-from benchmarks.measure import settle
-
-if __name__ == "__main__":
-    settle(module="benchmarks.steps")  # before torch: the allocator reads its settings when the process starts
-
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import Row, interleave, show
-from qkeel.functional.stats import LogitStats
+from benchmarks.measure import Bench, Case, Cases, by_native, restored
+from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.nn import Attention
 from qkeel.remedies import apply
 
@@ -39,9 +30,7 @@ def _model(layers: int, heads: int, dim: int) -> nn.Module:
     return nn.ModuleList(blocks)
 
 
-def adamw_step(
-    layers: int, heads: int, dim: int, remedy: str, device: str = "cpu", **options: bool
-) -> Callable[[], object]:
+def adamw_step(layers: int, heads: int, dim: int, remedy: str, device: str = "cpu", **options: bool) -> Case:
     """The step of AdamW with a remedy, on fixed gradients."""
     model = _model(layers, heads, dim).to(device)
     for p in model.parameters():
@@ -51,65 +40,42 @@ def adamw_step(
     return optimizer.step
 
 
-def by_lists(layers: int, heads: int, dim: int, remedy: str, device: str) -> Callable[[], object]:
+def by_lists(layers: int, heads: int, dim: int, remedy: str, device: str) -> Case:
     """The fused step with a remedy by torch's operators on lists, where Triton's kernels could have taken it."""
-    before = os.environ.get("QKEEL_TRITON")
-    os.environ["QKEEL_TRITON"] = "0"
-    try:
+
+    def make() -> Case:
         step = adamw_step(layers, heads, dim, remedy, device, fused=True)
-        step()  # what moves heads is chosen at the first
+        step()  # the first step chooses what changes the heads
         return step
-    finally:
-        os.environ.pop("QKEEL_TRITON")
-        os.environ.update({"QKEEL_TRITON": before} if before is not None else {})
+
+    return restored("QKEEL_TRITON", make, "0")
 
 
-def _by(native: str, step: Callable[[], object]) -> Callable[[], object]:
-    """The step with compiled kernels ("1") or without ("0")."""
+def step_cases(layers: int, heads: int, dim: int, more: bool = False) -> Cases:
+    """Returns one optimizer step each: the same weights, the same fixed gradients. `more`: of rarer options too."""
 
-    def run() -> None:
-        os.environ["QKEEL_NATIVE"] = native
-        step()
+    def fused(remedy: str) -> Case:
+        return adamw_step(layers, heads, dim, remedy, fused=True)
 
-    return run
-
-
-def bench(layers: int, heads: int, dim: int, rounds: int, more: bool = False) -> list[Row]:
-    """One optimizer step each: the same weights, the same fixed gradients. `more`: of rarer options too."""
-    sizes = (layers, heads, dim)
-    lowered = adamw_step(*sizes, "qk_lr", fused=True)
+    lowered = fused("qk_lr")
     cases = {
-        BASE: adamw_step(*sizes, "none", fused=True),
-        "AdamW, fused + lalr, compiled C++": _by("1", adamw_step(*sizes, "lalr", fused=True)),
-        "AdamW, fused + lalr, torch": _by("0", adamw_step(*sizes, "lalr", fused=True)),
-        "AdamW, fused + qk_lr, compiled C++": _by("1", lowered),
-        "AdamW, fused + qk_lr, torch": _by("0", lowered),
+        BASE: fused("none"),
+        "AdamW, fused + lalr, compiled C++": by_native("1", fused("lalr")),
+        "AdamW, fused + lalr, torch": by_native("0", fused("lalr")),
+        "AdamW, fused + qk_lr, compiled C++": by_native("1", lowered),
+        "AdamW, fused + qk_lr, torch": by_native("0", lowered),
     }
     if more:
         cases |= {
-            "AdamW, fused + lalr (plain decay), compiled C++": _by(
-                "1", adamw_step(*sizes, "lalr:decay=plain", fused=True)
-            ),
-            "AdamW, fused + lalr (spectral), compiled C++": _by(
-                "1", adamw_step(*sizes, "lalr:norm=spectral", fused=True)
-            ),
-            "AdamW, fused + qk_weight_decay": adamw_step(*sizes, "qk_weight_decay", fused=True),
-            "AdamW, foreach": adamw_step(*sizes, "none", foreach=True),
+            "AdamW, fused + lalr (plain decay), compiled C++": by_native("1", fused("lalr:decay=plain")),
+            "AdamW, fused + lalr (spectral), compiled C++": by_native("1", fused("lalr:norm=spectral")),
+            "AdamW, fused + qk_weight_decay": fused("qk_weight_decay"),
+            "AdamW, foreach": adamw_step(layers, heads, dim, "none", foreach=True),
         }
-    return _as_found(lambda: interleave(cases, BASE, rounds))
+    return cases
 
 
-def _as_found(run: Callable[[], list[Row]]) -> list[Row]:
-    """Leave the environment's QKEEL_NATIVE as it was."""
-    before = os.environ.get("QKEEL_NATIVE")
-    try:
-        return run()
-    finally:
-        os.environ.pop("QKEEL_NATIVE", None)
-        os.environ.update({"QKEEL_NATIVE": before} if before is not None else {})
-
-
-def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> dict[str, Callable[[], object]]:
+def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
     """The fused step, and what per-head rates make of it, on a device."""
     sizes = (layers, heads, dim)
     return {
@@ -120,18 +86,17 @@ def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> dict[str,
     }
 
 
-def bench_clip(layers: int, heads: int, dim: int, rounds: int) -> list[Row]:
-    """What qk_clip does after a step, its statistic aside: maxima put where the tap would have put them.
+def clip_cases_by_native(layers: int, heads: int, dim: int) -> Cases:
+    """Returns what qk_clip does after a step, except for its statistic: the maxima are put where the tap puts them.
 
-    The clip is timed alone beside the step, since its part of a step is below what steps differ by.
+    The clip is timed alone, next to the step, since its part of a step is less than what steps differ by.
     """
     cases = clip_cases(layers, heads, dim, "cpu")
     over = cases.pop(OVER)
-    cases |= {f"{OVER}, compiled C++": _by("1", over), f"{OVER}, torch": _by("0", over)}
-    return _as_found(lambda: interleave(cases, BASE, rounds))
+    return cases | {f"{OVER}, compiled C++": by_native("1", over), f"{OVER}, torch": by_native("0", over)}
 
 
-def clip_cases(layers: int, heads: int, dim: int, device: str) -> dict[str, Callable[[], object]]:
+def clip_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
     """The fused step, and a clip alone, on a device."""
     model = _model(layers, heads, dim).to(device)
     for p in model.parameters():
@@ -144,7 +109,7 @@ def clip_cases(layers: int, heads: int, dim: int, device: str) -> dict[str, Call
     )
     tap = next(hook.__self__.tap for hook in after)
 
-    def clip(share: float) -> Callable[[], object]:
+    def clip(share: float) -> Case:
         top = torch.full((layers, heads), THRESHOLD / 2, device=device)
         top.view(-1)[:: round(1 / share) if share else top.numel() + 1] = THRESHOLD * (1 + 1e-6 if share else 0.5)
         stats = {site: _only(row) for site, row in zip(_names(layers), top)}
@@ -170,23 +135,17 @@ def _only(top: Tensor) -> LogitStats:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse, run, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
-    for name, default in (("layers", 14), ("heads", 32), ("dim", 1024), ("rounds", 15)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--more", action="store_true", help="rarer options too: twice the memory, 22 GB at these sizes")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, two rounds: only to see that it runs")
-    args = vars(parser.parse_args(arguments))
-    more = args.pop("more")
-    if args.pop("toy"):
-        args = {"layers": 2, "heads": 4, "dim": 64, "rounds": 2}
-    torch.set_num_threads(1)
-    show(f"optimizer step, {args}", bench(**args, more=more), BASE)
-    rows = bench_clip(**args)
-    show(f"qk_clip beside the step, {args}", rows, BASE)
-    for row in rows[1:]:
-        part = sorted(row.ratios)[len(row.ratios) // 2]
-        print(f"  {row.name}: {100 * part:.3f} % of a step")
+    """Prints both tables."""
+    flags = {f"--{name}": {"type": int, "default": n} for name, n in (("layers", 14), ("heads", 32), ("dim", 1024))}
+    rarer = {"action": "store_true", "help": "rarer options too: twice the memory, 22 GB at these sizes"}
+    bench = Bench("steps", __doc__, arguments, flags={**flags, "--more": rarer})
+    given = bench.options
+    sizes = {"layers": given.layers, "heads": given.heads, "dim": given.dim}
+    if bench.toy:
+        sizes = {"layers": 2, "heads": 4, "dim": 64}
+    bench.table(f"optimizer step, {sizes}", step_cases(**sizes, more=given.more))
+    for row in bench.table(f"qk_clip next to the step, {sizes}", clip_cases_by_native(**sizes))[1:]:
+        print(f"  {row.name}: {100 * row.ratio:.3f} % of a step")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
+from benchmarks.measure import Bench
 from qkeel.functional.normalizers import entropy
 from qkeel.functional.theory import softmax_jacobian_norm
 from qkeel.lab.config import DataConfig
-from qkeel.lab.data import Corpus, batch, heldout, load
+from qkeel.lab.data.corpus import Corpus, batch, heldout, load
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.spec import AttentionSpec, Fixed, RMSNorm, Rope, preset, presets
 
@@ -89,14 +89,9 @@ def _means(runs: Sequence[dict[str, float]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print every table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.theory", description=__doc__)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--toy", action="store_true", help="two steps, one seed: only to see that it runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    args = parser.parse_args(arguments)
-    if args.toy:
-        args.steps, args.seeds = 2, [0]
-    torch.set_num_threads(1)
+    flags = {"--steps": {"type": int, "default": 150}, "--seeds": {"type": int, "nargs": "+", "default": [0, 1, 2]}}
+    bench = Bench("theory", __doc__, arguments, rounds=None, flags=flags)
+    steps, seeds = (2, [0]) if bench.toy else (bench.options.steps, bench.options.seeds)
     print("standard deviation of logits at initialisation, head size 64")
     for name, spread in initial_spread().items():
         print(f"  {name:<16} {spread:6.3f}")
@@ -109,14 +104,14 @@ def main(arguments: list[str] | None = None) -> None:
     for lr in (0.01, 0.1):
         for name, scale in (("1", 1.0), ("1/√d", d**-0.5), ("1/d", 1 / d)):
             spec = AttentionSpec(position=Rope(), scale=Fixed(scale))
-            runs = [train(spec, corpus, args.steps, seed, lr) for seed in args.seeds]
+            runs = [train(spec, corpus, steps, seed, lr) for seed in seeds]
             print(f"  training, d {d}, lr {lr:g}, scale {name:<5} {_means(runs)}", flush=True)
     for order in ("pre", "post", "swin", "peri"):
         for name, spec in (
             ("none", AttentionSpec(position=Rope())),
             ("qk_norm", AttentionSpec(position=Rope(), norm=RMSNorm(gain="dim"))),
         ):
-            runs = [train(spec, corpus, args.steps, seed, 0.03, norm_order=order) for seed in args.seeds]
+            runs = [train(spec, corpus, steps, seed, 0.03, norm_order=order) for seed in seeds]
             print(f"  norm order {order:<5} {name:<8} lr 0.03  {_means(runs)}", flush=True)
 
 

@@ -5,19 +5,9 @@ python -m benchmarks.watch
 
 from __future__ import annotations
 
-from benchmarks.measure import settle
-
-if __name__ == "__main__":
-    settle(module="benchmarks.watch")  # before torch: the allocator reads its settings when the process starts
-
-import argparse
-import datetime
 import functools
-import json
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +15,20 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim import Optimizer
 
 import qkeel
-from benchmarks.measure import Row, interleave, show
+from benchmarks.measure import Bench, Cases, take_turns
 from qkeel import find_sites
 from qkeel.handle import Handle
 from qkeel.kernels.native.attention import ready
-from qkeel.kernels.statistics import logit_stats, stats_of_rows
+from qkeel.kernels.stats.per_head import logit_stats, stats_of_rows
 from qkeel.monitor import Adaptive, Every
 from qkeel.nn import Attention, Decoder, DecoderConfig
-from qkeel.sites.brackets import BracketMode
+from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.tap import Tap
 from qkeel.spec.call import make_call
 
 VOCABULARY = 512
 NEVER = 1 << 40  # steps: never again after the first
+Size = dict[str, int]
 
 
 class Block(nn.Module):
@@ -74,7 +65,7 @@ class GPT(nn.Module):
 
 
 def trained(
-    size: dict[str, int],
+    size: Size,
     every: Every | Adaptive | None,
     *,
     compiled: bool,
@@ -102,9 +93,9 @@ def trained(
     return step
 
 
-def steps(size: dict[str, int], rounds: int, *, compiled: bool) -> list[Row]:
-    """Ten steps each, so that one of them is measured in full."""
-    cases: dict[str, Callable[[], object]] = {
+def step_cases(size: Size, *, compiled: bool) -> Cases:
+    """Returns training steps, of which ten are timed, so that one of them is measured in full."""
+    cases: Cases = {
         "ten training steps": trained(size, None, compiled=compiled),
         "full statistics every 10th": trained(size, Every(10), compiled=compiled),
         "removed monitor": trained(size, Every(10), compiled=compiled, remove=True),
@@ -112,23 +103,22 @@ def steps(size: dict[str, int], rounds: int, *, compiled: bool) -> list[Row]:
     if not compiled:
         adaptive = Adaptive(least=NEVER, most=NEVER)
         cases["a bracket every step (Adaptive)"] = trained(size, adaptive, compiled=False)
-    return interleave(cases, "ten training steps", rounds, calls=10, warmup=0)
+    return cases
 
 
-def maximum(size: dict[str, int], rounds: int) -> list[Row]:
-    """Training steps whose attention tells the largest logit of every head at every step, found through the lse."""
+def maximum_cases(size: Size) -> Cases:
+    """Returns training steps whose attention finds each head's largest logit at every step by the lse."""
     spec = qkeel.AttentionSpec()
-    cases: dict[str, Callable[[], object]] = {
+    return {
         "ten training steps": trained(size, None, compiled=False, attend=functools.partial(qkeel.attention, spec=spec)),
         "certified maximum every step": trained(
             size, None, compiled=False, attend=lambda *qkv: qkeel.attention(*qkv, spec=spec, stats="max")[0]
         ),
     }
-    return interleave(cases, "ten training steps", rounds, calls=10, warmup=0)
 
 
-def own_modules(size: dict[str, int], rounds: int) -> list[Row]:
-    """Training steps of a decoder of qkeel's modules, by torch's attention and by the compiled one, measured or not."""
+def own_module_cases(size: Size) -> Cases:
+    """Returns training steps of qkeel's modules by torch's attention and by the compiled one, watched or not."""
     spec = qkeel.preset("qwen3")
     config = DecoderConfig(
         vocab_size=VOCABULARY, d_model=size["dim"], n_layers=size["layers"], n_heads=size["dim"] // 64, spec=spec
@@ -156,7 +146,7 @@ def own_modules(size: dict[str, int], rounds: int) -> list[Row]:
         step()
         return step
 
-    cases: dict[str, Callable[[], object]] = {
+    return {
         "compiled attention": case(native),
         "again (noise)": case(native),
         "torch's SDPA": case("sdpa"),
@@ -169,11 +159,10 @@ def own_modules(size: dict[str, int], rounds: int) -> list[Row]:
         ),
         "watch, weights and journal too": case(native, qkeel.watch),
     }
-    return interleave(cases, "compiled attention", rounds)
 
 
-def bracket(size: dict[str, int], rounds: int) -> list[Row]:
-    """One SDPA call forward and backward, under the mode and without."""
+def bracket_cases(size: Size) -> Cases:
+    """Returns one SDPA call forward and backward, under the mode and without."""
     shape = size["batch"], size["dim"] // 64, size["length"], 64
     q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
 
@@ -185,7 +174,7 @@ def bracket(size: dict[str, int], rounds: int) -> list[Row]:
             out = scaled_dot_product_attention(q, k, v, is_causal=True)
         out.sum().backward()
 
-    return interleave({"SDPA f+b": plain, "again (noise)": lambda: plain(), "bracket": seen}, "SDPA f+b", rounds, 20)
+    return {"SDPA f+b": plain, "again (noise)": lambda: plain(), "bracket": seen}
 
 
 def _raise(error: Exception) -> None:
@@ -207,7 +196,7 @@ def peak(act: Callable[[], object]) -> int:
 
 
 def memory(lengths: list[int]) -> dict[str, float]:
-    """MiB beyond q, k and v of exact statistics, one sequence of 4 heads of 64; beside them a T×T matrix of floats."""
+    """MiB beyond q, k and v of exact statistics, one sequence of 4 heads of 64, and of a T×T matrix of floats."""
     found = {}
     for t in lengths:
         q, k, v = (torch.randn(1, 4, t, 64) for _ in range(3))
@@ -217,69 +206,45 @@ def memory(lengths: list[int]) -> dict[str, float]:
     return found
 
 
-def discovery(layers: int, dim: int, rounds: int = 3) -> dict[str, float]:
-    """Median seconds of CPU time of find_sites and of a forward pass."""
+def discovery(layers: int, dim: int) -> dict[str, float]:
+    """Returns median seconds of CPU time of find_sites and of a forward pass."""
     model, tokens = GPT(dim, layers), torch.randint(0, VOCABULARY, (1, 64))
-    cases = {"find_sites": lambda: find_sites(model, tokens), "forward pass": lambda: model(tokens)}
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(rounds):
-        for name, case in cases.items():
-            start = time.process_time()
-            case()
-            times[name].append(time.process_time() - start)
-    return {name: round(statistics.median(ts), 3) for name, ts in times.items()}
+    cases: Cases = {"find_sites": lambda: find_sites(model, tokens), "forward pass": lambda: model(tokens)}
+    return {row.name: statistics.median(row.times) / 1e3 for row in take_turns(cases, rounds=3, warmup=0)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse, run, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.watch", description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="tiny sizes: only to see that it runs")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--only", default="", metavar="WORDS", help="tables whose title holds these words; nothing written"
+    """Prints and writes the tables."""
+    words = {"default": "", "metavar": "WORDS", "help": "tables whose title holds these words; nothing written"}
+    bench = Bench(
+        "watch", __doc__, arguments, rounds=3, peer="the compiled model", writes=True, flags={"--only": words}
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    toy = args.toy
-    size = {
-        "dim": 64 if toy else 256,
-        "layers": 1 if toy else 4,
-        "length": 32 if toy else 512,
-        "batch": 1 if toy else 4,
+    size = {"dim": 256, "layers": 4, "length": 512, "batch": 4}
+    if bench.toy:
+        size = {"dim": 64, "layers": 1, "length": 32, "batch": 1}
+    tables: dict[str, tuple[Callable[[], Cases], dict[str, int]]] = {
+        "bracket on one SDPA call": (lambda: bracket_cases(size), {"rounds": 2 * bench.rounds + 1, "calls": 20}),
+        "lse-guided maximum, qkeel.attention": (lambda: maximum_cases(size), {"calls": 10, "warmup": 0}),
+        "every step measured, qkeel's modules": (lambda: own_module_cases(size), {"rounds": 2 * bench.rounds + 1}),
+        "training steps, eager": (lambda: step_cases(size, compiled=False), {"calls": 10, "warmup": 0}),
     }
-    found: dict[str, object] = {}
-    tables = {"bracket on one SDPA call": lambda: bracket(size, 2 * args.rounds + 1)}
-    tables["lse-guided maximum, qkeel.attention"] = lambda: maximum(size, args.rounds)
-    tables["every step measured, qkeel's modules"] = lambda: own_modules(size, 2 * args.rounds + 1)
-    tables["training steps, eager"] = lambda: steps(size, args.rounds, compiled=False)
-    if not (toy or args.no_compile):
-        tables["training steps, compiled"] = lambda: steps(size, args.rounds, compiled=True)
-    for title, table in tables.items():
-        if args.only not in title:
-            continue
-        rows = table()
-        show(f"{title}, {size}", rows, rows[0].name)
-        found[title] = [row.as_dict() for row in rows]
-    if args.only:
+    if bench.compiled:
+        title = "training steps, compiled"
+        tables[title] = lambda: step_cases(size, compiled=True), {"calls": 10, "warmup": 0}
+    only = bench.options.only
+    for title, (make, how) in tables.items():
+        if only in title:
+            bench.table(title, make(), **how)
+    if only:
         return
-    found["peak MiB of exact statistics"] = memory([64, 128] if toy else [1024, 2048, 4096, 8192])
-    found["discovery, CPU s"] = discovery(2 if toy else 24, 128 if toy else 1024)
-    for title in ("peak MiB of exact statistics", "discovery, CPU s"):
-        print(f"\n{title}: {found[title]}")
-    about = {"torch": torch.__version__, "date": datetime.date.today().isoformat(), "rounds": args.rounds, "size": size}
-    name = args.out / f"watch-{about['date']}{'-toy' if toy else ''}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    name.with_suffix(".json").write_text(
-        json.dumps({"about": about, "tables": found}, indent=1, ensure_ascii=False) + "\n"
-    )
-    name.with_suffix(".md").write_text(markdown(found))
-    print(f"\nwritten: {name}.json, .md")
+    bench.numbers("peak MiB of exact statistics", memory([64, 128] if bench.toy else [1024, 2048, 4096, 8192]))
+    bench.numbers("discovery, CPU s", discovery(2 if bench.toy else 24, 128 if bench.toy else 1024))
+    path = bench.write("watch", about={"size": size}, tables=bench.tables)
+    path.with_suffix(".md").write_text(markdown(bench.tables))
 
 
 def markdown(found: dict[str, object]) -> str:
-    """The tables for docs/benchmarks.md."""
+    """Returns the tables for docs/benchmarks.md."""
     lines = []
     for title, rows in found.items():
         lines += [f"\n### {title}\n", "| case | min | median | max |", "|---|---|---|---|"]

@@ -13,15 +13,16 @@ from jaxtyping import install_import_hook
 
 # Before the first import of qkeel: every annotated formula checks shapes and dtypes of what goes in and out.
 # Compile tests run in processes of their own, which do not load this file.
-install_import_hook(("qkeel.functional", "qkeel.report"), "run_time_types.check")
+# Not kernels.flex, whose functions torch reads as they are written, nor what the operators are given to refuse.
+KERNELS = ("choose", "chunked", "compiled_attention", "encode", "prepare", "sdpa", "stats", "windowed")
+CHECKED = ["qkeel.functional", "qkeel.nn.mla_absorbed", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
+install_import_hook(CHECKED, "run_time_types.check")
 
 import torch  # noqa: E402
 
 # Tests see torch's own path, so that none waits for a compiler; tests/kernels/native turns the compiled kernels on,
 # and QKEEL_NATIVE=1 in the environment does so everywhere.
 os.environ.setdefault("QKEEL_NATIVE", "0")
-# "auto" takes kernels in the order of their table, whatever was measured here.
-os.environ.setdefault("QKEEL_CHOICE", "0")
 
 # Without a GPU Triton's kernels run in its interpreter; Triton looks at this when it is imported.
 if not torch.cuda.is_available():

@@ -24,7 +24,7 @@ LOSSES = st.lists(st.floats(0.1, 20), min_size=1, max_size=8)
 
 
 def test_lr_sensitivity_of_the_golden_case() -> None:
-    # FACTS 14, O16: minima 3.2; clipped at ln 32101: (0.3+0.1+0+0.05+0.4+5.8+7.176642)/7
+    # minima 3.2; clipped at ln 32101: (0.3+0.1+0+0.05+0.4+5.8+7.176642)/7
     losses = [3.5, 3.3, 3.2, 3.25, 3.6, 9.0, math.inf]
     assert lr_sensitivity(losses, math.log(32101)) == pytest.approx(1.975235, abs=1e-6)
     assert lr_sensitivity([*losses[:-1], math.nan], math.log(32101)) == pytest.approx(1.975235, abs=1e-6)

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report
+    from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report, sites, spec
     from qkeel.audit import explain_model
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention
@@ -38,7 +38,7 @@ _HOMES = {
     "retrofit": "qkeel.remedies.retrofit",
     "watch": "qkeel.monitor.watch",
 }
-_ROOMS = ("audit", "errors", "integrations", "lab", "monitor", "nn", "reference", "remedies", "report")
+_ROOMS = ("audit", "errors", "integrations", "lab", "monitor", "nn", "reference", "remedies", "report", "sites", "spec")
 
 __all__ = [
     "AttentionSpec",
@@ -60,6 +60,8 @@ __all__ = [
     "remedies",
     "report",
     "retrofit",
+    "sites",
+    "spec",
     "watch",
 ]
 

@@ -1,4 +1,4 @@
-"""torch.distributed's one door: who else runs this model, and one packed gather among them."""
+"""The layer over torch.distributed: which processes run this model, and one packed gather among them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as torch_distributed
 
+from qkeel.patching.process_store import process_store
+
 Verdict = Literal["together", "apart", "alone"]
 
 
 def world() -> int:
-    """How many processes train together; 1 where torch.distributed is not in use."""
+    """The number of processes that train one model; 1 where torch.distributed is not in use."""
     return torch_distributed.get_world_size() if _on() else 1
 
 
@@ -36,14 +38,14 @@ def gather(vector: Tensor) -> Tensor:
 
 
 def agree(name: str, word: str, patience: float = 60.0) -> Verdict:
-    """Whether all processes say the same word under this name, the same answer on each.
+    """Returns whether all processes say the same word under this name, the same answer on each.
 
     "apart" if the words differ; "alone" if some process says none within `patience` seconds. Goes through the store
     that the processes met at and not through a collective, which would wait for a silent process for ever.
     """
     if not _on():
         return "together"
-    store = torch_distributed.distributed_c10d._get_default_store()
+    store = process_store()
     keys = [f"qkeel/{name}/{other}" for other in range(world())]
     store.set(keys[rank()], word)
     try:
@@ -61,23 +63,23 @@ def _same(words: Sequence[str]) -> Verdict:
 
 
 def ordinal(kind: str) -> int:
-    """How many times this process has asked for a number of this kind; the same thing gets the same one everywhere."""
+    """The count of this process's requests of this kind; the same thing gets the same one everywhere."""
     if not _on():
         return 0
-    return torch_distributed.distributed_c10d._get_default_store().add(f"qkeel/{kind}/{rank()}", 1)
+    return process_store().add(f"qkeel/{kind}/{rank()}", 1)
 
 
 def collective_device() -> torch.device:
-    """Where tensors must lie to be gathered: the GPU for NCCL, else the CPU."""
+    """The device that tensors must be on to be gathered: the GPU for NCCL, else the CPU."""
     if _on() and torch_distributed.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def splits_heads(model: nn.Module) -> bool:
-    """Whether weights are split over processes for good, as tensor parallelism does.
+    """Returns whether weights are split over processes for good, as tensor parallelism does.
 
-    Sharded data parallelism (fully_shard) splits them too, once, and puts them together for each pass.
+    Sharded data parallelism (fully_shard) splits them too, once, and gathers them for each pass.
     """
     if not _on():
         return False
@@ -89,12 +91,12 @@ def splits_heads(model: nn.Module) -> bool:
 
 
 def sharded(model: nn.Module) -> bool:
-    """Whether fully_shard was applied to it or a part of it."""
+    """Returns whether fully_shard was applied to it or a part of it."""
     return any(_is(m, _FSDP) for m in model.modules())
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor that is split over processes put together; any other as it is."""
+    """The whole of a tensor that is split over processes; any other as it is."""
     return x.full_tensor() if _is(x, _DTENSOR) else x  # type: ignore[attr-defined]
 
 

@@ -80,7 +80,7 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
 
 
 class QkeelWarning(UserWarning):
-    """What qkeel warns of, such as a fault of its own after which it steps aside."""
+    """A warning of qkeel, such as a fault of its own after which it steps aside."""
 
 
 class AlarmWarning(QkeelWarning):

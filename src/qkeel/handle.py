@@ -1,25 +1,26 @@
-"""How to undo a change: `handle.remove()`, or `with` around it."""
+"""A handle undoes a change: by `handle.remove()`, or as a context manager."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
+State = dict[str, Any]  # tensors and numbers by name, as a checkpoint holds them
+
 
 class Handle:
-    """Undoes one change, once. Also a context manager.
+    """An object that undoes one change, once; also a context manager.
 
-    `undo` is called by the first `remove()`; later calls do nothing. A change that
-    carries state across a checkpoint (initial norms, power-iteration vectors) gives
-    `state` and `load`.
+    `undo` is called by the first `remove()`; later calls do nothing. A change that carries state across a
+    checkpoint (initial norms, power-iteration vectors) gives `state` and `load`.
     """
 
     def __init__(
         self,
         undo: Callable[[], None],
         *,
-        state: Callable[[], dict[str, Any]] | None = None,
-        load: Callable[[dict[str, Any]], None] | None = None,
+        state: Callable[[], State] | None = None,
+        load: Callable[[State], None] | None = None,
     ) -> None:
         self._undo: Callable[[], None] | None = undo
         self._state = state
@@ -27,21 +28,21 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """Whether the change is still in force."""
+        """Returns whether the change is still in force."""
         return self._undo is not None
 
     def remove(self) -> None:
-        """Undo the change; a second call does nothing."""
+        """Undoes the change; a second call does nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
-    def state(self) -> dict[str, Any]:
-        """Tensors that must be saved for a bit-identical resume, by name."""
+    def state(self) -> State:
+        """Returns the tensors that must be saved for a bit-identical resume, by name."""
         return self._state() if self._state else {}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Put back what `state()` gave."""
+    def load(self, state: State) -> None:
+        """Restores what `state()` returned."""
         if self._load:
             self._load(state)
 
@@ -53,17 +54,23 @@ class Handle:
 
 
 def compose(handles: Iterable[Handle]) -> Handle:
-    """One handle for many; removed in reverse order, so the last change goes first."""
+    """Returns one handle for many, which removes them in reverse order: the last change first.
+
+    >>> order = []
+    >>> compose(Handle(lambda name=name: order.append(name)) for name in "ab").remove()
+    >>> order
+    ['b', 'a']
+    """
     parts = list(handles)
 
     def undo() -> None:
         for part in reversed(parts):
             part.remove()
 
-    def state() -> dict[str, Any]:
+    def state() -> State:
         return {f"{i}.{k}": v for i, part in enumerate(parts) for k, v in part.state().items()}
 
-    def load(values: dict[str, Any]) -> None:
+    def load(values: State) -> None:
         for i, part in enumerate(parts):
             head = f"{i}."
             part.load({k[len(head) :]: v for k, v in values.items() if k.startswith(head)})

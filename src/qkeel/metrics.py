@@ -14,16 +14,13 @@ import numpy as np
 
 from qkeel.errors import InvalidValueError, unknown
 
+Row = Mapping[str, Any]  # a record or a line of a table: numbers, text, booleans and null by name
 ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534) and, at tiny scale, a clean early sign
 COLLAPSE_ENTROPY = 0.1  # nats per query row, mean over the model
 
 
-def _capped(loss: float, ceiling: float) -> float:
-    return ceiling if math.isnan(loss) else min(loss, ceiling)
-
-
 def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> float:
-    """Mean over learning rates of min(loss, init_loss) - min(losses).
+    """Returns the mean over learning rates of min(loss, init_loss) - min(losses).
 
     With `init_loss` = infinity (the default) losses are not clipped, so every loss must be finite.
     NaN counts as `init_loss`.
@@ -35,7 +32,7 @@ def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> floa
     """
     if not losses:
         raise InvalidValueError("LR sensitivity needs at least one loss, got none")
-    clipped = [_capped(loss, init_loss) for loss in losses]
+    clipped = [init_loss if math.isnan(loss) else min(loss, init_loss) for loss in losses]
     best = min(clipped)
     if not math.isfinite(best):
         return math.nan
@@ -43,15 +40,18 @@ def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> floa
 
 
 def collapsed(entropy: float, val_loss: float, init_loss: float) -> bool:
-    """Whether attention has collapsed: mean entropy under 0.1 nats, or a loss no better than at the start or NaN.
+    """Returns whether attention has collapsed: mean entropy under 0.1 nats, or a loss that is NaN or did not improve.
 
-    Tiny models rarely diverge to NaN; they freeze with one-hot attention (entropy 0), which this names.
+    Tiny models rarely diverge to NaN; they freeze with one-hot attention, whose entropy is 0.
+
+    >>> collapsed(0.01, 2.0, 5.5), collapsed(1.2, 2.0, 5.5)
+    (True, False)
     """
     return not val_loss < init_loss or not entropy >= COLLAPSE_ENTROPY
 
 
-def first_above(records: Sequence[Mapping[str, Any]], name: str, threshold: float) -> int | None:
-    """The first logged step where `name` exceeds `threshold` (NaN counts as above), or None."""
+def first_above(records: Sequence[Row], name: str, threshold: float) -> int | None:
+    """Returns the first logged step where `name` exceeds `threshold` (NaN counts as above), or None."""
     for record in records:
         value = record.get(name)
         if value is not None and not value <= threshold:
@@ -59,13 +59,17 @@ def first_above(records: Sequence[Mapping[str, Any]], name: str, threshold: floa
     return None
 
 
-def alarm_step(records: Sequence[Mapping[str, Any]], threshold: float = ALARM_THRESHOLD) -> int | None:
-    """The first logged step with max_logit above `threshold`, or None."""
+def alarm_step(records: Sequence[Row], threshold: float = ALARM_THRESHOLD) -> int | None:
+    """Returns the first logged step with max_logit above `threshold`, or None.
+
+    >>> alarm_step([{"step": 0, "max_logit": 8.0}, {"step": 10, "max_logit": 180.0}])
+    10
+    """
     return first_above(records, "max_logit", threshold)
 
 
 def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int = 6) -> float:
-    """The p of values ~ steps^p, by least squares of ln value on ln step; records that are not positive are left out.
+    """Returns the p of values ~ steps^p, by least squares of ln value on ln step over the positive records.
 
     NaN with fewer than `least` records that can be used: through few points a power law fits anything.
 
@@ -80,7 +84,7 @@ def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int 
 
 
 def drift(values: Sequence[float] | np.ndarray) -> float:
-    """The last measured value over the first one: the factor by which a ratio moved. NaN with fewer than two.
+    """Returns the last measured value over the first one; NaN with fewer than two.
 
     >>> drift([math.nan, 1.0, 1.2, 1.5])
     1.5
@@ -91,7 +95,7 @@ def drift(values: Sequence[float] | np.ndarray) -> float:
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:
-    """The slope of the line through points [n], by least squares; NaN where all x are the same.
+    """Returns the slope of the line through points [n], by least squares; NaN where all x are the same.
 
     >>> slope(np.array([1.0, 2.0, 3.0]), np.array([1.0, 3.0, 5.0]))
     2.0
@@ -102,7 +106,7 @@ def slope(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6.0) -> float:
-    """Share of training losses more than `deviations` standard deviations above the mean of the window before.
+    """Returns the share of losses more than `deviations` standard deviations above the mean of the window before.
 
     Losses are those of consecutive logged steps; the first `window` are never spikes. NaN is a spike.
 
@@ -124,8 +128,8 @@ def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6
     return spikes / len(losses)
 
 
-def largest_stable_lr(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The largest learning rate below which (it included) no run of `rows` collapsed, or None."""
+def largest_stable_lr(rows: Sequence[Row]) -> float | None:
+    """Returns the largest learning rate below which (it included) no run of `rows` collapsed, or None."""
     largest = None
     for lr in sorted({row["lr"] for row in rows}):
         if any(row["collapsed"] for row in rows if row["lr"] == lr):
@@ -134,10 +138,20 @@ def largest_stable_lr(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return largest
 
 
-def paired_gain(rows: Sequence[Mapping[str, Any]], remedy: str, baseline: str, lr: float) -> list[float]:
-    """val_loss(baseline) - val_loss(remedy) for each seed that both have at `lr`; positive = the remedy is better.
+def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> list[float]:
+    """Returns val_loss(baseline) - val_loss(remedy) for each seed that both have at `lr`; positive: the remedy wins.
 
     Same seed means same weights and same batches, so the pairing takes the seed spread out.
+
+    Args:
+        rows: lines of a study's table.
+        remedy: the remedy whose gain it is.
+        baseline: the remedy that it is compared with.
+        lr: the learning rate of both.
+
+    >>> rows = [{"remedy": r, "lr": 0.1, "seed": 0, "val_loss": v} for r, v in (("qk_norm", 2.0), ("none", 2.5))]
+    >>> paired_gain(rows, "qk_norm", "none", lr=0.1)
+    [0.5]
     """
     loss = {(row["remedy"], row["seed"]): row["val_loss"] for row in rows if row["lr"] == lr}
     seeds = sorted({s for r, s in loss if r == remedy} & {s for r, s in loss if r == baseline})
@@ -154,10 +168,16 @@ _RELATIVE = math.sqrt(3 / (96 * math.log(2)))
 def fused_logit_error(
     query_norm: float, key_norm: float, head_dim: int, dtype: str, scale: float | None = None
 ) -> float:
-    """Standard deviation, in nats, of a logit whose q and k were rounded: scale · √2 · r · ‖q‖ ‖k‖ / √d.
+    """Returns the standard deviation, in nats, of a logit whose q and k were rounded: scale · √2 · r · ‖q‖ ‖k‖ / √d.
 
-    What fused kernels suffer: they sum in float32, but read q and k in `dtype` (FRACTION_BITS) with relative RMS error
-    r each; the d products' errors are independent, and q, k spread over the dimensions. scale: 1/√d if not given.
+    This is the error of fused kernels: they sum in float32, but read q and k in `dtype` with relative RMS error r
+    each; the d products' errors are independent, and q, k spread over the dimensions.
+
+    Args:
+        query_norm, key_norm: ‖q‖ and ‖k‖ as they enter the product.
+        head_dim: d.
+        dtype: one of FRACTION_BITS.
+        scale: the factor of q·k; 1/√d if not given.
 
     >>> round(fused_logit_error(100.0, 100.0, 128, "bf16"), 4)
     0.1833
@@ -167,9 +187,9 @@ def fused_logit_error(
 
 
 def stored_logit_error(logit: float, dtype: str) -> float:
-    """Standard deviation, in nats, of a logit that is stored in `dtype`: its spacing 2^(⌊log₂|z|⌋ - p) over √12.
+    """Returns the standard deviation, in nats, of a logit stored in `dtype`: its spacing 2^(⌊log₂|z|⌋ - p) over √12.
 
-    What eager attention suffers, which writes scores to memory. Logits closer than the spacing cannot be told apart.
+    This is the error of eager attention, which writes scores to memory. Logits closer than the spacing become equal.
 
     >>> round(stored_logit_error(100.0, "bf16"), 4), round(stored_logit_error(1000.0, "bf16"), 4)
     (0.1443, 1.1547)

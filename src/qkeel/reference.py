@@ -9,23 +9,24 @@ from torch import Tensor
 
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
+from qkeel.spec.shapes import Keys, Logits, Outputs, Queries, Values
 from qkeel.spec.slot import Params
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attended:
-    """out [b h t d'], logits before cap [b h t s] (-inf where not visible), weights [b h t s]."""
+    """Attention's out [b h t d'], logits before cap [b h t s] (-inf where not visible), weights [b h t s]."""
 
-    out: Tensor
-    logits: Tensor
-    weights: Tensor
+    out: Outputs
+    logits: Logits
+    weights: Logits
 
 
 def attend(
     spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
     params: Params | None = None,
     causal: bool = True,
@@ -33,10 +34,8 @@ def attend(
     pos_q: Tensor | None = None,
     pos_k: Tensor | None = None,
 ) -> Attended:
-    """Attention of raw q [b h t d], k, v [b g s d] under `spec`, every intermediate returned.
-
-    Slow and T×T on purpose: every kernel is measured against it, best in float64.
-    """
+    """Attention of raw q [b h t d], k, v [b g s d] under `spec`, every intermediate returned. Slow and T×T on
+    purpose: every kernel is measured against it, best in float64."""
     call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
     return attend_call(call)
 

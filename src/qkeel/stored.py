@@ -41,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies: file, dtype as the file names it, shape, first and last byte (exclusive) in the file."""
+    """The place of a tensor: file, dtype as the file names it, shape, first and last byte (exclusive) in the file."""
 
     name: str
     file: Path
@@ -52,7 +52,7 @@ class StoredTensor:
 
     @property
     def floating(self) -> bool:
-        """Whether it holds floating-point numbers that torch can read."""
+        """Returns whether it holds floating-point numbers that torch can read."""
         return self.dtype in DTYPES and DTYPES[self.dtype].is_floating_point
 
 
@@ -189,7 +189,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _config(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
-    # A qkeel run keeps its weights in last/ and its configuration beside it.
+    # A qkeel run keeps its weights in last/ and its configuration next to last/.
     places = [folder / "config.json", *([folder.parent / "config.json"] if folder.name == "last" else [])]
     return next((_json(file) for file in places if file.exists()), {})
 
@@ -225,7 +225,7 @@ class MappedFile:
             self._asked = last - last % mmap.PAGESIZE
 
     def release(self, begin: int, end: int) -> None:
-        """Let go of the pages of [begin, end) bytes; they are read anew if asked for again."""
+        """Let go of the pages of [begin, end) bytes; they are read from the file if needed again."""
         first = begin - begin % mmap.PAGESIZE
         if end > first:
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)

@@ -1,9 +1,13 @@
-"""The package's source as syntax trees, read once."""
+"""The package's source as syntax trees, read once, and the questions that several rules ask of them."""
 
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
+import inspect
 from pathlib import Path
+from types import FunctionType
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "qkeel"
@@ -12,6 +16,9 @@ MODULES: dict[str, tuple[Path, ast.Module]] = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+# Rooms that hold nothing but variants of one thing, one a file, and what their variants build on.
+ROOMS_OF_VARIANTS = ("qkeel.remedies", "qkeel.integrations", "qkeel.lab.studies")
 
 
 def functions(tree: ast.AST, prefix: str = "") -> list[tuple[str, Function]]:
@@ -28,6 +35,12 @@ def functions(tree: ast.AST, prefix: str = "") -> list[tuple[str, Function]]:
     return found
 
 
+@functools.cache
+def all_functions() -> dict[str, Function]:
+    """Every function of the package by its full name."""
+    return {f"{name}.{own}": node for name, (_, tree) in MODULES.items() for own, node in functions(tree)}
+
+
 def imports(tree: ast.AST, own: str) -> set[str]:
     """Modules of qkeel that a module imports, absolute names."""
     found = set()
@@ -41,3 +54,39 @@ def imports(tree: ast.AST, own: str) -> set[str]:
                 base = ".".join([*package, base] if base else package)
             found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
     return {name for name in found if name in MODULES}
+
+
+def place(name: str, node: ast.AST) -> str:
+    """Where something stands, for a list of violations: path and line."""
+    return f"{MODULES[name][0].relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+def parameters(node: Function) -> list[str]:
+    args = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return [a for a in args if a not in ("self", "cls")]
+
+
+def is_overload(node: Function) -> bool:
+    return any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list)
+
+
+@functools.cache
+def public_functions() -> dict[str, FunctionType]:
+    """The functions that a user may import: names in the `__all__` of qkeel and of its rooms."""
+    found = {}
+    for name, (path, tree) in MODULES.items():
+        exports = any(
+            isinstance(t, ast.Name) and t.id == "__all__" for n in tree.body for t in getattr(n, "targets", ())
+        )
+        if path.name == "__init__.py" and exports:
+            room = importlib.import_module(name.removesuffix(".__init__"))
+            for own in room.__all__:
+                value = getattr(room, own)
+                if inspect.isfunction(value):
+                    found[f"{value.__module__}.{value.__qualname__}"] = value
+    return found
+
+
+def listed(violations: list[str], limit: int = 0) -> None:
+    """Fails with every violation, one a line, where there are more than the limit."""
+    assert len(violations) <= limit, f"{len(violations)}, at most {limit}:\n" + "\n".join(violations)

@@ -59,12 +59,14 @@ def run(code: str) -> str:
     return result.stdout.strip()
 
 
-def test_the_block_blocks() -> None:
-    code = BLOCKED + "\ntry:\n    import rich\nexcept ModuleNotFoundError as e:\n    print(e)"
-    assert run(code) == "No module named 'rich'"
+ROOMS = ("lab", "report", "records", "metrics", "integrations")
 
+USE = f"""
+try:
+    import rich
+except ModuleNotFoundError as error:
+    print(error)
 
-USE = """
 import torch, qkeel
 q = torch.randn(1, 2, 4, 8)
 out, stats = qkeel.attention(q, q, q, spec=qkeel.preset("kna", train_length=512), stats=True)
@@ -72,17 +74,20 @@ model = torch.nn.Sequential(qkeel.nn.Attention(16, 2))
 handle = qkeel.apply("lalr:tau=0.3", model, torch.optim.AdamW(model.parameters()))
 handle.remove()
 print(len(qkeel.find_sites(model)), len(qkeel.presets()) > 20, qkeel.remedies is not None)
+
+import importlib
+for room in {ROOMS}:
+    importlib.import_module("qkeel." + room)
+    print(room)
 """
 
 
-def test_qkeel_works_with_its_four_dependencies_alone() -> None:
-    assert run(BLOCKED + USE) == "1 True True"
-
-
-@pytest.mark.parametrize("room", ["lab", "report", "records", "metrics", "integrations"])
-def test_a_room_imports_with_the_four_dependencies_alone(room: str) -> None:
-    assert (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists()
-    assert run(BLOCKED + f"\nimport qkeel.{room}\nprint('ok')") == "ok"
+def test_qkeel_and_its_rooms_work_with_its_four_dependencies_alone() -> None:
+    assert all((PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists() for room in ROOMS)
+    blocked, used, *rooms = run(BLOCKED + USE).splitlines()
+    assert blocked == "No module named 'rich'", "the block does not block"
+    assert used == "1 True True"
+    assert rooms == list(ROOMS)
 
 
 def test_the_report_imports_without_torch() -> None:
@@ -90,20 +95,8 @@ def test_the_report_imports_without_torch() -> None:
     assert run(code) == "ok"
 
 
-def test_importing_qkeel_loads_no_lab_report_or_third_party_extra() -> None:
-    code = """
+IMPORTS = """
 import sys
-import qkeel
-from qkeel import AttentionSpec, apply, attention, find_sites, nn, preset, presets, reference, watch
-extra = ("qkeel.lab", "qkeel.report", "qkeel.cli", "qkeel.integrations", "transformers", "rich", "cyclopts", "joblib")
-slow = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
-print([name for name in (*extra, *slow) if name in sys.modules])
-"""
-    assert run(code) == "[]"  # torch's compiler alone would double the time of the import, sharding take half as long
-
-
-def test_importing_qkeel_computes_no_tensor() -> None:
-    code = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,11 +108,22 @@ class Watch(TorchDispatchMode):
 
 with Watch():
     import qkeel
-    from qkeel import AttentionSpec, apply, attention, find_sites, nn, preset, presets, reference, remedies
+    from qkeel import AttentionSpec, apply, attention, find_sites, nn, preset, presets, reference, watch
+    rooms = ("qkeel.lab", "qkeel.report", "qkeel.cli", "qkeel.integrations")
+    extra = (*rooms, "transformers", "rich", "cyclopts", "joblib")
+    slow = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+    loaded = [name for name in (*extra, *slow) if name in sys.modules]
+    from qkeel import remedies
     import qkeel.lab, qkeel.report
+print(loaded)
 print(seen)
 """
-    assert run(code) == "[]"
+
+
+def test_importing_qkeel_loads_nothing_it_does_not_need_and_computes_no_tensor() -> None:
+    loaded, computed = run(IMPORTS).splitlines()
+    assert loaded == "[]"  # torch's compiler alone would double the time of the import, sharding take half as long
+    assert computed == "[]"
 
 
 def test_every_public_name_is_there() -> None:

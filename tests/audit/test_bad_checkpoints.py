@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from audit.models import save
-from qkeel.audit import Geometry, scan
+from qkeel.audit import Geometry
+from qkeel.audit.scan.scan import scan
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, UnknownNameError
 from qkeel.stored import open_checkpoint
 

@@ -13,7 +13,7 @@ from torch import nn
 import qkeel
 from audit.explained import MODELS, RECIPES, ByHand, batch_for
 from qkeel.audit import Explanation
-from qkeel.audit.recipe import compress
+from qkeel.audit.explain.recipe import compress
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 
 # Per model and attention: norm of q (kind, over, eps, gain, bias, order), rotation (dims, pairing, base), scale, cap,
@@ -74,7 +74,7 @@ def test_the_recipe_of_a_published_architecture_is_found(name: str) -> None:
         assert turned == rotation
         assert site.scale == pytest.approx([scale] * site.n_heads, rel=1e-3)
         assert (site.n_heads, site.n_kv_heads, site.softcap) == (4, groups, cap)
-        assert site.idle == site.not_told == ()
+        assert site.idle == site.unknown == ()
     assert found.differences == ()
 
 
@@ -138,11 +138,11 @@ def test_a_norm_over_the_wrong_axis_is_told(axes: str) -> None:
     assert "unusual axis" in site.query.text()
 
 
-def test_what_fits_no_recipe_is_not_told_instead_of_guessed() -> None:
+def test_what_fits_no_recipe_is_unknown_instead_of_guessed() -> None:
     (site,) = by_hand("half a head").sites
-    assert site.query.text() == "not told: only some of the 8 dimensions are normed"
+    assert site.query.text() == "unknown: only some of the 8 dimensions are normed"
     (site,) = by_hand("clamped").sites
-    assert site.key.text() == "not told: it neither grows with its projection nor stays the same"
+    assert site.key.text() == "unknown: it neither grows with its projection nor stays the same"
     (site,) = by_hand("convolved").sites
     assert "a number of one token reaches others" in site.query.text()
     one_token = qkeel.explain_model(nn.Sequential(ByHand(RECIPES["norm then rope"])), torch.randn(1, 1, 32))

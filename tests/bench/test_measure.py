@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from qkeel.bench import measure
-from qkeel.bench.kernels import SIZES, Cell, fastest_first, grid
+from qkeel.bench.kernels import HEAD_DIMS, SIZES, TOKENS, fastest_first, grid
 from qkeel.bench.measure import Row, interleave, processor_ms
-from qkeel.kernels.choice.question import HEAD_DIMS, TOKENS
 
 
 def test_every_case_is_called_once_a_round_in_an_order_that_turns_round() -> None:
@@ -43,30 +42,21 @@ def test_the_fastest_is_first() -> None:
     assert fastest_first(rows) == ("b", "a", "c")
 
 
-def test_the_full_grid_asks_every_row_of_the_tables_once() -> None:
+def test_the_full_grid_has_every_combination_once() -> None:
     cells = list(grid(SIZES["full"], "cpu"))
     assert len(cells) == len(set(cells)) == 2 * 2 * 4 * 2 * (2 * len(TOKENS) - 1)
     assert {cell.head_dim for cell in cells} == set(HEAD_DIMS)
     assert not [cell for cell in cells if cell.gradient and cell.tokens == 1]  # decoding
 
 
-def test_a_process_starts_steady_or_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_starts_steady_or_starts_again_by_its_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(measure.os, "execv", lambda _, words: started.append(words))
-    monkeypatch.setattr(measure.sys, "argv", ["x", "--toy"])
+    monkeypatch.setattr(measure.sys, "orig_argv", ["python", "-m", "some.module", "--toy"])
     for name, value in measure.steady(3).items():
         monkeypatch.setenv(name, value)
-    measure.settle(3, "some.module")
+    measure.settle(3)
     assert started == []
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    measure.settle(3, "some.module")
+    measure.settle(3)
     assert [words[1:] for words in started] == [["-m", "some.module", "--toy"]]
-
-
-def test_a_cell_names_its_row_of_the_table() -> None:
-    cell = next(cell for cell in grid(SIZES["toy"], "cpu") if cell.form == "masked" and cell.gradient)
-    orders: dict = {}
-    cell.add(orders, ("b", "a"))
-    ((asked, by_tokens),) = orders.items()
-    assert (asked[0], asked[2:], by_tokens) == ("cpu", (64, "masked", True, "none"), {128: ("b", "a")})
-    assert isinstance(cell, Cell)

@@ -1,12 +1,8 @@
-"""What docs/alarms.md counts: a gap that lasts, coarser logs, and the memory benchmark of scan runs."""
+"""What docs/alarms.md counts: a gap that lasts, and coarser logs."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from benchmarks.alarms import every, lasting_gap
-from benchmarks.scan import compare, write_checkpoint
 
 from qkeel.monitor import History
 
@@ -26,8 +22,3 @@ def test_a_gap_counts_from_where_it_is_there_for_good() -> None:
 
 def test_a_coarser_log_keeps_every_nth_record() -> None:
     assert every(_run([1.0] * 11), 5).steps.tolist() == [0, 10, 20]
-
-
-def test_the_scan_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compare(write_checkpoint(tmp_path, 0.0), cold=False)
-    assert "of read" in capsys.readouterr().out

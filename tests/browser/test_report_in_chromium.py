@@ -264,7 +264,7 @@ def test_a_live_page_takes_up_what_is_new_without_loading_anew(tmp_path: Path, m
     assert console == []
     assert "8 samples" in html
     assert "a thing happened" in html
-    assert "Live: looked at" in html
+    assert "This page is live; it was up to date at" in html
     assert "70" in chart(html, "growth")
 
 
@@ -274,7 +274,7 @@ def test_a_page_whose_server_is_gone_says_so_and_stays(tmp_path: Path):
         page = tmp_path / "page.html"
         page.write_bytes(server._page.html())
     html, _ = browse(page, "--virtual-time-budget=5000", "--dump-dom")  # from a file there is no server at all
-    assert "The server of this page is gone; the run may go on" in html
+    assert "The server of this page has stopped; the run may go on" in html
     assert "8 samples" in html
 
 

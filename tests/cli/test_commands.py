@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkeel.cli.app import main
+from qkeel.cli.app import COMMANDS, main, make_app
 from qkeel.cli.console import number, ranking, spent
 from qkeel.lab import RunConfig
 from qkeel.records import RunDirectory, RunStatus, read_json
@@ -33,6 +34,20 @@ def refused(arguments: list[str], capsys: Capture) -> str:
     assert out.err.count("\n") == 1
     assert "Traceback" not in out.err
     return out.err
+
+
+def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
+    for command, (_, line) in COMMANDS.items():
+        own = make_app(command.split())
+        for name in command.split():
+            own = own[name]
+        assert own.help.startswith(f"{line}\n") or own.help == line, command
+
+
+def test_help_loads_no_torch_and_no_report_needs_it(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from qkeel.cli.app import main; main(sys.argv[1:])"
+    for words in (["--help"], ["study", "--help"], ["report", "--help"]):
+        subprocess.run([sys.executable, "-c", code, *words], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_a_run_prints_its_directory_first_and_last(tmp_path: Path, capsys: Capture) -> None:
@@ -152,7 +167,7 @@ def test_report_takes_run_directories(tmp_path: Path, capsys: Capture) -> None:
     main(["run", *TINY, "--out", str(tmp_path / "r")])
     assert main(["report", str(tmp_path / "r"), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").exists()
-    assert "no study and no run" in refused(["report", str(tmp_path)], capsys)
+    assert "expected the directory of a study or of a run" in refused(["report", str(tmp_path)], capsys)
 
 
 BAD = [
@@ -233,12 +248,12 @@ def test_a_full_disk_is_one_line_and_exit_code_2(
 
 
 def test_a_failed_run_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    from qkeel.lab.trainer import Trainer
+    from qkeel.lab.training import step
 
-    def broken(self: Trainer, step: int) -> None:
+    def broken(run: object, step: int) -> None:
         raise RuntimeError("the machine is on fire")
 
-    monkeypatch.setattr(Trainer, "set_rate", broken)
+    monkeypatch.setattr(step, "set_rate", broken)
     assert main(["run", *TINY, "--out", str(tmp_path / "r")]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: the run failed: RuntimeError: the machine is on fire; see ")
@@ -249,12 +264,33 @@ def test_a_failed_run_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "s" / "report.html").exists()
 
 
+def listening(command: list[str], signalled: object = signal.default_int_handler) -> subprocess.Popen[str]:
+    """A command that hears Ctrl-C, also where these tests run in the background of a shell and ignore it."""
+    heard = functools.partial(signal.signal, signal.SIGINT, signalled)  # type: ignore[arg-type]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, preexec_fn=heard, **pipes)  # type: ignore[call-overload]
+
+
+def test_a_run_that_is_started_with_ctrl_c_ignored_ignores_it(tmp_path: Path) -> None:
+    # `nohup qkeel run &`: a Ctrl-C for the shell's next command is not for this one.
+    longer = ["300" if word == "4" else word for word in TINY]
+    process = listening([sys.executable, "-m", "qkeel", "run", *longer, "--out", str(tmp_path / "r")], signal.SIG_IGN)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step   2 "):
+            process.send_signal(signal.SIGINT)
+            break
+    assert process.communicate(timeout=120)[1] == ""
+    assert process.returncode == 0
+    assert RunDirectory(tmp_path / "r").status is RunStatus.DONE
+
+
 def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None:
     place = tmp_path / "r"
     long = ["100000" if word == "4" else word for word in TINY]
     long = [*long, "--checkpoint-every", "0", "--out", str(place)]
     command = [sys.executable, "-m", "qkeel", "run", *long]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = listening(command)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step    100 "):
@@ -270,9 +306,9 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
 def test_an_interrupted_study_keeps_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    from qkeel.lab import workers
+    from qkeel.lab.execution import workers
 
-    real, calls = workers.run, []
+    real, calls = workers.train_runs, []
 
     def interrupted(*args: object, **kwargs: object) -> object:
         calls.append(1)
@@ -280,7 +316,7 @@ def test_an_interrupted_study_keeps_what_is_done(
             raise KeyboardInterrupt
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(workers, "run", interrupted)
+    monkeypatch.setattr(workers, "train_runs", interrupted)
     monkeypatch.setattr(sys, "argv", ["qkeel", "study", "lr", "--again"])
     grid = ["--lrs", "0.1", "--seeds", "0", "--remedies", "none", "qk_norm", "--jobs", "1"]
     assert main(["study", "lr", *grid, *TINY, "--out", str(tmp_path / "s")]) == 130

@@ -179,16 +179,16 @@ print(urllib.request.urlopen(pathlib.Path("url").read_text()).read().decode())
 
 
 def test_the_page_is_served_while_the_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.cli import narrator
+    from qkeel.cli.watched_script import messages
 
     said: list[str] = []
 
-    def note(voice: narrator.Voice, line: str) -> None:
+    def note(writer: messages.MessageWriter, line: str) -> None:
         said.append(line)
         if line.startswith("live page "):
             (tmp_path / "url").write_text(line.removeprefix("live page "))
 
-    monkeypatch.setattr(narrator.Voice, "__call__", note)
+    monkeypatch.setattr(messages.MessageWriter, "__call__", note)
     script(tmp_path, LIVE)
     with pytest.MonkeyPatch.context() as patch:
         pages: list[str] = []

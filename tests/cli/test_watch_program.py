@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qkeel.cli.app import main
-from qkeel.cli.program import Program, parse, under_torchrun
+from qkeel.cli.watched_script.run_program import Program, parse, under_torchrun
 from qkeel.errors import InvalidValueError
 
 from .scripts import run, script, watched

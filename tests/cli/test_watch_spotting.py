@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import qkeel
-from qkeel.cli.spotting import Spotter, chains
+from qkeel.cli.watched_script.find_models import ModelFinder, chains
 from qkeel.monitor.monitor import Monitor
 
 from .scripts import MODEL
@@ -30,7 +30,7 @@ class Found:
     def __init__(self) -> None:
         self.models: list[weakref.ref[nn.Module]] = []
         self.monitors: list[weakref.ref[Monitor]] = []
-        self.spotter = Spotter(self.start)
+        self.finder = ModelFinder(self.start)
 
     def start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
         monitor = qkeel.watch(model, optimizer)
@@ -54,7 +54,7 @@ def found() -> Iterator[Found]:
     plain = Optimizer.__init__
     found = Found()
     yield found
-    found.spotter.remove()
+    found.finder.remove()
     assert Optimizer.__init__ is plain
     for ref in found.monitors:
         monitor = ref()
@@ -204,7 +204,7 @@ def test_a_fault_is_said_once_and_the_script_goes_on(caplog: pytest.LogCaptureFi
 
     plain = Optimizer.__init__
     net = Net()
-    with Spotter(fails):
+    with ModelFinder(fails):
         optimizer = SGD(net.parameters(), lr=0.1)  # warnings are errors here, so it goes to the log
         assert Optimizer.__init__ is plain
         train(net, optimizer, 2)

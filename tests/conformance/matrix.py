@@ -72,7 +72,7 @@ def refusal_of(name: str, kind: str) -> str:
 
 @functools.cache
 def optimizer_refusal(name: str, optimizer: str) -> str:
-    """Why a remedy cannot be applied beside that optimizer; empty if it can, and trains."""
+    """Why a remedy cannot be applied with that optimizer; empty if it can, and trains."""
     model, tokens = model_of("MHA"), torch.arange(6)[None]
     held = OPTIMIZERS[optimizer](list(model.parameters()))
 
@@ -114,14 +114,14 @@ def foreign_refusal(name: str, kind: str) -> str:
 
 
 def _of_optimizers() -> list[str]:
-    """Each reason of a remedy beside an optimizer once, in the words of the first."""
+    """Each reason of a remedy with an optimizer once, in the words of the first."""
     found: dict[str, tuple[str, list[str]]] = {}
     for name in REMEDIES:
         for optimizer in OPTIMIZERS:
             text = optimizer_refusal(name, optimizer)
             kind = text.partition("takes")[0].partition("needs")[2] or text.partition(" only")[0]
             if text:
-                found.setdefault(kind, (text, []))[1].append(f"`{name}` beside {optimizer}")
+                found.setdefault(kind, (text, []))[1].append(f"`{name}` with {optimizer}")
     return [f"- {', '.join(names)}: {text}" for text, names in found.values()]
 
 
@@ -145,7 +145,7 @@ def kernel_refusal(name: str, kernel: str) -> str:
     k = torch.zeros(1, 2, 3, 8)
     q = k[:, :, 2:] if kernel == "decode" else k
     # Whether there is a compiler here is no matter of the preset; decoding is for calls without a gradient.
-    ready = ("qkeel.kernels.native.kernel.ready", "qkeel.kernels.native.decode.ready")
+    ready = ("qkeel.kernels.compiled_attention.ready", "qkeel.kernels.compiled_decode.ready")
     with torch.no_grad(), patch(ready[0], return_value=True), patch(ready[1], return_value=True):
         refusal = KERNELS[kernel].supports(make_call(spec, q, k, k, params=spec.init_params(2, 2, 8)))
     return str(refusal) if refusal else ""

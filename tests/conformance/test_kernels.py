@@ -18,7 +18,8 @@ from qkeel.ops import KERNELS, attention, run
 from qkeel.spec import AttentionCall, preset
 from qkeel.spec.call import make_call
 
-from .cases import GEOMETRIES, MASKS, SOME, SPECS, allowed_error, calls, pairs, share, truth_of, widened
+from .cases import GEOMETRIES, MASKS, SOME, SPECS, calls, pairs, share, truth_of, widened
+from .tolerance import allowed_error
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
@@ -45,16 +46,16 @@ def test_every_kernel_gives_the_oracles_output_in_float64(name: str) -> None:
 
 
 @every_spec
-@pytest.mark.parametrize("dtype", LOW, ids=str)
 @torch.no_grad()
-def test_error_is_at_most_twice_the_low_precision_oracles(name: str, dtype: torch.dtype) -> None:
-    for case, call in calls(SPECS[name], dtype, share(name, 4, LOW.index(dtype)), seed=1):
-        truth = truth_of(call)
-        allowed = allowed_error(call, truth)
-        for kernel, forward in supporting(call).items():
-            out = forward(call)
-            assert out.dtype == dtype, f"{kernel}, {case}"
-            assert (out.double() - truth.out).abs().max().item() <= allowed, f"{kernel}, {case}"
+def test_error_is_at_most_twice_the_low_precision_oracles(name: str) -> None:
+    for i, dtype in enumerate(LOW):
+        for case, call in calls(SPECS[name], dtype, share(name, 4, i), seed=1):
+            truth = truth_of(call)
+            allowed = allowed_error(call, truth)
+            for kernel, forward in supporting(call).items():
+                out = forward(call)
+                assert out.dtype == dtype, f"{kernel}, {case}"
+                assert (out.double() - truth.out).abs().max().item() <= allowed, f"{kernel}, {dtype}, {case}"
 
 
 def tracked(call: AttentionCall) -> tuple[AttentionCall, dict[str, Tensor]]:
@@ -99,8 +100,12 @@ def test_every_kernel_gives_the_oracles_gradients_in_float64(name: str) -> None:
 
 # A gradient sums products of rounded numbers, so its bound is a share of its size, not of one ulp.
 @every_spec
-@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)], ids=str)
-def test_low_precision_gradients_are_near_the_oracles(name: str, dtype: torch.dtype, share: float) -> None:
+def test_low_precision_gradients_are_near_the_oracles(name: str) -> None:
+    check_gradients(name, torch.float32, 2e-5)
+    check_gradients(name, torch.bfloat16, 0.1)
+
+
+def check_gradients(name: str, dtype: torch.dtype, share: float) -> None:
     for case, call in calls(SPECS[name], dtype, SOME[:3], seed=3):
         theirs = gradients(widened(call), oracle)
         for kernel, forward in differentiating(call).items():
@@ -123,27 +128,22 @@ def test_cutting_the_rows_into_blocks_changes_nothing(kernel: str, name: str, mo
                 assert (ours[n] - grad).abs().max() <= 1e-11 * (1 + grad.abs().max()), f"{n}, {case}"
 
 
-@every_kernel
-@pytest.mark.parametrize("name", SPECS)
-@torch.no_grad()
-def test_a_named_kernel_computes_or_refuses_with_reason_and_way_out(kernel: str, name: str) -> None:
-    for case, call in calls(SPECS[name], torch.float64, [(GEOMETRIES[0], "causal"), (GEOMETRIES[0], "additive")]):
-        refusal = KERNELS[kernel].supports(call)
-        if refusal is None:
-            assert torch.equal(run(call, kernel), KERNELS[kernel](call)), case
-            continue
-        assert refusal.reason, case
-        assert "impl=" in refusal.way_out, case
-        with pytest.raises(RefusedError, match=kernel) as error:
-            run(call, kernel)
-        assert str(refusal) in str(error.value)
-
-
 @every_spec
 @torch.no_grad()
-def test_auto_takes_every_spec(name: str) -> None:
+def test_auto_computes_and_a_named_kernel_computes_or_refuses_with_reason_and_way_out(name: str) -> None:
     for case, call in calls(SPECS[name], torch.float64, SQUARE[::7]):
         assert (run(call) - oracle(call)).abs().max() <= 1e-12, case
+    for case, call in calls(SPECS[name], torch.float64, [(GEOMETRIES[0], "causal"), (GEOMETRIES[0], "additive")]):
+        for kernel in KERNELS:
+            refusal = KERNELS[kernel].supports(call)
+            if refusal is None:
+                assert torch.equal(run(call, kernel), KERNELS[kernel](call)), f"{kernel}, {case}"
+                continue
+            assert refusal.reason, f"{kernel}, {case}"
+            assert "impl=" in refusal.way_out, f"{kernel}, {case}"
+            with pytest.raises(RefusedError, match=kernel) as error:
+                run(call, kernel)
+            assert str(refusal) in str(error.value)
 
 
 @every_kernel

@@ -1,4 +1,8 @@
-"""Every remedy in the table, on every kind of attention: undone bit for bit, refused in words, neutral if set so."""
+"""Laws that every remedy keeps: undone bit for bit, refused in words, neutral if set so, copied, saved and resumed.
+
+Remedies share a few mechanisms. So each of them is put to every law on one small model, of grouped heads with biases,
+and one remedy of each mechanism on the other kinds of attention too; `make slow` runs every remedy on every kind.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from tests.quick import quick
 from torch import Tensor, nn
 
 from qkeel import remedies
-from qkeel.errors import AlreadyAppliedError, QkeelError, RefusedError, UnknownNameError
+from qkeel.errors import AlreadyAppliedError, NonFiniteError, RefusedError, UnknownNameError
 from qkeel.handle import Handle
 from qkeel.nn import GAU, MLA, MLP, Attention, Block, GAUBlock
 from qkeel.nn.mla import LatentSizes
@@ -132,8 +136,24 @@ def _same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
-def cases() -> list[tuple[str, str]]:
-    return [(name, kind) for name in REMEDIES for kind in (*KINDS, "MHA bias", "GQA bias")]
+SMALLEST = "GQA bias"
+# One remedy for each way of making a change.
+MECHANISMS = {
+    "qk_norm": "another object in a slot of the spec, with parameters",
+    "lalr": "each step of heads scaled",
+    "qk_clip": "weights changed after the step",
+    "sigma_reparam": "weights computed from others",
+    "output_gate": "a module before the output projection",
+    "qkv_norm": "a slot of the spec and the block around it",
+    "peri_norm": "modules of the block",
+    "final_softcap": "a hook on the final logits",
+}
+
+
+def cases() -> list[Any]:
+    """Every remedy on every kind of attention, in `make test` those that the mechanisms ask for."""
+    every = [(name, kind) for name in REMEDIES for kind in (*KINDS, "MHA bias", "GQA bias")]
+    return quick(every, lambda case: case[1] == SMALLEST or (case[0] in MECHANISMS and case[1] in ("MLA", "GAU")))
 
 
 def start(name: str, kind: str, size: float = 1.0) -> tuple[Model, torch.optim.Optimizer]:
@@ -146,8 +166,14 @@ def start(name: str, kind: str, size: float = 1.0) -> tuple[Model, torch.optim.O
     return model, optimizer
 
 
+def case_of(case: Any) -> tuple[str, str]:
+    """The name and the kind of a case, marked as slow or not."""
+    return case if isinstance(case, tuple) and isinstance(case[0], str) else case.values
+
+
 every_case = pytest.mark.parametrize(("name", "kind"), cases())
-some_cases = pytest.mark.parametrize(("name", "kind"), quick(cases(), lambda case: case[1] in ("GQA", "MLA")))
+every_remedy = pytest.mark.parametrize("name", REMEDIES)
+every_mechanism = pytest.mark.parametrize("name", quick(REMEDIES, lambda name: name in MECHANISMS))
 
 
 @every_case
@@ -165,9 +191,9 @@ def test_apply_then_remove_restores_everything_bit_for_bit(name: str, kind: str)
     before.assert_same(Snapshot(model, optimizer))
 
 
-@some_cases
-def test_remove_after_training_leaves_nothing_but_the_trained_weights(name: str, kind: str) -> None:
-    model, optimizer = start(name, kind)
+@every_remedy
+def test_remove_after_training_leaves_nothing_but_the_trained_weights(name: str) -> None:
+    model, optimizer = start(name, SMALLEST)
     names, groups = list(model.state_dict()), [list(map(id, g["params"])) for g in optimizer.param_groups]
     structure = Snapshot(model, optimizer)
     with apply(name, model, optimizer):
@@ -196,13 +222,19 @@ def test_training_with_a_remedy_moves_every_trained_weight_and_stays_finite(name
         assert not torch.equal(before[n], p), n
 
 
-@every_case
-def test_applying_twice_is_refused_and_changes_nothing(name: str, kind: str) -> None:
-    model, optimizer = start(name, kind)
+@every_remedy
+def test_applying_twice_is_refused_by_name_and_changes_nothing(name: str) -> None:
+    model, optimizer = start(name, SMALLEST)
+    untouched = Snapshot(model, optimizer)
+    with pytest.raises(AlreadyAppliedError, match=name):
+        apply([name, name], model, optimizer)
+    untouched.assert_same(Snapshot(model, optimizer))
     handle = apply(name, model, optimizer)
     before = Snapshot(model, optimizer)
-    with pytest.raises(AlreadyAppliedError, match=name):
+    with pytest.raises(AlreadyAppliedError, match=rf"{name} is on blocks.0.attention already; remove\(\)"):
         apply(name, model, optimizer)
+    with pytest.raises(AlreadyAppliedError):
+        remedies.apply(name, model.blocks[0], optimizer, train_length=16)
     before.assert_same(Snapshot(model, optimizer))
     handle.remove()
     apply(name, model, optimizer).remove()
@@ -219,44 +251,43 @@ class Boom(Remedy):
         raise RuntimeError("half-way")
 
 
-@every_case
-def test_a_failing_apply_leaves_the_model_as_it_was(name: str, kind: str) -> None:
-    model, optimizer = start(name, kind)
+@every_mechanism
+def test_a_failing_apply_leaves_the_model_as_it_was(name: str) -> None:
+    model, optimizer = start(name, SMALLEST)
     before = Snapshot(model, optimizer)
     with pytest.raises(RuntimeError, match="half-way"):
         apply([name, Boom()], model, optimizer)
     before.assert_same(Snapshot(model, optimizer))
 
 
-@pytest.mark.parametrize("name", [n for n in REMEDIES if n != "none"])
-def test_nan_in_the_last_weights_is_refused_and_the_model_left_as_it_was(name: str) -> None:
-    model, optimizer = start(name, "MHA")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused_by_name_and_the_model_left_as_it_was(value: float) -> None:
+    model, optimizer = start("none", SMALLEST)
     with torch.no_grad():
-        model.blocks[1].attention.q_proj.weight[0, 0] = torch.nan  # type: ignore[union-attr]
+        model.blocks[1].attention.k_proj.weight[0, 0] = value  # type: ignore[union-attr]
     keys, modules = list(model.state_dict()), [type(m) for m in model.modules()]
     groups = [list(map(id, g["params"])) for g in optimizer.param_groups]
-    with pytest.raises(QkeelError, match="NaN"):
-        apply(name, model, optimizer)
-    assert list(model.state_dict()) == keys
-    assert [type(m) for m in model.modules()] == modules
-    assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups
+    for name in REMEDIES:
+        if name == "none":
+            apply(name, model, optimizer).remove()
+        else:
+            with pytest.raises(NonFiniteError, match=f"1.attention.k_proj.weight holds NaN or infinity before {name} "):
+                apply(name, model, optimizer)
+        assert list(model.state_dict()) == keys, name
+        assert [type(m) for m in model.modules()] == modules, name
+        assert [list(map(id, g["params"])) for g in optimizer.param_groups] == groups, name
 
 
-@pytest.mark.parametrize("name", REMEDIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_remedy_refuses_it_refuses_with_a_reason_and_changes_nothing(name: str, kind: str) -> None:
+def test_what_a_remedy_refuses_it_refuses_with_a_reason_and_changes_nothing(kind: str) -> None:
     model = Model(kind)
     optimizer = adamw(model)
     before = Snapshot(model, optimizer)
-    reason = refusal_of(name, kind)
-    if not reason:
-        apply(name, model, optimizer).remove()
+    for name in (name for name in REMEDIES if refusal_of(name, kind)):
+        with pytest.raises(RefusedError) as error:
+            apply(name, model, optimizer)
+        assert len(str(error.value)) > 40, name
         before.assert_same(Snapshot(model, optimizer))
-        return
-    with pytest.raises(RefusedError) as error:
-        apply(name, model, optimizer)
-    assert len(str(error.value)) > 40
-    before.assert_same(Snapshot(model, optimizer))
 
 
 # Per remedy, the hyperparameters that make it the identity, and how exactly: over training steps, or at the start.
@@ -295,8 +326,7 @@ def test_every_remedy_says_whether_it_has_a_neutral_setting() -> None:
     assert not set(NEUTRAL) & set(NOT_NEUTRAL)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "GQA bias"])
-@pytest.mark.parametrize("name", NEUTRAL)
+@pytest.mark.parametrize(("name", "kind"), [case for case in cases() if case_of(case)[0] in NEUTRAL])
 def test_neutral_hyperparameters_are_the_identity(name: str, kind: str) -> None:
     text, how = NEUTRAL[name]
     steps = {"steps": 5, "step": 1, "start": 0}[how.split()[-1]]
@@ -339,44 +369,40 @@ def test_other_hyperparameters_are_not_the_identity(text: str) -> None:
     assert not torch.allclose(model.eval()(probe()), plain.eval()(probe()), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*REMEDIES, *ALIASES])
-def test_an_unknown_option_names_the_nearest(name: str) -> None:
-    known = [f.name for f in dataclasses.fields(REMEDIES[ALIASES.get(name, name)])]  # type: ignore[arg-type]
-    with pytest.raises(UnknownNameError, match="unknown option"):
-        parse(f"{name}:zzz=1")
-    for option in known:
-        with pytest.raises(UnknownNameError, match=f"Did you mean .*'{option}'"):
-            parse(f"{name}:{option}x=1")
+def test_an_unknown_option_names_the_nearest() -> None:
+    for name in (*REMEDIES, *ALIASES):
+        known = [f.name for f in dataclasses.fields(REMEDIES[ALIASES.get(name, name)])]  # type: ignore[arg-type]
+        with pytest.raises(UnknownNameError, match="unknown option"):
+            parse(f"{name}:zzz=1")
+        for option in known:
+            with pytest.raises(UnknownNameError, match=f"Did you mean .*'{option}'"):
+                parse(f"{name}:{option}x=1")
 
 
-@pytest.mark.parametrize("name", [*REMEDIES, *ALIASES])
-def test_a_misspelt_remedy_names_the_nearest(name: str) -> None:
-    with pytest.raises(UnknownNameError, match=f"Did you mean .*'{name}'"):
-        parse(name + "x")
+def test_a_misspelt_remedy_names_the_nearest() -> None:
+    for name in (*REMEDIES, *ALIASES):
+        with pytest.raises(UnknownNameError, match=f"Did you mean .*'{name}'"):
+            parse(name + "x")
 
 
-@every_case
-def test_a_deep_copy_of_a_model_with_a_remedy_computes_the_same_and_is_its_own(name: str, kind: str) -> None:
-    model, optimizer = start(name, kind)
+@every_remedy
+def test_a_copy_and_a_pickle_of_a_model_with_a_remedy_compute_the_same_and_are_their_own(name: str) -> None:
+    model, optimizer = start(name, SMALLEST)
     handle = apply(name, model, optimizer)
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin.eval()(probe()), model.eval()(probe()))
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again.eval()(probe()), model.eval()(probe()))
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.eval()(probe()), model.eval()(probe()))
     handle.remove()
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    assert not torch.equal(twin(probe()), model(probe()))
+    assert not torch.equal(copied(probe()), model(probe()))
 
 
-@pytest.mark.parametrize("name", REMEDIES)
-def test_a_model_with_a_remedy_pickles(name: str) -> None:
-    model, optimizer = start(name, "GQA")
-    apply(name, model, optimizer)
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(again.eval()(probe()), model.eval()(probe()))
-
-
-@some_cases
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, SMALLEST) for name in REMEDIES), ("lalr", "MLA"), ("qk_clip", "MLA")]
+)
 def test_state_dicts_of_model_and_optimizer_resume_bit_for_bit(name: str, kind: str) -> None:
     def fresh() -> tuple[Model, torch.optim.Optimizer, Handle]:
         model, optimizer = start(name, kind)

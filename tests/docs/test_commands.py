@@ -27,9 +27,10 @@ def test_the_docs_show_commands() -> None:
 
 @pytest.mark.parametrize(("page", "line"), _commands())
 def test_each_command_line_parses(page: str, line: str) -> None:
-    from qkeel.cli.app import app
+    from qkeel.cli.app import make_app
 
-    app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
+    words = shlex.split(line)[1:]
+    make_app(words).parse_args(words, exit_on_error=False, print_error=False)
 
 
 def test_make_targets_named_in_the_readme_exist() -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from qkeel import preset
 from qkeel.errors import InvalidValueError, RefusedError, ShapeError
-from qkeel.functional.changes import LogitChange, change_rms
-from qkeel.kernels.statistics import logit_change
+from qkeel.functional.statistics.logit_change import LogitChange, change_rms
+from qkeel.kernels.stats.per_head import logit_change
 from qkeel.reference import attend_call
-from qkeel.sites.scores import ScoresCall, scores_change
+from qkeel.sites.calls.scores import ScoresCall, scores_change
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -161,5 +161,5 @@ def test_bad_pairs_of_calls_are_refused() -> None:
         folds = False
 
     spec = AttentionSpec(position=Unfolded())
-    with pytest.raises(RefusedError, match="before and after"):
+    with pytest.raises(RefusedError, match="whose change could be computed"):
         logit_change(dataclasses.replace(before, spec=spec), dataclasses.replace(after, spec=spec))

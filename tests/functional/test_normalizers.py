@@ -130,3 +130,8 @@ def test_entropy_is_between_zero_and_ln_n(seed: int, n: int, size: float) -> Non
 def test_entropy_is_that_of_the_row_made_to_sum_to_one(seed: int, factor: float) -> None:
     p = randn(seed, 9).abs()
     assert F.entropy(factor * p).item() == pytest.approx(F.entropy(p).item(), rel=1e-10)
+
+
+def test_a_row_with_one_visible_key_is_divided_by_one() -> None:
+    z, visible = torch.tensor([[[[3.0, 2.0]]]]), torch.tensor([[[[True, False]]]])
+    assert F.squared_relu(z, visible).flatten().tolist() == [9.0, 0.0]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkeel import attention, preset
-from qkeel.functional.rows import Seen
-from qkeel.kernels.statistics import logit_stats
+from qkeel.functional.statistics.rows import Seen
+from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.spec import AttentionSpec, Fixed
 from qkeel.spec.call import make_call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError
-from qkeel.functional.stats import POSITION_BINS, TENSORS, LogitStats, merge
+from qkeel.functional.statistics import class_stats, logit_stats
+from qkeel.functional.statistics.class_stats import ClassStats
+from qkeel.functional.statistics.logit_stats import POSITION_BINS, TENSORS, LogitStats, merge
+from qkeel.functional.statistics.merging import Merge
 
 from .properties import few, randn, seeds
 
@@ -126,3 +130,12 @@ def test_statistics_of_different_sites_are_not_merged() -> None:
 def test_statistics_are_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         LogitStats.empty(1, 1, torch.zeros(1)).entropy = torch.ones(1)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("kind", "rules"), [(LogitStats, logit_stats.MERGES), (ClassStats, class_stats.MERGES)])
+def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges(kind: Any, rules: dict[str, Merge]) -> None:
+    fields = [field.name for field in dataclasses.fields(kind)]
+    assert [name for name in fields if name not in ("classes", "formulas", "names")] == list(rules)
+    for rule in rules.values():
+        assert (rule.how == "mean") == bool(rule.count)
+        assert not rule.count or rules[rule.count].how == "sum"

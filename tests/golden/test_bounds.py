@@ -1,4 +1,4 @@
-"""Bounds and Gram identities (FACTS §14: O2, O4, O19; §0 item 6)."""
+"""Bounds and Gram identities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Points on the curves of caps and normalizers, worked out by hand (FACTS §14: O14, O15, O25, O26)."""
+"""Points on the curves of caps and normalizers, worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definitions that are easy to get wrong, as facts (FACTS §0 items 1-6; §14: O20, O21, O26)."""
+"""Definitions that are easy to get wrong, as facts."""
 
 from __future__ import annotations
 

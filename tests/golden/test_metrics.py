@@ -1,4 +1,4 @@
-"""LR sensitivity (FACTS §3.1 and §14: O16)."""
+"""LR sensitivity."""
 
 from __future__ import annotations
 

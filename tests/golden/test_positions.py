@@ -1,4 +1,4 @@
-"""Positions for long contexts: numbers worked by hand or taken from the sources (FACTS section 14, O9 to O13)."""
+"""Positions for long contexts: numbers worked by hand or taken from the sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkeel.functional.distances import alibi_slopes, xpos_decay
 from qkeel.functional.rope import rope_frequencies
-from qkeel.functional.stretch import interpolate, ntk, ntk_mixed, yarn, yarn_magnitude
+from qkeel.functional.rope_frequencies import interpolate, ntk, ntk_mixed, yarn, yarn_magnitude
 from qkeel.spec import (
     ALiBi,
     AttentionSpec,

@@ -1,4 +1,4 @@
-"""QK-Clip, logit-adaptive rates and Newton-Schulz (FACTS §14: O17, O18, O24)."""
+"""QK-Clip, logit-adaptive rates and Newton-Schulz."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkeel.functional.updates import group_max, lalr_rates, newton_schulz, qk_clip_gamma, repeat_groups
+from qkeel.functional.updates import newton_schulz, qk_clip_gamma, repeat_groups
+from qkeel.remedies.lalr import Rates
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -23,6 +24,13 @@ def max_logits(w_q: Tensor, w_k: Tensor, x: Tensor) -> Tensor:
 
 
 # O17
+
+
+def lalr_rates(q_norm: Tensor, k_norm: Tensor, q_start: Tensor, k_start: Tensor) -> tuple[Tensor, ...]:
+    """The rates of W_Q [h] and W_K [g], each the other's partner in the one product of the logit."""
+    sizes = [len(q_norm), len(k_norm)]
+    rates = Rates([[((1,), sizes[0])], [((0,), sizes[0])]], sizes, torch.cat([q_start, k_start]))
+    return rates(torch.cat([q_norm, k_norm])).split(sizes)
 
 
 def test_lalr_divides_each_rate_by_the_growth_of_the_other_weight() -> None:
@@ -51,6 +59,8 @@ def test_lalr_with_grouped_keys_takes_the_worst_query_head_of_the_group() -> Non
 def test_lalr_leaves_the_rate_of_a_weight_whose_partner_is_zero() -> None:
     one, zero = torch.ones(1), torch.zeros(1)
     assert [x.item() for x in lalr_rates(one, zero, one, zero)] == [1.0, 1.0]
+    # What was zero at the start has nothing to be compared with, however large it is now.
+    assert [x.item() for x in lalr_rates(one, 3 * one, one, zero)] == [1.0, 1.0]
 
 
 # O18
@@ -88,10 +98,10 @@ def test_with_grouped_keys_clipping_the_query_alone_is_exact_and_the_group_rule_
     exact = max_logits(w_q * qk_clip_gamma(before, tau)[:, None, None], w_k, x)
     torch.testing.assert_close(exact, torch.full_like(exact, tau), rtol=1e-13, atol=0)
     # Megatron: one factor per key group, from the largest of its query heads.
-    per_group = qk_clip_gamma(group_max(before, 2), tau).sqrt()
+    per_group = qk_clip_gamma(before.view(2, -1).amax(1), tau).sqrt()
     per_head = repeat_groups(per_group, 4)
     grouped = max_logits(w_q * per_head[:, None, None], w_k * per_group[:, None, None], x)
-    worst = before == repeat_groups(group_max(before, 2), 4)
+    worst = before == repeat_groups(before.view(2, -1).amax(1), 4)
     torch.testing.assert_close(grouped[worst], torch.full_like(grouped[worst], tau), rtol=1e-13, atol=0)
     assert (grouped[~worst] < 0.99 * tau).all()
 
@@ -108,8 +118,6 @@ def test_latent_attention_clipped_root_root_and_whole_scales_the_logit_by_gamma(
 
 
 def test_groups_are_consecutive_query_heads() -> None:
-    x = torch.tensor([1.0, 5.0, 2.0, 3.0, 9.0, 4.0])
-    assert group_max(x, 3).tolist() == [5.0, 3.0, 9.0]
     assert repeat_groups(torch.tensor([1.0, 2.0]), 6).tolist() == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
 
 

@@ -12,11 +12,12 @@ from kernels.triton_kernels import test_heads
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.kernels import flex
-from qkeel.kernels.contract import encoded, row_statistics
-from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.native import encode, gpu
-from qkeel.kernels.statistics import logit_maxima, logit_stats
+from qkeel.kernels import encode, flex
+from qkeel.kernels.encode import encoded
+from qkeel.kernels.prepare import row_statistics
+from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
+from qkeel.kernels.triton import available
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call
 from qkeel.spec.norm import NoNorm, Norm
@@ -53,10 +54,10 @@ def check(case: Given, told: str) -> None:
 
 
 def test_tensors_here_go_through_triton() -> None:
-    assert gpu.usable(torch.device(DEVICE))
-    from qkeel.kernels import triton_norm_rope
+    assert available.usable(torch.device(DEVICE))
+    from qkeel.kernels.triton import norm_rope
 
-    assert encode.operator_for(torch.device(DEVICE)) is triton_norm_rope.norm_rope
+    assert encode.operator_for(torch.device(DEVICE)) is norm_rope.norm_rope
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=repr)

@@ -15,7 +15,7 @@ from qkeel.records import RunDirectory, RunStatus
 
 transformers = pytest.importorskip("transformers")
 
-from qkeel.integrations.huggingface import KeelCallback  # noqa: E402
+from qkeel.integrations.huggingface import QkeelCallback  # noqa: E402
 
 
 def tiny() -> Any:
@@ -32,7 +32,7 @@ def test_events_as_a_trainer_sends_them(tmp_path: Path) -> None:
     """Without accelerate, which the Trainer itself needs."""
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    callback = KeelCallback(every=2, sinks=tmp_path / "run")
+    callback = QkeelCallback(every=2, sinks=tmp_path / "run")
     state = SimpleNamespace(global_step=10, log_history=[])
     told: Any = (None, state, None)
     callback.on_train_begin(*told, model=model, optimizer=optimizer)
@@ -60,10 +60,10 @@ def test_events_as_a_trainer_sends_them(tmp_path: Path) -> None:
 
 def test_only_a_trainer_is_attached_to() -> None:
     with pytest.raises(InvalidTypeError, match=r"expected a transformers\.Trainer, got str"):
-        KeelCallback().attach("trainer")  # type: ignore[arg-type]
+        QkeelCallback().attach("trainer")  # type: ignore[arg-type]
 
 
-def trained(callback: KeelCallback | None = None, *, reporter: Any = None, first: bool = True) -> Any:
+def trained(callback: QkeelCallback | None = None, *, reporter: Any = None, first: bool = True) -> Any:
     pytest.importorskip("accelerate")
     transformers.set_seed(0)
     model = tiny()
@@ -96,7 +96,7 @@ class Reporter(transformers.TrainerCallback):
 def test_training_is_bit_identical_and_reporters_get_the_numbers(tmp_path: Path) -> None:
     plain = trained()
     reporter = Reporter()
-    seen = trained(KeelCallback(every=1, sinks=tmp_path / "run"), reporter=reporter)
+    seen = trained(QkeelCallback(every=1, sinks=tmp_path / "run"), reporter=reporter)
     losses = [[h["loss"] for h in t.state.log_history if "loss" in h] for t in (plain, seen)]
     assert losses[0] == losses[1]
     a, b = plain.model.state_dict(), seen.model.state_dict()
@@ -111,7 +111,7 @@ def test_training_is_bit_identical_and_reporters_get_the_numbers(tmp_path: Path)
 @pytest.mark.filterwarnings("ignore")
 def test_given_as_a_callback_it_comes_after_the_reporters_but_is_in_the_history() -> None:
     reporter = Reporter()
-    seen = trained(KeelCallback(every=1, per_layer=True), reporter=reporter, first=False)
+    seen = trained(QkeelCallback(every=1, per_layer=True), reporter=reporter, first=False)
     assert all("attn/max_logit" not in sent for sent in reporter.sent)
     history = [entry for entry in seen.state.log_history if "loss" in entry]
     assert all("attn/layer_01/entropy" in entry for entry in history)

@@ -14,7 +14,7 @@ from qkeel.records import RunDirectory, RunStatus
 
 L = pytest.importorskip("lightning.pytorch")
 
-from qkeel.integrations.lightning import KeelCallback  # noqa: E402
+from qkeel.integrations.lightning import QkeelCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what lightning warns of is its own
 
@@ -43,7 +43,7 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fitted(callback: KeelCallback | None, folder: Path) -> Any:
+def fitted(callback: QkeelCallback | None, folder: Path) -> Any:
     L.seed_everything(0, verbose=False)
     module = Module()
     data = torch.utils.data.TensorDataset(torch.randint(0, 32, (16, 8)))
@@ -57,7 +57,7 @@ def fitted(callback: KeelCallback | None, folder: Path) -> Any:
 
 def test_training_is_bit_identical_and_its_numbers_are_logged(tmp_path: Path) -> None:
     plain = fitted(None, tmp_path)
-    seen = fitted(KeelCallback(every=2, sinks=tmp_path / "run"), tmp_path)
+    seen = fitted(QkeelCallback(every=2, sinks=tmp_path / "run"), tmp_path)
     a, b = plain.lightning_module.state_dict(), seen.lightning_module.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert "attn/max_logit" in seen.logged_metrics
@@ -69,4 +69,4 @@ def test_training_is_bit_identical_and_its_numbers_are_logged(tmp_path: Path) ->
 
 def test_a_module_is_chosen_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="has no module 'nett'; its children: net"):
-        fitted(KeelCallback(module="nett"), tmp_path)
+        fitted(QkeelCallback(module="nett"), tmp_path)

@@ -86,7 +86,9 @@ def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_missing_library_is_told_with_the_line_that_installs_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_missing_library_has_the_line_that_installs_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, OUTSIDE[name], None)
     with pytest.raises(MissingLibraryError, match=f"pip install {name}") as error:
         sink(name).open(about())

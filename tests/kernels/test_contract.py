@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkeel import preset, reference
-from qkeel.kernels.contract import Refusal, average, folded, row_blocks, whole_and_plain
+from qkeel.kernels.contract import Refusal
+from qkeel.kernels.encode import folded
+from qkeel.kernels.prepare import average, row_blocks
 from qkeel.spec import PRESETS, AttentionSpec, NoCap
 from qkeel.spec.call import make_call
 
@@ -46,11 +48,11 @@ def test_folded_tensors_give_the_logits_of_the_spec(name: str) -> None:
 def test_one_call_without_mask_does_when_all_is_visible_or_square_and_causal() -> None:
     q, k = torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 5, 8)
     spec, pos = preset("baseline"), torch.arange(5)
-    assert whole_and_plain(make_call(spec, k, k, k))
-    assert whole_and_plain(make_call(spec, q, k, k, causal=False))
-    assert not whole_and_plain(make_call(spec, q, k, k))
-    assert not whole_and_plain(make_call(spec, k, k, k, pos_q=pos, pos_k=pos))
-    assert not whole_and_plain(make_call(spec, k, k, k, causal=False, mask=torch.ones(5, 5, dtype=torch.bool)))
+    assert make_call(spec, k, k, k).whole
+    assert make_call(spec, q, k, k, causal=False).whole
+    assert not make_call(spec, q, k, k).whole
+    assert not make_call(spec, k, k, k, pos_q=pos, pos_k=pos).whole
+    assert not make_call(spec, k, k, k, causal=False, mask=torch.ones(5, 5, dtype=torch.bool)).whole
 
 
 def test_a_refusal_reads_as_reason_and_way_out() -> None:

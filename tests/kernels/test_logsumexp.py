@@ -10,10 +10,10 @@ from torch.nn.attention import SDPBackend
 
 from qkeel import attention, preset
 from qkeel.errors import UnknownNameError
-from qkeel.kernels import logsumexp
-from qkeel.kernels.contract import folded
-from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket, fused_with_logsumexp
-from qkeel.kernels.statistics import logit_stats
+from qkeel.kernels.encode import folded
+from qkeel.kernels.stats import logsumexp
+from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket, fused_with_logsumexp
+from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.ops import PRICES
 from qkeel.spec import AttentionCall, AttentionSpec, Rope, Sink, Softcap
 from qkeel.spec.call import make_call, with_query_mask
@@ -165,7 +165,7 @@ def test_every_fused_operator_of_a_gpu_hands_out_its_logsumexp(
     seen: list[str] = []
     stand_ins = {backend: fused(name, seen) for name, backend in backends.items() if name != "math"}
     monkeypatch.setattr(logsumexp, "_FUSED", stand_ins)
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **how: backends[kind].value)
+    monkeypatch.setattr(logsumexp, "kernel_choice", lambda *_, **how: backends[kind].value)
     call = call_of("baseline", causal=causal)
     q, k, v, scale = folded(call)
     pair, truth = fused_with_logsumexp(q, k, v, causal, scale), attend_with_logsumexp(call)

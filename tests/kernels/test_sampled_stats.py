@@ -9,11 +9,9 @@ from torch import Tensor
 
 from qkeel import preset
 from qkeel.errors import InvalidValueError
-from qkeel.functional.sampling import chosen_rows
-from qkeel.functional.stats import TENSORS
-from qkeel.kernels.statistics import logit_stats, sampled_stats
-from qkeel.reference import attend_call
-from qkeel.sites.scores import ScoresCall, sampled_scores_stats, scores_stats
+from qkeel.functional.statistics.logit_stats import TENSORS
+from qkeel.functional.statistics.sampling import chosen_rows
+from qkeel.kernels.stats.per_head import logit_stats, sampled_stats
 from qkeel.spec import AttentionCall
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -120,20 +118,6 @@ def test_rows_keep_their_masks_and_positions(how: dict) -> None:
     assert (draws["max_logit"] <= exact.max_logit + 1e-12).all()
     for field in KEYS:
         assert (draws[field] == getattr(exact, field)).all(), field
-
-
-def test_hand_written_scores_are_sampled_in_the_same_way() -> None:
-    call = call_of(23, "gemma2")
-    logits, (q, k) = attend_call(call).logits, call.encoded()
-    hidden = logits == -torch.inf
-    capped = call.spec.cap.apply(logits)
-    written = ScoresCall(spec=call.spec, logits=logits, capped=capped, hidden=hidden, q=q, k=k)
-    for n in (5, 23):
-        ours = sampled_scores_stats(written, n, generator=torch.Generator().manual_seed(3))
-        theirs = sampled_stats(call, n, generator=torch.Generator().manual_seed(3))
-        for field in FIELDS:
-            torch.testing.assert_close(getattr(ours, field), getattr(theirs, field), msg=field)
-    assert torch.equal(ours.max_logit, scores_stats(written).max_logit)
 
 
 def test_the_generator_alone_decides() -> None:

@@ -16,7 +16,7 @@ def kill_until_done(work: Callable[..., None], args: tuple[Any, ...], *, longest
     """Run `work` in processes of its own, the first eight killed within `longest` seconds, until one ends well."""
     # A server that has imported everything once: its children start, and are killed, in milliseconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qkeel.lab.engine"])
+    context.set_forkserver_preload(["qkeel.lab.execution.execute"])
     instants = random.Random(seed)
     kills, child = 0, None
     for _ in range(60):

@@ -9,7 +9,7 @@ import pytest
 
 from qkeel.errors import DataError
 from qkeel.lab.config import DataConfig
-from qkeel.lab.data import batch, heldout, load, split
+from qkeel.lab.data.corpus import batch, heldout, load, split
 
 
 def text(n: int, seed: int = 0) -> bytes:

@@ -13,10 +13,10 @@ import torch
 from qkeel.errors import DataError, InvalidValueError, UnknownNameError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run, run_plan
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
-from qkeel.lab.data import batch, load
-from qkeel.lab.fusion import BEGIN, BESIDE, CAPTION, IMAGE, TEXT, FusedTask
-from qkeel.lab.images import load_pictures
+from qkeel.lab.data.corpus import batch, load
+from qkeel.lab.data.images import load_pictures
 from qkeel.lab.studies.multimodal import MIXES, REGIMES, mixed
+from qkeel.lab.tasks.text_and_images import BEGIN, CAPTION, IMAGE, NEAR_IMAGE, TEXT, FusedTask
 from qkeel.nn import FusedEmbedding
 
 TINY = RunConfig(
@@ -59,7 +59,7 @@ def test_targets_are_the_next_tokens_and_kinds_are_those_of_the_targets() -> Non
     kinds = examples.kinds
     assert kinds is not None
     assert torch.equal(kinds == IMAGE, examples.targets >= BEGIN)
-    assert {CAPTION, BESIDE} <= set(kinds.unique().tolist())
+    assert {CAPTION, NEAR_IMAGE} <= set(kinds.unique().tolist())
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])
@@ -119,7 +119,7 @@ def test_more_codes_than_a_vocabulary_are_refused() -> None:
         task(levels=17)
 
 
-def test_text_of_tokens_cannot_stand_beside_captions(tmp_path: Path) -> None:
+def test_text_of_tokens_cannot_be_used_with_captions(tmp_path: Path) -> None:
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     data = dataclasses.replace(TINY.data, source=str(tmp_path / "a.bin"))
     with pytest.raises(DataError, match="holds tokens"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qkeel.errors import DataError, MissingLibraryError
-from qkeel.lab.images import grey, load_pictures, patches
+from qkeel.lab.data.images import grey, load_pictures, patches
 
 Save = Callable[..., Path]
 
@@ -80,7 +80,7 @@ def test_a_list_of_captions_is_read(save: Save, tmp_path: Path) -> None:
     assert found.classes == ()
 
 
-def test_copies_of_an_image_are_held_out_together(save: Save, tmp_path: Path) -> None:
+def test_copies_of_an_image_are_on_one_side(save: Save, tmp_path: Path) -> None:
     entries = [{"path": save(f"{i}.png", i // 2).name, "text": f"picture {i}"} for i in range(8)]
     held = load_pictures(listed(tmp_path / "all.jsonl", *entries), 8).held
     assert (held[::2] == held[1::2]).all()

@@ -16,14 +16,14 @@ import torch
 from qkeel import reference
 from qkeel.errors import DataError, InvalidValueError, QkeelError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import Execution, Grid, LongContexts, Plan, RunConfig, make_plan, run_plan
-from qkeel.lab.angles import Range, cosine_ranges, outside
-from qkeel.lab.data import Corpus, long_texts
-from qkeel.lab.longer import changed, measure, missing, stretched, trained_on
-from qkeel.lab.methods import Method
-from qkeel.lab.model import attention_spec, layers
+from qkeel.lab.data.corpus import Corpus, long_texts
+from qkeel.lab.lengths.angles import Range, cosine_ranges, outside
+from qkeel.lab.lengths.longer_texts import changed, measure, missing, stretched, trained_on
+from qkeel.lab.model.build_model import attention_spec, layers
+from qkeel.lab.plan.methods import Method
 from qkeel.lab.studies.extrapolation import BASE, CONTEXTS, DEFAULT, by_position, continued
-from qkeel.lab.trainer import Trainer
-from qkeel.nn.core import SpecModule
+from qkeel.lab.training.run_state import RunState
+from qkeel.nn.spec_module import SpecModule
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, read_json
 from qkeel.spec import ALiBi, AttentionCall, Fixed, L2Norm, NoPosition, ReRope
 
@@ -78,11 +78,11 @@ def test_the_numbers_are_those_of_the_weights_token_by_token(done: Path) -> None
         r for r in table(done) if (r["form"], r["posthoc"], r["test_length"]) == ("kna", "rerope:window=3", "32")
     )
     place = RunDirectory(done / "runs" / row["run_id"])
-    trainer = Trainer(RunConfig.from_dict(place.config()))
-    from qkeel.lab.checkpoint import load
+    run = RunState(RunConfig.from_dict(place.config()))
+    from qkeel.lab.training.checkpoint import load
 
-    load(place, trainer.trained)
-    model, windows = trainer.trained.model.eval(), torch.from_numpy(long_texts(trainer.corpus, 32, 3))
+    load(place, run)
+    model, windows = run.model.eval(), torch.from_numpy(long_texts(run.task.corpus, 32, 3))
     hits: dict[str, list[bool]] = {name: [] for name in ("train", "posthoc", "long", "last", "short", "repeat")}
     with torch.no_grad():
         for text in windows:
@@ -163,7 +163,7 @@ def test_blocks_have_the_sizes_that_are_compared(tiny: Make) -> None:
 
 
 def test_a_method_is_undone_and_changes_every_layer(tiny: Make) -> None:
-    model = Trainer(dataclasses.replace(plan(tiny).runs[0].config)).trained.model
+    model = RunState(plan(tiny).runs[0].config).model
     specs = [module.spec for module in model.modules() if hasattr(module, "spec")]
     with changed(model, Method.parse("ntk"), 8, 32):
         assert all("NTK" in m.spec.position.formula() for m in model.modules() if hasattr(m, "spec"))
@@ -258,10 +258,10 @@ def test_methods_joined_by_a_plus_are_applied_one_after_the_other(tiny: Make) ->
 
 
 def test_training_on_changes_a_copy_of_the_weights_under_the_method(tiny: Make) -> None:
-    trainer = Trainer(plan(tiny).runs[0].config)
-    before = {name: value.clone() for name, value in trainer.trained.model.state_dict().items()}
-    model = trained_on(trainer, Method.parse("pi@32"), 2)
-    assert all(torch.equal(value, before[name]) for name, value in trainer.trained.model.state_dict().items())
+    run = RunState(plan(tiny).runs[0].config)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    model = trained_on(run, Method.parse("pi@32"), 2)
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
     formulas = {m.spec.position.formula() for m in model.modules() if isinstance(m, SpecModule)}
     assert formulas == {"RoPE(base 10000, PI ×4)"}
@@ -286,8 +286,8 @@ def test_forms_take_other_positions_and_gains(tiny: Make) -> None:
 def test_angles_are_those_of_all_visible_pairs(tiny: Make, form: str, method: str) -> None:
     if "+" in form and method != "none":
         pytest.skip("only RoPE is clipped after training")
-    trainer = Trainer(plan(tiny, (form,)).runs[0].config)
-    model, tokens = trainer.trained.model, torch.from_numpy(long_texts(trainer.corpus, 256, 2))[:, :-1]
+    run = RunState(plan(tiny, (form,)).runs[0].config)
+    model, tokens = run.model, torch.from_numpy(long_texts(run.task.corpus, 256, 2))[:, :-1]
     cosines: list[torch.Tensor] = []
     largest: list[float] = []
 
@@ -320,7 +320,7 @@ def test_angles_are_those_of_all_visible_pairs(tiny: Make, form: str, method: st
 
 
 def test_texts_of_training_lie_inside_the_range_that_they_made(tiny: Make) -> None:
-    trainer = Trainer(plan(tiny).runs[0].config)
-    model, tokens = trainer.trained.model, torch.from_numpy(long_texts(trainer.corpus, 32, 3))[:, :-1]
+    run = RunState(plan(tiny).runs[0].config)
+    model, tokens = run.model, torch.from_numpy(long_texts(run.task.corpus, 32, 3))[:, :-1]
     with torch.no_grad():
         assert outside(model, [tokens], cosine_ranges(model, [tokens])).share == 0

@@ -15,13 +15,15 @@ import torch
 from qkeel import reference
 from qkeel.errors import InvalidValueError
 from qkeel.lab import Execution, Grid, LongContexts, RunConfig, make_plan, run_plan
-from qkeel.lab.data import batch, load, long_texts
-from qkeel.lab.model import resolve
-from qkeel.lab.needle import VALUES, Needles, ask, strew
-from qkeel.lab.retrieval import retrieved
+from qkeel.lab.data.corpus import batch, load, long_texts
+from qkeel.lab.data.needles import VALUES, Needles, ask, insert_needles
+from qkeel.lab.lengths.retrieval import retrieved
+from qkeel.lab.model.build_model import resolve
 from qkeel.lab.studies.extrapolation import BASE
-from qkeel.lab.trainer import Trainer
-from qkeel.nn.core import SpecModule
+from qkeel.lab.training.arithmetic import TorchArithmetic
+from qkeel.lab.training.run_state import RunState
+from qkeel.lab.training.step import train_step
+from qkeel.nn.spec_module import SpecModule
 from qkeel.spec import AttentionCall
 
 Make = Callable[..., RunConfig]
@@ -42,8 +44,8 @@ def test_every_token_of_needles_is_one_of_its_own_behind_the_text() -> None:
 
 
 def test_in_training_each_needle_is_in_the_text_once_and_its_questions_come_later_with_their_answers() -> None:
-    strewn = strew(TEXT, NEEDLES, np.random.default_rng(0))
-    for text in strewn:
+    changed = insert_needles(TEXT, NEEDLES, np.random.default_rng(0))
+    for text in changed:
         assert (text != 97).sum() == 4 * (1 + 3 * 2)
         for key in range(4):
             (place,) = np.flatnonzero((text >= NEEDLES.needle(key, 0)) & (text <= NEEDLES.needle(key, VALUES - 1)))
@@ -102,10 +104,10 @@ def test_found_and_weighed_as_the_oracle_does(tiny: Make, form: str) -> None:
     grid = Grid(remedies=(form,), lrs=(0.1,), seeds=(0,), blocks=("mha4",))
     base = config(tiny)
     base = dataclasses.replace(base, model=dataclasses.replace(base.model, d_model=32))
-    trainer = Trainer(resolve(make_plan("extrapolation", base, grid).runs[0].config))
-    needles, model = trainer.corpus.needles, trainer.trained.model.eval()
+    run = RunState(resolve(make_plan("extrapolation", base, grid).runs[0].config))
+    needles, model = run.task.corpus.needles, run.model.eval()
     assert needles is not None
-    windows = torch.from_numpy(long_texts(trainer.corpus, 64, 3))
+    windows = torch.from_numpy(long_texts(run.task.corpus, 64, 3))
     asked = ask(windows.numpy(), needles, np.random.default_rng(0))
     weights: list[torch.Tensor] = []
     largest: list[torch.Tensor] = []
@@ -122,10 +124,11 @@ def test_found_and_weighed_as_the_oracle_does(tiny: Make, form: str) -> None:
         for module in model.modules():
             if isinstance(module, SpecModule):
                 module.observers.append(see)
-        foretold = model(torch.from_numpy(asked.windows[:, :-1])).argmax(-1)
+        predicted = model(torch.from_numpy(asked.windows[:, :-1])).argmax(-1)
     pairs = [(n, i, asked.questions[n, i], asked.places[i]) for n in range(3) for i in range(4)]
     hits = [
-        [bool(foretold[n, at] == asked.windows[n, at + 1]) for n, i, at, _ in pairs if i == depth] for depth in range(4)
+        [bool(predicted[n, at] == asked.windows[n, at + 1]) for n, i, at, _ in pairs if i == depth]
+        for depth in range(4)
     ]
     assert found["needle_by_depth"] == pytest.approx([sum(hit) / 3 for hit in hits])
     assert found["needle"] == pytest.approx(sum(map(sum, hits)) / 12)
@@ -178,15 +181,16 @@ def test_a_small_model_learns_to_find_needles_and_a_norm_without_gain_loses_them
     forms = ("baseline", "llama4+rope")
     grid = Grid(remedies=forms, lrs=(0.01,), seeds=(0,), blocks=("mha4",))
     found = {}
-    for run in make_plan("extrapolation", base, grid).runs:
-        trainer = Trainer(run.config)
+    for planned in make_plan("extrapolation", base, grid).runs:
+        run = RunState(planned.config)
+        arithmetic = TorchArithmetic([run])
         for step in range(run.config.steps):
-            trainer.step(step)
-        model, needles = trainer.trained.model.eval(), trainer.corpus.needles
+            train_step(arithmetic, [step])
+        model, needles = run.model.eval(), run.task.corpus.needles
         assert needles is not None
         with torch.no_grad():
             for length in (64, 512):
-                windows = torch.from_numpy(long_texts(trainer.corpus, length, 64))
+                windows = torch.from_numpy(long_texts(run.task.corpus, length, 64))
                 found[run.form, length] = retrieved(model, windows, needles)
     assert all(found[form, 64]["needle"] >= 0.85 for form in forms)
     assert found["llama4+rope", 512]["needle_bound"] <= 0.062  # c = √16 among 512 keys

@@ -12,10 +12,10 @@ import pytest
 
 from qkeel.errors import QkeelError
 from qkeel.lab import Execution, Grid, ModelConfig, RunConfig, make_plan, run_plan
-from qkeel.lab.studies import mla
+from qkeel.lab.studies import latent_attention
 from qkeel.records import read_json
 from qkeel.report import write
-from qkeel.report.collect import collect
+from qkeel.report.study.collect import collect
 
 Make = Callable[..., RunConfig]
 GRID = Grid(
@@ -85,4 +85,4 @@ def test_parts_are_run_recorded_extended_and_shown_apart(tiny: Make, tmp_path: P
 
 
 def test_default_axes_are_those_of_the_written_source() -> None:
-    assert (mla.DEFAULT.lrs, mla.DEFAULT.seeds) == ((0.01, 0.1, 0.3), (0, 1, 2))
+    assert (latent_attention.DEFAULT.lrs, latent_attention.DEFAULT.seeds) == ((0.01, 0.1, 0.3), (0, 1, 2))

@@ -1,4 +1,4 @@
-"""The precision study: its formats are torch's, its thresholds are foretold, the alarm stands where it says."""
+"""The precision study: its formats are torch's, its thresholds are predicted, the alarm is where it says."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_logits_are_of_the_size_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("kernel", ["fused", "eager"])
-def test_thresholds_are_foretold_within_a_factor_of_two(
+def test_thresholds_are_predicted_within_a_factor_of_two(
     name: str, kernel: str, lines: dict[tuple[str, ...], dict[str, float | str]]
 ) -> None:
     for data, seen in (("spread", "logit"), ("shifted", "logit"), ("shifted", "output")):

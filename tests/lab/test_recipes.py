@@ -17,10 +17,12 @@ from qkeel.cli.flags import configure, view
 from qkeel.errors import DataError, InvalidValueError, UnknownNameError
 from qkeel.functional.scaling import deepnorm
 from qkeel.lab import DataConfig, ModelConfig, RunConfig, Watcher, run
-from qkeel.lab.data import load
-from qkeel.lab.model import build_decoder
-from qkeel.lab.throughput import flops_per_token, peak, speed
-from qkeel.lab.trainer import Trainer
+from qkeel.lab.data.corpus import load
+from qkeel.lab.model.build_model import build_decoder
+from qkeel.lab.training.arithmetic import TorchArithmetic
+from qkeel.lab.training.run_state import RunState
+from qkeel.lab.training.step import train_step
+from qkeel.lab.training.throughput import flops_per_token, peak, speed
 from qkeel.nn import Decoder
 from qkeel.records import RunDirectory
 
@@ -44,7 +46,7 @@ def weights(model: Decoder) -> int:
     return sum(p.numel() for block in model.blocks for p in block.parameters())
 
 
-def test_the_two_recipes_are_24_gated_units_and_a_twin_of_as_many_weights() -> None:
+def test_the_two_recipes_are_24_gated_units_and_one_of_as_many_weights() -> None:
     gau, mha = (recipe(name) for name in RECIPES)
     assert weights(built(gau)) == 24 * 3_637_504
     assert weights(built(mha)) == pytest.approx(weights(built(gau)), rel=2e-4)
@@ -55,7 +57,7 @@ def test_the_two_recipes_are_24_gated_units_and_a_twin_of_as_many_weights() -> N
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_small_twin_of_a_recipe_trains_three_steps_and_goes_on_to_the_same_weights(name: str, tmp_path: Path) -> None:
+def test_a_small_copy_of_a_recipe_trains_three_steps_and_goes_on_to_the_same_weights(name: str, tmp_path: Path) -> None:
     heads = ["--head-dim", "16"] if name.startswith("gau") else ["--n-heads", "4"]
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(np.random.default_rng(0).integers(97, 123, 5000, dtype=np.uint8)))
@@ -101,9 +103,9 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
         device="cpu",
         dtype="fp32",
     )
-    whole, parts = Trainer(config), Trainer(dataclasses.replace(config, accumulate=3))
+    both = [TorchArithmetic([RunState(dataclasses.replace(config, accumulate=n))]) for n in (1, 3)]
     for step in range(2):
-        (loss, norm), (other, other_norm) = whole.step(step), parts.step(step)
+        (loss, norm), (other, other_norm) = (train_step(one, [step]) for one in both)
         assert float(other) == pytest.approx(float(loss), rel=1e-5)
         assert float(other_norm) == pytest.approx(float(norm), rel=1e-4)
     with pytest.raises(InvalidValueError, match="multiple of accumulate, got 6 and 4"):
@@ -127,7 +129,7 @@ def test_operations_of_a_token_by_hand() -> None:
     assert flops_per_token(build_decoder(mha, 5), 4) == 6 * (4 * 64 + 2 * 256 + 40) + 6 * 1.75 * 2 * (4 + 4)
 
 
-def test_the_share_of_the_peak_is_told_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_the_peak_is_reported_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     for name, value in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Toaster", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
@@ -164,5 +166,5 @@ def test_the_position_of_a_run_gets_its_training_length() -> None:
         data=DataConfig(source="topics", context=8, batch=2),
         device="cpu",
     )
-    model = Trainer(config).trained.model
+    model = RunState(config).model
     assert [block.attention.spec.position.reach for block in model.blocks] == [3, 3, None]  # type: ignore[union-attr]

@@ -16,16 +16,20 @@ from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
 from qkeel.lab import Execution, Grid, RunConfig, Watcher, make_plan, run, run_plan
-from qkeel.lab.model import resolve
-from qkeel.lab.stack import Single, Stack, fused, split
-from qkeel.lab.stackable import REMEDIES, plan_stacks
-from qkeel.lab.together import run_together
-from qkeel.lab.trainer import Trainer
-from qkeel.lab.twins import stacked
+from qkeel.lab.model.build_model import resolve
+from qkeel.lab.stack.choose_arithmetic import choose_arithmetic, why_not_compiled
+from qkeel.lab.stack.compiled_arithmetic import CompiledArithmetic
+from qkeel.lab.stack.stack_models import stack_models
+from qkeel.lab.stack.stacked_arithmetic import StackedArithmetic, split
+from qkeel.lab.stack.what_runs_share import REMEDIES, plan_stacks
+from qkeel.lab.train_runs import train_runs
+from qkeel.lab.training.arithmetic import Arithmetic, TorchArithmetic
+from qkeel.lab.training.run_state import RunState
+from qkeel.lab.training.step import train_step
 from qkeel.records import RunDirectory, RunStatus, read_json
 
 Make = Callable[..., RunConfig]
-# Beside each remedy by itself: other gains and extents, and what is learned.
+# Besides each remedy by itself: other gains and extents, and what is learned.
 MORE = (
     "qk_norm:kind=l2,gain=scalar",
     "qk_norm:kind=layer,over=layer,gain=head_dim",
@@ -80,32 +84,32 @@ def check_alike(stack: Mapping[str, Any], alone: Mapping[str, Any]) -> None:
     np.testing.assert_allclose(*(np.frombuffer(x["heads"], "<f4") for x in (stack, alone)), rtol=1e-4, atol=1e-4)
 
 
-def together(configs: list[RunConfig], out: Path, **how: Any) -> list[Exception | None]:
-    return run_together(configs, [out / str(i) for i in range(len(configs))], **how)
+def stacked(configs: list[RunConfig], out: Path, **how: Any) -> list[Exception | None]:
+    return train_runs(configs, [out / str(i) for i in range(len(configs))], **how)
 
 
 def alone(configs: list[RunConfig], out: Path) -> list[dict[str, Any]]:
     return [numbers(run(config, out / f"alone{i}").path) for i, config in enumerate(configs)]
 
 
-def by_itself(config: RunConfig) -> Trainer | Single:
-    """What `run` computes a run alone with."""
-    return Single(Trainer(config)) if fused(config) else Trainer(config)
-
-
-def check_steps(configs: list[RunConfig], of: Callable[[RunConfig], Any] = by_itself, bits: bool | None = None) -> None:
-    """Losses, norms, the probe and held-out numbers of a few steps."""
+def check_steps(
+    configs: list[RunConfig],
+    of: Callable[[list[RunState]], Arithmetic] = choose_arithmetic,
+    bits: bool | None = None,
+) -> None:
+    """Losses, norms, the probe and held-out numbers of a few steps, in a stack and alone, computed by `of`."""
     bits = same_products() if bits is None else bits
-    stack, singles = Stack([Trainer(c) for c in configs]), [of(c) for c in configs]
+    stack, singles = choose_arithmetic([RunState(c) for c in configs]), [of([RunState(c)]) for c in configs]
+    assert isinstance(stack, StackedArithmetic)
     for step in range(configs[0].steps):
-        losses, norms = stack.step([step] * len(configs))
-        for trainer, loss, norm in zip(singles, losses, norms):
-            own = [float(x) for x in trainer.step(step)]
+        losses, norms = train_step(stack, [step] * len(configs))
+        for single, loss, norm in zip(singles, losses.tolist(), norms.tolist()):
+            own = [float(x) for x in train_step(single, [step])]
             assert loss == pytest.approx(own[0], abs=1e-4)
             assert norm == pytest.approx(own[1], rel=1e-3)
             assert not bits or [loss, norm] == own
-    for trainer, seen, held in zip(singles, stack.probe(), stack.evaluate()):
-        probe, score = trainer.probe(), trainer.evaluate()
+    for single, seen, held in zip(singles, stack.probe(), stack.evaluate()):
+        (probe,), (score,) = single.probe(), single.evaluate()
         torch.testing.assert_close(torch.from_numpy(seen.heads), torch.from_numpy(probe.heads), rtol=1e-3, atol=1e-4)
         assert seen.record == pytest.approx(probe.record, rel=1e-3, abs=1e-4)
         assert held["val_loss"] == pytest.approx(score["val_loss"], abs=1e-4)
@@ -132,9 +136,9 @@ def test_by_compiled_operators_a_run_alone_is_a_stack_of_one_bit_for_bit(
 ) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "1")
     configs = micro(remedy)
-    assert fused(configs[0])
-    check_steps(configs, lambda config: Single(Trainer(config)), bits=True)
-    check_steps(configs[1:], Trainer, bits=False)  # beside torch's own, to rounding
+    assert not why_not_compiled(configs[0])
+    check_steps(configs, CompiledArithmetic, bits=True)
+    check_steps(configs[1:], TorchArithmetic, bits=False)  # against torch's own, to rounding
 
 
 def test_by_compiled_operators_runs_alone_and_stacked_hold_the_same(
@@ -145,7 +149,7 @@ def test_by_compiled_operators_runs_alone_and_stacked_hold_the_same(
     expected = alone(configs, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run(configs[0], tmp_path / "0", watcher=Watcher(should_stop=Stop(1)))
-    assert together(configs, tmp_path) == [None, None]
+    assert stacked(configs, tmp_path) == [None, None]
     for i in range(2):
         found = numbers(tmp_path / str(i))
         for mine, other in zip(found["lines"], expected[i]["lines"], strict=True):
@@ -174,25 +178,25 @@ def test_150_steps_of_the_micro_model_in_a_stack_are_those_alone(remedy: str, tm
         dataclasses.replace(base, seed=s, optim=dataclasses.replace(base.optim, lr=lr))
         for s, lr in ((0, 0.01), (1, 0.03))
     ]
-    assert together(configs, tmp_path) == [None, None]
+    assert stacked(configs, tmp_path) == [None, None]
     for i, expected in enumerate(alone(configs, tmp_path)):
         check_alike(numbers(tmp_path / str(i)), expected)
 
 
 def test_weights_at_the_start_are_those_of_the_run_alone_bit_for_bit(tiny: Make) -> None:
     configs = several(tiny)
-    trainers = [Trainer(c) for c in configs]
-    whole = stacked([trainer.trained.model for trainer in trainers])
+    runs = [RunState(c) for c in configs]
+    whole = stack_models([run.model for run in runs])
     for r, config in enumerate(configs):
-        expected = dict(Trainer(config).trained.model.named_parameters())
+        expected = dict(RunState(config).model.named_parameters())
         for name, p in whole.named_parameters():
             assert torch.equal(p[r], expected[name])
-            assert trainers[r].trained.model.get_parameter(name).data_ptr() == p[r].data_ptr()
+            assert runs[r].model.get_parameter(name).data_ptr() == p[r].data_ptr()
 
 
 def test_run_directories_hold_what_they_hold_alone(tiny: Make, tmp_path: Path) -> None:
     configs = several(tiny, eval_every=4)
-    assert together(configs, tmp_path, command="qkeel study lr") == [None] * 3
+    assert stacked(configs, tmp_path, command="qkeel study lr") == [None] * 3
     for i, expected in enumerate(alone(configs, tmp_path)):
         check_alike(numbers(tmp_path / str(i)), expected)
         here, there = tmp_path / str(i), tmp_path / f"alone{i}"
@@ -202,7 +206,7 @@ def test_run_directories_hold_what_they_hold_alone(tiny: Make, tmp_path: Path) -
         assert env.pop("stacked") == 3
         assert {**env, "command": ""} == read_json(there / "env.json")
     seen: list[Any] = []
-    assert together(configs, tmp_path, watcher=Watcher(on_record=seen.append)) == [None] * 3
+    assert stacked(configs, tmp_path, watcher=Watcher(on_record=seen.append)) == [None] * 3
     assert not seen, "finished runs are not run again"
 
 
@@ -210,7 +214,7 @@ def test_a_runs_seconds_are_its_share_of_the_stacks(tiny: Make, tmp_path: Path) 
     import time
 
     before = time.process_time()
-    together(several(tiny), tmp_path)
+    stacked(several(tiny), tmp_path)
     spent = time.process_time() - before
     assert 0 < sum(RunDirectory(tmp_path / str(i)).summary()["cpu_seconds"] for i in range(3)) <= spent + 0.01
 
@@ -233,10 +237,10 @@ def test_runs_begun_alone_or_stacked_are_finished_stacked_or_alone(tiny: Make, t
         with pytest.raises(KeyboardInterrupt):
             run(configs[i], tmp_path / str(i), watcher=Watcher(should_stop=Stop(steps)))
     with pytest.raises(KeyboardInterrupt):
-        together(configs, tmp_path, watcher=Watcher(should_stop=Stop(0)))
+        stacked(configs, tmp_path, watcher=Watcher(should_stop=Stop(0)))
     assert [RunDirectory(tmp_path / str(i)).status for i in range(3)] == [RunStatus.STARTED] * 3
     run(configs[2], tmp_path / "2")
-    assert together(configs, tmp_path) == [None] * 3
+    assert stacked(configs, tmp_path) == [None] * 3
     for i in range(3):
         check_alike(numbers(tmp_path / str(i)), expected[i])
 
@@ -246,7 +250,7 @@ def test_a_run_that_diverges_stops_as_alone_and_leaves_the_others_alone(tiny: Ma
         resolve(tiny(steps=6, seed=s, optim_lr=lr, optim_grad_clip=0.0)) for s, lr in ((0, 0.01), (0, 1e30), (1, 0.01))
     ]
     expected = alone(configs, tmp_path)
-    assert together(configs, tmp_path) == [None] * 3
+    assert stacked(configs, tmp_path) == [None] * 3
     assert expected[1]["summary"]["steps"] < configs[1].steps
     for i in (0, 2):
         check_alike(numbers(tmp_path / str(i)), expected[i])
@@ -256,7 +260,7 @@ def test_a_run_that_diverges_stops_as_alone_and_leaves_the_others_alone(tiny: Ma
     assert "not finite" in (tmp_path / "1" / "events.jsonl").read_text()
 
 
-def test_a_run_that_fails_is_told_and_the_others_are_done(tiny: Make, tmp_path: Path) -> None:
+def test_a_run_that_fails_is_reported_and_the_others_are_done(tiny: Make, tmp_path: Path) -> None:
     configs = several(tiny)
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "stranger").write_text("")
@@ -266,13 +270,13 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(tiny: Make, tmp_path: 
             (tmp_path / "broken").write_text("")
             raise ArithmeticError("cannot be shown")
 
-    errors = together(configs, tmp_path, watcher=Watcher(on_record=broken))
+    errors = stacked(configs, tmp_path, watcher=Watcher(on_record=broken))
     assert isinstance(errors[0], ArithmeticError)
     assert "cannot be shown" in (tmp_path / "0" / "FAILED").read_text()
     assert isinstance(errors[1], RunDirectoryError)
     assert errors[2] is None
     expected = alone(configs, tmp_path)
-    assert together(configs, tmp_path)[0] is None, "it goes on from its checkpoint"
+    assert stacked(configs, tmp_path)[0] is None, "it goes on from its checkpoint"
     for i in (0, 2):
         check_alike(numbers(tmp_path / str(i)), expected[i])
 
@@ -280,26 +284,30 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(tiny: Make, tmp_path: 
 def test_where_a_stack_fails_each_run_goes_on_alone(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    configs, real = several(tiny), Stack.step
+    configs = several(tiny)
 
-    def step(self: Stack, steps: list[int]) -> Any:
+    def step(arithmetic: Arithmetic, steps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         if len(steps) > 1 and steps[0] == 4:
             raise MemoryError("no memory left")
-        return real(self, steps)
+        return train_step(arithmetic, steps)
 
-    monkeypatch.setattr(Stack, "step", step)
-    assert together(configs, tmp_path) == [None] * 3
+    monkeypatch.setattr("qkeel.lab.train_runs.train_step", step)
+    assert stacked(configs, tmp_path) == [None] * 3
     assert "3 runs train one by one: their stack failed with MemoryError: no memory left" in caplog.text
     for i, expected in enumerate(alone(configs, tmp_path)):
         check_alike(numbers(tmp_path / str(i)), expected)
         assert '"resumed"' in (tmp_path / str(i) / "events.jsonl").read_text()
 
 
-def test_what_has_no_twin_is_refused_and_then_done_alone(tiny: Make, tmp_path: Path) -> None:
+def test_what_cannot_be_stacked_is_refused_and_then_computed_run_by_run(tiny: Make, tmp_path: Path) -> None:
     configs = several(tiny, remedy="sigma_reparam", steps=2)
+    runs = [RunState(c) for c in configs]
     with pytest.raises(RefusedError, match="cannot train as one"):
-        Stack([Trainer(c) for c in configs])
-    assert together(configs, tmp_path) == [None] * 3
+        StackedArithmetic(runs)
+    assert "sigma_reparam acts inside a run's own forward pass" in choose_arithmetic(runs).reason
+    assert stacked(configs, tmp_path) == [None] * 3
+    for i, expected in enumerate(alone(configs, tmp_path)):
+        check_alike(numbers(tmp_path / str(i)), expected)
 
 
 def test_runs_alike_but_for_rate_and_seed_are_stacked_and_every_worker_has_work(tiny: Make) -> None:
@@ -328,7 +336,7 @@ def test_runs_alike_but_for_rate_and_seed_are_stacked_and_every_worker_has_work(
 
 
 def test_statistics_of_heads_in_a_row_are_split_evenly(tiny: Make) -> None:
-    from qkeel.functional.stats import LogitStats
+    from qkeel.functional.statistics.logit_stats import LogitStats
 
     stats = LogitStats.empty(6, 3, torch.zeros(()))
     assert [len(part.max_logit) for part in split(stats, 3)] == [2, 2, 2]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
 import os
 import signal
 import subprocess
@@ -21,10 +22,14 @@ from qkeel.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from qkeel.lab import Execution, Grid, Plan, RunConfig, Shard, make_plan, progress, run_plan, study
-from qkeel.lab.plan import FULL_GRID, PlannedRun, product
-from qkeel.lab.table import rows
-from qkeel.lab.workers import Job, Outcome, execute
+from qkeel.lab import Execution, Grid, Plan, RunConfig, Shard, make_plan, run_plan, studies, study
+from qkeel.lab.execution import progress
+from qkeel.lab.execution.execute import STUDIES
+from qkeel.lab.execution.results_table import rows
+from qkeel.lab.execution.workers import Job, Outcome, execute
+from qkeel.lab.plan.plan import FULL_GRID, PlannedRun, product
+from qkeel.lab.training import step
+from qkeel.lab.training.run_state import RunState
 from qkeel.metrics import paired_gain
 from qkeel.records import TABLE_COLUMNS, read_json
 from qkeel.records.rundir import locked
@@ -107,16 +112,14 @@ def test_a_study_takes_more_seeds_but_not_another_length(tiny: Make, tmp_path: P
 def test_a_failed_run_is_listed_and_does_not_stop_the_rest(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkeel.lab.trainer import Trainer
+    real = step.set_rate
 
-    real = Trainer.set_rate
-
-    def set_rate(self: Trainer, step: int) -> None:
-        if self.config.seed == 1 and step == 5:
+    def set_rate(run: RunState, number: int) -> None:
+        if run.config.seed == 1 and number == 5:
             raise MemoryError("no memory left")
-        real(self, step)
+        real(run, number)
 
-    monkeypatch.setattr(Trainer, "set_rate", set_rate)
+    monkeypatch.setattr(step, "set_rate", set_rate)
     result = run_plan(plan(tiny, FOUR), tmp_path / "s", Execution())
     assert [f.error for f in result.failures] == ["MemoryError: no memory left"] * 2
     assert [r["status"] for r in result.table] == ["done", "failed"] * 2
@@ -285,7 +288,7 @@ def test_an_estimate_grows_with_the_runs_and_falls_with_the_workers(tiny: Make) 
 def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
     script = (
         "import os, time, sys\n"
-        "from qkeel.lab.workers import _die_with\n"
+        "from qkeel.lab.execution.workers import _die_with\n"
         "parent = os.getpid()\n"
         "if os.fork() == 0:\n"
         "    _die_with(parent)\n"
@@ -312,3 +315,9 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def test_every_study_of_runs_is_a_file_and_a_line_of_the_table() -> None:
+    files = {path.stem for path in Path(studies.__path__[0]).glob("*.py")} - {"__init__", "precision"}
+    found = [importlib.import_module(f"qkeel.lab.studies.{name}").STUDY for name in files]
+    assert sorted(map(id, found)) == sorted(map(id, STUDIES.values()))

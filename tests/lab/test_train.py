@@ -14,8 +14,8 @@ from tests.quick import quick
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
-from qkeel.lab.evaluate import PROBE_FIELDS
-from qkeel.lab.model import attention_spec, build_decoder
+from qkeel.lab.model.build_model import attention_spec, build_decoder
+from qkeel.lab.training.evaluate import PROBE_FIELDS
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, read_json, write_json
 
 Make = Callable[..., RunConfig]
@@ -71,7 +71,6 @@ def test_a_run_directory_holds_what_the_records_say(tiny: Make, tmp_path: Path) 
     env = directory.env()
     assert env["corpus"]["name"] == "topics"
     assert env["corpus"]["vocab_size"] == 256
-    assert env["kernel_tables"] == "none"  # tests switch them off
     assert env["command"] == "qkeel run"
     assert "softmax" in env["formula"]
     assert "2511.21377" in env["remedy_source"]
@@ -293,9 +292,9 @@ def test_an_exception_in_training_is_recorded_and_the_next_attempt_goes_on(
 def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import qkeel.lab.session as session
+    from qkeel.lab.training import run_record
 
-    real = session.append_line
+    real = run_record.append_line
 
     def full(path: Path, record: dict[str, Any]) -> None:
         if record.get("step") == 6:
@@ -303,7 +302,7 @@ def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
             return real(Path("/dev/full"), record)
         return real(path, record)
 
-    monkeypatch.setattr(session, "append_line", full)
+    monkeypatch.setattr(run_record, "append_line", full)
     with pytest.raises(RunDirectoryError, match=r"No space left on device.*run the same command again"):
         run(tiny(), tmp_path / "r")
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.monitor.cadence import cadence
-from qkeel.sites.brackets import BracketMode
+from qkeel.sites.see.bracket import BracketMode
 
 
 def boom(error: Exception) -> None:

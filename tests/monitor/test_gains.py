@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import qkeel
 from qkeel import find_sites
-from qkeel.monitor.gains import Gains
+from qkeel.monitor.measure.gain_bounds import GainBounds
 from qkeel.nn import MLA, Attention
 from qkeel.sites import Tap
 
@@ -69,7 +69,7 @@ def stir(model: nn.Module) -> None:
 
 
 def bound(model: nn.Module, *example: Tensor) -> Tensor:
-    (value,) = Gains(model, find_sites(model, *example)).read().values()
+    (value,) = GainBounds(model, find_sites(model, *example)).read().values()
     return value
 
 
@@ -128,7 +128,7 @@ def test_a_query_and_key_along_the_largest_gain_reach_the_bound(name: str, stret
     # Before: the walk needs heads that depend on all their numbers.
     sites = find_sites(model, TOKENS)
     aim(attention.q_proj, attention.k_proj, (4, 2), [(3, 3)] * 4)
-    gains = Gains(model, sites)
+    gains = GainBounds(model, sites)
     (now,) = gains.read().values()
     gain = 4.0 if name == "gemma3" else 3.0
     scale = 20**-0.5 if name == "gemma3" else 16**-0.5
@@ -258,7 +258,7 @@ def test_what_is_not_a_plain_norm_gives_no_bound(norm: str) -> None:
     model, x = Written(norm), torch.randn(2, 9, 16)
     (site,) = find_sites(model, x)
     assert not site.query_gains
-    assert Gains(model, [site]).read() == {}
+    assert GainBounds(model, [site]).read() == {}
 
 
 def test_logits_that_are_more_than_a_product_give_no_bound() -> None:
@@ -269,7 +269,7 @@ def test_logits_that_are_more_than_a_product_give_no_bound() -> None:
 
 def test_one_side_normed_gives_no_bound() -> None:
     model = Attention(16, 2, spec=qkeel.AttentionSpec(norm=qkeel.spec.L2Norm(on="k")))
-    assert Gains(model, find_sites(model)).read() == {}
+    assert GainBounds(model, find_sites(model)).read() == {}
 
 
 def test_a_norms_bias_is_not_the_projections() -> None:

@@ -17,20 +17,25 @@ from torch import Tensor, nn
 
 from qkeel import watch
 from qkeel.errors import QkeelWarning
-from qkeel.monitor import Alarm, Cadence, History, LoggingSink, Rule, Sample, Sink, measuring
+from qkeel.monitor import Alarm, Cadence, History, LoggingSink, Rule, Sample, Sink
 from qkeel.monitor import monitor as monitor_module
-from qkeel.monitor.alarms import AlarmLog
-from qkeel.monitor.hidden import Hidden
-from qkeel.monitor.journal import Journal
-from qkeel.monitor.means import Means
-from qkeel.monitor.measuring import Measuring
+from qkeel.monitor.alarms.alarm_log import AlarmLog
+from qkeel.monitor.alarms.recording import Recording
+from qkeel.monitor.measure import call_statistics, watched_sites
+from qkeel.monitor.measure.call_statistics import CallStatistics
+from qkeel.monitor.measure.hidden_norms import HiddenNorms
+from qkeel.monitor.measure.means import Means
+from qkeel.monitor.measure.pass_numbers import PassNumbers
+from qkeel.monitor.measure.weight_norms import WeightNorms
+from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.recording import Recording
-from qkeel.monitor.steps import Steps
-from qkeel.monitor.transfer import Measured, Transfer
-from qkeel.monitor.weights import Weights
-from qkeel.sites.intercept import Interceptor
-from qkeel.sites.stack import ModuleStack
+from qkeel.monitor.optimizer_steps import Steps
+from qkeel.monitor.processes.arrivals import Arrivals
+from qkeel.monitor.processes.transfer import Measurement, Transfer
+from qkeel.monitor.record.journal import Journal
+from qkeel.monitor.step_end import StepEnd
+from qkeel.sites.see.intercept import Interceptor
+from qkeel.sites.see.running_modules import ModuleStack
 from qkeel.sites.tap import Tap, _Sites
 
 
@@ -39,42 +44,42 @@ def boom(*args: object, **kwargs: object) -> Any:
 
 
 PLACES: list[tuple[Any, str]] = [
-    (Monitor, "_due"),
-    (Monitor, "_before_pass"),
-    (Measuring, "call"),
-    (Monitor, "_after_pass"),
-    (Monitor, "_step_due"),
-    (Monitor, "_close_step"),
-    (Monitor, "_settle"),
-    (monitor_module, "find_sites"),
-    (measuring, "statistics"),
+    (MeasuredSteps, "due"),
+    (PassNumbers, "before"),
+    (CallStatistics, "call"),
+    (PassNumbers, "after"),
+    (MeasuredSteps, "step_due"),
+    (StepEnd, "_close"),
+    (Arrivals, "settle"),
+    (watched_sites, "find_sites"),
+    (call_statistics, "statistics"),
     (monitor_module, "about"),
-    (Weights, "__init__"),
-    (Weights, "read"),
-    (Hidden, "__init__"),
-    (Hidden, "attach"),
-    (Hidden, "_add"),
-    (Hidden, "_take"),
+    (WeightNorms, "__init__"),
+    (WeightNorms, "read"),
+    (HiddenNorms, "__init__"),
+    (HiddenNorms, "attach"),
+    (HiddenNorms, "_add"),
+    (HiddenNorms, "_take"),
     (Means, "begin"),
     (Means, "add"),
     (Means, "read"),
     (Steps, "skipped"),
     (Steps, "gradient_scale"),
     (Steps, "rate"),
-    (Measured, "pack"),
+    (Measurement, "pack"),
     (Transfer, "result"),
     (Journal, "add"),
     (AlarmLog, "update"),
     (Recording, "append"),
-    (Tap, "_aside"),
+    (Tap, "_extra_pass"),
     (Interceptor, "__enter__"),
-    (Interceptor, "_look"),
+    (Interceptor, "_read"),
     (ModuleStack, "__enter__"),
     (ModuleStack, "push"),
     (ModuleStack, "_pop"),
     (_Sites, "update"),
 ]
-UNUSED = {"_aside"}  # by this model; it has a test of its own
+UNUSED = {"_extra_pass"}  # by this model; it has a test of its own
 
 
 @pytest.fixture
@@ -116,7 +121,7 @@ def test_a_fault_anywhere_switches_the_monitor_off_and_nothing_else(
 
 
 def test_a_fault_of_an_extra_pass_switches_the_monitor_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tap, "_aside", boom)
+    monkeypatch.setattr(Tap, "_extra_pass", boom)
     model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     with torch.no_grad():
         expected = model(batch(0))
@@ -235,7 +240,7 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on(
 def test_a_disk_that_fills_up_drops_the_run_directory_and_training_goes_on(
     plain: Mapping[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkeel.monitor import sinks
+    from qkeel.monitor.record import sinks
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -298,7 +303,7 @@ def test_numbers_that_are_none_are_recorded_and_stop_nobody(spoil: Callable[[Sma
 def test_warnings_that_are_errors_stop_nobody(
     plain: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Weights, "read", boom)
+    monkeypatch.setattr(WeightNorms, "read", boom)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, _, monitor = train(lambda m, o: watch(m, o))
@@ -324,7 +329,7 @@ def test_reading_a_monitor_never_raises_its_faults(name: str, monkeypatch: pytes
 
 def test_a_fault_in_the_observer_of_an_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder()
-    monkeypatch.setattr(Measuring, "call", boom)
+    monkeypatch.setattr(CallStatistics, "call", boom)
     monitor = watch(model)
     _, warned = caught(lambda: token_loss(model, 0))
     assert not monitor.active

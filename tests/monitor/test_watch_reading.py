@@ -20,9 +20,9 @@ from qkeel.errors import (
     QkeelError,
     QkeelWarning,
 )
-from qkeel.functional.stats import TENSORS, LogitStats
+from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
 from qkeel.monitor import Adaptive, History, LogSpaced, Rule
-from qkeel.monitor.queries import Given
+from qkeel.monitor.measure.query_mask import Given
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
@@ -435,8 +435,10 @@ class Quiet(Rule):
 
 
 def test_one_rule_is_a_list_of_one() -> None:
-    with watch(small(), rules=Quiet(source="")) as monitor:  # type: ignore[arg-type]
-        assert [r.name for r in monitor._rules()] == ["quiet"]
+    model = small()
+    with watch(model, rules=Quiet(source="")) as monitor:  # type: ignore[arg-type]
+        model(batch(0))
+        assert [r.name for r in monitor._journal.log.rules] == ["quiet"]
 
 
 def test_a_model_is_watched_once() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.monitor.families import Mixed, decoder, ids
-from tests.monitor.small import Small, batch, hooks, small
+from tests.monitor.small import Small, batch, hooks, small, train
 from torch import Tensor, nn
 
 from qkeel import watch
@@ -179,3 +179,11 @@ def test_a_run_that_an_exception_ends_is_not_done(tmp_path: Path) -> None:
     assert status(tmp_path / "a", None) is RunStatus.DONE
     assert status(tmp_path / "b", ValueError) is RunStatus.STARTED
     assert status(tmp_path / "c", KeyboardInterrupt) is RunStatus.STARTED
+
+
+def test_closing_without_arguments_completes_the_run(tmp_path: Path) -> None:
+    model, _, monitor = train(lambda m, o: watch(m, o, sinks=tmp_path / "run"))
+    monitor.close()
+    assert not monitor.active
+    assert (tmp_path / "run" / "DONE").exists()
+    assert hooks(model) == []

@@ -170,3 +170,32 @@ def test_the_printed_module_names_heads_and_formula() -> None:
     assert "n_heads=4, n_kv_heads=2, head_dim=6" in text
     assert "RMS" in text
     assert "RoPE" in text
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_what_a_hook_keeps_of_a_projection_stays_as_it_was(
+    native: str, gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", native)
+    module, x, kept = Attention(64, 4, spec=preset("qwen3")), torch.randn(2, 12, 64), []
+
+    def once(_module: torch.nn.Module, _given: object, out: Tensor) -> None:
+        kept.append(out)
+        handle.remove()
+
+    handle = module.q_proj.register_forward_hook(once)
+    with torch.set_grad_enabled(gradient):
+        out = module(x)
+        assert torch.equal(kept[0], x @ module.q_proj.weight.T)
+        if gradient:
+            (out.sum() + kept[0].sum()).backward()
+
+
+def test_a_projection_that_returns_its_input_leaves_it_alone() -> None:
+    module, x = Attention(32, 2, spec=preset("qwen3")), torch.randn(1, 5, 32)
+    module.q_proj = module.k_proj = torch.nn.Identity()  # type: ignore[assignment]
+    before = x.clone()
+    with torch.no_grad():
+        module(x)
+    assert torch.equal(x, before)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import qkeel
 from qkeel import preset
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError
-from qkeel.functional.stats import LogitStats
-from qkeel.kernels.statistics import logit_stats
+from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.nn import MLA, Decoder, DecoderConfig, KVCache, LatentCache, LatentSizes
 from qkeel.sites import Tap
 from qkeel.spec import (
@@ -264,7 +264,7 @@ def test_an_up_projection_that_is_no_plain_matrix_is_refused() -> None:
 
 def test_a_rotation_that_follows_the_length_is_refused_with_the_reason() -> None:
     spec = AttentionSpec(position=Rope(stretch=DynamicNTK(factor=2.0, train_length=4)))
-    with pytest.raises(RefusedError, match="every key turns anew"):
+    with pytest.raises(RefusedError, match="every key turns again"):
         make(spec).new_cache()
 
 

@@ -39,7 +39,7 @@ def norms(model: MLA) -> dict[str, Tensor]:
 
 
 def algorithm_2(n: dict[str, Tensor], latent_norm: bool) -> dict[str, Tensor]:
-    """Factors of FACTS §9.3, |dq| = 1 where there is no query latent."""
+    """Factors of algorithm 2, |dq| = 1 where there is no query latent."""
     uq, qr, uk, kr, dq, dkv = (n[w] for w in ("q_up", "q_rope", "k_up", "k_rope", "q_down", "kv_down"))
     found = {"q_up": 1 / (dq * uk * dkv), "k_up": 1 / (uq * dq * dkv), "q_rope": 1 / (dq * kr).expand(H)}
     found["k_rope"] = 1 / (qr * dq).amax(0, keepdim=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 import qkeel
 from qkeel.kernels.native import adamw
-from qkeel.remedies.adam_pass import AdamPass
+from qkeel.remedies.steps.fused_adam import AdamPass
 
 from .families import FAMILIES, batch
 from .models import attention, decoder, gradients, loss, mla, step_by, tokens, train
@@ -321,7 +321,7 @@ def test_other_weights_states_and_skipped_steps_are_left_to_torch(taken: list[in
 
 
 def test_a_torch_whose_step_asks_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
-    monkeypatch.setattr("qkeel.remedies.adam_pass._ASKED", ("self", "group"))
+    monkeypatch.setattr("qkeel.patching.adam_groups._ARGUMENTS", ("self", "group"))
     model = attention(torch.float32)
     optimizer = fused(model)
     assert AdamPass.of(optimizer, [], [], plain=False) is None

@@ -17,7 +17,6 @@ from qkeel.errors import (
     AlreadyAppliedError,
     InvalidTypeError,
     InvalidValueError,
-    NonFiniteError,
     QkeelError,
     RefusedError,
     UnknownNameError,
@@ -29,7 +28,6 @@ from qkeel.remedies.none import NoRemedy
 
 from .models import assert_same, attention, decoder, snapshot, tokens, train
 
-EVERY = pytest.mark.parametrize("name", REMEDIES)
 NORMS = ("qk_norm", "qkv_norm", "key_norm", "query_norm", "cosine")
 # Pairs that make no sense together, whichever comes first.
 CONFLICTS = {
@@ -45,7 +43,11 @@ CONFLICTS = {
     )
 }
 
-NEEDS_MORE = ("z_loss", "final_softcap", "swin_norm", "peri_norm", "dropout")
+# One remedy of each mechanism, and one of each slot of the spec.
+MECHANISMS = (
+    *("qk_norm", "softcap", "log_n", "sink", "lalr", "qk_clip"),
+    *("qk_weight_decay", "sigma_reparam", "output_gate", "peri_norm", "final_softcap"),
+)
 
 
 def apply(*args: Any, **options: Any) -> Handle:
@@ -57,15 +59,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-@EVERY
-@pytest.mark.parametrize("kind", ["decoder", "mla", "bare module"])
-def test_a_handle_restores_outputs_state_and_optimizer_bit_for_bit(name: str, kind: str) -> None:
-    if kind == "bare module" and name in NEEDS_MORE:
-        pytest.skip(f"{name} needs a block or a head around the attention")
-    model: nn.Module = decoder() if kind != "bare module" else attention(torch.float32)
-    if kind == "mla":
-        model = decoder(attention="mla")
-    x = tokens() if kind != "bare module" else torch.randn(1, 5, 16)
+@pytest.mark.parametrize("name", [name for name in MECHANISMS if name not in ("peri_norm", "final_softcap")])
+def test_a_handle_restores_an_attention_without_a_model_around_it_bit_for_bit(name: str) -> None:
+    model, x = attention(torch.float32), torch.randn(1, 5, 16)
     optimizer = adamw(model)
     before, out = snapshot(model, optimizer), model(x)
     handle = apply(name, model, optimizer)
@@ -77,8 +73,8 @@ def test_a_handle_restores_outputs_state_and_optimizer_bit_for_bit(name: str, ki
     assert torch.equal(out, model(x))
 
 
-@EVERY
-def test_every_remedy_trains_under_every_block_layout(name: str) -> None:
+@pytest.mark.parametrize("name", quick(REMEDIES, lambda name: name in (*MECHANISMS, "qkv_norm", "dropout")))
+def test_remedies_train_under_every_block_layout(name: str) -> None:
     for order in ("pre",) if name in ("swin_norm", "peri_norm") else ("pre", "post", "swin", "peri"):
         model = decoder(norm_order=order, n_kv_heads=2)
         optimizer = adamw(model)
@@ -87,55 +83,40 @@ def test_every_remedy_trains_under_every_block_layout(name: str) -> None:
         assert all(p.isfinite().all() for p in model.parameters())
 
 
-@EVERY
-def test_twice_is_refused_and_named(name: str) -> None:
-    model = decoder()
-    optimizer = adamw(model)
-    with apply(name, model, optimizer):
-        with pytest.raises(AlreadyAppliedError, match=rf"{name} is on blocks.0.attention already; remove\(\)"):
-            apply(name, model, optimizer)
-        with pytest.raises(AlreadyAppliedError):
-            apply(name, model.blocks[0], optimizer)
-    before = snapshot(model, optimizer)
-    with pytest.raises(AlreadyAppliedError):
-        apply(f"{name}+{name}", model, optimizer)
-    assert_same(before, snapshot(model, optimizer))
-    apply(name, model, optimizer).remove()
-
-
-PAIRS = list(itertools.permutations(REMEDIES, 2))
-
-
-def one_order_or_refused(pair: tuple[str, str]) -> bool:
-    """Of two that go together one order, now the alphabetical one, now the other."""
-    return frozenset(pair) in CONFLICTS or (pair[0] < pair[1]) == (len(pair[0] + pair[1]) % 2 == 0)
-
-
-@pytest.mark.parametrize(("one", "other"), quick(PAIRS, one_order_or_refused))
-def test_conflicts_are_refused_in_both_orders_and_the_rest_composes(one: str, other: str) -> None:
-    pair = one, other
+@pytest.mark.parametrize("name", sorted({name for pair in CONFLICTS for name in pair}))
+def test_a_conflict_is_refused_whichever_comes_first_and_changes_nothing(name: str) -> None:
     model = decoder()
     optimizer = adamw(model)
     before, out = snapshot(model, optimizer), model(tokens())
-    if frozenset(pair) in CONFLICTS:
-        for named in ("+".join(pair), list(pair)):
-            with pytest.raises(RefusedError, match=rf"{pair[1]} at blocks.0.attention"):
+    for other in sorted(next(iter(pair - {name})) for pair in CONFLICTS if name in pair):
+        for named in (f"{name}+{other}", [name, other]):
+            with pytest.raises(RefusedError, match=rf"{other} at blocks.0.attention"):
                 apply(named, model, optimizer)
             assert_same(before, snapshot(model, optimizer))
-        with apply(pair[0], model, optimizer), pytest.raises(RefusedError):
-            apply(pair[1], model, optimizer)
-    else:
+        with apply(name, model, optimizer), pytest.raises(RefusedError):
+            apply(other, model, optimizer)
+    assert_same(before, snapshot(model, optimizer))
+    assert torch.equal(out, model(tokens()))
+
+
+PAIRS = [pair for pair in itertools.combinations(REMEDIES, 2) if frozenset(pair) not in CONFLICTS]
+
+
+@pytest.mark.parametrize(("one", "other"), quick(PAIRS, lambda pair: {*pair} <= {*MECHANISMS}))
+def test_two_remedies_compose_in_both_orders(one: str, other: str) -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    before = snapshot(model, optimizer)
+    for pair in ((one, other), (other, one)):
         # One after the other, taken off in the order they came, not the reverse.
         first, second = (apply(name, model, optimizer) for name in pair)
         first.remove()
         second.remove()
         assert_same(before, snapshot(model, optimizer))
+    for pair in ((one, other), (other, one)):
         with apply("+".join(pair), model, optimizer):
             train(model, optimizer, 1)
         assert snapshot(model, optimizer)["hooks"] == before["hooks"]
-        return
-    assert_same(before, snapshot(model, optimizer))
-    assert torch.equal(out, model(tokens()))
 
 
 def test_the_remaining_remedy_still_works_when_the_first_is_removed() -> None:
@@ -167,13 +148,13 @@ def test_a_part_of_a_model_can_be_treated_alone() -> None:
 
 
 def test_a_failure_at_a_later_site_undoes_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.remedies import parameters
+    from qkeel.remedies.attention import site_parameters
 
     model = decoder()
     optimizer = adamw(model)
     before = snapshot(model, optimizer)
     calls: list[int] = []
-    real = parameters.join
+    real = site_parameters.join
 
     def fail(*args: Any) -> Handle:
         calls.append(1)
@@ -181,7 +162,7 @@ def test_a_failure_at_a_later_site_undoes_the_earlier_ones(monkeypatch: pytest.M
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(parameters, "join", fail)
+    monkeypatch.setattr(site_parameters, "join", fail)
     with pytest.raises(KeyboardInterrupt):
         apply("softcap+qk_norm", model, optimizer)
     assert_same(before, snapshot(model, optimizer))
@@ -199,9 +180,9 @@ def test_a_copy_of_a_treated_model_computes_the_same() -> None:
     model = decoder()
     optimizer = adamw(model)
     with apply("qk_norm+softcap+sigma_reparam", model, optimizer):
-        twin = copy.deepcopy(model).eval()
+        copied = copy.deepcopy(model).eval()
         model.eval()
-        assert torch.equal(model(tokens()), twin(tokens()))
+        assert torch.equal(model(tokens()), copied(tokens()))
 
 
 # --- names
@@ -277,22 +258,6 @@ def test_the_wrong_kind_of_argument_is_one_clear_error() -> None:
         apply("lalr", model, torch.optim.lr_scheduler.StepLR(adamw(model), 1))  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="found no attention in this Linear"):
         apply("lalr", nn.Linear(2, 2), None)
-
-
-@EVERY
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weights_that_are_not_finite_are_named(name: str, value: float) -> None:
-    model = decoder()
-    optimizer = adamw(model)
-    with torch.no_grad():
-        model.blocks[1].attention.k_proj.weight[0, 0] = value
-    before = snapshot(model, optimizer)["modules"]
-    if name == "none":
-        apply(name, model, optimizer).remove()
-    else:
-        with pytest.raises(NonFiniteError, match=f"1.attention.k_proj.weight holds NaN or infinity before {name}"):
-            apply(name, model, optimizer)
-    assert snapshot(model, optimizer)["modules"] == before
 
 
 def test_weights_without_values_are_refused() -> None:

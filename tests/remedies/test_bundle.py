@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.remedies.bundle import Bundles, frobenius_norm
-from qkeel.remedies.pieces import Piece, merge_lines, owned
+from qkeel.remedies.steps.head_groups import HeadGroups, frobenius_norm
+from qkeel.remedies.steps.head_views import HeadView, factor_per_row, views_by_tensor
 from qkeel.sites import HeadSlice
 
 from .models import attention, gradients, step_by
@@ -39,13 +39,13 @@ class Case:
         self.weights = [torch.randn(shape).to(d) for (shape, _), d in zip(LAYOUTS, itertools.cycle(dtypes))]
         self.slices = [s for _, own in LAYOUTS for s in own]
         entries = [w for w, (_, own) in zip(self.weights, LAYOUTS) for _ in own]
-        self.pieces = [piece for _, _, found in owned(entries, self.slices) for piece in found]
+        self.pieces = [piece for _, _, found in views_by_tensor(entries, self.slices) for piece in found]
         self.firsts = [0, *itertools.accumulate(s.n for s in self.slices)]
         self.row = torch.cat([torch.rand(self.firsts[-1]).round(decimals=1), torch.ones(1)]).double()
-        self.bundles = Bundles(lambda piece: piece.makers(self.firsts, self.firsts[-1]))
+        self.bundles = HeadGroups(lambda view: view.places([s.n for s in self.slices]))
         self.bundles.update(self.parts())
 
-    def parts(self) -> list[tuple[Piece, Tensor]]:
+    def parts(self) -> list[tuple[HeadView, Tensor]]:
         return [(piece, piece.weight) for piece in self.pieces]
 
     def numbers(self) -> list[Tensor]:
@@ -55,7 +55,7 @@ class Case:
     def factors(self) -> list[Tensor]:
         """Of each weight, as merged from its slices one by one."""
         each = iter(zip(self.slices, self.row[:-1].split([s.n for s in self.slices])))
-        return [merge_lines([next(each) for _ in own], w) for w, (_, own) in zip(self.weights, LAYOUTS)]
+        return [factor_per_row([next(each) for _ in own], w) for w, (_, own) in zip(self.weights, LAYOUTS)]
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float32, torch.float64)], ids=str)
@@ -68,14 +68,14 @@ def test_every_layout_is_moved_and_scaled_as_weights_are_one_by_one(dtypes: tupl
         w.add_(torch.randn_like(w))
     new = case.numbers()
     for bundle in case.bundles.all:
-        bundle.move(case.row)
+        bundle.interpolate(case.row)
     near = 1e-14 if dtypes == (torch.float64,) else 1e-6
     for w, a, b, f in zip(case.weights, old, new, case.factors()):
         assert (w - torch.lerp(a, b, f.expand_as(a))).abs().max() <= near
         assert torch.equal(w[(f == 1).expand_as(w)].double(), b[(f == 1).expand_as(b)])
     moved = case.numbers()
     for look, bundle in itertools.product((True, False), case.bundles.all):
-        bundle.scale(case.row, look=look)
+        bundle.scale(case.row, on_host=look)
     for w, a, f in zip(case.weights, moved, case.factors()):
         assert torch.allclose(w.double(), a * f * f, rtol=near, atol=near)
     for piece, first in zip(case.pieces, case.bundles.firsts):
@@ -94,7 +94,7 @@ def test_copies_are_decayed_before_the_step_is_scaled() -> None:
     for w in case.weights:
         w.mul_(3)
     bundle.decay(keep)
-    bundle.move(case.row)
+    bundle.interpolate(case.row)
     for w, a, f in zip(case.weights, old, case.factors()):
         scaled = (f != 1).expand_as(a)
         assert torch.allclose(w[scaled], torch.lerp(0.5 * a, 3 * a, f.expand_as(a))[scaled], rtol=1e-14)

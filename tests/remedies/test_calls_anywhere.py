@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.quick import quick
 from torch import Tensor, nn
 
 import qkeel
@@ -222,7 +223,7 @@ def test_torchs_encoder_leaves_its_fast_path(nested: bool) -> None:
 # --- handles, copies, refusals
 
 
-@pytest.mark.parametrize("change", ["softcap:cap=0.5", "log_n:length=3", "sink"])
+@pytest.mark.parametrize("change", quick(["softcap:cap=0.5", "log_n:length=3", "sink"], lambda c: "softcap" not in c))
 @pytest.mark.parametrize(("name", "how"), FAMILIES)
 def test_removal_leaves_no_trace(name: str, how: str, change: str) -> None:
     if name == "t5" and how == "eager" and change.startswith(SCALES):
@@ -335,7 +336,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "remedy", "message"), [
-    ("router", "softcap", r"expected scores \[b h t s\]|which of them are attention can't be told"),
+    ("router", "softcap", r"expected scores \[b h t s\]|it is not known which of them are attention"),
     ("exp", "softcap", "its attention is not computed by F.scaled_dot_product_attention"),
     ("bias", "log_n:length=9", "a bias or a cap is in the scores before the softmax"),
 ])  # fmt: skip

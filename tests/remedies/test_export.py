@@ -279,7 +279,7 @@ def test_a_failure_half_way_leaves_no_folder_behind(tmp_path: Path, monkeypatch:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("qkeel.remedies.retrofit.writing.write_json", full)
+    monkeypatch.setattr("qkeel.remedies.retrofit.export_model.write_json", full)
     with pytest.raises(RunDirectoryError, match="No space left on device"):
         convert(source, "qwen3", tmp_path / "out")
     assert [f.name for f in tmp_path.iterdir()] == ["in"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.monitor.weights import Weights
+from qkeel.monitor.measure.weight_norms import WeightNorms
 from qkeel.nn import GAU, GAUBlock
 from qkeel.sites import Tap
 
@@ -95,7 +95,7 @@ def test_other_remedies_on_steps_take_both_gains_and_the_projection(remedy: str)
 def test_the_monitors_spectral_norm_is_that_of_the_matrices_written_out() -> None:
     module = gau()
     w, q, k = (p.detach() for p in (module.qk_proj.z_proj.weight, module.qk_proj.q_gain, module.qk_proj.k_gain))
-    numbers = Weights(module, qkeel.find_sites(module), None).read()
+    numbers = WeightNorms(module, qkeel.find_sites(module), None).read()
     expected = torch.linalg.matrix_norm((q[:, None] * w).mT @ (k[:, None] * w), 2)
     assert torch.allclose(numbers["", "qk_spectral_norm"], expected[None], rtol=1e-9)
     assert torch.allclose(numbers["", "query_weight_norm"], q.norm()[None], rtol=1e-12)

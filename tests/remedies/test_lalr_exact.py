@@ -73,7 +73,7 @@ class PerHead:
 
 
 def gqa_rates(start: Norms, now: Norms) -> dict[str, list[float]]:
-    """Algorithm 1, with the rule of FACTS 9.4 for grouped keys."""
+    """Algorithm 1, with the rule for grouped keys."""
     q0, k0, q, k = (n[w] for n in (start, now) for w in ("q_proj.weight", "k_proj.weight"))
     per = len(q) // len(k)
     return {

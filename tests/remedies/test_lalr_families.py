@@ -28,7 +28,7 @@ def norms(model: nn.Module, layer: Layer) -> Sizes:
 
 
 def rates(layer: Layer, start: Sizes, now: Sizes) -> Iterator[tuple[Part, float]]:
-    """Algorithm 1 with FACTS 9.4 for groups; with latent norms algorithm 2 without the down-projections."""
+    """Algorithm 1, for groups too; with latent norms algorithm 2 without the down-projections."""
     per = len(layer.q) // len(layer.k)
     for h, q in enumerate(layer.q):
         yield q, start[layer.k[h // per]] / now[layer.k[h // per]]

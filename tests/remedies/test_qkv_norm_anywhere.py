@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import RefusedError
-from qkeel.sites.values import value_slices
+from qkeel.sites.weights.value_rows import value_slices
 
 from .foreign import LAYOUTS, Hand, build, everything, example, hf, jolted, out, values
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError
-from qkeel.remedies.after_projection import HeadNorm
+from qkeel.remedies.attention.projection_norms import HeadNorm
 from qkeel.remedies.retrofit import Fitting, Retrofit, retrofit
 from qkeel.remedies.retrofit.balance import Balance
-from qkeel.remedies.retrofit.gains import least_squares
-from qkeel.remedies.retrofit.outputs import Reference
+from qkeel.remedies.retrofit.fit_gains import least_squares
+from qkeel.remedies.retrofit.predictions import Reference
 from qkeel.remedies.retrofit.replay import Rows
 from qkeel.sites import find_sites
 

@@ -66,7 +66,7 @@ def test_a_site_whose_weights_are_not_known_is_refused_with_its_name_and_why(rem
     model = nn.Sequential(nn.Embedding(32, 32), Cached())
     optimizer = adamw(model)
     before = taken(model, optimizer)
-    with pytest.raises(RefusedError, match=rf"{remedy} at 1: which rows .* could not be told: k has no gradient"):
+    with pytest.raises(RefusedError, match=rf"{remedy} at 1: it is not known which .*: k has no gradient"):
         qkeel.apply(remedy, model, optimizer, example=batch())
     assert same(before, taken(model, optimizer))
 

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkeel
 from qkeel.errors import InvalidValueError
-from qkeel.remedies import Target, bundle
-from qkeel.remedies.base import HeadWeights
-from qkeel.remedies.pieces import merge_lines
-from qkeel.remedies.steps import HeadSteps
+from qkeel.remedies import Target
+from qkeel.remedies.steps import head_groups
+from qkeel.remedies.steps.head_steps import head_steps
+from qkeel.remedies.steps.head_views import factor_per_row
+from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
 from qkeel.spec import AttentionSpec
 
@@ -67,7 +68,7 @@ def test_qk_lr_is_a_factor_on_the_rate_of_queries_and_keys_only(factor: float) -
 def test_parameters_keep_their_storage_and_the_copy_lives_only_inside_the_step_or_is_made_once(
     stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bundle, "_stays", lambda device: stays)
+    monkeypatch.setattr(head_groups, "_keeps_memory", lambda device: stays)
     model = attention(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     qkeel.apply("lalr", model, optimizer)
@@ -388,7 +389,7 @@ def test_rows_that_several_slices_own_get_the_smallest_factor_and_rows_of_nobody
     weight = torch.zeros(6, 2)
     a = HeadSlice(parameter="w", axis=0, index=torch.tensor([[0, 1], [2, 3]]))
     b = HeadSlice(parameter="w", axis=0, index=torch.tensor([[3, 2, 4]]))
-    lines = merge_lines([(a, torch.tensor([0.5, 2.0])), (b, torch.tensor([3.0]))], weight)
+    lines = factor_per_row([(a, torch.tensor([0.5, 2.0])), (b, torch.tensor([3.0]))], weight)
     assert lines.flatten().tolist() == [0.5, 0.5, 2.0, 2.0, 3.0, 1.0]
 
 
@@ -402,7 +403,7 @@ def test_heads_are_measured_before_the_step_and_scaled_after_it() -> None:
         return torch.zeros_like(sizes)
 
     before = model.qkv.detach().clone()
-    HeadSteps(target, "test", weights, measure=lambda w: w.sum((-2, -1))).scale(rates)
+    head_steps(target, "test", weights, measure=lambda w: w.sum((-2, -1))).scale(rates)
     model.qkv.grad = torch.ones_like(model.qkv)
     assert target.optimizer is not None
     target.optimizer.step()

@@ -113,7 +113,7 @@ def test_a_study_has_a_live_page_too(tmp_path: Path):
         assert state(server) != old
 
 
-def test_whether_the_run_is_over_is_told(tmp_path: Path):
+def test_whether_the_run_is_over_is_reported(tmp_path: Path):
     run = make_watch(tmp_path / "run", SMALL)
     with serve(run) as server:
         assert json.loads(get(server, "/state.json")[1])["over"] is False
@@ -136,12 +136,12 @@ def test_closing_frees_the_port_and_leaves_no_thread(tmp_path: Path):
         assert other.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_port_in_use_is_told(tmp_path: Path):
+def test_a_port_in_use_is_reported(tmp_path: Path):
     with serve(tmp_path) as server:
         port = int(server.url.rstrip("/").rpartition(":")[2])
-        with pytest.raises(InvalidValueError, match="Choose another port, or 0"):
+        with pytest.raises(InvalidValueError, match="choose another one, or 0 for any"):
             serve(tmp_path, port)
-    with pytest.raises(InvalidValueError, match="Choose another port, or 0"):
+    with pytest.raises(InvalidValueError, match="choose another one, or 0 for any"):
         serve(tmp_path, 99999)
 
 

@@ -10,10 +10,11 @@ from synthetic_study import Made, make_run
 
 from qkeel.records import read_json, read_lines, write_json, write_text
 from qkeel.records.files import json_line
-from qkeel.report import accuracy, modalities, write
-from qkeel.report.collect import StudyData, collect
-from qkeel.report.effects import HELD, NOT_SHOWN, REVERSE, UNDECIDED, Effect, less, times
-from qkeel.report.modality_table import by_modality
+from qkeel.report import write
+from qkeel.report.study import accuracy_findings, modality_findings
+from qkeel.report.study.collect import StudyData, collect
+from qkeel.report.study.effects import HELD, NOT_SHOWN, REVERSE, UNDECIDED, Effect, less, times
+from qkeel.report.study.modality_table import by_modality
 
 FIELDS = ("query_norm", "key_norm", "last_block_norm", "val_loss")
 
@@ -51,8 +52,8 @@ def study(path: Path, seeds: int = 3) -> StudyData:
     return collect(path)
 
 
-def claim(data: StudyData, name: str) -> modalities.Claim:
-    return next(c for c in modalities.claims(data) if c.name.startswith(name))
+def claim(data: StudyData, name: str) -> modality_findings.Claim:
+    return next(c for c in modality_findings.claims(data) if c.name.startswith(name))
 
 
 def effect(values: tuple[float, ...], below: float = 1.0) -> Effect:
@@ -105,7 +106,7 @@ def test_claims_are_judged_one_by_one(tmp_path: Path) -> None:
     assert "image queries are 1.18× (1.17× to 1.19×, 3 seeds) text queries, which is 1.18×" in norms.text
     assert norms.text.endswith("a model of text alone makes of them: held.")
     assert not claim(data, "Mixing makes image keys longer").held, "they are as long in the model of text alone"
-    mixing = [c for c in modalities.claims(data) if c.name.startswith("Mixing makes logits")]
+    mixing = [c for c in modality_findings.claims(data) if c.name.startswith("Mixing makes logits")]
     assert [c.effect.verdict for c in mixing] == [NOT_SHOWN] * 2
     assert "the reverse was seen" in claim(data, "Images draw the attention").text
     cure = claim(data, "QK-norm saves the images")
@@ -114,7 +115,7 @@ def test_claims_are_judged_one_by_one(tmp_path: Path) -> None:
 
 
 def test_the_lead_answers_with_numbers(tmp_path: Path) -> None:
-    lead = modalities.findings(study(tmp_path / "s"))[0]
+    lead = modality_findings.findings(study(tmp_path / "s"))[0]
     assert lead.kind == "lead"
     assert lead.text.startswith("Why do mixed modalities blow up? From LR 0.01 to 0.1 the largest logit grows")
     assert "inside the seed spread" in lead.text
@@ -122,8 +123,8 @@ def test_the_lead_answers_with_numbers(tmp_path: Path) -> None:
 
 def test_one_seed_judges_nothing(tmp_path: Path) -> None:
     data = study(tmp_path / "s", seeds=1)
-    assert not any(c.held for c in modalities.claims(data))
-    assert any(f.kind == "caution" and f.text.startswith("One seed") for f in modalities.findings(data))
+    assert not any(c.held for c in modality_findings.claims(data))
+    assert any(f.kind == "caution" and f.text.startswith("One seed") for f in modality_findings.findings(data))
 
 
 def test_the_variance_of_images_is_judged_over_shares_and_seeds(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_the_variance_of_images_is_judged_over_shares_and_seeds(tmp_path: Path) 
                 add(run, {"image_share": 0.5, "image_variance": variance, "norm_order": order}, query_norm__image=end)
                 entries.append({"run_id": made.run_id, "remedy": "none", "lr": 0.01, "seed": seed, "role": role})
     write_json(tmp_path / "s" / "study.json", {"study": "multimodal", "remedies": ["none"], "runs": entries})
-    found = [c for c in modalities.claims(collect(tmp_path / "s")) if "after training the ratio" in c.measured]
+    found = [c for c in modality_findings.claims(collect(tmp_path / "s")) if "after training the ratio" in c.measured]
     assert [c.held for c in found] == [False, True]
     assert found[1].name == "Variance ×16 of images, no norms in the blocks"
 
@@ -157,9 +158,9 @@ def test_a_study_without_modalities_has_neither(tmp_path: Path) -> None:
     made = Made(lr=0.01)
     make_run(tmp_path / "r", made)
     data = collect(tmp_path / "r")
-    assert not modalities.is_multimodal(data)
-    assert accuracy.findings(data) == []
-    assert accuracy.table_of(data) == ""
+    assert not modality_findings.is_multimodal(data)
+    assert accuracy_findings.findings(data) == []
+    assert accuracy_findings.table_of(data) == ""
 
 
 def test_accuracy_is_told_and_tabled(tmp_path: Path) -> None:
@@ -171,6 +172,6 @@ def test_accuracy_is_told_and_tabled(tmp_path: Path) -> None:
             write_json(run / "summary.json", {**row, "val_accuracy": value})
             paths.append(run)
     data = collect(paths)
-    text = accuracy.findings(data)[0].text
+    text = accuracy_findings.findings(data)[0].text
     assert text == "Highest held-out accuracy: 85.0 %, qk_norm at LR 0.1; the highest of none is 55.0 %, at LR 0.1."
-    assert "80.0 to 90.0" in accuracy.table_of(data)
+    assert "80.0 to 90.0" in accuracy_findings.table_of(data)

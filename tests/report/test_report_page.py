@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -17,10 +18,10 @@ from synthetic_study import Made, drift, grid, make_run, make_study
 import qkeel.report
 from qkeel.errors import RunDirectoryError
 from qkeel.records import Heads, write_text
-from qkeel.report.collect import collect
-from qkeel.report.embed import _heads as head_maps
-from qkeel.report.embed import chart_data, rounded, thin
-from qkeel.report.markup import json_script, tag
+from qkeel.report.html.markup import json_script, tag
+from qkeel.report.html.series import rounded, thin
+from qkeel.report.study.chart_data import chart_data, head_maps
+from qkeel.report.study.collect import collect
 
 SMALL = grid(("none", "qk_norm"), (0.01, 0.1))
 
@@ -200,9 +201,9 @@ def test_provenance_names_versions_corpus_and_command(tmp_path: Path):
 
 
 def test_a_path_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(RunDirectoryError, match=r"no study and no run: expected .* nothing there"):
+    with pytest.raises(RunDirectoryError, match=r"expected the directory of a study .* got no such directory"):
         qkeel.report.write(tmp_path / "absent", tmp_path / "r.html")
-    with pytest.raises(RunDirectoryError, match="a directory with neither"):
+    with pytest.raises(RunDirectoryError, match="got a directory without either"):
         qkeel.report.write(tmp_path, tmp_path / "r.html")
     with pytest.raises(RunDirectoryError, match="empty list"):
         qkeel.report.write([], tmp_path / "r.html")
@@ -272,14 +273,14 @@ def test_nan_survives_as_null(tmp_path: Path):
 
 
 def test_long_runs_are_thinned_by_leaving_records_out():
-    records = [{"step": i, "max_logit": 1.0 + (i == 777) * 50} for i in range(5000)]
-    kept = thin(records, 100)
+    kept = thin([1.0 + (i == 777) * 50 for i in range(5000)], 100)
     assert len(kept) <= 100
-    assert kept[0]["step"] == 0
-    assert kept[-1]["step"] == 4999
-    assert records[777] in kept
-    assert all(record in records for record in kept)
-    assert thin(records[:5], 100) == records[:5]
+    assert kept[0] == 0
+    assert kept[-1] == 4999
+    assert 777 in kept
+    assert kept == sorted(set(kept))
+    assert thin([1.0, None, math.nan, 0.0, 2.0], 100) == [0, 1, 2, 3, 4]
+    assert thin([0.0, 9.0, None, math.nan, 5.0, 8.0, 1.0], 4)[2] == 3  # NaN is larger than any number
 
 
 def test_numbers_are_rounded_to_five_digits():

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from qkeel.records import RunStatus
-from qkeel.report.collect import RunData, StudyData
-from qkeel.report.compare import gain, sensitivity, standings
-from qkeel.report.summary import findings
+from qkeel.report.study.collect import RunData, StudyData
+from qkeel.report.study.compare import gain, sensitivity, standings
+from qkeel.report.study.findings import findings
 
 
 def run(remedy: str, lr: float, seed: int, val_loss: float, max_logit: float = 20.0, **more: Any) -> RunData:
@@ -159,7 +159,10 @@ def test_failed_unfinished_and_missing_runs_are_counted():
         run("none", 0.3, 1, 0, status=RunStatus.MISSING),
         run("qk_norm", 0.3, 0, 0, status=RunStatus.STARTED),
     ]
-    expected = "1 failed, 1 unfinished and 1 missing of 11 runs: in no table and no loss figure; listed below."
+    expected = (
+        "1 failed, 1 unfinished and 1 missing of 11 runs: "
+        "they are in no table and in no loss figure, and are listed below."
+    )
     assert expected in texts(runs)
 
 

@@ -15,9 +15,9 @@ from test_report_page import Reader, alone
 import qkeel.report
 from qkeel.errors import RunDirectoryError
 from qkeel.monitor import RunDirectorySink, Sample
-from qkeel.report.watch_data import MOST_CELLS, MOST_LINES, chart_data, short_names
-from qkeel.report.watch_findings import findings, lead
-from qkeel.report.watched import is_watched, read_watched
+from qkeel.report.watch.watch_data import MOST_CELLS, MOST_LINES, chart_data, short_names
+from qkeel.report.watch.watch_findings import findings, lead
+from qkeel.report.watch.watched_run import is_watched, read_watched
 
 SMALL = Seen(layers=3, heads=4, samples=12)
 
@@ -57,7 +57,7 @@ def test_without_an_alarm_the_first_sentence_is_the_largest_logit_and_how_it_gro
     run = exact(tmp_path / "r", steps, max_logit=[1.0, *(14.2 * (s / 2000) ** 0.3 for s in steps[1:])])
     found = findings(read_watched([run]))
     assert found[0].kind == "lead"
-    text = "No alarm in 2,000 steps; the largest attention logit is 14.2 (attn head 0) and grows as step^0.3."
+    text = "There was no alarm in 2,000 steps; the largest attention logit is 14.2 (attn head 0) and grows as step^0.3."
     assert found[0].text == text
 
 
@@ -85,9 +85,9 @@ def test_an_alarm_leads_with_its_place_and_its_remedy_can_be_copied(tmp_path: Pa
 @pytest.mark.parametrize(
     ("norm", "cosine", "cause"),
     [
-        ([1, 10], [0.5, 0.5], "Mostly the norms."),
-        ([1, 1], [0.1, 0.9], "Mostly the angle."),
-        ([1, 3], [0.3, 0.9], "Both"),
+        ([1, 10], [0.5, 0.5], "It grew mostly by the norms."),
+        ([1, 1], [0.1, 0.9], "It grew mostly by the angle."),
+        ([1, 3], [0.3, 0.9], "It grew by both."),
     ],
 )
 def test_growth_by_norm_is_told_from_growth_by_angle(
@@ -110,7 +110,7 @@ def test_a_run_before_its_first_sample_has_a_page(tmp_path: Path):
     sink = RunDirectorySink(tmp_path / "run")
     sink.open({"model": "Toy", "sites": [{"name": "attn", "n_heads": 1}]})
     html = page(tmp_path / "run", tmp_path)
-    assert "Nothing has been recorded yet." in html
+    assert "Nothing is recorded yet." in html
     assert "report-data" not in html
 
 
@@ -175,7 +175,7 @@ def test_a_watched_model_and_a_run_of_the_lab_have_no_page_in_common(tmp_path: P
     assert is_watched(watched)
     assert not is_watched(run)
     assert not is_watched(tmp_path / "nowhere")
-    with pytest.raises(RunDirectoryError, match="Give them one by one"):
+    with pytest.raises(RunDirectoryError, match="Make a page of each"):
         qkeel.report.write([watched, run], tmp_path / "r.html")
 
 

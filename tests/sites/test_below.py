@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import find_sites
-from qkeel.functional.stats import LogitStats
-from qkeel.sites.intercept import Interceptor, Sighting, statistics
+from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.sites.calls.logit_statistics import statistics
+from qkeel.sites.see.intercept import Interceptor, Sighting
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -163,7 +164,7 @@ def test_of_a_model_scripted_as_a_whole_the_first_site_alone_has_its_weights() -
     first, second = find_sites(model, torch.randn(B, T, H * D))
     assert first.terms[0].query[0].parameter == "0.q.weight"
     assert second.terms == ()
-    assert "parts can't be told apart" in second.why
+    assert "parts can't be distinguished" in second.why
 
 
 def test_functional_calls_and_their_gradients_are_seen() -> None:

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError, UnknownNameError
-from qkeel.functional.stats import LogitStats
+from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.sites import AttentionSite, Reading, describe
-from qkeel.sites.described import arranged
-from qkeel.sites.intercept import Interceptor, Sighting, statistics
+from qkeel.sites.by_hand import arranged
+from qkeel.sites.calls.logit_statistics import statistics
+from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.spec import AttentionSpec, Fixed, RMSNorm, Softcap
 
 B, H, G, T, D = 2, 4, 2, 6, 8

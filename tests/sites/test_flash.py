@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
-from qkeel.functional.stats import LogitStats
-from qkeel.sites.blockwise import PackedCall
-from qkeel.sites.intercept import Interceptor, statistics
+from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.sites.calls.logit_statistics import statistics
+from qkeel.sites.calls.mask_functions import PackedCall
+from qkeel.sites.see.intercept import Interceptor
 
 from . import flash_stand_in as stand_in
 

@@ -15,9 +15,10 @@ from torch.nn.attention import flex_attention as home
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from qkeel import find_sites
-from qkeel.functional.stats import LogitStats
-from qkeel.kernels import statistics as kernel
-from qkeel.sites.intercept import Interceptor, Sighting, statistics
+from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.kernels.stats import per_head as kernel
+from qkeel.sites.calls.logit_statistics import statistics
+from qkeel.sites.see.intercept import Interceptor, Sighting
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

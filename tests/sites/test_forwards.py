@@ -14,7 +14,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from qkeel.sites.forwards import Forwards
+from qkeel.patching.compiler_state import recomputing
+from qkeel.patching.forward_passes import ForwardPasses
 
 
 class Half(nn.Module):
@@ -43,7 +44,7 @@ class Log:
         self.ended = 0
         self.failed: list[bool] = []
         self.faults: list[Exception] = []
-        self.handle = Forwards(model, self._before, self._after, on_fault=self.faults.append)
+        self.handle = ForwardPasses(model, self._before, self._after, on_fault=self.faults.append)
 
     def _before(self, args: object, kwargs: object, compiled: bool) -> None:
         self.compiled.append(compiled)
@@ -225,7 +226,7 @@ def test_what_the_watcher_raises_never_reaches_the_caller() -> None:
         raise ValueError("boom")
 
     model, faults = Net(), []  # type: ignore[var-annotated]
-    Forwards(model, boom, boom, on_fault=faults.append)
+    ForwardPasses(model, boom, boom, on_fault=faults.append)
     model(X())
     assert [str(f) for f in faults] == ["boom", "boom"]
 
@@ -250,10 +251,9 @@ def test_what_checkpointing_computes_again_is_not_a_pass(reentrant: bool) -> Non
     assert len(log.compiled) == log.ended == 1
 
 
-def test_torch_still_has_the_private_names_that_forwards_reads() -> None:
-    assert torch._C._current_graph_task_id() == -1
+def test_what_torch_says_of_a_backward_pass_and_of_its_compiler_is_as_expected_outside_of_both() -> None:
+    assert not recomputing()
     assert torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False)
-    assert callable(torch._dynamo.eval_frame.skip_code)
 
 
 def test_a_forked_process_is_not_watched() -> None:

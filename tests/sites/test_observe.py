@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
 from qkeel.errors import InvalidValueError, RefusedError
-from qkeel.functional.stats import LogitStats
+from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.sites import Tap
-from qkeel.sites.intercept import Interceptor
+from qkeel.sites.see.intercept import Interceptor
 
 B, H, T, D = 2, 4, 6, 8
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

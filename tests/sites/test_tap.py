@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import preset
-from qkeel.functional.stats import TENSORS, LogitStats, merge
-from qkeel.kernels.statistics import logit_stats
+from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
+from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache
 from qkeel.sites import Tap, find_sites
 from qkeel.spec import AttentionCall

@@ -12,29 +12,43 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from qkeel import reference
+from qkeel import attention, preset, reference
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError, UnknownNameError
+from qkeel.kernels import encode
 from qkeel.spec import (
+    PRESETS,
+    ALiBi,
     AttentionSpec,
     Fixed,
     FloorLogTemperature,
     InverseSqrt,
+    Kerple,
     L2Norm,
     LayerNorm,
+    LeakyReRope,
     Learned,
     LogN,
+    NoCap,
     NoNorm,
     NoPosition,
+    ReRope,
     RMSNorm,
     Rope,
     Sigmoid,
     Sink,
+    SlidingWindow,
     Softcap,
     Softmax,
     Softpick,
     Sqrt,
+    XPos,
 )
+from qkeel.spec.norm import Norm
+from qkeel.spec.slot import Slot
+
+GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
 
 
 def qkv(h: int = 4, g: int = 2, t: int = 6, d: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -284,3 +298,76 @@ def test_the_empty_spec_is_scaled_dot_product_attention() -> None:
     torch.testing.assert_close(reference.attend(AttentionSpec(), q, k, v).out, expected, rtol=0, atol=1e-14)
     assert AttentionSpec().init_params(4, 2, 8) == {}
     assert AttentionSpec().position == NoPosition()
+
+
+class Nothing(TorchFunctionMode):
+    """Under it no torch function may be called."""
+
+    def __torch_function__(self, func: object, *rest: Any) -> object:
+        raise AssertionError(f"{func} was called")
+
+
+# What slots answer, so that nobody has to look at their classes.
+
+
+@pytest.mark.parametrize(
+    ("slot", "kind"),
+    [
+        (NoNorm(), "none"), (RMSNorm(), "rms"), (L2Norm(), "l2"), (LayerNorm(), "layer"),
+        (NoPosition(), "none"), (Rope(), "rope"), (ALiBi(), "alibi"), (ReRope(window=4), "rerope"),
+        (LeakyReRope(window=4), "rerope"), (XPos(), "xpos"), (SlidingWindow(window=4), "window"),
+        (NoCap(), "none"), (Softcap(50.0), "softcap"),
+        (Softmax(), "softmax"), (Sink(), "sink"), (Sigmoid(bias=0.0), "sigmoid"), (Softpick(), "softpick"),
+        (Fixed(1.0), "fixed"), (Learned(init=1.0), "learned"), (LogN(train_length=8), "log_n"),
+    ],
+)  # fmt: skip
+def test_each_slot_says_its_kind_and_a_subclass_of_it_is_another(slot: Slot, kind: str) -> None:
+    assert slot.kind == kind  # type: ignore[attr-defined]
+    assert type("Mine", (type(slot),), {"__slots__": ()}).kind == "other"
+
+
+def test_a_norm_of_another_kind_is_computed_by_torch_and_never_taken_for_rms() -> None:
+    class Halved(RMSNorm):
+        def normalise(self, x: Tensor) -> Tensor:
+            return x / 2
+
+    spec, (q, k, v) = AttentionSpec(norm=Halved(), position=Rope()), qkv()
+    assert encode.fused(spec, q.float(), k.float(), torch.arange(6)[None], torch.arange(6)[None], {}) is None
+    expected = reference.attend(AttentionSpec(position=Rope(), scale=Fixed(8**-0.5 / 4)), q, k, v).out
+    torch.testing.assert_close(attention(q, k, v, spec=spec), expected)
+
+
+@pytest.mark.parametrize(
+    "norm", [NoNorm(), *(kind(gain=gain) for kind in (RMSNorm, L2Norm, LayerNorm) for gain in GAINS)]
+)
+def test_a_norm_commutes_with_a_rotation_where_it_says_so(norm: Norm) -> None:
+    (q, _, _), pos = qkv(), torch.arange(6)[None]
+    params = {
+        n: p.double() + 0.1 * torch.randn(p.shape) for n, p in AttentionSpec(norm=norm).init_params(4, 2, 8).items()
+    }
+    ends = []
+    for order in ("norm_then_rotate", "rotate_then_norm"):
+        spec = AttentionSpec(norm=norm, position=Rope(order=order))
+        ends.append(spec.encode(q, q[:, :2], pos, pos, params)[0])
+    assert torch.allclose(*ends, rtol=0, atol=1e-6) == norm.commutes_with_rotation
+
+
+def test_shapes_of_parameters_are_those_of_the_tensors_and_make_none() -> None:
+    for name in PRESETS:
+        spec, heads = preset(name), (4, 4, 8)
+        made = {n: tuple(p.shape) for n, p in spec.init_params(*heads).items()}
+        with Nothing():
+            assert spec.parameter_shapes(*heads) == made
+    kerple = AttentionSpec(position=Kerple(), norm=LayerNorm(gain="head_dim", bias=True))
+    assert kerple.parameter_shapes(4, 2, 8) == {
+        "q_norm": (4, 8), "q_norm_bias": (4, 8), "k_norm": (2, 8), "k_norm_bias": (2, 8),
+        "kerple_a": (4,), "kerple_p": (4,),
+    }  # fmt: skip
+
+
+def test_checking_a_position_makes_no_table() -> None:
+    with Nothing():
+        for position in (Rope(rotary=0.5), ReRope(window=4), XPos(), SlidingWindow(window=3)):
+            position.check(8)
+            with pytest.raises(ShapeError, match="even number"):
+                position.check(9 if position != Rope(rotary=0.5) else 6)

@@ -12,9 +12,10 @@ from tests.zoo.reference import given_away
 from tests.zoo.tables import Entry
 from torch import Tensor, nn
 
+from qkeel.sites.calls.logit_statistics import statistics
+from qkeel.sites.calls.scores import cat_heads
 from qkeel.sites.find import find_sites
-from qkeel.sites.intercept import Interceptor, Sighting, statistics
-from qkeel.sites.scores import cat_heads
+from qkeel.sites.see.intercept import Interceptor, Sighting
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ def page(parts: dict[str, Part]) -> str:
         lines += [f"## {_TITLES[table][0]}", "", *_TITLES[table][1].splitlines(), "", *summary(part), ""]
         if table == "others":
             lines += ["Not taken on:", "", *(f"- {why}: {', '.join(names)}" for why, names in NOT_TAKEN.items()), ""]
-        head = ("model type", "class", "layers", "sites", "weights told", "error, eager", "error, sdpa", "remark")
+        head = ("model type", "class", "layers", "sites", "weights known", "error, eager", "error, sdpa", "remark")
         lines += [_line(head), "|" + "---|" * len(head)]
         lines += [_row(name, *found) for name, found in part.items()] + [""]
     return "\n".join(lines[:-1]) + "\n"
@@ -71,8 +71,8 @@ weights and run on one example batch by `make zoo`, which writes this page.
 - *layers*: attentions that exist. Their weights are what the model returns with `output_attentions=True`, what its
   attention modules hand to the layer around them, and what `F.multi_head_attention_forward` returns per head. Where
   nobody gives them away, they are counted from the configuration (the remark says so), and the results of torch's
-  softmax kernels stand in for them.
-- *sites*: what `find_sites` found. *weights told*: sites whose heads' rows in the weights are known.
+  softmax kernels replace them.
+- *sites*: what `find_sites` found. *weights known*: sites whose heads' rows in the weights are known.
 - *error*: largest distance, over layers and heads, of the mean entropy seen to that of the weights; heads are
   averaged where the weights do not say which dimension they are. The reference is always the eager model. A row of
   weights that are all exactly alike may see no key, or keys that are the same; the mean with or without such rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qkeel.bench.measure import settle
 
 if __name__ == "__main__":
-    settle(module="qkeel.bench")  # before torch: the allocator reads its settings when the process starts
+    settle()  # before torch: the allocator reads its settings when the process starts
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from qkeel.bench.kernels import SIZES, fastest_first, grid, measure
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, printing what comes; returns the exit code."""
+    """Measures and prints one line per call; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m qkeel.bench", description=__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="full")
     parser.add_argument("--device", default="cpu")
@@ -28,8 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     cells = list(grid(size, args.device))
     for done, cell in enumerate(cells, start=1):
         rows = measure(cell, size)
-        said = {"done": done, "of": len(cells), "cell": dataclasses.asdict(cell), "order": fastest_first(rows)}
-        print(json.dumps({**said, "rows": [row.as_dict() for row in rows]}), flush=True)
+        line = {"done": done, "of": len(cells), "cell": dataclasses.asdict(cell), "order": fastest_first(rows)}
+        print(json.dumps({**line, "rows": [row.as_dict() for row in rows]}), flush=True)
     return 0
 
 

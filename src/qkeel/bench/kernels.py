@@ -1,23 +1,28 @@
-"""Every kernel that takes a call, timed on it; the fastest first makes the table that "auto" reads."""
+"""Every kernel that computes a call, timed on it: a grid of calls, one of each kind that kernels differ on."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from qkeel.bench.measure import Row, gpu_ms, interleave, processor_ms
-from qkeel.kernels.choice.question import HEAD_DIMS, TOKENS, Form, Statistics
-from qkeel.kernels.choice.stored import Orders
-from qkeel.ops import KERNELS, attention
+from qkeel.kernels.choose import KERNELS
+from qkeel.ops import attention
 from qkeel.registry import lookup
 from qkeel.spec import AttentionSpec, ReRope, Rope, Softcap
 from qkeel.spec.call import make_call
 
+# What lies between q·k and the weights. "folded": nothing but the scale and causality; "masked": a mask; "capped": a
+# cap; "distance": a position that does not fold into q and k.
+Form = Literal["folded", "masked", "capped", "distance"]
+Statistics = Literal["none", "exact"]
+HEAD_DIMS = (64, 128)
+TOKENS = (1, 128, 512, 2048)  # query tokens
 SPECS: dict[Form, AttentionSpec] = {
     "folded": AttentionSpec(position=Rope()),
     "masked": AttentionSpec(position=Rope()),
@@ -32,7 +37,7 @@ AT_ONCE = 1024  # tokens of a batch of short sequences
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is measured."""
+    """The amount of work that is measured."""
 
     dtypes: tuple[str, ...] = tuple(DTYPES)
     head_dims: tuple[int, ...] = HEAD_DIMS
@@ -40,7 +45,7 @@ class Size:
     statistics: tuple[Statistics, ...] = ("none", "exact")
     heads: int = 8
     rounds: int = 7
-    shrink: int = 1  # tokens are divided by it: numbers without meaning, to see that it runs
+    shrink: int = 1  # tokens are divided by it, which only shows that everything runs
 
 
 SIZES = {
@@ -53,7 +58,7 @@ SIZES = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A call of the grid; the fields of choice.Question, and the number of query tokens."""
+    """One call of the grid."""
 
     device: str
     dtype: str
@@ -63,14 +68,9 @@ class Cell:
     statistics: Statistics
     tokens: int
 
-    def add(self, orders: Orders, kernels: tuple[str, ...]) -> None:
-        """Note an order of kernels, the fastest first."""
-        asked = (self.device, DTYPES[self.dtype], self.head_dim, self.form, self.gradient, self.statistics)
-        orders.setdefault(asked, {})[self.tokens] = kernels
-
 
 def grid(size: Size, device: str) -> Iterator[Cell]:
-    """Every call to measure. One query token is decoding: no gradient."""
+    """Yields every call to measure. One query token is decoding, which has no gradient."""
     for dtype, head_dim, form, statistics in itertools.product(
         size.dtypes, size.head_dims, size.forms, size.statistics
     ):
@@ -83,17 +83,17 @@ def grid(size: Size, device: str) -> Iterator[Cell]:
                     form=form,
                     gradient=gradient,
                     statistics=statistics,
-                    tokens=tokens,
+                    tokens=max(1, tokens // size.shrink),
                 )
 
 
 def measure(cell: Cell, size: Size) -> list[Row]:
-    """Rows of all kernels that take the call, the first of the table KERNELS as base; [] if only one does."""
+    """Returns the times of all kernels that support the call, relative to the first; [] if only one does."""
     tensors = _tensors(cell, size)
     mask = None
     if cell.form == "masked":
         mask = torch.ones(tensors[0].shape[0], tensors[1].shape[2], dtype=torch.bool, device=cell.device)
-        mask[:, 0] = False  # as a padded batch has it
+        mask[:, 0] = False  # a padded batch
     call = make_call(SPECS[cell.form], *tensors, mask=mask)
     names = [name for name, kernel in KERNELS.items() if kernel.supports(call) is None]
     if len(names) < 2:
@@ -105,15 +105,15 @@ def measure(cell: Cell, size: Size) -> list[Row]:
 
 
 def fastest_first(rows: list[Row]) -> tuple[str, ...]:
-    """Names by the median ratio."""
+    """Returns the names of the kernels by their median ratio."""
     return tuple(row.name for row in sorted(rows, key=lambda row: row.ratio))
 
 
 def _tensors(cell: Cell, size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as projections make them: heads beside each other in memory."""
-    tokens = max(1, cell.tokens // size.shrink)
-    keys = CACHED // size.shrink if cell.tokens == 1 else tokens
-    batch = 1 if cell.tokens == 1 else max(1, AT_ONCE // size.shrink // tokens)
+    """Returns q, k, v as projections lay them out: the heads of a token next to each other in memory."""
+    tokens = cell.tokens
+    keys = CACHED // size.shrink if tokens == 1 else tokens
+    batch = 1 if tokens == 1 else max(1, AT_ONCE // size.shrink // tokens)
     dtype = lookup("dtype", DTYPES, cell.dtype)
     rng = torch.Generator().manual_seed(0)
 
@@ -124,8 +124,8 @@ def _tensors(cell: Cell, size: Size) -> tuple[Tensor, Tensor, Tensor]:
     return one(tokens), one(keys), one(keys)
 
 
-def _case(cell: Cell, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, name: str) -> Callable[[], Any]:
-    """The whole call as a user makes it, with its backward pass if asked."""
+def _case(cell: Cell, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, name: str) -> Callable[[], object]:
+    """Returns the whole call as a user makes it, with its backward pass if the cell has a gradient."""
     spec, above = SPECS[cell.form], torch.randn_like(tensors[0])
 
     def forward() -> Tensor:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import final
 
-# glibc maps and unmaps tensors over 32 MiB afresh each time, which makes eager code look up to 3x slower.
+# glibc maps and unmaps tensors over 32 MiB again each time, which makes eager code look up to 3x slower.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
@@ -24,22 +24,22 @@ MALLOC = {
 
 
 def steady(threads: int = 1) -> dict[str, str]:
-    """What the environment of a process that measures should hold, from its start."""
+    """Returns the environment variables that a process which measures needs from its start."""
     return {**MALLOC, "OMP_NUM_THREADS": str(threads)}
 
 
-def settle(threads: int = 1, module: str = "benchmarks") -> None:
-    """Restart this process once, as `python -m module`, with steady allocator settings and so many threads."""
+def settle(threads: int = 1) -> None:
+    """Restarts this process once by its own command, with steady allocator settings and `threads` threads."""
     wanted = steady(threads)
     if any(os.environ.get(k) != v for k, v in wanted.items()):
         os.environ.update(wanted)
-        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """Milliseconds per round, and the ratio to the base in the same round."""
+    """One case: its milliseconds per round, and its ratios to the base in the same round."""
 
     name: str
     times: list[float]
@@ -47,11 +47,11 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Median over rounds of case / base in the same round."""
+        """The median over rounds of case / base in the same round."""
         return statistics.median(self.ratios)
 
     def as_dict(self) -> dict[str, object]:
-        """For the results file."""
+        """Returns the row as results files have it."""
         return {
             "case": self.name,
             "cpu_ms": [round(f(self.times), 4) for f in (min, statistics.median, max)],
@@ -60,7 +60,7 @@ class Row:
 
 
 def processor_ms(case: Callable[[], object], calls: int) -> float:
-    """Milliseconds of process CPU time per call."""
+    """Returns milliseconds of process CPU time per call."""
     start = time.process_time()
     for _ in range(calls):
         case()
@@ -68,7 +68,7 @@ def processor_ms(case: Callable[[], object], calls: int) -> float:
 
 
 def gpu_ms(case: Callable[[], object], calls: int) -> float:
-    """Milliseconds of the current CUDA stream per call."""
+    """Returns milliseconds of the current CUDA stream per call."""
     import torch
 
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -88,7 +88,7 @@ def interleave(
     warmup: int = 2,
     clock: Callable[[Callable[[], object], int], float] = processor_ms,
 ) -> list[Row]:
-    """Time every case once a round, order reversed each round.
+    """Times every case once a round, the order reversed each round, and returns a row per case.
 
     Args:
         cases: name -> what to call. base: the case that ratios refer to. rounds: how often. warmup: calls of each
@@ -105,7 +105,7 @@ def interleave(
 
 
 def show(title: str, rows: list[Row], base: str) -> None:
-    """Print a table."""
+    """Prints a table."""
     print(f"\n{title}\n  (CPU ms min / median / max; ratio to {base!r}, median of rounds)")
     width = max(len(r.name) for r in rows)
     for r in rows:

@@ -1,4 +1,4 @@
-"""What a person sees while runs go on: a bar with an ETA on a terminal, plain lines elsewhere."""
+"""The output while runs go on: a bar with an ETA on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,30 +7,37 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, final
+from typing import final
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from qkeel.lab.engine import run_directory
-from qkeel.lab.plan import PlannedRun
-from qkeel.lab.progress import last_step
-from qkeel.lab.workers import Outcome
+from qkeel.lab.execution.execute import run_directory
+from qkeel.lab.execution.progress import last_step
+from qkeel.lab.execution.workers import Outcome
+from qkeel.lab.plan.plan import PlannedRun
+from qkeel.metrics import Row
 from qkeel.records import RunDirectory
+from qkeel.report.html import formats
 
 POLL_SECONDS = 0.5
 
 
 def make_console(stderr: bool = False) -> Console:
-    """A console; into a pipe or file its lines are as wide as they need to be."""
+    """Returns a console; into a pipe or file its lines are as wide as they need to be."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=200)
 
 
+def print_line(console: Console, text: str) -> None:
+    """Prints one line as it is, however long: paths stay whole, and brackets are no markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def number(value: float | None) -> str:
-    """A number as people read it: three digits, thousands separated, a dash for none.
+    """Returns a number as people read it: three digits, thousands separated, a dash for none.
 
     >>> number(2213.4), number(58.003), number(None)
     ('2,213', '58.0', '–')
@@ -42,7 +49,7 @@ def number(value: float | None) -> str:
 
 
 def spent(seconds: float) -> str:
-    """Seconds as 8 s, 1 min 20 s, 2 h 05 min.
+    """Returns seconds as 8 s, 1 min 20 s, 2 h 05 min.
 
     >>> spent(80)
     '1 min 20 s'
@@ -64,7 +71,7 @@ class StudyView:
         self.started = time.monotonic()
 
     def on_outcome(self, outcome: Outcome) -> None:
-        """Print the line of a run that is over."""
+        """Prints the line of a run that is over."""
         self.over += 1
         run = self.runs[outcome.directory]
         config, part = run.config, f"{run.role}, " if run.form else ""
@@ -80,7 +87,7 @@ class StudyView:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """The bar, on a terminal; nothing elsewhere."""
+        """A context with the bar on a terminal; without anything elsewhere."""
         if not self.console.is_terminal:
             yield
             return
@@ -121,8 +128,8 @@ class RunView:
         self.steps = steps
         self.first: tuple[float, int] | None = None
 
-    def on_record(self, record: Mapping[str, Any]) -> None:
-        """Print a line of metrics.jsonl: step loss grad_norm max_logit tok/s ETA."""
+    def on_record(self, record: Row) -> None:
+        """Prints a line of metrics.jsonl: step loss grad_norm max_logit tok/s ETA."""
         now, step = time.monotonic(), record["step"]
         if self.first is None:
             self.first = (now, step)
@@ -139,8 +146,8 @@ class RunView:
         self.console.print(line, highlight=False, soft_wrap=True)
 
 
-def extrapolated(table: Sequence[Mapping[str, Any]]) -> Table:
-    """Per block, form, method and length: accuracies, and the share that is kept."""
+def extrapolated(table: Sequence[Row]) -> Table:
+    """Returns accuracies and the share that is kept, by block, form, method and length."""
     shown = Table(box=None, pad_edge=False)
     names = ("accuracy_train", "accuracy_nonrepeat", "accuracy_repeat", "accuracy_last", "kept_nonrepeat")
     for head in ("block", "form", "post hoc"):
@@ -156,8 +163,16 @@ def extrapolated(table: Sequence[Mapping[str, Any]]) -> Table:
     return shown
 
 
-def ranking(table: Sequence[Mapping[str, Any]]) -> Table:
-    """Per remedy: best held-out loss and its rate, and at every rate how large the logits grew."""
+def numbers(lines: Sequence[Mapping[str, float | str]]) -> Table:
+    """Returns a table of lines with the same columns; a dash where a number is NaN."""
+    shown = Table(*(name.replace("_", " ") for name in lines[0]))
+    for row in lines:
+        shown.add_row(*(v if isinstance(v, str) else "–" if v != v else formats.number(v) for v in row.values()))
+    return shown
+
+
+def ranking(table: Sequence[Row]) -> Table:
+    """Returns the held-out loss and the largest logit, by remedy and rate."""
     rows = [row for row in table if row["status"] == "done"]
     lrs = sorted({row["lr"] for row in rows})
     shown = Table(box=None, pad_edge=False)

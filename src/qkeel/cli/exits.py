@@ -13,5 +13,5 @@ INTERRUPTED = 130
 
 
 def command_line() -> str:
-    """What was typed, quoted for a shell."""
+    """The command line as typed, quoted for a shell."""
     return shlex.join(["qkeel", *sys.argv[1:]])

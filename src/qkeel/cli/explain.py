@@ -1,10 +1,13 @@
-"""What a preset or a remedy computes, in words and as a formula."""
+"""`qkeel explain`: what a preset or a remedy computes, in words and as a formula."""
 
 from __future__ import annotations
 
+import torch
+
+from qkeel.cli.exits import OK
 from qkeel.errors import unknown
 from qkeel.lab.config import ModelConfig
-from qkeel.lab.model import attention_spec, build_decoder
+from qkeel.lab.model.build_model import attention_spec, build_decoder
 from qkeel.registry import parse
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
 from qkeel.sites import find_sites
@@ -13,8 +16,18 @@ from qkeel.spec import PRESETS
 _LENGTH = 512  # tokens; for the remedies whose starting scale depends on the training length
 
 
+def explain_command(name: str, /) -> int:
+    """Print the formula that a preset or remedy puts in force, and its source.
+
+    Args:
+        name: A preset or remedy with options, like gemma2:cap=30 or lalr:tau=0.1.
+    """
+    print(explain(name))
+    return OK
+
+
 def explain(text: str) -> str:
-    """The one-line meaning, source and formula of a preset, or of remedies on the baseline."""
+    """Returns the line, the source and the formula of a preset, or of remedies on the baseline."""
     names = [term.name for term in parse(text)]
     if len(names) == 1 and names[0] in PRESETS:
         row = PRESETS[names[0]]
@@ -27,8 +40,6 @@ def explain(text: str) -> str:
 
 
 def _formula(text: str) -> str:
-    import torch
-
     decoder = build_decoder(ModelConfig(d_model=8, n_layers=1, n_heads=2), vocab_size=2)
     apply(text, decoder, torch.optim.AdamW(decoder.parameters()), train_length=_LENGTH)
     return find_sites(decoder)[0].spec.explain()

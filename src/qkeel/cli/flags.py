@@ -15,8 +15,10 @@ from cyclopts import Parameter
 
 from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.fields import field_types
+from qkeel.lab.config_fields import field_types
+from qkeel.lab.studies.multimodal import BASE
 
+Settings = dict[str, Any]  # a TOML table: numbers, text, booleans, lists and tables by name
 _SECTIONS: dict[str, tuple[type, str]] = {
     "": (RunConfig, "Run"),
     "data": (DataConfig, "Data"),
@@ -25,8 +27,6 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "images": (ImagesConfig, "Images"),
 }
 _RENAMED = {("data", "source"): "data", ("optim", "name"): "optimizer"}
-# What a study's axes say.
-AXES = {("", "remedy"), ("", "seed"), ("optim", "lr")}
 
 
 def _entries() -> dict[str, tuple[str, str]]:
@@ -43,7 +43,7 @@ _ENTRIES = _entries()
 
 
 def view(name: str, without: Collection[tuple[str, str]] = ()) -> type:
-    """A dataclass of optional flags, one per plain field of RunConfig and its parts; None where not given."""
+    """Returns a dataclass of optional flags, one per plain field of RunConfig and its parts; None where not given."""
     docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
     fields = []
     for flag, (section, field) in _ENTRIES.items():
@@ -72,44 +72,40 @@ def _documents(cls: type) -> dict[str, str]:
     }
 
 
-def _optional(kind: Any) -> Any:
+def _optional(kind: object) -> object:
     return kind if isinstance(kind, types.UnionType) else typing.Optional[kind]  # noqa: UP045 - of a Literal too
 
 
-def configure(flags: object, recipe: Path | None, base: RunConfig | None = None) -> tuple[RunConfig, dict[str, Any]]:
-    """The configuration of a recipe with the given flags over it, and the recipe's [study] table; `base` fills up."""
+def configure(flags: object, recipe: Path | None, base: RunConfig | None = None) -> tuple[RunConfig, Settings]:
+    """Returns the configuration of a recipe with flags over it and `base` under it, and the recipe's [study] table."""
     values = _over(base.to_dict() if base else {}, _read_recipe(recipe))
     study = values.pop("study", {})
-    for flag, (section, field) in _ENTRIES.items():
-        given = getattr(flags, flag, None)
+    for flag, given in vars(flags).items():
+        section, field = _ENTRIES[flag]
         if given is not None:
             (values.setdefault(section, {}) if section else values)[field] = given
     if not isinstance(study, dict):
-        raise InvalidValueError(f"expected [study] to be a table, got {study!r}")
+        raise InvalidValueError(f"expected [study] to be a table, got {study!r}; write it as [study] and lines below")
     return RunConfig.from_dict(values), study
 
 
 def starting(flags: object) -> RunConfig | None:
-    """What stands where neither flags nor recipe say otherwise, by the task that the flags name; None: the defaults."""
-    task = getattr(flags, "task", None)
+    """Returns the configuration under flags and recipe, by the task that the flags name; None for the defaults."""
+    task = vars(flags).get("task")
     if task == "vision":
         return RunConfig(model=ModelConfig(attention="vit"), data=DataConfig(task="vision", batch=32))
-    if task == "multimodal":
-        from qkeel.lab.studies.multimodal import BASE
-
-        return BASE
-    return None
+    return BASE if task == "multimodal" else None
 
 
-def _over(values: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values with others over them."""
+def _over(values: Settings, more: Settings) -> Settings:
+    """Nested values, with others in place of those of the same name."""
     for key, value in more.items():
         both = isinstance(value, dict) and isinstance(values.get(key), dict)
         values[key] = _over(values[key], value) if both else value
     return values
 
 
-def _read_recipe(path: Path | None) -> dict[str, Any]:
+def _read_recipe(path: Path | None) -> Settings:
     if path is None:
         return {}
     try:
@@ -121,7 +117,7 @@ def _read_recipe(path: Path | None) -> dict[str, Any]:
 
 
 def as_toml(config: RunConfig) -> str:
-    """The configuration as a recipe; what is not set is left out."""
+    """Returns the configuration as a recipe, without what is not set."""
     values = config.to_dict()
     lines = [_line(k, v) for k, v in values.items() if not isinstance(v, dict) and v is not None]
     for section, table in values.items():

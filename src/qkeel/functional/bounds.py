@@ -1,4 +1,4 @@
-"""What norms of q, k and their weights say about logits and entropy, without a T×T or D×D matrix."""
+"""Bounds on logits and entropy from norms of q, k and their weights, without a T×T or D×D matrix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
 def dilution_bound(logit: Tensor, n: int) -> Tensor:
     """The weight of the best of n keys, at `logit`, where the others' logits are N(0, 1): c ↦ e^c / (e^c + (n-1) √e).
 
-    With the largest logit that a head can reach as c it bounds how well the head can look at one key among n: √d for
+    With the largest logit that a head can reach as c it bounds the weight that it can give one key among n: √d for
     gain-free RMS-normed q and k, λ for cosine attention.
 
     Args:

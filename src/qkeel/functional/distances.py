@@ -1,4 +1,4 @@
-"""What position methods make of the distance r = i - j between a query at i and a key at j."""
+"""The values that position methods make of the distance r = i - j between a query at i and a key at j."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qkeel.errors import InvalidValueError
 
 
 def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
-    """m_h = 2^(-8h/H), h = 1 … H; for H that is no power of 2 those of the lower power, then every second of the next.
+    """The slopes m_h = 2^(-8h/H), h = 1 … H; for other H those of the power of 2 below, then every second of the next.
 
     Source: Press et al. 2022, arXiv 2108.12409, and its released code.
 

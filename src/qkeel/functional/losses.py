@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def z_loss(logits: Float[Tensor, "*batch vocab"], coefficient: float = 1e-4) -> Float[Tensor, ""]:
-    """coefficient · mean((ln Σ e^logit)²): keeps the output logits' normaliser near 1.
+    """Returns coefficient · mean((ln Σ e^logit)²): keeps the output logits' normaliser near 1.
 
     The logsumexp is squared (at least one public codebase adds it unsquared, which is another loss).
 

@@ -23,14 +23,14 @@ def _blank(weights: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def softmax(z: Logits, visible: Visible = None) -> Logits:
-    """exp(z_ij) / Σ_j exp(z_ij) over the visible keys."""
+    """Returns exp(z_ij) / Σ_j exp(z_ij) over the visible keys."""
     return _blank(torch.softmax(_hide(z, visible), dim=-1), visible)
 
 
 def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
-    """exp(z_ij) / (exp(s) + Σ_j exp(z_ij)): rows sum to less than 1. `sink` broadcasts to [*batch t 1].
+    """Returns exp(z_ij) / (exp(s) + Σ_j exp(z_ij)): rows sum to less than 1. `sink` broadcasts to [*batch t 1].
 
-    s = 0 is "softmax off by one"; a learned s per head is that of gpt-oss and DeepSeek-V4 (FACTS 13.6).
+    s = 0 is "softmax off by one"; a learned s per head is that of gpt-oss and DeepSeek-V4.
     """
     column = sink.to(z.dtype).expand(*z.shape[:-1], 1)
     padded = torch.softmax(torch.cat([_hide(z, visible), column], dim=-1), dim=-1)
@@ -38,15 +38,12 @@ def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
 
 
 def sigmoid(z: Logits, bias: float | Tensor, visible: Visible = None) -> Logits:
-    """σ(z + b), no normalisation over the row.
-
-    Source: Ramapuram et al. 2024, arXiv 2409.04431, equation 3.
-    """
+    """σ(z + b), no normalisation over the row. Source: Ramapuram et al. 2024, arXiv 2409.04431, equation 3."""
     return _blank(torch.sigmoid(z + bias), visible)
 
 
 def squared_relu(z: Logits, visible: Visible = None) -> Logits:
-    """relu(z)² / n with n = number of visible keys of the row.
+    """Returns relu(z)² / n with n = number of visible keys of the row.
 
     Source: Hua et al. 2022, arXiv 2202.10447, in the form of bert4keras, which divides after squaring
     (the paper's code divides the logit by n before squaring: another number).
@@ -56,7 +53,7 @@ def squared_relu(z: Logits, visible: Visible = None) -> Logits:
 
 
 def softpick(z: Logits, visible: Visible = None, eps: float = 1e-8) -> Logits:
-    """relu(e^z - 1) / (Σ|e^z - 1| + eps): no sink needed, rows sum to at most 1.
+    """Returns relu(e^z - 1) / (Σ|e^z - 1| + eps): no sink needed, rows sum to at most 1.
 
     Computed with the row maximum m taken out: relu(e^(z-m) - e^-m) / (Σ|e^(z-m) - e^-m| + eps).
 

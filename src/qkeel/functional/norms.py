@@ -36,7 +36,7 @@ def unrounded(x: Tensor) -> AbstractContextManager[object]:
 
 
 def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch d"]:
-    """x / max(‖x‖₂, eps): result of norm 1.
+    """Returns x / max(‖x‖₂, eps): result of norm 1.
 
     Source: Henry et al. 2020, arXiv 2010.04245 (torch's F.normalize). Others say "L2" and divide by
     sqrt(mean + eps) (Llama 4: that is `rms_norm`) or by sqrt(sum + eps) (Transformer Engine).
@@ -48,7 +48,7 @@ def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "
 
 
 def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
-    """x / sqrt(mean(x²) + eps): result of norm √d.
+    """Returns x / sqrt(mean(x²) + eps): result of norm √d.
 
     Source: Zhang & Sennrich 2019, arXiv 1910.07467.
 
@@ -67,6 +67,13 @@ def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor,
     tensor([-1.,  1.])
     """
     return F.layer_norm(_widened(x), (x.shape[-1],), eps=eps).to(x.dtype)
+
+
+def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h t d"]:
+    """Returns x times a gain of shape [], [d], [h] (as [h 1]) or [h d], in x's dtype."""
+    if gain.ndim == 2:
+        gain = gain[:, None, :]
+    return (x * gain.to(x.dtype)).to(x.dtype)
 
 
 def inverse_l2(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "*batch 1"]:
@@ -99,7 +106,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 class _Resize(torch.autograd.Function):
-    """y = x · r with r one over a size of x: sqrt(mean(x²) + eps) if `mean`, else max(‖x‖₂, eps).
+    """The product y = x · r with r one over a size of x: sqrt(mean(x²) + eps) if `mean`, else max(‖x‖₂, eps).
 
     The derivative is written out so that backward keeps y, which the gain's own backward keeps anyway, and one
     number per vector, instead of every intermediate: dx = r (g - c y ⟨g, y⟩), c = 1/d for the mean, 1 for the

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkeel.errors import ShapeError
-from qkeel.functional.norms import wide
 
 Pairing = Literal["half", "interleaved", "half_reversed"]
 
@@ -22,21 +21,25 @@ def rope_frequencies(
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
     """
+    check_pairs(rotary_dim)
+    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
+
+
+def check_pairs(rotary_dim: int) -> None:
+    """Raise ShapeError unless so many dimensions can be rotated: an even number of them, and some."""
     if rotary_dim <= 0 or rotary_dim % 2:
         raise ShapeError(
             f"RoPE rotates pairs, so it needs an even number of dimensions; got {rotary_dim}. "
             "Use an even head_dim, or rotate a part of it (Rope(rotary=0.5))."
         )
-    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
 
 
 def rope_table(
     pos: Tensor, frequencies: Float[Tensor, " half"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*pos half"], Float[Tensor, "*pos half"]]:
-    """cos(pos·θ_i) and sin(pos·θ_i), in float32 or wider."""
-    if torch.compiler.is_compiling():
-        return _table_whole(pos, frequencies, wide(dtype))
-    return _table(pos, frequencies, wide(dtype))
+    """Returns cos(pos·θ_i) and sin(pos·θ_i), in float32 or wider."""
+    table = _table_whole if torch.compiler.is_compiling() else _table
+    return table(pos, frequencies, torch.promote_types(dtype, torch.float32))
 
 
 def _table(pos: Tensor, frequencies: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,7 +48,7 @@ def _table(pos: Tensor, frequencies: Tensor, kind: torch.dtype) -> tuple[Tensor,
 
 
 # The same to a compiler that may not look inside: it would fuse the table into the rotation and compute every cosine
-# anew for every batch and head (twice the time of the whole module, measured on a CPU).
+# again for every batch and head (twice the time of the whole module, measured on a CPU).
 _table_whole = torch.library.custom_op(
     "qkeel::rope_table",
     _table,
@@ -123,6 +126,6 @@ def _pairs(x: Tensor, half: int, pairing: Pairing) -> tuple[Tensor, Tensor]:
 
 
 def _widened(cos: Tensor, width: int, pairing: Pairing) -> Tensor:
-    """cos of every dimension: that of its pair, 1 where nothing is rotated."""
+    """Returns cos of every dimension: that of its pair, 1 where nothing is rotated."""
     both = cos.repeat_interleave(2, dim=-1) if pairing == "interleaved" else torch.cat([cos, cos], dim=-1)
     return F.pad(both, (0, width - both.shape[-1]), value=1.0) if width > both.shape[-1] else both

@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError
 
 
 def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
-    """ln(n) / ln(train_length) per query that sees n keys; with `clip`, never under 1.
+    """Returns ln(n) / ln(train_length) per query that sees n keys; with `clip`, never under 1.
 
     Calibrated so that the factor is 1 at the training length. n = 1 gives 0, harmless with a single key.
 
@@ -43,7 +42,7 @@ def floor_log_temperature(
 
 
 def qk_norm_init(length: float) -> float:
-    """g₀ = log₂(L² - L), the initial logit scale of QKNorm; L = 97.5th percentile of the lengths in training.
+    """The initial logit scale g₀ = log₂(L² - L) of QKNorm; L = 97.5th percentile of the lengths in training.
 
     Source: Henry et al. 2020, arXiv 2010.04245, section 3.
 
@@ -102,7 +101,7 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
 
 
 def _log_moment(scale: float, head_dim: int) -> float:
-    """ln E e^(λs) of a cosine s of head_dim numbers: ln Σ_k (λ²/4)^k / (k! (d/2)(d/2 + 1)…(d/2 + k - 1))."""
+    """Returns ln E e^(λs) of a cosine s of head_dim numbers: ln Σ_k (λ²/4)^k / (k! (d/2)(d/2 + 1)…(d/2 + k - 1))."""
     term = total = 1.0
     k = 0
     while term > 1e-17 * total:
@@ -113,7 +112,7 @@ def _log_moment(scale: float, head_dim: int) -> float:
 
 
 def _summit(height: Callable[[float], float], right: float) -> float:
-    """Where a function with one maximum in (0, right) has it, by golden sections."""
+    """The place of the only maximum of a function in (0, right), by golden sections."""
     low, high, golden = 0.0, right, (math.sqrt(5) - 1) / 2
     while high - low > 1e-9 * right:
         a, b = high - golden * (high - low), low + golden * (high - low)
@@ -122,7 +121,7 @@ def _summit(height: Callable[[float], float], right: float) -> float:
 
 
 def sigmoid_bias(length: float) -> float:
-    """b = -ln n, which keeps the row sum of sigmoid attention near 1 at initialisation.
+    """The bias b = -ln n, which keeps the row sum of sigmoid attention near 1 at initialisation.
 
     Source: Ramapuram et al. 2024, arXiv 2409.04431, section 3.
 
@@ -132,13 +131,6 @@ def sigmoid_bias(length: float) -> float:
     if not length > 0:
         raise InvalidValueError(f"expected a length above 0, got {length}")
     return -math.log(length)
-
-
-def apply_gain(x: Float[Tensor, "b h t d"], gain: Tensor) -> Float[Tensor, "b h t d"]:
-    """x times a gain of shape [], [d], [h] (as [h 1]) or [h d], in x's dtype."""
-    if gain.ndim == 2:
-        gain = gain[:, None, :]
-    return (x * gain.to(x.dtype)).to(x.dtype)
 
 
 def deepnorm(sublayers: int) -> tuple[float, float]:

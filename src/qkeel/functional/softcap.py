@@ -12,7 +12,7 @@ from qkeel.errors import InvalidValueError
 
 
 def softcap(z: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
-    """cap · tanh(z / cap): monotone, |result| <= cap, near the identity for |z| << cap.
+    """Returns cap · tanh(z / cap): monotone, |result| <= cap, near the identity for |z| << cap.
 
     Source: Gemma 2 (arXiv 2408.00118), section 2; Bello et al. 2016 before it.
 

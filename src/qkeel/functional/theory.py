@@ -18,7 +18,7 @@ def expected_squared_norm(weight: Float[Tensor, "*h d m"], sigma: float = 1.0) -
 
 
 def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | None = None) -> float:
-    """scale · √d · rms(q) · rms(k): standard deviation of the logits of independent q and k; scale 1/√d if not given.
+    """The standard deviation scale · √d · rms(q) · rms(k) of logits of independent q and k; scale 1/√d if not given.
 
     rms: per entry. With 1/√d and entries of RMS 1 it is 1 at any d, without the root √d, with 1/d it is 1/√d.
 

@@ -1,4 +1,4 @@
-"""Formulas on weights between steps: QK-Clip, logit-adaptive learning rates, Newton-Schulz."""
+"""Formulas on weights between steps: QK-Clip and Newton-Schulz. Those of lalr are `remedies.lalr.Rates`."""
 
 from __future__ import annotations
 
@@ -22,38 +22,9 @@ def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Ten
     return torch.where(over, threshold / torch.where(over, max_logit, torch.ones_like(max_logit)), 1.0)
 
 
-def group_max(x: Float[Tensor, " h"], n_groups: int) -> Float[Tensor, " g"]:
-    """Maximum over the query heads of each key group."""
-    return x.view(n_groups, -1).amax(1)
-
-
 def repeat_groups(x: Float[Tensor, " g"], n_heads: int) -> Float[Tensor, " h"]:
     """Each group's value for its query heads."""
     return x.repeat_interleave(n_heads // x.shape[0])
-
-
-def lalr_rates(
-    q_norm: Float[Tensor, " h"], k_norm: Float[Tensor, " g"], q_init: Tensor, k_init: Tensor
-) -> tuple[Float[Tensor, " h"], Float[Tensor, " g"]]:
-    """Per-head learning-rate factors, before τ: query n_K(0)/‖W_K‖, key n_Q(0)/‖W_Q‖.
-
-    With grouped keys the key's factor is max_h n_Q(0) / max_h ‖W_Q‖ over the heads of its group: the
-    worst case over the logits it takes part in.
-
-    Source: Anson & Aitchison 2025, arXiv 2511.21377, algorithm 1; groups: derived like its shared W_kr.
-
-    >>> one = torch.ones(1)
-    >>> [x.item() for x in lalr_rates(5 * one, 4 * one, one, one)]
-    [0.25, 0.20000000298023224]
-    """
-    groups = k_norm.shape[0]
-    query = repeat_groups(_ratio(k_init, k_norm), q_norm.shape[0])
-    return query, _ratio(group_max(q_init, groups), group_max(q_norm, groups))
-
-
-def _ratio(old: Tensor, new: Tensor) -> Tensor:
-    # A weight that is zero has no direction to run away in: its partner keeps the base rate.
-    return torch.where(new > 0, old / torch.where(new > 0, new, torch.ones_like(new)), torch.ones_like(new))
 
 
 def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "*b m n"]:

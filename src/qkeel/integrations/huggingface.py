@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Self, final
 
 from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.errors import InvalidTypeError, missing
 from qkeel.monitor import DEFAULT, Alarm, Cadence, Rule, Sample, Sink
+from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.queries import Given
 from qkeel.monitor.watch import watch
+from qkeel.records import layer_fields
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise missing("qkeel.integrations.huggingface", "'qkeel[hf]'") from error
 
-LOGGED = ("max_logit", "entropy", "query_norm", "key_norm", "logit_change_rms", "gain_bound")
-
 
 @final
-class KeelCallback(TrainerCallback):
+class QkeelCallback(TrainerCallback):
     """Watches from the first to the last step of `trainer.train()`; training is bit for bit what it is without.
 
-    `KeelCallback(every=50).attach(trainer)` puts it before the reporters, so that they get the numbers in the Trainer's
-    logs (attn/max_logit, attn/entropy, ...). Given as `callbacks=[KeelCallback()]` it comes after them: then the
-    numbers are in `trainer.state.log_history`, on the progress bar and in its own sinks, but not in the reporters.
+    `QkeelCallback(every=50).attach(trainer)` puts it before the reporters, so that they get the numbers in the
+    Trainer's logs (attn/max_logit, attn/entropy, ...). Given as `callbacks=[QkeelCallback()]` it comes after them: then
+    the numbers are in `trainer.state.log_history`, on the progress bar and in its own sinks, but not in the reporters.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class KeelCallback(TrainerCallback):
         query_mask: Given | None = "attention_mask",
         per_layer: bool = False,
     ) -> None:
-        """every, sinks, rules, query_mask: see `qkeel.watch`; per_layer: log each layer too, which is many numbers."""
+        """See `qkeel.watch` for every, sinks, rules and query_mask; per_layer: log each layer too."""
         self.monitor: Monitor | None = None
         self._every, self._rules, self._query_mask, self._per_layer = every, rules, query_mask, per_layer
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
@@ -56,7 +55,7 @@ class KeelCallback(TrainerCallback):
         return self
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Start watching; a training that is resumed goes on counting where it stood."""
         self._stop(complete=False)  # of a training that was stopped by an error
@@ -78,8 +77,8 @@ class KeelCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        logs: dict[str, object] | None = None,
+        **kwargs: object,
     ) -> None:
         """Add what was measured since the last log of training."""
         if self.monitor is None or logs is None or "loss" not in logs:
@@ -88,13 +87,13 @@ class KeelCallback(TrainerCallback):
         if sample is None:
             return
         found = sample.summaries() if self._per_layer else sample.summaries(per_layer=())
-        shown = found if self._per_layer else {k: v for k, v in found.items() if k.rpartition("/")[2] in LOGGED}
+        shown = found if self._per_layer else {k: v for k, v in found.items() if k.rpartition("/")[2] in layer_fields()}
         logs |= shown
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1] |= shown  # copied before the callbacks were asked
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Stop watching."""
         self._stop(complete=True)
@@ -111,7 +110,7 @@ class _Latest(Sink):
     def __init__(self) -> None:
         self._sample: Sample | None = None
 
-    def open(self, about: Mapping[str, Any]) -> None:
+    def open(self, about: Mapping[str, object]) -> None:
         """Nothing to open."""
 
     def write(self, sample: Sample) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from torch import nn
 
 from qkeel.errors import InvalidValueError, missing
 from qkeel.monitor import DEFAULT, Cadence, Rule, Sink
+from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.queries import Given
 from qkeel.monitor.watch import watch
 
 try:
@@ -21,7 +21,7 @@ except ImportError as error:
 
 
 @final
-class KeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
+class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
     """Watches one module of a LightningModule and logs its summaries with the module's own `log_dict`.
 
     Lightning calls `training_step`, not the LightningModule, so what is watched is the module inside: its only child
@@ -38,7 +38,7 @@ class KeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         rules: Sequence[Rule] = DEFAULT,
         query_mask: Given | None = None,
     ) -> None:
-        """module: dotted name of what is watched; the rest: see `qkeel.watch`."""
+        """Takes the dotted name of the module that is watched; for the rest see `qkeel.watch`."""
         super().__init__()
         self.monitor: Monitor | None = None
         self._module, self._every, self._rules, self._query_mask = module, every, rules, query_mask
@@ -63,7 +63,7 @@ class KeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         self._logged = -1
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Log what was measured since the last batch."""
         sample = None if self.monitor is None else self.monitor.sample

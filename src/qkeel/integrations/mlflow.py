@@ -20,7 +20,7 @@ class MLflowSink(Sink):
         self._run_id = ""
         self._own = False
 
-    def open(self, about: Mapping[str, Any]) -> None:
+    def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
         try:
             import mlflow

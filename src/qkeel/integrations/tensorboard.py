@@ -19,7 +19,7 @@ class TensorBoardSink(Sink):
         self.directory = Path(directory)
         self._writer: Any = None
 
-    def open(self, about: Mapping[str, Any]) -> None:
+    def open(self, about: Mapping[str, object]) -> None:
         """Start the event file and describe what is watched."""
         try:
             from torch.utils.tensorboard import SummaryWriter

@@ -11,13 +11,13 @@ from qkeel.monitor import Alarm, Sample, Severity, Sink
 
 @final
 class TrackioSink(Sink):
-    """Logs to a run of its own in `project`; nothing leaves the machine unless trackio is told to."""
+    """Logs to a run of its own in `project`; nothing leaves the machine unless trackio is set up so."""
 
     def __init__(self, project: str = "qkeel", name: str | None = None) -> None:
         self.project, self.name = project, name
         self._run: Any = None
 
-    def open(self, about: Mapping[str, Any]) -> None:
+    def open(self, about: Mapping[str, object]) -> None:
         """Start the run."""
         try:
             import trackio

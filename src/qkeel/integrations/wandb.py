@@ -13,9 +13,8 @@ STEP = "qkeel/step"
 
 @final
 class WandbSink(Sink):
-    """Logs to the run that is active, or starts one of its own and ends it.
-
-    In a run of someone else's the numbers go out with the owner's next log call, so that its step counter stays his.
+    """Logs to the run that is active, or starts one of its own and ends it. In a run of someone else's the numbers
+    go out with the owner's next log call, so that its step counter stays his.
     """
 
     def __init__(self, project: str = "qkeel", name: str | None = None, mode: str | None = None) -> None:
@@ -23,7 +22,7 @@ class WandbSink(Sink):
         self._run: Any = None
         self._own = False
 
-    def open(self, about: Mapping[str, Any]) -> None:
+    def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
         try:
             import wandb

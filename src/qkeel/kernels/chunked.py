@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from qkeel.kernels.contract import Kernel, Refusal, average, row_blocks
+from qkeel.kernels.contract import Kernel, Refusal
+from qkeel.kernels.prepare import average, row_blocks
 from qkeel.spec.call import AttentionCall
+from qkeel.spec.shapes import Outputs
 
 BLOCK = 1 << 21  # logits held at once: 8 MB in float32, the whole matrix for small models
 
@@ -21,7 +23,7 @@ class Chunked(Kernel):
     def supports(self, call: AttentionCall) -> Refusal | None:
         return None
 
-    def __call__(self, call: AttentionCall) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Outputs:
         q, k = call.encoded()
         v = call.spec.values(call.v, call.params).to(q.dtype)
         blocks = list(row_blocks(call, BLOCK))

@@ -1,4 +1,4 @@
-"""Attention whose kernel also hands out each row's largest logit: FlexAttention's auxiliary outputs, on a GPU."""
+"""Attention whose kernel also returns each row's largest logit: FlexAttention's auxiliary outputs, on a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import RefusedError
-from qkeel.kernels.contract import Refusal, folded
+from qkeel.kernels.contract import Refusal
+from qkeel.kernels.encode import folded
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.cap import NoCap
-from qkeel.spec.normalizer import Softmax
+from qkeel.spec.shapes import Outputs, PerRow
 
 OUT = "use qkeel.attention(..., stats='max'), which takes any call on any device"
 
@@ -22,16 +22,16 @@ def refusal(call: AttentionCall) -> Refusal | None:
     """None if `attend_with_maxima` takes the call, else the reason."""
     spec = call.spec
     if call.q.device.type != "cuda":
-        return Refusal("FlexAttention hands out the largest logits on a CUDA device only", OUT)
-    if not isinstance(spec.normalizer, Softmax) or not isinstance(spec.cap, NoCap) or not spec.position.folds:
+        return Refusal("FlexAttention returns the largest logits on a CUDA device only", OUT)
+    if spec.normalizer.kind != "softmax" or spec.cap.kind != "none" or not spec.position.folds:
         return Refusal("FlexAttention is used here for softmax without a cap, positions folded into q and k", OUT)
     if call.mask is not None or call.dropout or not call.plain:
         return Refusal("FlexAttention is used here without a mask, dropout or positions of the caller's own", OUT)
     return None
 
 
-def attend_with_maxima(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """out [b h t d], lse [b h t] and the largest logit of each query row [b h t], from one fused kernel.
+def attend_with_maxima(call: AttentionCall) -> tuple[Outputs, PerRow, PerRow]:
+    """Returns out [b h t d], lse [b h t] and the largest logit of each query row [b h t], from one fused kernel.
 
     Not chosen by itself: FlexAttention's kernel is the slower one on recent GPUs. The first call compiles. lse and
     maxima are detached; rows that see no key have -inf.
@@ -45,7 +45,7 @@ def attend_with_maxima(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     return attend(compiled(), call)
 
 
-def attend(flex: Callable[..., Any], call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def attend(flex: Callable[..., Any], call: AttentionCall) -> tuple[Outputs, PerRow, PerRow]:
     """The same by that flex_attention."""
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -81,7 +81,7 @@ def visible(call: AttentionCall) -> Any:
 
 @functools.cache
 def compiled() -> Callable[..., Any]:
-    """flex_attention as one kernel."""
+    """Returns flex_attention as one kernel."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)

@@ -1,4 +1,4 @@
-"""torch's fused attention, whenever norm, position and scale fold into q and k."""
+"""The fused attention of torch, whenever norm, position and scale fold into q and k."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from qkeel.kernels.contract import Kernel, Refusal, folded, row_blocks, whole_and_plain
+from qkeel.kernels.contract import Kernel, Refusal
+from qkeel.kernels.encode import folded
+from qkeel.kernels.prepare import row_blocks
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.cap import NoCap
-from qkeel.spec.normalizer import Softmax
+from qkeel.spec.shapes import Outputs
 
 MASK_BLOCK = 1 << 24  # entries of a boolean mask built at once
 
@@ -23,9 +24,9 @@ class Sdpa(Kernel):
 
     def supports(self, call: AttentionCall) -> Refusal | None:
         spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
-        if not isinstance(spec.normalizer, Softmax):
+        if spec.normalizer.kind != "softmax":
             return Refusal(f"SDPA normalises by softmax only, not by {spec.normalizer.formula()}", out)
-        if not isinstance(spec.cap, NoCap):
+        if spec.cap.kind != "none":
             return Refusal("SDPA cannot cap logits", out)
         if not spec.position.folds:
             return Refusal(f"{spec.position.formula()} does not fold into q and k", out)
@@ -33,9 +34,9 @@ class Sdpa(Kernel):
             return Refusal(f"SDPA would round the {call.mask.dtype} mask to {call.q.dtype}", out)  # type: ignore[union-attr]
         return None
 
-    def __call__(self, call: AttentionCall) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Outputs:
         q, k, v, scale = folded(call)
-        if call.causal and whole_and_plain(call):
+        if call.causal and call.whole:
             return _sdpa(q, k, v, scale, call, is_causal=True)
         if call.mask is None and call.window is None and (not call.causal or (call.plain and q.shape[2] == 1)):
             return _sdpa(q, k, v, scale, call)
@@ -87,10 +88,8 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The mask of a block, and the rows that see nothing.
-
-    Such rows are let see everything (their output is set to 0 afterwards): a row of -inf alone would make NaN
-    gradients.
+    """The mask of a block, and the rows that see nothing. Such rows are let see everything (their output is set to
+    0 afterwards): a row of -inf alone would make NaN gradients.
     """
     visible, bias = call.visible(rows, keys), call.bias(rows, keys)
     assert visible is not None  # a mask, a window or causality brought us here

@@ -9,14 +9,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from qkeel.kernels.contract import Kernel, Refusal, dense, whole_and_plain
+from qkeel.kernels.contract import Kernel, Refusal
+from qkeel.kernels.encode import dense
+from qkeel.patching.private_operators import flash_on_cpu, flash_on_cpu_backward
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.cap import NoCap
-from qkeel.spec.normalizer import Softmax
-from qkeel.spec.rerope import ReRope
+from qkeel.spec.position.rerope import ReRope
+from qkeel.spec.shapes import Outputs
 
-_ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_ATTEND = flash_on_cpu
+_BACKWARD = flash_on_cpu_backward
 
 
 @final
@@ -32,9 +33,9 @@ class Windowed(Kernel):
         spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
         if not isinstance(spec.position, ReRope):
             return Refusal(f"the windowed kernel is for ReRope, not for {spec.position.formula()}", out)
-        if not isinstance(spec.normalizer, Softmax) or not isinstance(spec.cap, NoCap):
+        if spec.normalizer.kind != "softmax" or spec.cap.kind != "none":
             return Refusal("the windowed kernel is for softmax without a cap", out)
-        if not (call.causal and whole_and_plain(call)):
+        if not (call.causal and call.whole):
             return Refusal("the windowed kernel is for causal attention of a whole sequence without a mask", out)
         if call.q.device.type != "cpu" or call.dropout or call.q.shape[-1] != call.v.shape[-1]:
             return Refusal("the windowed kernel runs on a CPU, without dropout, with values as wide as keys", out)
@@ -42,7 +43,7 @@ class Windowed(Kernel):
             return Refusal("the windowed kernel cannot be compiled", out)
         return None
 
-    def __call__(self, call: AttentionCall) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Outputs:
         position = call.spec.position
         assert isinstance(position, ReRope)
         q, k = call.encoded()
@@ -57,7 +58,7 @@ class Windowed(Kernel):
 
 
 class _Merged(torch.autograd.Function):
-    """softmax over the pairs of several fused calls; each one's derivative needs but the whole's output and lse."""
+    """The softmax over the pairs of several fused calls; each one's derivative needs but the whole's output and lse."""
 
     @staticmethod
     def forward(w: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +97,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _parts(w: int, q: Tensor, k: Tensor, far_q: Tensor, far_k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-    """q, k, v of each triangle; far_q, far_k [b h T-w d] are cut already."""
+    """Returns q, k, v of each triangle; far_q, far_k [b h T-w d] are cut already."""
     own = tuple(_blocks(x, w) for x in (q, k, v))
     before = _before(q, w), *(_behind(x, w) for x in (k, v))
     return [(far_q, far_k, v[:, :, :-w]), own, *([before] if w > 1 else [])]

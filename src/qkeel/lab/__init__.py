@@ -1,14 +1,14 @@
 """COMPARE: small training runs on real text, resumable at any instant, and studies made of them."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
-    from qkeel.lab.engine import Execution, StudyResult, make_plan, run_plan, study
-    from qkeel.lab.plan import Grid, LongContexts, Plan
-    from qkeel.lab.train import Watcher, run
-    from qkeel.lab.workers import Shard
+    from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, run_plan, study
+    from qkeel.lab.execution.workers import Shard
+    from qkeel.lab.plan.plan import Grid, LongContexts, Plan
+    from qkeel.lab.train_runs import Watcher, run
 
 __all__ = [
     "DataConfig",
@@ -32,14 +32,14 @@ __all__ = [
 # Loaded when first asked for, so that `qkeel --help` does not wait for torch.
 _HOMES = {
     **dict.fromkeys(("DataConfig", "ImagesConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
-    **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "engine"),
-    **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan"),
-    **dict.fromkeys(("Watcher", "run"), "train"),
-    "Shard": "workers",
+    **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execution.execute"),
+    **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan.plan"),
+    **dict.fromkeys(("Watcher", "run"), "train_runs"),
+    "Shard": "execution.workers",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'qkeel.lab' has no attribute {name!r}")
     return getattr(importlib.import_module(f"qkeel.lab.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What a training run is: frozen dataclasses. Flags, TOML recipes and config.json are views of them."""
+"""The configuration of a training run: frozen dataclasses. Flags, TOML recipes and config.json are views of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, Self, final
+from collections.abc import Callable, Mapping
+from typing import Literal, Self, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
-from qkeel.lab.fields import read_fields, settle
+from qkeel.lab.config_fields import Json, read_fields, settle
 
 
 @final
@@ -47,8 +47,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        _at_least(self, 1, "d_model", "n_layers", "n_heads")
-        _at_least(self, 1, "n_kv_heads", "head_dim")
+        _check(self, "at least 1", _one, "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim")
         if self.n_kv_heads and self.n_heads % self.n_kv_heads:
             raise InvalidValueError(
                 f"expected n_heads to be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}"
@@ -69,7 +68,7 @@ class ModelConfig:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where the text comes from and how it is cut."""
+    """The source of the text and how it is cut."""
 
     source: str = "stdlib"
     """stdlib, topics, hf:NAME, or a path: text file, folder, glob, .bin (uint16, or .bin#uint8), .jsonl#column,
@@ -90,9 +89,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        _at_least(self, 1, "context", "batch", "vocab_size")
-        _at_least(self, 1, "needle_keys")
-        _check("needle", self.needle, 0 <= self.needle <= 1, "between 0 and 1")
+        _check(self, "at least 1", _one, "context", "batch", "vocab_size", "needle_keys")
+        _check(self, "between 0 and 1", _share, "needle")
         if self.needle and self.task != "text":
             raise InvalidValueError(f"needles are for task text, got needle {self.needle} and task {self.task}")
         if not self.source:
@@ -125,11 +123,10 @@ class ImagesConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        _at_least(self, 1, "image_size", "patch", "canvas")
-        _at_least(self, 2, "levels")
-        for name in ("image_share", "image_first"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        _check("image_variance", self.image_variance, 0 < self.image_variance < math.inf, "above 0")
+        _check(self, "at least 1", _one, "image_size", "patch", "canvas")
+        _check(self, "at least 2", lambda x: x >= 2, "levels")
+        _check(self, "between 0 and 1", _share, "image_share", "image_first")
+        _check(self, "above 0", _positive, "image_variance")
         if self.image_size % self.patch:
             raise InvalidValueError(
                 f"expected image_size to be a multiple of patch, got {self.image_size} and {self.patch}"
@@ -172,20 +169,17 @@ class OptimConfig:
         settle(self)
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise InvalidValueError(f"expected a learning rate above 0, got {self.lr}")
-        for name in ("beta1", "beta2", "momentum"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        _check("eps", self.eps, 0 < self.eps < math.inf, "above 0")
-        for name in ("warmup", "final"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        for name in ("weight_decay", "grad_clip", "z_loss"):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "at least 0")
+        _check(self, "at least 0 and below 1", lambda x: 0 <= x < 1, "beta1", "beta2", "momentum")
+        _check(self, "above 0", _positive, "eps")
+        _check(self, "between 0 and 1", _share, "warmup", "final")
+        _check(self, "at least 0", lambda x: 0 <= x < math.inf, "weight_decay", "grad_clip", "z_loss")
 
 
-_PARTS = (("model", ModelConfig), ("data", DataConfig), ("optim", OptimConfig), ("images", ImagesConfig))
+_PARTS = (ModelConfig, DataConfig, OptimConfig, ImagesConfig)
 # Cannot change a recorded number, so it is no part of what a run is.
 _CADENCE = ("checkpoint_every",)
-# Younger than the first runs: left out where it says nothing, so that older runs keep their names.
-_YOUNGER = {
+# Newer than the first runs: left out at its default, so that older runs keep their names.
+_NEWER = {
     "data": {"needle": 0.0},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0},
     "": {"accumulate": 1},
@@ -230,11 +224,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        for name, kind in _PARTS:
-            if not isinstance(getattr(self, name), kind):
-                raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {getattr(self, name)!r}")
-        _at_least(self, 1, "steps", "accumulate", "log_every", "eval_sequences", "probe_sequences", "threads")
-        _at_least(self, 0, "seed", "checkpoint_every", "eval_every")
+        for part, kind in zip((self.model, self.data, self.optim, self.images), _PARTS, strict=True):
+            if not isinstance(part, kind):
+                name = kind.__name__.removesuffix("Config").lower()
+                raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {part!r}")
+        _check(
+            self, "at least 1", _one, "steps", "accumulate", "log_every", "eval_sequences", "probe_sequences", "threads"
+        )
+        _check(self, "at least 0", lambda x: x >= 0, "seed", "checkpoint_every", "eval_every")
         if self.data.batch % self.accumulate:
             raise InvalidValueError(
                 f"expected batch to be a multiple of accumulate, got {self.data.batch} and {self.accumulate}"
@@ -252,13 +249,12 @@ class RunConfig:
         text = json.dumps(self.identity(), sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def identity(self) -> dict[str, Any]:
-        """The configuration without checkpoint cadence and device number: what makes two runs the same run.
-
-        Nor are images part of a run on text.
+    def identity(self) -> Json:
+        """The configuration without checkpoint cadence and device number: what makes two runs the same run. Nor are
+        images part of a run on text.
         """
         values = {k: v for k, v in self.to_dict().items() if k not in _CADENCE}
-        for section, names in _YOUNGER.items():
+        for section, names in _NEWER.items():
             table = values[section] if section else values
             for name, nothing in names.items():
                 if table[name] == nothing:
@@ -269,23 +265,31 @@ class RunConfig:
             del values["images"], values["data"]["task"]
         return {**values, "device": self.device.split(":")[0]}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Plain values, nested like the dataclasses; `from_dict` reads them back."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read nested plain values (TOML, JSON); what is missing has its default, unknown keys are refused."""
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """Reads nested plain values (TOML, JSON); what is missing has its default, unknown keys are refused."""
         return read_fields(cls, values, "")
 
 
-def _at_least(config: object, least: int, *names: str) -> None:
+def _check(config: object, range_: str, holds: Callable[[float], bool], *names: str) -> None:
+    """Raises unless every number of these names that is given lies in the range."""
     for name in names:
         value = getattr(config, name)
-        if value is not None:
-            _check(name, value, value >= least, f"at least {least}")
+        if value is not None and not holds(value):
+            raise InvalidValueError(f"expected {name} to be {range_}, got {value}")
 
 
-def _check(name: str, value: float, fine: bool, range_: str) -> None:
-    if not fine:
-        raise InvalidValueError(f"expected {name} to be {range_}, got {value}")
+def _one(x: float) -> bool:
+    return x >= 1
+
+
+def _share(x: float) -> bool:
+    return 0 <= x <= 1
+
+
+def _positive(x: float) -> bool:
+    return 0 < x < math.inf

@@ -1,28 +1,19 @@
-"""SEE: who watches, and rules on what was recorded that say when to worry."""
+"""SEE: the monitor of a training run, what it records, and the rules that raise alarms on the records."""
 
-from qkeel.monitor.alarms import (
-    DEFAULT,
-    AlarmLog,
-    Approach,
-    Ceiling,
-    EntropyCollapse,
-    EntropyDrop,
-    Growth,
-    NonFinite,
-    Outlook,
-    replay,
-)
+from qkeel.monitor.alarms.alarm_log import AlarmLog, replay
+from qkeel.monitor.alarms.default_rules import DEFAULT
+from qkeel.monitor.alarms.forecast import Forecast, forecast
+from qkeel.monitor.alarms.history import History
+from qkeel.monitor.alarms.planned_rates import PlannedRates
+from qkeel.monitor.alarms.recording import Recording
+from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
+from qkeel.monitor.alarms.rules import Approach, Ceiling, EntropyCollapse, EntropyDrop, Growth, NonFinite, Outlook
+from qkeel.monitor.alarms.setup_rules import GainGrowth, IdleNorm, Resolution, Setting, VanishingGradient, rules_for
 from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
-from qkeel.monitor.classes import Classes
-from qkeel.monitor.forecast import Forecast, forecast
-from qkeel.monitor.history import History
-from qkeel.monitor.planned import PlannedRates
-from qkeel.monitor.recording import Recording
-from qkeel.monitor.rule import Alarm, Rule, Severity
-from qkeel.monitor.sample import Sample, pad_layers, repeat_groups
-from qkeel.monitor.setup_rules import GainGrowth, IdleNorm, Resolution, Setting, VanishingGradient, rules_for
-from qkeel.monitor.sinks import LoggingSink, RunDirectorySink, Sink
-from qkeel.monitor.table import sample_html, sample_line, sample_table
+from qkeel.monitor.measure.token_classes import Classes
+from qkeel.monitor.record.sample import Sample, pad_layers, repeat_groups
+from qkeel.monitor.record.sample_table import sample_html, sample_line, sample_table
+from qkeel.monitor.record.sinks import LoggingSink, RunDirectorySink, Sink
 
 __all__ = [
     "Adaptive",

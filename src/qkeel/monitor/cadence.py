@@ -1,4 +1,4 @@
-"""When to measure: every n-th step, at steps spread evenly over their logarithm, or when the logits move."""
+"""The steps to measure: every n-th step, at steps spread evenly over their logarithm, or when the logits change."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from qkeel.errors import InvalidTypeError, InvalidValueError
 
 
 class Cadence(abc.ABC):
-    """Which steps are measured. Without state, so that all processes of a run decide alike."""
+    """The choice of measured steps, without state, so that all processes of a run decide the same."""
 
     @property
     def brackets(self) -> bool:
-        """Whether it wants the bound on the largest logit at every step."""
+        """Returns whether it wants the bound on the largest logit at every step."""
         return False
 
     @abc.abstractmethod
-    def due(self, step: int, last: int | None, moved: float) -> bool:
-        """Whether step `step` is measured.
+    def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
+        """Returns whether step `step` is measured.
 
-        last: the step measured last, None at the first. moved: by which factor the bound on the largest logit has
+        last: the step measured last, None at the first. bound_ratio: by which factor the bound on the largest logit has
         risen or fallen since (1 where it is not known).
         """
 
@@ -44,8 +44,7 @@ class Every(Cadence):
         if self.n < 1:
             raise InvalidValueError(f"expected at least 1 step between two measurements, got {self.n}")
 
-    def due(self, step: int, last: int | None, moved: float) -> bool:
-        """See the class."""
+    def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
         return step % self.n == 0
 
 
@@ -64,8 +63,7 @@ class LogSpaced(Cadence):
         if not isinstance(self.per_decade, int) or self.per_decade < 1:
             raise InvalidValueError(f"expected at least 1 measurement per decade, got {self.per_decade!r}")
 
-    def due(self, step: int, last: int | None, moved: float) -> bool:
-        """See the class."""
+    def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
         if step < 2:
             return True
         place = round(math.log10(step) * self.per_decade)
@@ -75,12 +73,12 @@ class LogSpaced(Cadence):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptive(Cadence):
-    """At most every `least` steps, at least every `most`, in between when the bound on the largest logit has moved.
+    """At most every `least` steps, at least every `most`, in between when the bound on the largest logit has changed.
 
     The bound is the largest row logsumexp, lse - ln n <= max <= lse, which torch's fused CPU kernel computes anyway;
-    where none is at hand (dropout, a GPU) scale·max|q|·max|k|, and of hand-written attention the maximum itself. Moved
-    is a change by a factor of more than 1 + `change` since the first step after the last measurement. Compiled models
-    are not looked at between measurements, and several processes must decide alike: there it is every `most` steps.
+    where there is none (dropout, a GPU) scale·max|q|·max|k|, and of hand-written attention the maximum itself. Changed
+    means by a factor of more than 1 + `change` since the first step after the last measurement. Compiled models
+    are not read between measurements, and several processes must decide alike: there it is every `most` steps.
     """
 
     least: int = 5
@@ -95,14 +93,13 @@ class Adaptive(Cadence):
 
     @property
     def brackets(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
-    def due(self, step: int, last: int | None, moved: float) -> bool:
-        """See the class."""
+    def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
         if last is None or step - last >= self.most:
             return True
-        return step - last >= self.least and abs(math.log(moved)) > math.log1p(self.change)
+        return step - last >= self.least and abs(math.log(bound_ratio)) > math.log1p(self.change)
 
 
 def cadence(every: int | Cadence) -> Cadence:

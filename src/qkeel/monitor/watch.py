@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, unknown
+from qkeel.monitor.alarms.planned_rates import PlannedRates
+from qkeel.monitor.alarms.rule import Rule
 from qkeel.monitor.cadence import Cadence, cadence
-from qkeel.monitor.classes import Classes, GivenClasses
-from qkeel.monitor.measuring import Wanted
+from qkeel.monitor.measure.call_statistics import Wanted
+from qkeel.monitor.measure.query_mask import Given, QueryMask
+from qkeel.monitor.measure.token_classes import Classes, GivenClasses
 from qkeel.monitor.monitor import Monitor, watched
-from qkeel.monitor.plan import Plan
-from qkeel.monitor.planned import PlannedRates
-from qkeel.monitor.queries import Given, QueryMask
-from qkeel.monitor.rule import Rule
-from qkeel.monitor.sinks import RunDirectorySink, Sink
+from qkeel.monitor.options import Options
+from qkeel.monitor.record.sinks import RunDirectorySink, Sink
 from qkeel.sites.example import arguments
+
+K = TypeVar("K")
 
 
 def watch(
@@ -37,6 +39,11 @@ def watch(
 ) -> Monitor:
     """Watch every attention of a model, per layer and head, without changing one bit of what it computes.
 
+    >>> from qkeel.nn import Attention
+    >>> with watch(Attention(d_model=8, n_heads=2)) as monitor:
+    ...     monitor.alarms
+    []
+
     Args:
         model: any module; compiled, wrapped in DistributedDataParallel or sharded ones too.
         optimizer: what steps it. With one, a step is one of its steps and the weights behind the heads are read too;
@@ -47,13 +54,13 @@ def watch(
             qkeel's own modules finds while it attends, so that every step can be measured; n_pairs is 0 then, and what
             counts pairs, products or keys is not measured. A call that another kernel computes is measured in full.
         sinks: where the numbers go besides memory: sinks, or paths of run directories for `qkeel report`.
-        rules: the alarms; each warns once. None for the default ones and those of `monitor.rules_for` that fit what is
-            seen (number format, kernel, head width, norms), an empty list for none.
+        rules: the alarm rules; each warns once. None for the default ones and those of `monitor.rules_for` that fit the
+            model (number format, kernel, head width, norms), an empty list for none.
         query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
             ("attention_mask"), a function of the forward's arguments, or the tensor.
         classes: which token is of which class, such as text and image: a dict of token ids by class name, the name of
             an argument of the forward that holds class numbers or is true at class 1, a function of its arguments or a
-            tensor [b t]; see `monitor.Classes`, which gives names too. What is measured is split by them besides:
+            tensor [b t]; see `monitor.Classes`, which gives names too. Statistics are also given split by them:
             `read()[site].classes`.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments; with it the
             change of its logits by each measured step is measured, by two passes of their own without gradients.
@@ -77,7 +84,7 @@ def watch(
         raise unknown("statistics", str(stats), ("entropy",))
     if stats is not True and classes is not None:
         raise InvalidValueError('expected stats=True with classes: what stats="entropy" measures is not split by class')
-    plan = Plan(
+    options = Options(
         cadence=cadence(every),
         stats=stats,
         sinks=tuple(_sink(s) for s in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")),
@@ -91,10 +98,10 @@ def watch(
         raise InvalidTypeError(f"expected PlannedRates.of(rates) as the plan, got {type(planned).__name__}")
     if watched(model):
         raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or read from that one")
-    return Monitor(model, None if optimizer is None else _optimizer(optimizer, model), plan)
+    return Monitor(model, None if optimizer is None else _optimizer(optimizer, model), options)
 
 
-def _several(given: object, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
+def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, ...]:
     """One or a sequence of these kinds, as a tuple."""
     if isinstance(given, kinds):
         return (given,)

@@ -5,8 +5,8 @@ from qkeel.nn.block import MLP, Block
 from qkeel.nn.cache import Cache, KVCache, LatentCache
 from qkeel.nn.decoder import Decoder, DecoderConfig
 from qkeel.nn.gau import GAU, GAUBlock
+from qkeel.nn.image_patches import FusedEmbedding, ViT
 from qkeel.nn.mla import MLA, LatentSizes
-from qkeel.nn.patches import FusedEmbedding, ViT
 
 __all__ = [
     "GAU",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import final
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.nn.cache import KVCache
-from qkeel.nn.core import SpecModule, check_input, is_fresh
+from qkeel.nn.spec_module import SpecModule, check_input
 from qkeel.spec import AttentionSpec, preset
+from qkeel.spec.call import Visibility
+from qkeel.spec.shapes import Hidden, PosK, Tokens
 
 
 @final
 class Attention(SpecModule):
-    """q, k, v projections, attention under `spec`, output projection.
+    """The q, k, v projections, attention under `spec`, output projection.
 
     Args:
         d_model: width of the input. n_heads: query heads. n_kv_heads: key and value heads (default n_heads;
@@ -47,16 +50,16 @@ class Attention(SpecModule):
 
     def forward(
         self,
-        x: Tensor,
+        x: Hidden,
         *,
         cache: KVCache | None = None,
-        context: Tensor | None = None,
+        context: Float[Tensor, "b s m"] | None = None,
         causal: bool | None = None,
         mask: Tensor | None = None,
-        pos: Tensor | None = None,
-        pos_context: Tensor | None = None,
-    ) -> Tensor:
-        """x [b t m] -> [b t m].
+        pos: Tokens | None = None,
+        pos_context: PosK | None = None,
+    ) -> Hidden:
+        """Maps x [b t m] to [b t m].
 
         cache: earlier keys and values; x are the tokens after them. context [b s m]: attend to it instead of x
         (cross-attention; not causal unless asked). pos [b t]: positions of x. mask: see `qkeel.attention`.
@@ -74,23 +77,11 @@ class Attention(SpecModule):
         q = self._heads(self.q_proj(x), self.n_heads)
         k = self._heads(self.k_proj(source), self.n_kv_heads)
         v = self._heads(self.v_proj(source), self.n_kv_heads)
-        seen = context is None if causal is None else causal
-        owned = is_fresh(self.q_proj) and is_fresh(self.k_proj)
+        causal = context is None if causal is None else causal
         if cache is not None:
-            return self.o_proj(self.attend_cached(cache, q, k, v, causal=seen, mask=mask, pos=pos, owned=owned))
-        out = self.attend(
-            q,
-            k,
-            v,
-            spec=self.spec,
-            params=self.spec_params(),
-            causal=seen,
-            mask=mask,
-            pos_q=pos,
-            pos_k=pos if context is None else pos_context,
-            owned=owned,
-        )
-        return self.o_proj(out)
+            return self.o_proj(self.attend_cached(cache, q, k, v, causal=causal, mask=mask, pos=pos))
+        seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos if context is None else pos_context)
+        return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen))
 
     def new_cache(self, max_length: int | None = None) -> KVCache:
         """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling."""
@@ -101,7 +92,7 @@ class Attention(SpecModule):
 
 
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """n_kv_heads and head_dim with defaults filled in, or the error that says what does not divide."""
+    """Returns n_kv_heads and head_dim with defaults filled in, or the error that says what does not divide."""
     groups = n_heads if n_kv_heads is None else n_kv_heads
     if d_model < 1 or (head_dim is not None and head_dim < 1):
         raise InvalidValueError(f"expected sizes of at least 1, got d_model={d_model}, head_dim={head_dim}")

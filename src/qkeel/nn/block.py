@@ -11,6 +11,7 @@ from qkeel.errors import unknown
 from qkeel.nn.attention import Attention
 from qkeel.nn.cache import Cache
 from qkeel.nn.mla import MLA
+from qkeel.spec.shapes import Hidden
 
 NormOrder = Literal["pre", "post", "swin", "peri", "none"]
 NORM_ORDERS: dict[str, str] = {
@@ -34,8 +35,8 @@ class MLP(nn.Module):
         self.gate = nn.Linear(d_model, hidden, bias=False) if kind == "swiglu" else None
         self.down = nn.Linear(hidden, d_model, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [b t m] -> [b t m]."""
+    def forward(self, x: Hidden) -> Hidden:
+        """Maps x [b t m] to [b t m]."""
         if self.gate is None:
             return self.down(F.gelu(self.up(x)))
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -60,14 +61,14 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Hidden,
         *,
         cache: Cache | None = None,
         mask: Tensor | None = None,
         pos: Tensor | None = None,
         causal: bool = True,
-    ) -> Tensor:
-        """x [b t m] -> [b t m]."""
+    ) -> Hidden:
+        """Maps x [b t m] to [b t m]."""
         branch = self.attention(self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos)
         if self.norm_order == "post":
             x = self.attention_post_norm(x + branch)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.spec.shapes import Keys, PosK, Values
 
 
 class Cache:
@@ -30,7 +31,7 @@ class Cache:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one more token of one sequence takes; 0 before the first."""
+        """The bytes that one more token of one sequence takes; 0 before the first."""
         return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
 
     def next_positions(self, like: Tensor, pos: Tensor | None = None) -> Tensor:
@@ -101,7 +102,7 @@ class Cache:
 class KVCache(Cache):
     """Keys as they enter the dot product (normed, rotated) and values: g · (d + d') numbers a token."""
 
-    def append(self, k: Tensor, v: Tensor, *, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def append(self, k: Keys, v: Values, *, pos: PosK | None = None) -> tuple[Tensor, Tensor]:
         """Add k [b g t d] and v [b g t d'], at positions pos [b|1 t], and return all keys and values so far."""
         k, v = self._append([k, v], pos)
         return k, v
@@ -119,6 +120,6 @@ class LatentCache(Cache):
         self, latent: Tensor, rotated: Tensor, inverse: Tensor | None = None, *, pos: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Add latent [b 1 t l], rotated [b 1 t r] and inverse [b h|1 t]; all [b 1 s l+r] and [b h|1 s] so far."""
-        joint = torch.cat([latent, rotated], dim=-1)
-        held = self._append([joint] if inverse is None else [joint, inverse], pos)
+        token = torch.cat([latent, rotated], dim=-1)
+        held = self._append([token] if inverse is None else [token, inverse], pos)
         return held[0], held[1] if inverse is not None else None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
@@ -15,9 +16,9 @@ from qkeel.functional.scaling import deepnorm
 from qkeel.nn.attention import Attention, check_heads
 from qkeel.nn.block import MLP, NORM_ORDERS, Block, NormOrder
 from qkeel.nn.cache import Cache
-from qkeel.nn.core import check_dropout
 from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.mla import MLA, LatentSizes
+from qkeel.nn.spec_module import check_dropout
 from qkeel.spec import AttentionSpec, preset
 
 
@@ -66,12 +67,12 @@ class DecoderConfig:
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
-        """What each layer's attention computes."""
+        """The spec of each layer's attention."""
         return self.spec if isinstance(self.spec, tuple) else (self.spec,) * self.n_layers
 
     @property
     def sublayers(self) -> int:
-        """How many branches write to the residual stream: a GAU is attention and MLP in one."""
+        """The number of branches that write to the residual stream: a GAU is attention and MLP in one."""
         return self.n_layers if self.attention == "gau" else 2 * self.n_layers
 
 
@@ -91,13 +92,13 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Int[Tensor, "b t"],
         *,
         caches: Sequence[Cache] | None = None,
         mask: Tensor | None = None,
         pos: Tensor | None = None,
-    ) -> Tensor:
-        """tokens [b t] (int64) -> logits over the vocabulary [b t vocab]."""
+    ) -> Float[Tensor, "b t vocab"]:
+        """Maps tokens [b t] (int64) to logits over the vocabulary [b t vocab]."""
         if tokens.ndim != 2:
             raise ShapeError(f"expected tokens of shape [batch tokens], got {tuple(tokens.shape)}")
         if tokens.is_floating_point() or tokens.dtype == torch.bool:
@@ -116,7 +117,6 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Embedding std 1, matrices std 1/√fan_in, those that write to the residual stream a further /√(sublayers).
-
         Under DeepNorm those have its β instead.
         """
         init_linears(self, self.config, self.embedding.weight, generator)
@@ -168,12 +168,7 @@ def build_block(config: DecoderConfig, spec: AttentionSpec) -> Block | GAUBlock:
         )
     else:
         attention = Attention(
-            config.d_model,
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_dim,
-            spec=spec,
-            dropout=config.dropout,
+            config.d_model, config.n_heads, config.n_kv_heads, config.head_dim, spec=spec, dropout=config.dropout
         )
     hidden = int(config.mlp_ratio * config.d_model)
     return Block(attention, MLP(config.d_model, hidden, config.mlp), config.d_model, config.norm_order)

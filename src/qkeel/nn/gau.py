@@ -10,13 +10,15 @@ from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, RefusedError, unknown
 from qkeel.nn.cache import KVCache
-from qkeel.nn.core import SpecModule, check_input
+from qkeel.nn.spec_module import SpecModule, check_input
 from qkeel.spec import AttentionSpec, preset
+from qkeel.spec.call import Visibility
+from qkeel.spec.shapes import Hidden, Tokens
 
 
 @final
 class GAU(SpecModule):
-    """out = (u ∘ A v) W_o; [u v] = silu(x W_uv), z = silu(x W_z), q = γ_q ∘ z + β_q, k = γ_k ∘ z + β_k.
+    """The layer out = (u ∘ A v) W_o; [u v] = silu(x W_uv), z = silu(x W_z), q = γ_q ∘ z + β_q, k = γ_k ∘ z + β_k.
 
     A are the weights of one head of `size` numbers under `spec`; u and v have `hidden`. Two such layers take the place
     of one of attention and one of MLP. With SquaredReLU as normalizer A = relu(z)²/n, n the visible keys, as in
@@ -54,14 +56,14 @@ class GAU(SpecModule):
 
     def forward(
         self,
-        x: Tensor,
+        x: Hidden,
         *,
         cache: KVCache | None = None,
         causal: bool = True,
         mask: Tensor | None = None,
-        pos: Tensor | None = None,
-    ) -> Tensor:
-        """x [b t m] -> [b t m]. cache: keys and values of earlier tokens; x are the tokens after them. pos [b t]."""
+        pos: Tokens | None = None,
+    ) -> Hidden:
+        """Maps x [b t m] to [b t m]. cache: keys and values of earlier tokens; x are those after them. pos [b t]."""
         check_input(x, self.d_model, self.uv_proj)
         if any(name.startswith("v_norm") and p.numel() > 1 for name, p in self.spec_params().items()):
             raise RefusedError(
@@ -73,8 +75,8 @@ class GAU(SpecModule):
         heads = (q[:, None], k[:, None], v[:, None])
         if cache is not None:
             return self.o_proj(u * self.attend_cached(cache, *heads, causal=causal, mask=mask, pos=pos))
-        seen = {"causal": causal, "mask": mask, "pos_q": pos, "pos_k": pos}
-        return self.o_proj(u * self.attend(*heads, spec=self.spec, params=self.spec_params(), **seen))
+        seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
+        return self.o_proj(u * self.attend(*heads, spec=self.spec, params=self.spec_params(), seen=seen))
 
     def new_cache(self, max_length: int | None = None) -> KVCache:
         """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling."""
@@ -83,7 +85,7 @@ class GAU(SpecModule):
 
 @final
 class OffsetScale(nn.Module):
-    """q and k [b t s] of x [b t m]: z = silu(x W_z), each with a gain (and an offset) per number of its own."""
+    """Returns q and k [b t s] of x [b t m]: z = silu(x W_z), each with a gain (and an offset) per number of its own."""
 
     def __init__(self, d_model: int, size: int, bias: bool) -> None:
         super().__init__()
@@ -93,7 +95,7 @@ class OffsetScale(nn.Module):
         self.k_bias = nn.Parameter(torch.zeros(size)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [b t m] -> q, k [b t s]."""
+        """Maps x [b t m] to q, k [b t s]."""
         z = F.silu(self.z_proj(x))
         q, k = z * self.q_gain, z * self.k_gain
         if self.q_bias is not None and self.k_bias is not None:
@@ -125,14 +127,14 @@ class GAUBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Hidden,
         *,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
         pos: Tensor | None = None,
         causal: bool = True,
     ) -> Tensor:
-        """x [b t m] -> [b t m]."""
+        """Maps x [b t m] to [b t m]."""
         pre = self.norm_order == "pre"
         branch = self.attention(self.norm(x) if pre else x, cache=cache, causal=causal, mask=mask, pos=pos)
         return x + branch if pre else self.norm(self.alpha * x + branch)

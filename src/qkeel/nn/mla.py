@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
-from qkeel.nn.absorbed import absorb, attend_latents, check_latents, encode, inverse_size, key_gain, key_norm
 from qkeel.nn.cache import LatentCache
-from qkeel.nn.core import SpecModule, check_input
-from qkeel.spec import AttentionSpec, NoPosition, Rope
-from qkeel.spec.call import make_call
+from qkeel.nn.mla_absorbed import absorb, attend_latents, check_latents, encode, inverse_size, key_gain, key_norm
+from qkeel.nn.spec_module import SpecModule, check_input
+from qkeel.spec import AttentionSpec, Rope
+from qkeel.spec.call import Visibility
+from qkeel.spec.shapes import Hidden, Tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +33,14 @@ class LatentSizes:
 
 @final
 class MLA(SpecModule):
-    """q_h = [R W_qr^h c_q ; W_uq^h c_q], k_h = [R W_kr x ; W_uk^h c_kv], v_h = W_uv^h c_kv, c = W_d x.
+    """Latents: q_h = [R W_qr^h c_q ; W_uq^h c_q], k_h = [R W_kr x ; W_uk^h c_kv], v_h = W_uv^h c_kv, c = W_d x.
 
     The rotated key is one for all heads. `latent_norm` puts an RMS norm on the latents (DeepSeek-V2/V3); then the
     down-projections no longer scale the logits. The order inside a head is [rotated, plain], so the spec's RoPE (base
     10,000 if it has no position) rotates just the first part; only its share is set here.
 
     Without a cache keys and values of every head are made. With one (`new_cache()`) a token leaves c_kv and R W_kr x
-    behind, and later tokens attend to those as they are: see `qkeel.nn.absorbed`, also for the norms that allow it.
+    behind, and later tokens attend to those as they are: see `qkeel.nn.mla_absorbed`, also for the norms that allow it.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -76,14 +77,14 @@ class MLA(SpecModule):
 
     def forward(
         self,
-        x: Tensor,
+        x: Hidden,
         *,
         cache: LatentCache | None = None,
         causal: bool = True,
         mask: Tensor | None = None,
-        pos: Tensor | None = None,
-    ) -> Tensor:
-        """x [b t m] -> [b t m]. cache: latents of earlier tokens; x are the tokens after them. pos [b t]: of x."""
+        pos: Tokens | None = None,
+    ) -> Hidden:
+        """Maps x [b t m] to [b t m]. cache: latents of earlier tokens; x are the tokens after them. pos [b t]: of x."""
         check_input(x, self.d_model, self.kv_down)
         q_latent, latent = self.q_latent_norm(self.q_down(x)), self.kv_latent_norm(self.kv_down(x))
         q = torch.cat([self._heads(self.q_rope(q_latent)), self._heads(self.q_up(q_latent))], dim=-1)
@@ -91,9 +92,8 @@ class MLA(SpecModule):
         if cache is not None:
             return self.o_proj(self._cached(cache, (q, latent, shared), causal=causal, mask=mask, pos=pos))
         k, v = self._keys(latent, shared), self._heads(self.v_up(latent))
-        params = self.spec_params()
-        out = self.attend(q, k, v, spec=self.spec, params=params, causal=causal, mask=mask, pos_q=pos, pos_k=pos)
-        return self.o_proj(out)
+        seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
+        return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen))
 
     def new_cache(self, max_length: int | None = None) -> LatentCache:
         """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling.
@@ -121,18 +121,19 @@ class MLA(SpecModule):
         first, (core, left) = not cache.length, self.spec.core(self.spec_params())
         q, held, inverse, at = self._remember(cache, *new, pos)
         # A single query at the end sees every key, so there is no mask to make.
-        who = {"causal": causal and (at is not None or q.shape[2] > 1), "mask": mask, "pos_q": at, "pos_k": cache.pos}
+        causal = causal and (at is not None or q.shape[2] > 1)
+        seen = Visibility(causal=causal, mask=mask, pos_q=at, pos_k=cache.pos)
         if first and q.shape[2] > 1:
             # Among the first tokens a pair costs less with keys of d numbers than with latents.
-            return self.attend(q, *self._materialised(held, inverse), spec=core, params=left, **who)
+            return self.attend(q, *self._materialised(held, inverse), spec=core, params=left, seen=seen)
         if self.observers:
-            seen = make_call(core, q, *self._materialised(held, inverse), params=left, **who)
+            observed = seen.call(core, q, *self._materialised(held, inverse), left)
             for observer in self.observers:
-                observer(seen)
+                observer(observed)
         gain = key_gain(self.spec, self.spec_params())
         wide = absorb(q, self._up("k_up"), gain, self.sizes.rope_dim).to(q.dtype)
         dropout = self.dropout if self.training else 0.0
-        call = make_call(core, wide, held, held[..., : self.sizes.kv_latent], params=left, dropout=dropout, **who)
+        call = seen.call(core, wide, held, held[..., : self.sizes.kv_latent], left, dropout)
         out = attend_latents(call, inverse, self.head_dim) @ self._up("v_up").mT
         return out.transpose(1, 2).flatten(2)
 
@@ -184,9 +185,10 @@ class MLA(SpecModule):
 
 def _rotating(spec: AttentionSpec, sizes: LatentSizes) -> AttentionSpec:
     """The spec with a RoPE that rotates the first part of each head."""
-    rope = Rope() if isinstance(spec.position, NoPosition) else spec.position
-    if not isinstance(rope, Rope):
-        raise RefusedError(f"MLA rotates a part of each head by RoPE, which {rope.formula()} cannot do; use Rope")
+    rope = Rope() if spec.position.kind == "none" else spec.position.rope
+    if rope is None:
+        taken = spec.position.formula()
+        raise RefusedError(f"MLA rotates a part of each head by RoPE, which {taken} cannot do; use Rope")
     head_dim = sizes.rope_dim + sizes.nope_dim
     position = dataclasses.replace(rope, rotary=sizes.rope_dim / head_dim)
     position.check(head_dim)

@@ -1,9 +1,9 @@
-"""What stands on disk: names, units and shapes of every recorded number, and how it is written and read.
+"""The records on disk: names, units and shapes of every recorded number, and how it is written and read. No torch
+here: the report reads runs on machines that have none."""
 
-No torch here: the report reads runs on machines that have none.
-"""
-
-from qkeel.records.fields import (
+from qkeel.records.files import append_line, read_json, read_lines, write_bytes, write_json, write_text
+from qkeel.records.heads_file import HeadRecorder, Heads, fold_heads, read_heads
+from qkeel.records.names_and_units import (
     CLASS_FIELDS,
     EXTRAPOLATION_COLUMNS,
     HEAD_FIELDS,
@@ -16,9 +16,8 @@ from qkeel.records.fields import (
     HeadField,
     explain_field,
     head_field,
+    layer_fields,
 )
-from qkeel.records.files import append_line, read_json, read_lines, write_bytes, write_json, write_text
-from qkeel.records.heads import HeadRecorder, Heads, fold_heads, read_heads
 from qkeel.records.rundir import RunDirectory, RunStatus, fresh_directory
 
 __all__ = [
@@ -41,6 +40,7 @@ __all__ = [
     "fold_heads",
     "fresh_directory",
     "head_field",
+    "layer_fields",
     "read_heads",
     "read_json",
     "read_lines",

@@ -6,28 +6,37 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qkeel.errors import RunDirectoryError
 
+JsonObject = dict[str, Any]  # an object of a JSON file, by name; its values are whatever was written
+
 _PART = ".part"
+JSONObject = dict[str, Any]  # as a file gives it: what its values are, its reader knows
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the unfinished files of a process that was killed while it wrote; only for who holds the directory."""
+    """Removes the unfinished files of a killed process; only for the process that holds the directory."""
     for path in directory.glob(f".*{_PART}"):
         path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, see `write_bytes`."""
+    """Write a text file atomically, see `write_bytes`.
+
+    >>> write_text(Path("a.txt"), "whole")
+    """
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it."""
+    """Write a file so that a reader sees the old one or the new one, never half of it.
+
+    >>> write_bytes(Path("a.bin"), b"whole")
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
@@ -44,17 +53,23 @@ def write_bytes(path: Path, data: bytes) -> None:
     except OSError as error:
         raise RunDirectoryError(
             f"cannot write {path}: {error.strerror or error}. Expected a writable place with free space; "
-            "nothing that stood there was changed. Free some space or choose another directory."
+            "nothing that was there is changed. Free some space or choose another directory."
         ) from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically. NaN and infinity become strings, so that any JSON reader can read the file."""
+def write_json(path: Path, value: object) -> None:
+    """Write JSON atomically. NaN and infinity become strings, so that any JSON reader can read the file.
+
+    >>> write_json(Path("b.json"), {"loss": math.nan})
+    """
     write_text(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
 
-def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Append one JSON line and hand it to the operating system at once."""
+def append_line(path: Path, value: Mapping[str, object]) -> None:
+    """Append one JSON line and hand it to the operating system at once.
+
+    >>> append_line(Path("a.jsonl"), {"step": 1})
+    """
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json_line(value))
@@ -65,13 +80,18 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
         ) from error
 
 
-def json_line(value: dict[str, Any]) -> str:
+def json_line(value: Mapping[str, object]) -> str:
     """One line of a .jsonl file, newline included."""
     return json.dumps(_plain(value), allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; numbers written as 'nan' or 'inf' stay floats."""
+    """Reads a JSON file; numbers written as 'nan' or 'inf' stay floats.
+
+    >>> write_json(Path("a.json"), {"loss": math.inf})
+    >>> read_json(Path("a.json"))
+    {'loss': inf}
+    """
     try:
         return _numbers(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
@@ -85,8 +105,13 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a .jsonl file; a torn last line is dropped, a torn line before it is an error."""
+def read_lines(path: Path) -> Iterator[JSONObject]:
+    """Yield the whole lines of a .jsonl file; a torn last line is dropped, a torn line before it is an error.
+
+    >>> write_text(Path("b.jsonl"), '{"step": 1}\\n{"st')
+    >>> list(read_lines(Path("b.jsonl")))
+    [{'step': 1}]
+    """
     if not path.exists():
         return
     raw = path.read_bytes()
@@ -103,17 +128,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> Any:
     if isinstance(value, str):
         return _WORDS.get(value, value)
     if isinstance(value, dict):

@@ -10,19 +10,19 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from qkeel.errors import RunDirectoryError
-from qkeel.records.files import json_line, read_json, read_lines, remove_leftovers, write_json, write_text
-from qkeel.records.heads import Heads, cut_heads, read_heads
+from qkeel.records.files import JSONObject, json_line, read_json, read_lines, remove_leftovers, write_json, write_text
+from qkeel.records.heads_file import Heads, cut_heads, read_heads
 
 
 class RunStatus(StrEnum):
-    """How far a run is."""
+    """The state of a run."""
 
     MISSING = "missing"
     STARTED = "started"
@@ -50,19 +50,19 @@ class RunDirectory:
         """The one checkpoint file, replaced by one rename."""
         return self.path / "last" / "state.safetensors"
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JSONObject:
         """The run's configuration."""
         return read_json(self.path / "config.json")
 
-    def env(self) -> dict[str, Any]:
+    def env(self) -> JSONObject:
         """Versions, corpus hash, command, formula in use."""
         return read_json(self.path / "env.json")
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[JSONObject]:
         """One dict per logged step, by records.STEP_FIELDS."""
         return list(read_lines(self.path / "metrics.jsonl"))
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[JSONObject]:
         """Warnings and what a remedy did, one dict each."""
         return list(read_lines(self.path / "events.jsonl"))
 
@@ -70,28 +70,28 @@ class RunDirectory:
         """Per layer and head, by records.HEAD_FIELDS."""
         return read_heads(self.path)
 
-    def eval_metrics(self) -> list[dict[str, Any]]:
-        """What a watched model gave in evaluation mode, as metrics()."""
+    def eval_metrics(self) -> list[JSONObject]:
+        """The rows of a watched model in evaluation mode, as metrics()."""
         return list(read_lines(self.path / "eval.jsonl"))
 
     def eval_heads(self) -> Heads:
         """Per layer and head in evaluation mode."""
         return read_heads(self.path, "eval_heads")
 
-    def long_contexts(self) -> list[dict[str, Any]]:
-        """What the weights did at other lengths, one dict per post-hoc method and length."""
+    def long_contexts(self) -> list[JSONObject]:
+        """The results of the weights at other lengths, one dict per post-hoc method and length."""
         return list(read_lines(self.path / "extrapolation.jsonl"))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JSONObject:
         """The run's row of table.csv."""
         return read_json(self.path / "summary.json")
 
     def failure(self) -> str:
-        """Why the run failed; empty if it did not."""
+        """The error that ended the run; empty if it did not fail."""
         path = self.path / "FAILED"
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
-    def open(self, config: dict[str, Any]) -> None:
+    def open(self, config: Mapping[str, object]) -> None:
         """Make the directory for `config`, or check that it was made for the same one."""
         if (self.path / "config.json").exists():
             old = self.config()
@@ -110,7 +110,7 @@ class RunDirectory:
         write_json(self.path / "config.json", config)
 
     def cut_back(self, last_step: int) -> None:
-        """Drop everything recorded after `last_step`, so that a resumed run repeats it bit for bit."""
+        """Drops everything recorded after `last_step`, so that a resumed run repeats it bit for bit."""
         for name in ("metrics.jsonl", "events.jsonl"):
             path = self.path / name
             if path.exists():
@@ -120,7 +120,7 @@ class RunDirectory:
 
     @contextmanager
     def lock(self, wait: float = 0.0) -> Iterator[None]:
-        """Hold the directory alone; the operating system frees it when the process dies, however it dies."""
+        """Holds the directory alone; the operating system frees it when the process dies, however it dies."""
         with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
             for directory in (self.path, self.checkpoint.parent):
                 remove_leftovers(directory)
@@ -130,7 +130,11 @@ class RunDirectory:
 def fresh_directory(path: Path) -> Path:
     """Make `path`, or `path-2`, `path-3`, ... if something is in it already; nothing is ever written over.
 
-    Made in one step each, so that two processes never get the same one; an empty directory that stood there is used.
+    Made in one step each, so that two processes never get the same one; an empty directory is used.
+
+    >>> fresh_directory(Path("made")).joinpath("note").touch()
+    >>> fresh_directory(Path("made")).name
+    'made-2'
     """
     for number in itertools.count(1):
         place = path if number == 1 else path.with_name(f"{path.name}-{number}")
@@ -147,7 +151,7 @@ def fresh_directory(path: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> list[str]:
     """The keys, dotted where nested, at which two configurations differ.
 
     >>> differences({"optim": {"lr": 1.0}, "seed": 0}, {"optim": {"lr": 2.0}, "seed": 0})
@@ -156,7 +160,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     found: list[str] = []
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
             found += differences(a, b, f"{prefix}{key}.")
         elif a != b:
             found.append(prefix + key)
@@ -165,7 +169,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 
 @contextmanager
 def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
-    """An exclusive advisory lock on `path`, or after `wait` seconds a RunDirectoryError that says who is in the way."""
+    """An exclusive advisory lock on `path`; after `wait` seconds a RunDirectoryError that names its holder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, the lock lives as long as it

@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
+from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
-from qkeel.remedies.attention_temperature import AttentionTemperature
-from qkeel.remedies.base import Remedy, Target, check_weights, compose_all
+from qkeel.remedies.base import Remedy, Target, check_weights, compose_all, where
 from qkeel.remedies.cosine import Cosine
 from qkeel.remedies.dropout import Dropout
 from qkeel.remedies.final_softcap import FinalSoftcap
-from qkeel.remedies.key_norm import KeyNorm
 from qkeel.remedies.lalr import LALR
-from qkeel.remedies.log_n import LogNRemedy
 from qkeel.remedies.none import NoRemedy
+from qkeel.remedies.one_slot import (
+    AttentionTemperature,
+    LogNRemedy,
+    SigmoidRemedy,
+    SinkRemedy,
+    SoftcapRemedy,
+    SoftpickRemedy,
+)
 from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.peri_norm import PeriNorm
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_lr import QKLearningRate
-from qkeel.remedies.qk_norm import QKNorm
+from qkeel.remedies.qk_norm import KeyNorm, QKNorm, QueryNorm
 from qkeel.remedies.qk_weight_decay import QKWeightDecay
 from qkeel.remedies.qkv_norm import QKVNorm
-from qkeel.remedies.query_norm import QueryNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
-from qkeel.remedies.sigmoid import SigmoidRemedy
-from qkeel.remedies.sink import SinkRemedy
-from qkeel.remedies.softcap import SoftcapRemedy
-from qkeel.remedies.softpick import SoftpickRemedy
 from qkeel.remedies.spectral_cap import SpectralCap
 from qkeel.remedies.swin_norm import SwinNorm
 from qkeel.remedies.z_loss import ZLoss
-from qkeel.sites.example import Arguments, arguments
+from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
-from qkeel.sites.forwards import unwrapped
 from qkeel.sites.site import AttentionSite
 
 REMEDIES: dict[str, type[Remedy]] = {
@@ -77,14 +77,18 @@ Named = str | Remedy | Sequence[str | Remedy]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """What a remedy does, in one line, and where it comes from."""
+    """One line on what a remedy does, and its source."""
 
     line: str
     source: str
 
 
 def remedies() -> dict[str, str]:
-    """Names of all remedies, each with one line and its source."""
+    """Names of all remedies, each with one line and its source.
+
+    >>> remedies()["key_norm"]
+    'normalises keys alone [Su 2023, kexue.fm 9859 (KNA)]'
+    """
     return {name: f"{cls.line} [{cls.source}]" for name, cls in REMEDIES.items()}
 
 
@@ -122,7 +126,11 @@ def canonical(text: str) -> str:
 
 
 def note(text: str) -> Note:
-    """What the remedies of a spec string do, and their sources."""
+    """Describes the remedies of a spec string, with their sources.
+
+    >>> note("softpick").source
+    'Zuhri et al. 2025, arXiv 2504.20966, equation 5'
+    """
     found = parse(text)
     return Note("; ".join(r.line for r in found), "; ".join(dict.fromkeys(r.source for r in found)))
 
@@ -138,11 +146,20 @@ def apply(
 ) -> Handle:
     """Apply remedies to a model (and its optimizer); `handle.remove()` restores both bit for bit.
 
+    >>> from qkeel.nn import Attention
+    >>> attention = Attention(16, 4)
+    >>> with apply("softcap:cap=30", attention):
+    ...     attention.spec.cap.formula()
+    '30·tanh(z/30)'
+
     Args:
-        named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list. Options of a single remedy may be keywords.
+        named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list.
+        model: one that has attention anywhere; a part of a model may be given too.
+        optimizer: the one that steps the model's weights; remedies on steps need it, new parameters join it.
         example: a batch that shows where the attention of a model is that does not consist of qkeel's own modules: a
             tensor, a tuple of the forward's arguments or a dict of its keyword arguments; one pass is run on it.
         train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
+        options: those of a single remedy that is named by a string.
 
     Raises:
         UnknownNameError: no such remedy or option. RefusedError: the remedy makes no sense here; the message
@@ -154,28 +171,41 @@ def apply(
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     plain, shown = unwrapped(model), ((), {}) if example is None else arguments(example)
-    return compose_all(_apply_one(remedy, plain, optimizer, shown, train_length) for remedy in found)
+    bare = Target(model=plain, optimizer=optimizer, sites=[], example=shown, train_length=train_length)
+    return compose_all(_apply_all(found, bare))
 
 
-def _apply_one(
-    remedy: Remedy, model: nn.Module, optimizer: Optimizer | None, shown: Arguments, train_length: int | None
-) -> Handle:
-    sites = _sites(remedy, model, shown)
-    for site in sites:
+def _apply_all(found: Sequence[Remedy], bare: Target) -> Iterator[Handle]:
+    """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them."""
+    sites = _sites(found[0], bare) if found else []
+    for remedy in found:
+        target = dataclasses.replace(bare, sites=sites)
+        _check_supported(remedy, target)
+        inner = remedy.apply(target)
+        try:
+            if not remedy.on_steps:
+                sites = _sites(remedy, bare)
+            _check_others(remedy, sites)
+        except BaseException:
+            inner.remove()
+            raise
+        yield _marked(remedy, target.sites, inner)
+
+
+def _check_supported(remedy: Remedy, target: Target) -> None:
+    """Raise unless a remedy can be applied at every site."""
+    for site in target.sites:
         if remedy.name in _applied(site):
-            raise AlreadyAppliedError(f"{remedy.name} is on {_where(site)} already; remove() its handle first")
+            raise AlreadyAppliedError(f"{remedy.name} is on {where(site)} already; remove() its handle first")
         refusal = remedy.supports(site)
         if refusal is not None:
-            raise RefusedError(f"{remedy.name} at {_where(site)}: {refusal}")
-    target = Target(model=model, optimizer=optimizer, sites=sites, example=shown, train_length=train_length)
+            raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")
     if not isinstance(remedy, NoRemedy):
         check_weights(target, remedy.name)
-    inner = remedy.apply(target)
-    try:
-        _check_others(remedy, find_sites(model, *shown[0], **shown[1]))
-    except BaseException:
-        inner.remove()
-        raise
+
+
+def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Handle:
+    """Note on each site's module that a remedy is in force there, until the handle returned undoes both."""
     modules = {id(site.module): site.module for site in sites}.values()  # one may make several calls
     for module in modules:
         module.__dict__.setdefault(_MARK, _Marks())[remedy.name] = remedy
@@ -193,11 +223,12 @@ def _apply_one(
     return Handle(undo, state=inner.state, load=inner.load)
 
 
-def _sites(remedy: Remedy, model: nn.Module, shown: Arguments) -> list[AttentionSite]:
+def _sites(remedy: Remedy, bare: Target) -> list[AttentionSite]:
+    args, kwargs = bare.example
     try:
-        return find_sites(model, *shown[0], **shown[1])
+        return find_sites(bare.model, *args, **kwargs)
     except RefusedError as error:
-        if shown != ((), {}):
+        if args or kwargs:
             raise
         raise RefusedError(
             f"{error} For apply: qkeel.apply({remedy.name!r}, model, optimizer, example=batch), with a batch as the "
@@ -236,15 +267,11 @@ def _check_others(remedy: Remedy, sites: Iterable[AttentionSite]) -> None:
         for other in _applied(site).values():
             refusal = other.holds(site)
             if refusal is not None:
-                raise RefusedError(f"{remedy.name} at {_where(site)}, where {other.name} is in force: {refusal}")
+                raise RefusedError(f"{remedy.name} at {where(site)}, where {other.name} is in force: {refusal}")
 
 
 def _applied(site: AttentionSite) -> dict[str, Remedy]:
     return site.module.__dict__.get(_MARK, {})
-
-
-def _where(site: AttentionSite) -> str:
-    return site.name or "the model itself"
 
 
 def _make(term: Term, options: dict[str, float | int | bool | str]) -> Remedy:

@@ -1,9 +1,9 @@
-"""dropout: what attention and MLP add to the residual stream is dropped at random, entry by entry, in training."""
+"""Random dropout, in training, of entries that attention and MLP add to the residual stream."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, final
+from typing import final
 
 from torch import nn
 from torch.nn import functional as F
@@ -12,16 +12,16 @@ from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle
 from qkeel.nn.block import Block
 from qkeel.remedies.base import Remedy, Target, check_number, compose_all
-from qkeel.remedies.blocks import pre_norm_branches
+from qkeel.remedies.blocks.residual_blocks import ModuleOutput, pre_norm_branches
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dropout(Remedy):
-    """x + m ∘ F(N(x)) / (1 - rate), m ~ Bernoulli(1 - rate) for each entry, after attention and after the MLP.
+    """Branches x + m ∘ F(N(x)) / (1 - rate), m ~ Bernoulli(1 - rate) for each entry, after attention and after the MLP.
 
     In evaluation nothing changes. The masks come from PyTorch's global generator. A branch whose output is normed
-    (swin, peri) is dropped before that norm; Chameleon's authors found that the two together do badly.
+    (swin, peri) is dropped before that norm; Chameleon's authors found that the two do badly in combination.
 
     Source: Chameleon, arXiv 2405.09818, section 2.3 (7B: rate 0.1); Srivastava et al. 2014, JMLR 15.
     """
@@ -59,7 +59,7 @@ class _Hook:
     def __init__(self, rate: float) -> None:
         self.rate = rate
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
         if isinstance(output, tuple):
             return (F.dropout(output[0], self.rate, module.training), *output[1:])
         return F.dropout(output, self.rate, module.training)

@@ -1,16 +1,16 @@
-"""final_softcap: cap · tanh(z / cap) on the logits over the vocabulary."""
+"""The softcap cap · tanh(z / cap) on the logits over the vocabulary."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, final
+from typing import final
 
 from torch import Tensor, nn
 
 from qkeel.functional.softcap import softcap
 from qkeel.handle import Handle
 from qkeel.remedies.base import Remedy, Target, check_number
-from qkeel.remedies.head import logits_module
+from qkeel.remedies.blocks.output_head import logits_module
 
 
 @final
@@ -20,7 +20,7 @@ class _Cap:
 
     cap: float
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return softcap(output, self.cap)
 
 

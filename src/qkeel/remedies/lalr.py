@@ -1,24 +1,25 @@
-"""lalr: logit-adaptive learning rates (QuacK), per head, for MHA, GQA and MLA."""
+"""Logit-adaptive learning rates (QuacK), per head, for MHA, GQA and MLA."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qkeel.errors import InvalidValueError, unknown
+from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
-from qkeel.remedies.bundle import frobenius_norm
-from qkeel.remedies.steps import HeadSteps
-from qkeel.sites.find import is_normed
+from qkeel.remedies.base import Target, check_choice, check_number
+from qkeel.remedies.steps.head_groups import frobenius_norm
+from qkeel.remedies.steps.head_steps import head_steps
+from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.steps.step_remedy import StepRemedy, refuse_computed_weight, refuse_normed
 from qkeel.sites.site import AttentionSite
 
 # One term a weight takes part in: the entries of the other weights of the term, and the number of query heads.
@@ -27,16 +28,16 @@ Use = tuple[tuple[int, ...], int]
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LALR(Remedy):
-    """lr(W) = τ · η · f(now) / f(start), f(W) = 1 / (product of the norms of the other matrices on the logit's way).
+class LALR(StepRemedy):
+    """Rates lr(W) = τ · η · f(now) / f(start), f(W) = 1 / (product of the norms of the other matrices of the logit).
 
     For W_Q^h: f = 1/‖W_K^h‖, for W_K^h: 1/‖W_Q^h‖, so a step changes logits by a bounded amount however large
     the weights have grown. In general (`AttentionSite.terms`): over the terms a matrix takes part in the smallest
     f, and where heads share it the largest product over those heads; this is the published algorithm 2 for MLA
-    and its extension to grouped keys; in a GAU W_z, on both ways, is its own partner. A weight that layers share
-    takes part in the terms of all of them. Biases keep the base rate. The whole step is scaled, decoupled weight decay
-    included. A matrix of norm zero counts with the norm it had at the start; one that was zero at the start never
-    counts. Frozen weights count as partners.
+    and its extension to grouped keys; in a GAU W_z makes both q and k, and is its own partner. A weight that layers
+    share takes part in the terms of all of them. Biases keep the base rate. The whole step is scaled, decoupled weight
+    decay included. A matrix of norm zero counts with the norm it had at the start; one that was zero at the start
+    never counts. Frozen weights count as partners.
 
     The norms are those of the weights when the remedy is applied; `state()` carries them across a checkpoint.
     decay="plain" leaves decoupled weight decay at the base rate, η·λ, and scales the rest of the step only.
@@ -50,38 +51,31 @@ class LALR(Remedy):
     name = "lalr"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
-    on_steps = True
 
     def __post_init__(self) -> None:
         check_number("lalr", "tau", self.tau)
-        if self.norm not in ("frobenius", "spectral"):
-            raise unknown("norm of lalr", self.norm, ("frobenius", "spectral"))
-        if self.decay not in ("scaled", "plain"):
-            raise unknown("decay of lalr", self.decay, ("scaled", "plain"))
-
-    def supports(self, site: AttentionSite) -> Refusal | None:
-        return self.holds(site) or refuse_untold(site)
+        check_choice(self.name, "norm", self.norm, ("frobenius", "spectral"))
+        check_choice(self.name, "decay", self.decay, ("scaled", "plain"))
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        if is_normed(site):
-            return Refusal(
-                "a norm on q and k already makes the logit independent of the size of the weights",
-                "use one of the two, or qk_lr for a plain lower rate",
-            )
-        return refuse_rescaled(site, "the norm of what the optimizer steps says nothing about the logit")
+        return refuse_normed(
+            site,
+            "a norm on q and k already makes the logit independent of the size of the weights",
+            "use one of the two, or qk_lr for a plain lower rate",
+        ) or refuse_computed_weight(site, "the norm of what the optimizer steps says nothing about the logit")
 
     def apply(self, target: Target) -> Handle:
         weights = HeadWeights.of(target)
         measure = spectral_norm if self.norm == "spectral" else frobenius_norm
-        steps = HeadSteps(target, self.name, weights, measure=measure, decay=self.decay == "scaled")
-        row, counts = steps.sizes(), [s.n for s in weights.slices]
-        rates = Rates(_uses(target.sites, weights), counts, row)
-        start = row.split(counts)
+        steps = head_steps(target, self.name, weights, measure=measure, decay=self.decay == "scaled")
+        row, names = steps.sizes(), _names(weights)
+        rates = Rates(_uses(target.sites, weights), weights.counts, row)
+        start = row.split(weights.counts)
 
-        def state() -> dict[str, Any]:
+        def state() -> dict[str, Tensor]:
             return {name: norm.clone() for name, norm in zip(names, start)}
 
-        def load(values: dict[str, Any]) -> None:
+        def load(values: dict[str, Tensor]) -> None:
             wrong = [n for n, own in zip(names, start) if n not in values or values[n].shape != own.shape]
             if wrong or len(values) != len(names):
                 raise InvalidValueError(
@@ -92,33 +86,32 @@ class LALR(Remedy):
                 own.copy_(values[name])
             rates.start_from(row)
 
-        names = _names(weights)
         handle = steps.scale(lambda now: rates(now, self.tau))
         return Handle(handle.remove, state=state, load=load)
 
 
 @final
 class Rates:
-    """f(now) / f(start) per head of every weight, of all weights of a model by a few operations.
+    """The ratio f(now) / f(start) per head of every weight, of all weights of a model by a few operations.
 
-    The norms of all entries stand in one row, 1 at its end. A table of places in it says for each number of the row
-    whose norms to multiply: [n uses repeats others], the largest product over uses and repeats being 1/f. Tables of
-    one shape are one. `counts`: heads of each entry; `start` their norms, one entry after the other.
+    The norms of all entries are one row, with a 1 at its end. A table of places in it has for each number of the row
+    the norms to multiply: [n uses repeats others], the largest product over uses and repeats being 1/f. Tables of
+    one shape are concatenated. `counts`: heads of each entry; `start`: their norms, one entry after the other.
     """
 
     def __init__(self, uses: Sequence[Sequence[Use]], counts: Sequence[int], start: Tensor) -> None:
         firsts = [0, *itertools.accumulate(counts)]
-        alike: dict[torch.Size, list[tuple[int, Tensor]]] = {}
+        by_shape: dict[torch.Size, list[tuple[int, Tensor]]] = {}
         for i, own in enumerate(uses):
             table = _table(own, counts, firsts, i)
-            alike.setdefault(table.shape[1:], []).append((firsts[i], table))
-        self._tables = [torch.cat([table for _, table in group]) for group in alike.values()]
-        order = [torch.arange(first, first + len(t)) for group in alike.values() for first, t in group]
+            by_shape.setdefault(table.shape[1:], []).append((firsts[i], table))
+        self._tables = [torch.cat([table for _, table in group]) for group in by_shape.values()]
+        order = [torch.arange(first, first + len(t)) for group in by_shape.values() for first, t in group]
         self._back = torch.cat(order).argsort()
         self.start_from(start)
 
     def start_from(self, start: Tensor) -> None:
-        """Take these norms for those at the start."""
+        """Make these the norms at the start."""
         row = F.pad(start, (0, 1), value=1.0)
         # What was zero has no start to compare with: it counts as unchanged.
         self._counted, self._old = row > 0, torch.where(row > 0, row, 1.0)
@@ -127,10 +120,10 @@ class Rates:
 
     def __call__(self, now: Tensor, tau: float = 1.0) -> Tensor:
         row = F.pad(now, (0, 1), value=1.0)
-        if row.device != self._old.device:  # where the weights were moved to
+        if row.device != self._old.device:  # the weights are on another device now
             self._counted, self._old, self._first = (x.to(row.device) for x in (self._counted, self._old, self._first))
             self._to(row.device)
-        # What is zero now could blow its partner up.
+        # A norm of zero would give its partner an infinite rate.
         new = torch.where(self._counted & (row > 0), row, self._old)
         return tau * (self._first / self._products(new))
 
@@ -160,9 +153,9 @@ def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use
     found: list[list[Use]] = [[] for _ in weights.slices]
     for site in sites:
         for term in site.terms:
-            way = [weights.place(s) for s in (*term.query, *term.key)]
-            for a, i in enumerate(way):  # by position: a weight that makes q and k is its own partner
-                found[i].append((tuple(j for b, j in enumerate(way) if b != a), site.n_heads))
+            factors = [weights.place(s) for s in (*term.query, *term.key)]
+            for a, i in enumerate(factors):  # by position: a weight that makes q and k is its own partner
+                found[i].append((tuple(j for b, j in enumerate(factors) if b != a), site.n_heads))
     return [list(dict.fromkeys(u)) for u in found]
 
 

@@ -1,4 +1,4 @@
-"""none: the baseline."""
+"""The baseline, which changes nothing."""
 
 from __future__ import annotations
 

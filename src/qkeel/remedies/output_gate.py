@@ -1,30 +1,31 @@
-"""output_gate: what attention returns, times a sigmoid of the layer's input, before the output projection."""
+"""A gate on the output of attention: a sigmoid of the layer's input, before the output projection."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import RefusedError, unknown
+from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.nn.core import SpecModule
-from qkeel.remedies.base import Remedy, Target, compose_all
-from qkeel.remedies.join import join
-from qkeel.remedies.output_projection import Output, first_tensor, output_of
-from qkeel.remedies.parameters import module_name
-from qkeel.remedies.stand_in import StandIn, place, take_out
+from qkeel.nn.spec_module import SpecModule
+from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_out
+from qkeel.patching.module_tables import names_in_use, submodules_of
+from qkeel.remedies.attention.site_parameters import module_name
+from qkeel.remedies.base import Args, Kwargs, Remedy, Target, check_choice, compose_all
+from qkeel.remedies.blocks.output_projection import Output, first_tensor, output_of
+from qkeel.remedies.steps.join_optimizer import join
 from qkeel.sites.site import AttentionSite
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutputGate(Remedy):
-    """o ← o · σ(W_g x), x the input of the attention module: one gate per feature of o, or `per=head`.
+    """Output o ← o · σ(W_g x), x the input of the attention module: one gate per feature of o, or `per=head`.
 
     init=keep: o · 2σ(W_g x) with W_g = 0 at the start, where every gate is exactly 1. It is the published gate of a
     model whose output projection was doubled. init=random: o · σ(W_g x), W_g drawn as torch draws a linear layer's.
@@ -40,10 +41,8 @@ class OutputGate(Remedy):
     source = "Qiu et al. 2025, arXiv 2505.06708"
 
     def __post_init__(self) -> None:
-        if self.per not in ("feature", "head"):
-            raise unknown("extent of output_gate", self.per, ("feature", "head"))
-        if self.init not in ("keep", "random"):
-            raise unknown("init of output_gate", self.init, ("keep", "random"))
+        check_choice(self.name, "per", self.per, ("feature", "head"))
+        check_choice(self.name, "init", self.init, ("keep", "random"))
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         if isinstance(site.module, nn.MultiheadAttention):
@@ -69,7 +68,7 @@ class OutputGate(Remedy):
 
     def _gate(self, target: Target, site: AttentionSite, rng: torch.Generator) -> Handle:
         module, name = site.module, module_name(site)
-        if "output_gate" in {**module._modules, **module._parameters, **module.__dict__}:
+        if "output_gate" in names_in_use(module):
             raise RefusedError(f"{name or 'the model itself'} has something called output_gate already")
         out = _own(module) if isinstance(module, SpecModule) else output_of(target, site, per_head=self.per == "head")
         like = target.parameter(site.query[0].parameter) if site.terms else next(out.module.parameters())
@@ -79,16 +78,16 @@ class OutputGate(Remedy):
             weight.uniform_(-(out.width**-0.5), out.width**-0.5, generator=rng)
         gate = Gate(nn.Parameter(weight.to(like)), factor=2.0 if self.init == "keep" else 1.0).train(module.training)
         joined = join(target.optimizer, {f"{name}.output_gate.weight".lstrip("."): gate.weight}, like, matrices=True)
-        module._modules["output_gate"] = gate
+        submodules_of(module)["output_gate"] = gate
         source = GateInput(module)
         gated = GatedProjection(out.module, source, gate)
-        place(source)
-        place(gated)
+        put_in_place(source)
+        put_in_place(gated)
 
         def undo() -> None:
             take_out(gated)
             take_out(source)
-            del module._modules["output_gate"]
+            del submodules_of(module)["output_gate"]
             gate.weight.grad = None
             joined.remove()
 
@@ -103,7 +102,7 @@ def _own(module: SpecModule) -> Output:
 
 @final
 class Gate(nn.Module):
-    """factor · σ(W x) of an input x [... m], one value per row of W."""
+    """The gate factor · σ(W x) of an input x [... m], one value per row of W."""
 
     def __init__(self, weight: nn.Parameter, factor: float) -> None:
         super().__init__()
@@ -120,32 +119,32 @@ class Gate(nn.Module):
 
 
 @final
-class GateInput(StandIn):
+class GateInput(InstanceForward):
     """Holds the input of the attention module while its forward runs."""
 
     x: Tensor | None = None
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, args: Args, kwargs: Kwargs) -> object:
         """The module's forward."""
         self.x = first_tensor(args, kwargs)
-        out = self.below(args, kwargs)
+        out = self.replaced(args, kwargs)
         self.x = None
         return out
 
 
 @final
-class GatedProjection(StandIn):
+class GatedProjection(InstanceForward):
     """The output projection of gated heads."""
 
     def __init__(self, module: nn.Module, source: GateInput, gate: Gate) -> None:
         super().__init__(module)
         self.source, self.gate = source, gate
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, args: Args, kwargs: Kwargs) -> object:
         """The projection of the gated input."""
         x = self.source.x
         if x is None:
             raise RefusedError("output_gate: the output projection was called outside of its attention module")
         out, gates = args[0], self.gate(x)
         heads = out.unflatten(-1, (gates.shape[-1], -1))
-        return self.below(((heads * gates.to(out.dtype)[..., None]).flatten(-2), *args[1:]), kwargs)
+        return self.replaced(((heads * gates.to(out.dtype)[..., None]).flatten(-2), *args[1:]), kwargs)

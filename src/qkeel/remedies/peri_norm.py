@@ -1,4 +1,4 @@
-"""peri_norm: norms behind attention and MLP besides those before them."""
+"""Norms behind attention and MLP besides those before them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from torch import nn
 from qkeel.handle import Handle
 from qkeel.nn.block import Block
 from qkeel.remedies.base import Remedy, Target, compose_all
-from qkeel.remedies.blocks import Branch, pre_norm_branches
-from qkeel.remedies.join import join
+from qkeel.remedies.blocks.residual_blocks import Branch, pre_norm_branches
+from qkeel.remedies.steps.join_optimizer import join
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PeriNorm(Remedy):
-    """x + N'(F(N(x))) in place of x + F(N(x)), in both branches; N' is an RMS norm with a gain that starts at 1.
-
-    The new norms are `attention_post_norm` and `mlp_post_norm` of the block; their gains join the optimizer.
-    """
+    """Branches x + N'(F(N(x))) in place of x + F(N(x)), N' an RMS norm with a gain that starts at 1. The new norms
+    are `attention_post_norm` and `mlp_post_norm` of the block; their gains join the optimizer."""
 
     name = "peri_norm"
     line = "adds norms behind attention and MLP of a pre-norm block"

@@ -1,11 +1,10 @@
-"""qk_clip: shrink the weights of heads whose logits passed a threshold, after the step."""
+"""The clip that shrinks, after a step, the weights of heads whose logits passed a threshold."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -13,26 +12,27 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.errors import QkeelWarning, RefusedError, caution, unknown
+from qkeel.errors import QkeelWarning, RefusedError, caution
 from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.kernels.statistics import stats_of_rows
-from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
-from qkeel.remedies.bundle import Bundles
-from qkeel.remedies.linear import check_keeps
-from qkeel.remedies.masters import LOW_PRECISION, copies_in_state, innermost
-from qkeel.remedies.pieces import Piece, pieces, stacked
-from qkeel.remedies.presence import Presence
-from qkeel.sites.find import is_normed
-from qkeel.sites.intercept import maxima
+from qkeel.kernels.stats.per_head import stats_of_rows
+from qkeel.remedies.base import Target, check_choice, check_number
+from qkeel.remedies.steps.head_groups import HeadGroups
+from qkeel.remedies.steps.head_views import HeadView, head_views, stacked
+from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.steps.linearity import check_changes_last
+from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, copies_in_state, found_inf, innermost
+from qkeel.remedies.steps.replaced_weights import ReplacementCheck
+from qkeel.remedies.steps.step_remedy import StepRemedy, refuse_computed_weight, refuse_normed
+from qkeel.sites.calls.logit_statistics import maxima
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
 from qkeel.sites.tap import Tap
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QKClip(Remedy):
+class QKClip(StepRemedy):
     """γ_h = min(1, τ/S_h), S_h the head's largest signed scaled logit over the batches since the last step.
 
     After the optimizer step W_Q^h and W_K^h are multiplied by √γ_h each (biases too), so the same batch would
@@ -44,9 +44,9 @@ class QKClip(Remedy):
     refused unless `frozen` is "scale".
 
     Heads under τ keep their weights bit for bit; negative, zero, missing, infinite and NaN maxima never clip.
-    Only forwards in training mode count, all of those since the last step that was taken, of all processes that train
-    together. Where a GradScaler skips a step there is no clip, and its maxima count for the next one. Float32 copies
-    that the optimizer steps in place of low-precision weights, or keeps in its state, are scaled with them.
+    Only forwards in training mode count, all of those since the last step that was taken, of all processes of a
+    training run. Where a GradScaler skips a step there is no clip, and its maxima count for the next one. Float32
+    copies that the optimizer steps in place of low-precision weights, or keeps in its state, are scaled with them.
     """
 
     threshold: float = 100.0
@@ -56,35 +56,27 @@ class QKClip(Remedy):
     name = "qk_clip"
     line = "after each step, shrinks query and key weights of heads whose largest logit passed the threshold"
     source = "Kimi K2, arXiv 2507.20534, section 2.1"
-    on_steps = True
 
     def __post_init__(self) -> None:
         check_number("qk_clip", "threshold", self.threshold)
-        if self.groups not in ("query", "group"):
-            raise unknown("groups of qk_clip", self.groups, ("query", "group"))
-        if self.frozen not in ("refuse", "scale"):
-            raise unknown("frozen of qk_clip", self.frozen, ("refuse", "scale"))
-
-    def supports(self, site: AttentionSite) -> Refusal | None:
-        return self.holds(site) or refuse_untold(site)
+        check_choice(self.name, "groups", self.groups, ("query", "group"))
+        check_choice(self.name, "frozen", self.frozen, ("refuse", "scale"))
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        if is_normed(site):
-            return Refusal(
-                "a norm on q or k undoes any scaling of its weights, so a clip would do nothing",
-                "use one of the two; with a norm, watch its gains",
-            )
-        return refuse_rescaled(site, "scaling what is stored would not scale the logit")
+        return refuse_normed(
+            site,
+            "a norm on q or k undoes any scaling of its weights, so a clip would do nothing",
+            "use one of the two; with a norm, watch its gains",
+        ) or refuse_computed_weight(site, "scaling what is stored would not scale the logit")
 
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _Plan(self, target, optimizer)
-        check_keeps(optimizer, self.name, plan.stepped)
-        together = _meet(target)
-        clip = _Clip(self, target, plan, together)
-        presence = Presence(target.model, self.name, plan.names)
+        check_changes_last(optimizer, self.name, plan.stepped)
+        clip = _Clip(self, target, plan, other_processes=_other_processes(target))
+        replaced = ReplacementCheck(target.model, self.name, plan.names)
         hooks = [
-            optimizer.register_step_pre_hook(lambda *_: presence.check()),
+            optimizer.register_step_pre_hook(lambda *_: replaced.check()),
             optimizer.register_step_post_hook(clip.after_step),
         ]
 
@@ -96,10 +88,8 @@ class QKClip(Remedy):
         return Handle(undo, state=clip.state, load=clip.load)
 
     def shares(self, site: AttentionSite, term: LogitTerm) -> list[tuple[HeadSlice, Tensor, bool]]:
-        """Which weights of a term take which part of γ; the last on each way is the head's own.
-
-        With each the query heads [n k] of whose γ it takes the smallest, and whether it takes the root of that.
-        """
+        """The weights of a term and the part of γ that each takes; the last of each side is the head's own. With each
+        weight come the query heads [n k] of whose γ it takes the smallest, and whether it takes its root."""
         query, key, h = term.query[-1], term.key[-1], site.n_heads
         own = torch.arange(h)[:, None]
         if query.n == key.n == h:
@@ -108,22 +98,20 @@ class QKClip(Remedy):
             return [(query, own, False)]
         if key.n == h:
             return [(key, own, False)]
-        together = torch.arange(h).view(min(query.n, key.n), -1)  # the worst of the heads that go together
-        return [(s, together.repeat_interleave(s.n // len(together), 0), True) for s in (query, key)]
+        groups = torch.arange(h).view(min(query.n, key.n), -1)  # each is clipped by the worst of its heads
+        return [(s, groups.repeat_interleave(s.n // len(groups), 0), True) for s in (query, key)]
 
 
 class _Plan:
-    """Which rows of which tensors each site's γ stand for, found out once.
-
-    γ of all sites' query heads stand in a row [h], their roots behind it, then a 1.
-    """
+    """The rows of the tensors that each site's γ scales, found once. γ of all sites' query heads are one row [h],
+    with their roots behind them, then a 1."""
 
     def __init__(self, remedy: QKClip, target: Target, optimizer: Optimizer) -> None:
         weights = HeadWeights.of(target)
         self.stepped = weights.of_optimizer(optimizer, remedy.name)
         self.names: list[str] = []
-        self._nobody = 2 * sum(site.n_heads for site in target.sites)
-        self._makers: list[list[Tensor]] = []  # of each entry, places in that row
+        self._last = 2 * sum(site.n_heads for site in target.sites)
+        self._places: list[list[Tensor]] = []  # of each entry, in that row
         entries: dict[int, list[int]] = {}  # of each slice
         found: dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]] = {}
         first = 0
@@ -133,13 +121,12 @@ class _Plan:
                     _check_frozen(remedy, target, s)
                     entries[id(s)] = self._enter(target, s, self.stepped[weights.place(s)], found)
                 for i in entries[id(s)]:
-                    self._makers[i].append(heads + first + (self._nobody // 2 if root else 0))
+                    self._places[i].append(heads + first + (self._last // 2 if root else 0))
             first += site.n_heads
-        self.pieces = [piece for tensor, shares in found.values() for piece in pieces(tensor, shares)]
-        counts = [tables[0].shape[0] for tables in self._makers]
-        self._firsts = [0, *itertools.accumulate(counts)]
-        alone = torch.tensor([[self._nobody]])
-        self._all = stacked([*(torch.cat(tables, 1) for tables in self._makers), alone])
+        self.views = [view for tensor, shares in found.values() for view in head_views(tensor, shares)]
+        self._counts = [tables[0].shape[0] for tables in self._places]
+        one = torch.tensor([[self._last]])
+        self._all = stacked([*(torch.cat(tables, 1) for tables in self._places), one])
 
     def _enter(
         self,
@@ -148,7 +135,7 @@ class _Plan:
         copy: Tensor | None,
         found: dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]],
     ) -> list[int]:
-        """Entries of a slice's weight and bias, with what the optimizer steps in the weight's place."""
+        """Entries of a slice's weight and bias, and of the copy that the optimizer steps in the weight's place."""
         numbers = []
         for name in (s.parameter, s.bias):
             if name is None:
@@ -156,14 +143,14 @@ class _Plan:
             self.names.append(name)
             p = target.parameter(name)
             for tensor in [p] if copy is None or copy is p or name == s.bias else [p, copy]:
-                found.setdefault(id(tensor), (tensor, []))[1].append((len(self._makers), s))
-            numbers.append(len(self._makers))
-            self._makers.append([])
+                found.setdefault(id(tensor), (tensor, []))[1].append((len(self._places), s))
+            numbers.append(len(self._places))
+            self._places.append([])
         return numbers
 
-    def table(self, piece: Piece) -> Tensor:
-        """[n places] in the row of γ, roots and 1 of what a piece is scaled by."""
-        return self._all[piece.makers(self._firsts, self._firsts[-1])].flatten(1)
+    def table(self, view: HeadView) -> Tensor:
+        """[n places] in the row of γ, roots and 1 of the factors of a view."""
+        return self._all[view.places(self._counts)].flatten(1)
 
 
 def _check_frozen(remedy: QKClip, target: Target, s: HeadSlice) -> None:
@@ -174,8 +161,8 @@ def _check_frozen(remedy: QKClip, target: Target, s: HeadSlice) -> None:
         )
 
 
-def _meet(target: Target) -> bool:
-    """Whether other processes clip the same sites: one that clipped by its own batch alone would part from the rest."""
+def _other_processes(target: Target) -> bool:
+    """True if other processes clip the same sites; one that clipped by its own batch alone would diverge from them."""
     if dist.world() == 1:
         return False
     word = ";".join(f"{site.name}:{site.n_heads}" for site in target.sites)
@@ -192,45 +179,44 @@ def _meet(target: Target) -> bool:
 class _Clip:
     """One application of qk_clip: the tap that collects maxima and what happens after a step."""
 
-    def __init__(self, remedy: QKClip, target: Target, plan: _Plan, together: bool) -> None:
-        self.remedy, self.sites, self.plan, self.together = remedy, target.sites, plan, together
+    def __init__(self, remedy: QKClip, target: Target, plan: _Plan, *, other_processes: bool) -> None:
+        self.remedy, self.sites, self.plan, self.other_processes = remedy, target.sites, plan, other_processes
         self.tap = Tap(
             target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, on_fault=_off
         )
-        self.tap.dispatch = any(site.below for site in target.sites)
-        self.tap.described = [site for site in target.sites if site.description is not None]
+        self.tap.sites = list(target.sites)
         self.kept: Tensor | None = None  # maxima of a step that a GradScaler skipped, else -inf
         self._copies: dict[int, tuple[str, ...]] = {}
-        self._bundles = Bundles(plan.table)
+        self._groups = HeadGroups(plan.table)
         self._nothing = torch.full((sum(site.n_heads for site in self.sites),), -torch.inf)
 
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Clip by the maxima since the last step that was taken."""
-        found_inf = getattr(optimizer, "found_inf", None)
+        infinite = found_inf(optimizer)
         maxima = {name: stats.max_logit for name, stats in self.tap.read().items()}
         # A step leaves nothing in the caches, where an operation of torch takes 50 µs: the usual case does without.
-        alone = found_inf is None and not self.together and self.kept is None
-        if not alone or any(map(self._over, maxima.values())):
-            self._clip(optimizer, maxima, found_inf)
+        usual = infinite is None and not self.other_processes and self.kept is None
+        if not usual or any(map(self._over, maxima.values())):
+            self._clip(optimizer, maxima, infinite)
 
     def _over(self, top: Tensor) -> bool:
-        """Whether a head is over the threshold, or cannot be looked at."""
+        """True if a head is over the threshold, or cannot be read without waiting."""
         under = float(self.remedy.threshold).__lt__  # no loop in Python; NaN is not over
         return not _readable(top) or any(map(under, top.tolist()))
 
     @torch.no_grad()
-    def _clip(self, optimizer: Optimizer, maxima: dict[str, Tensor], found_inf: Tensor | None) -> None:
-        if not maxima and self.kept is None and not self.together:
+    def _clip(self, optimizer: Optimizer, maxima: dict[str, Tensor], infinite: Tensor | None) -> None:
+        if not maxima and self.kept is None and not self.other_processes:
             return
         row = self._row(maxima)
-        if self.together:
-            row = self._everyones(row)
+        if self.other_processes:
+            row = _largest_of_all_processes(row)
         if self.kept is not None:
             row = torch.maximum(row.to(self.kept), self.kept)
         self.kept = None
-        if found_inf is not None:
-            # A fused optimizer runs its hooks though a GradScaler let nothing move. The choice is made on the device.
-            skipped = torch.as_tensor(found_inf).to(row.device) != 0
+        if infinite is not None:
+            # A fused optimizer runs its hooks though a GradScaler skips the step. The choice is made on the device.
+            skipped = torch.as_tensor(infinite).to(row.device) != 0
             row, self.kept = row.masked_fill(skipped, -torch.inf), row.masked_fill(~skipped, -torch.inf)
         readable = _readable(row)
         if readable and not bool((row > self.remedy.threshold).any()):
@@ -238,13 +224,13 @@ class _Clip:
         # An infinite maximum is a breakdown, not a size: γ = 0 would kill the head for good.
         gamma = qk_clip_gamma(row.masked_fill(row.isinf(), -torch.inf), self.remedy.threshold)
         values = F.pad(torch.cat([gamma, gamma.sqrt()]), (0, 1), value=1.0)
-        self._bundles.update([(piece, t) for piece in self.plan.pieces for t in self._tensors(piece, optimizer)])
-        for bundle in self._bundles.all:
+        self._groups.update([(view, t) for view in self.plan.views for t in self._tensors(view, optimizer)])
+        for group in self._groups.all:
             # Reading factors costs little on a CPU; elsewhere waiting for them would cost more than a product with 1.
-            bundle.scale(values, look=readable)
+            group.scale(values, on_host=readable)
 
     def _row(self, maxima: Mapping[str, Tensor]) -> Tensor:
-        """The maxima of all sites, one after the other, on one device; -inf of sites that saw nothing."""
+        """The maxima of all sites, one after the other, on one device; -inf of sites without a call."""
         if not maxima:
             return self._nothing
         device = next(iter(maxima.values())).device
@@ -252,39 +238,40 @@ class _Clip:
         nothing = self._nothing.split([site.n_heads for site in self.sites])
         return torch.cat([maxima.get(site.name, none).to(device) for site, none in zip(self.sites, nothing)])
 
-    def _everyones(self, row: Tensor) -> Tensor:
-        """The largest over all processes, by one gather of a size that never changes."""
-        return dist.gather(row.to(dist.collective_device(), torch.float64)).amax(0).to(row)
-
-    def _tensors(self, piece: Piece, optimizer: Optimizer) -> list[Tensor]:
-        """The piece's rows in its weight and in the copies of it that the optimizer keeps."""
-        weight = piece.weight
+    def _tensors(self, view: HeadView, optimizer: Optimizer) -> list[Tensor]:
+        """The view's weight and the copies of it that the optimizer keeps."""
+        weight = view.weight
         if weight.dtype not in LOW_PRECISION:
             return [weight]
         if id(weight) not in self._copies and optimizer.state.get(weight):
             self._copies[id(weight)] = copies_in_state(optimizer, weight)
         return [weight, *(optimizer.state[weight][name] for name in self._copies.get(id(weight), ()))]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Tensor]:
         """Maxima that a skipped step left for the next one."""
         if self.kept is None:
             return {}
         tops = self.kept.split([site.n_heads for site in self.sites])
         return {site.name: top.clone() for site, top in zip(self.sites, tops)}
 
-    def load(self, values: dict[str, Any]) -> None:
-        """Take up the maxima of a checkpoint."""
+    def load(self, values: dict[str, Tensor]) -> None:
+        """Go on from the maxima of a checkpoint."""
         self.kept = self._row(values) if values else None
 
 
+def _largest_of_all_processes(row: Tensor) -> Tensor:
+    """The largest of each head over all processes, by one gather of a size that never changes."""
+    return dist.gather(row.to(dist.collective_device(), torch.float64)).amax(0).to(row)
+
+
 def _readable(tensor: Tensor) -> bool:
-    """Whether the host can look at its numbers without waiting."""
+    """True if the host can read its numbers without waiting."""
     return tensor.is_cpu  # a device's name takes longer
 
 
 def _off(error: Exception) -> None:
     caution(
-        f"qk_clip met a fault while it looked at logits and clips no more: {type(error).__name__}: {error}. Training "
+        f"qk_clip failed while it read logits and clips no more: {type(error).__name__}: {error}. Training "
         "goes on without it",
         QkeelWarning,
     )

@@ -1,25 +1,24 @@
-"""qk_norm: normalise queries and keys before they meet, in any published layout."""
+"""Norms of queries and keys before their product, in any published layout."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import final
 
-from qkeel.errors import InvalidValueError, unknown
+from qkeel.errors import InvalidValueError
 from qkeel.functional.scaling import qk_norm_init
-from qkeel.kernels.contract import Refusal
+from qkeel.remedies.attention.change_norm import NormOptions
+from qkeel.remedies.attention.change_spec import known_length
 from qkeel.remedies.base import check_number
-from qkeel.remedies.change_norm import KINDS, NormWords, plain_scale, rescaled
-from qkeel.remedies.exchange import base_spec
-from qkeel.sites.site import AttentionSite
-from qkeel.spec import AttentionSpec, L2Norm, Learned, Sqrt
+from qkeel.spec import Fixed, Learned, Sqrt
+from qkeel.spec.norm import Gain, GainNorm
 from qkeel.spec.scale import Scale
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QKNorm(NormWords):
-    """q̃ = norm(q) · gain, k̃ = norm(k) · gain, the scale kept.
+class QKNorm(NormOptions):
+    """Norms q̃ = norm(q) · gain, k̃ = norm(k) · gain, the scale kept.
 
     kind=l2 makes unit vectors, so 1/√d would leave no logit: with gain=scalar the scale is one learned number
     per layer that starts at log₂(L² - L) (Henry et al. 2020; L = `length`, by default the training length),
@@ -33,11 +32,9 @@ class QKNorm(NormWords):
     source = "Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise unknown("kind of qk_norm", self.kind, KINDS)
-        KINDS[self.kind](over=self.over, gain="none" if self._learned_scale else self.gain)  # checks the words
+        NormOptions.__post_init__(self)
         if self.length is not None:
-            check_number("qk_norm", "length", self.length)
+            check_number(self.name, "length", self.length)
             qk_norm_init(self.length)  # checks that there is a logarithm to take
             if not self._learned_scale:
                 raise InvalidValueError(
@@ -49,29 +46,47 @@ class QKNorm(NormWords):
     def _learned_scale(self) -> bool:
         return self.kind == "l2" and self.gain in ("scalar", "head")
 
-    @property
-    def commutes(self) -> bool:
-        return self.kind != "layer" and self.over == "head" and (self.gain in ("none", "scalar") or self._learned_scale)
+    def norm(self) -> GainNorm:
+        norm = NormOptions.norm(self)
+        return dataclasses.replace(norm, gain="none") if self._learned_scale else norm
 
-    def supports(self, site: AttentionSite) -> Refusal | None:
-        refusal = NormWords.supports(self, site)
-        return refusal or (plain_scale(self.name, base_spec(site).scale) if self.kind == "l2" else None)
-
-    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
-        if self.kind != "l2":
-            return spec.replace(norm=KINDS[self.kind](over=self.over, gain=self.gain))
-        gain = "none" if self._learned_scale else self.gain
-        scale = rescaled(spec.scale, self._scale(train_length))
-        return spec.replace(norm=L2Norm(over=self.over, gain=gain), scale=scale)
-
-    def _scale(self, train_length: int | None) -> Scale:
-        """The scale of unit vectors in place of 1/√d."""
+    def unit_scale(self, train_length: int | None) -> Scale:
         if not self._learned_scale:
             return Sqrt()
-        length = self.length or train_length
-        if length is None:
-            raise InvalidValueError(
-                "qk_norm with kind=l2 starts its learned scale at log₂(L² - L): say L, as length=512 in the remedy "
-                "or as qkeel.apply(..., train_length=512)"
-            )
+        use = "qk_norm with kind=l2 starts its learned scale at log₂(L² - L)"
+        length = known_length(self.length, train_length, use)
         return Learned(init=qk_norm_init(length), per="layer" if self.gain == "scalar" else "head")
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KeyNorm(NormOptions):
+    """A norm k̃ = norm(k) · gain, queries left alone. With the defaults z = q·k̂: RMS norm under 1/√d, which is the
+    unit vector under 1. kind=l2 makes that vector and sets the scale to 1."""
+
+    gain: Gain = "none"
+
+    name = "key_norm"
+    line = "normalises keys alone"
+    source = "Su 2023, kexue.fm 9859 (KNA)"
+    sides = ("k",)
+
+    def unit_scale(self, train_length: int | None) -> Scale:
+        return Fixed(1.0)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QueryNorm(NormOptions):
+    """A norm q̃ = norm(q) · gain, keys left alone. With the defaults z = q̂·k: RMS norm under 1/√d, which is the unit
+    vector under 1. kind=l2 makes that vector and sets the scale to 1."""
+
+    gain: Gain = "none"
+
+    name = "query_norm"
+    line = "normalises queries alone"
+    source = "Su 2023, kexue.fm 9859 (QNA)"
+    sides = ("q",)
+
+    def unit_scale(self, train_length: int | None) -> Scale:
+        return Fixed(1.0)

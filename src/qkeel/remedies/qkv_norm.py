@@ -1,4 +1,4 @@
-"""qkv_norm: norms on q, k and v after the projection instead of one before it."""
+"""Norms on q, k and v after the projection instead of one before it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal, final
 
 from torch import nn
 
-from qkeel.errors import InvalidTypeError, unknown
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.block import Block
-from qkeel.nn.core import SpecModule
 from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.mla import MLA
-from qkeel.remedies.base import Target, compose_all
-from qkeel.remedies.blocks import pre_norm_branches, swap
-from qkeel.remedies.change_norm import ChangeNorm
-from qkeel.remedies.change_spec import PER_DIM, ChangeSpec, refuse_norm
+from qkeel.nn.spec_module import SpecModule
+from qkeel.remedies.attention.change_norm import ChangeNorm
+from qkeel.remedies.attention.change_spec import ChangeSpec
+from qkeel.remedies.attention.refusals import refuse_norm
+from qkeel.remedies.base import Target, check_choice, check_flag, compose_all
+from qkeel.remedies.blocks.residual_blocks import pre_norm_branches, swap
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, LayerNorm, RMSNorm
-from qkeel.spec.norm import Gain
+from qkeel.spec.norm import Gain, GainNorm
 
 KINDS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}
 
@@ -29,7 +29,7 @@ KINDS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layer": LayerNorm, "rms": 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QKVNorm(ChangeNorm):
-    """q̃ = norm(q) · gain, k̃ and ṽ likewise, per head; the block's norm before attention is dropped.
+    """Norms q̃ = norm(q) · gain, k̃ and ṽ likewise, per head; the block's norm before attention is dropped.
 
     Values are those that attention multiplies by its weights, of the model's key-value heads. `drop_pre_norm=false`
     keeps the norm before attention; on other people's models that norm is found by what flows through the block, and
@@ -47,25 +47,26 @@ class QKVNorm(ChangeNorm):
     source = "Rybakov et al. 2024, arXiv 2410.16682, section 3"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise unknown("kind of qkv_norm", self.kind, KINDS)
-        KINDS[self.kind](on="qkv", gain=self.gain)  # checks the word
-        if not isinstance(self.drop_pre_norm, bool):
-            raise InvalidTypeError(f"expected true or false for drop_pre_norm of qkv_norm, got {self.drop_pre_norm!r}")
+        check_choice(self.name, "kind", self.kind, KINDS)
+        self.norm()  # checks the word
+        check_flag(self.name, "drop_pre_norm", self.drop_pre_norm)
+
+    def norm(self) -> GainNorm:
+        """The norm of q, k and v."""
+        return KINDS[self.kind](on="qkv", gain=self.gain)
 
     @property
-    def commutes(self) -> bool:
+    def works_in_call(self) -> bool:
         return self.kind == "rms" and self.gain in ("none", "scalar")
 
     def supports(self, site: AttentionSite) -> Refusal | None:
-        per_dim = self.kind == "layer" or self.gain in PER_DIM
-        refusal = ChangeSpec.supports(self, site) or refuse_norm(site, per_dim=per_dim)
+        refusal = ChangeSpec.supports(self, site) or refuse_norm(site, self.norm())
         values = site.head_dim
         if isinstance(site.module, MLA):
             values = site.module.sizes.value_dim
         elif isinstance(site.module, GAU):
             values = site.module.hidden
-        if refusal is None and self.gain in PER_DIM and values != site.head_dim:
+        if refusal is None and self.gain in ("dim", "one_plus_dim", "head_dim") and values != site.head_dim:
             return Refusal(
                 f"a gain per dimension of q and k ({site.head_dim}) does not fit values of {values}",
                 "use gain none, scalar or head",
@@ -73,7 +74,7 @@ class QKVNorm(ChangeNorm):
         return refusal
 
     def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
-        return spec.replace(norm=KINDS[self.kind](on="qkv", gain=self.gain))
+        return spec.replace(norm=self.norm())
 
     def apply(self, target: Target) -> Handle:
         return compose_all(self._all(target))
@@ -97,7 +98,7 @@ class QKVNorm(ChangeNorm):
 
 
 def _drop(block: nn.Module, name: str) -> Handle:
-    """The norm of that name out of a block's way."""
+    """Puts the identity in the place of a block's norm of that name."""
     norm = block.get_submodule(name)
     for parameter in norm.parameters():
         parameter.grad = None  # out of reach of zero_grad, so an optimizer would step by it again and again

@@ -1,4 +1,4 @@
-"""sigma_reparam: every linear layer's weight divided by its spectral norm, times a learned scalar."""
+"""Every linear layer's weight divided by its spectral norm, times a learned scalar."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from qkeel.errors import NonFiniteError, RefusedError, unknown
+from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.remedies.base import Remedy, Target, compose_all
-from qkeel.remedies.join import join
+from qkeel.patching.module_tables import parameters_of, put_first, set_class, state_without, submodules_of
+from qkeel.remedies.base import Remedy, Target, check_choice, compose_all
+from qkeel.remedies.steps.join_optimizer import join
 
 
 @final
@@ -77,10 +78,8 @@ class SigmaReparam(Remedy):
     source = "Zhai et al. 2023, arXiv 2303.06296"
 
     def __post_init__(self) -> None:
-        if self.on not in ("all", "attention"):
-            raise unknown("extent of sigma_reparam", self.on, ("all", "attention"))
-        if self.init not in ("keep", "one"):
-            raise unknown("init of sigma_reparam", self.init, ("keep", "one"))
+        check_choice(self.name, "on", self.on, ("all", "attention"))
+        check_choice(self.name, "init", self.init, ("keep", "one"))
 
     def apply(self, target: Target) -> Handle:
         inside = {id(m) for site in target.sites for m in site.module.modules()}
@@ -106,7 +105,7 @@ class SigmaReparam(Remedy):
 
 
 def _check(name: str, layer: nn.Module) -> None:
-    weight = layer._parameters.get("weight")
+    weight = parameters_of(layer).get("weight")
     if weight is None:
         raise RefusedError(f"sigma_reparam: the weight of {name} is reparametrised already; remove that first")
     if not bool(torch.isfinite(weight).all()):
@@ -119,9 +118,9 @@ def _check(name: str, layer: nn.Module) -> None:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module that is no nn.Linear computes x W + b (transformers' Conv1D), tried on two random rows."""
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    names = {name for name, p in module._parameters.items() if p is not None}
+    """True if a module that is no nn.Linear computes x W + b (transformers' Conv1D), tried on two random rows."""
+    weight, bias = (parameters_of(module).get(name) for name in ("weight", "bias"))
+    names = {name for name, p in parameters_of(module).items() if p is not None}
     if weight is None or weight.ndim != 2 or not names <= {"weight", "bias"} or any(module.children()):
         return False
     if isinstance(module, nn.Embedding) or weight.is_meta or not weight.is_floating_point():
@@ -137,19 +136,19 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def _reparametrise(layer: nn.Module, init: Literal["keep", "one"]) -> tuple[SpectralScale, Handle]:
-    weight, names = layer.get_parameter("weight"), list(layer._parameters)
+    weight, names = layer.get_parameter("weight"), list(parameters_of(layer))
     cls, attributes = layer.__class__, set(layer.__dict__)
     scale = SpectralScale(weight, init)
     _register(layer, scale)
 
     def undo() -> None:
-        del layer._modules["parametrizations"]
-        layer.__class__ = cls
+        del submodules_of(layer)["parametrizations"]
+        set_class(layer, cls)
         for extra in set(layer.__dict__) - attributes:
             del layer.__dict__[extra]
-        kept = {**layer._parameters, "weight": weight}
-        layer._parameters.clear()
-        layer._parameters.update({name: kept[name] for name in names})
+        kept = {**parameters_of(layer), "weight": weight}
+        parameters_of(layer).clear()
+        parameters_of(layer).update({name: kept[name] for name in names})
 
     return scale, Handle(undo)
 
@@ -163,9 +162,8 @@ def _register(layer: nn.Module, scale: SpectralScale) -> None:
 
 
 def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:
-    """How a layer is pickled: as one of its own class, the stored weight and the scale."""
-    state = layer.__dict__.copy()
-    state["_modules"] = {name: m for name, m in state["_modules"].items() if name != "parametrizations"}
+    """Pickles a layer as one of its own class, the stored weight and the scale."""
+    state = state_without(layer, "parametrizations")
     weights = layer.get_submodule("parametrizations.weight")
     kept = weights.get_parameter("original"), weights.get_submodule("0")
     return _restored, (layer.__class__.__bases__[0], state, *kept)
@@ -174,7 +172,7 @@ def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:
 def _restored(cls: type[nn.Module], state: dict[str, object], weight: nn.Parameter, scale: SpectralScale) -> nn.Module:
     layer = object.__new__(cls)
     layer.__dict__.update(state)
-    layer._parameters = {"weight": weight, **layer._parameters}
+    put_first(layer, "weight", weight)
     _register(layer, scale)
     return layer
 
@@ -194,7 +192,7 @@ def folded(layer: nn.Module) -> bool:
     found.train(training)
     weight = found.get_parameter("original")
     weight.copy_(value)
-    del layer._modules["parametrizations"]
-    layer.__class__ = layer.__class__.__bases__[0]
-    layer._parameters = {"weight": weight, **layer._parameters}
+    del submodules_of(layer)["parametrizations"]
+    set_class(layer, layer.__class__.__bases__[0])
+    put_first(layer, "weight", weight)
     return True

@@ -1,31 +1,32 @@
-"""spectral_cap: after the step, no query or key weight of a head stretches a vector by more than a cap."""
+"""A cap, after each step, on the spectral norm of every head's query and key weights."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from qkeel.errors import unknown
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.base import HeadWeights, Remedy, Target, check_number, refuse_rescaled, refuse_untold
-from qkeel.remedies.linear import check_keeps
-from qkeel.remedies.masters import innermost
-from qkeel.remedies.pieces import merge_lines, owned
-from qkeel.remedies.presence import Presence
-from qkeel.sites.find import is_normed
+from qkeel.remedies.base import Target, check_choice, check_number
+from qkeel.remedies.steps.head_views import factor_per_row, views_by_tensor
+from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.steps.linearity import check_changes_last
+from qkeel.remedies.steps.mixed_precision import found_inf, innermost
+from qkeel.remedies.steps.replaced_weights import ReplacementCheck
+from qkeel.remedies.steps.step_remedy import StepRemedy, refuse_computed_weight, refuse_normed
 from qkeel.sites.site import AttentionSite
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SpectralCap(Remedy):
-    """W^h ← W^h · min(1, cap/σ(W^h)) after every optimizer step, for each weight on the way to a logit.
+class SpectralCap(StepRemedy):
+    """W^h ← W^h · min(1, cap/σ(W^h)) after every optimizer step, for each query and key weight.
 
     Then |logit| ≤ scale · cap² · ‖x_i‖ ‖x_j‖ with one matrix on each side (biases aside). σ is exact, from the smaller
     Gram matrix of a head's rows (per=head) or of all of them (per=matrix). What is under the cap stays bit for bit; a
@@ -42,43 +43,37 @@ class SpectralCap(Remedy):
     name = "spectral_cap"
     line = "after each step, shrinks query and key weights whose largest singular value passed the cap"
     source = "Newhouse et al. 2025, arXiv 2507.13338, section 3 (rescaled, not clipped; q and k only)"
-    on_steps = True
 
     def __post_init__(self) -> None:
         check_number("spectral_cap", "cap", self.cap)
-        if self.per not in ("head", "matrix"):
-            raise unknown("extent of spectral_cap", self.per, ("head", "matrix"))
-
-    def supports(self, site: AttentionSite) -> Refusal | None:
-        return self.holds(site) or refuse_untold(site)
+        check_choice(self.name, "per", self.per, ("head", "matrix"))
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        if is_normed(site):
-            return Refusal(
-                "a norm on q or k undoes any scaling of its weights, so a cap on them would bound nothing",
-                "use one of the two; with a norm, watch its gains",
-            )
-        return refuse_rescaled(site, "capping what is stored would not cap what is used")
+        return refuse_normed(
+            site,
+            "a norm on q or k undoes any scaling of its weights, so a cap on them would bound nothing",
+            "use one of the two; with a norm, watch its gains",
+        ) or refuse_computed_weight(site, "capping what is stored would not cap what is used")
 
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
         tensors = weights.in_full_precision(optimizer, self.name, "makes small changes")
-        check_keeps(optimizer, self.name, tensors)
-        presence = Presence(target.model, self.name, (s.parameter for s in weights.slices))
-        owners = [(tensor, entries) for tensor, entries, _ in owned(tensors, weights.slices)]
+        check_changes_last(optimizer, self.name, tensors)
+        replaced = ReplacementCheck(target.model, self.name, weights.names)
+        owners = [(tensor, entries) for tensor, entries, _ in views_by_tensor(tensors, weights.slices)]
 
         @torch.no_grad()
-        def after(stepped: Any, *_: Any) -> None:
-            found_inf = getattr(stepped, "found_inf", None)
+        def after(stepped: Optimizer, *_: object) -> None:
+            infinite = found_inf(stepped)
             for p, entries in owners:
                 shares = [(weights.slices[i], self.factors(weights.slices[i].heads(p.detach()))) for i in entries]
-                factor = merge_lines(shares, p)
-                if found_inf is not None:
-                    factor = torch.where(torch.as_tensor(found_inf).to(p.device) != 0, 1.0, factor)
+                factor = factor_per_row(shares, p)
+                if infinite is not None:
+                    factor = torch.where(torch.as_tensor(infinite).to(p.device) != 0, 1.0, factor)
                 p.detach().mul_(factor.to(p.dtype))
 
-        first = optimizer.register_step_pre_hook(lambda *_: presence.check())
+        first = optimizer.register_step_pre_hook(lambda *_: replaced.check())
         last = optimizer.register_step_post_hook(after)
 
         def undo() -> None:
@@ -88,7 +83,7 @@ class SpectralCap(Remedy):
         return Handle(undo)
 
     def factors(self, heads: Tensor) -> Tensor:
-        """min(1, cap/σ) per head of [n r m]; 1 where σ is not finite."""
+        """The factors min(1, cap/σ) per head of [n r m]; 1 where σ is not finite."""
         wider = heads.to(wide(heads.dtype))
         parts = wider.flatten(0, 1)[None] if self.per == "matrix" else wider
         finite = parts.isfinite().flatten(1).all(1)

@@ -1,4 +1,4 @@
-"""swin_norm: the norms before attention and MLP move behind them."""
+"""The norms before attention and MLP, put behind them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.block import Block
 from qkeel.remedies.base import Remedy, Target, compose_all
-from qkeel.remedies.blocks import Branch, pre_norm_branches, swap
+from qkeel.remedies.blocks.residual_blocks import Branch, pre_norm_branches, swap
 from qkeel.sites.site import AttentionSite
-from qkeel.spec.norm import GainNorm
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SwinNorm(Remedy):
-    """x + N(F(x)) in place of x + F(N(x)), in both branches, with the same norms.
+    """Branches x + N(F(x)) in place of x + F(N(x)), in both branches, with the same norms.
 
     A branch then adds at most its gain to the residual stream, whatever its weights. The norms' parameters stay the
     same objects; their names change to `attention_post_norm` and `mlp_post_norm` of the block.
@@ -33,16 +32,15 @@ class SwinNorm(Remedy):
     )
 
     def holds(self, site: AttentionSite) -> Refusal | None:
-        norm = site.spec.norm
-        if isinstance(norm, GainNorm) and norm.on == "qkv":
+        if site.spec.norm.sides == "qkv":
             return Refusal("qkv_norm drops the norm before attention, which this remedy moves", "use one of the two")
         return None
 
     def apply(self, target: Target) -> Handle:
-        return compose_all(part for b in pre_norm_branches(target, self.name) for part in _moved(b))
+        return compose_all(part for b in pre_norm_branches(target, self.name) for part in _norm_behind(b))
 
 
-def _moved(branch: Branch) -> Iterator[Handle]:
+def _norm_behind(branch: Branch) -> Iterator[Handle]:
     norm = branch.block.get_submodule(branch.norm)
     yield swap(branch.block, branch.norm, nn.Identity())
     yield branch.post_norm(norm)

@@ -1,4 +1,4 @@
-"""z_loss: coefficient · (ln Z)² per token, added to the loss by its gradient alone."""
+"""The z-loss, coefficient · (ln Z)² per token, added to the loss by its gradient alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import RefusedError, unknown
+from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.remedies.base import Remedy, Target, check_number
-from qkeel.remedies.head import logits_module
+from qkeel.remedies.base import Remedy, Target, check_choice, check_number
+from qkeel.remedies.blocks.output_head import logits_module
 
 Weight = Literal["loss", "mean"]
 
@@ -43,8 +43,7 @@ class ZLoss(Remedy):
 
     def __post_init__(self) -> None:
         check_number("z_loss", "coefficient", self.coefficient, zero=True)
-        if self.weight not in ("loss", "mean"):
-            raise unknown("weight of z_loss", self.weight, ("loss", "mean"))
+        check_choice(self.name, "weight", self.weight, ("loss", "mean"))
 
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)
@@ -59,13 +58,13 @@ class _Hook:
         self.coefficient, self.weight = coefficient, weight
         self.checked = weight == "mean"
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output
         return _AddGradient.apply(output, self)
 
     def gradient(self, z: Tensor, g: Tensor) -> Tensor:
-        """That of the z-loss, given the logits and the loss's own gradient on them; both [... vocabulary]."""
+        """The gradient of the z-loss, given the logits and the loss's own gradient on them; both [... vocabulary]."""
         wider = z.to(wide(z.dtype))
         lse = torch.logsumexp(wider, -1, keepdim=True)
         p = torch.exp(wider - lse)
@@ -76,7 +75,7 @@ class _Hook:
         return (2 * self.coefficient * counts * lse * p).to(g.dtype)
 
     def _counts(self, p: Tensor, g: Tensor) -> Tensor:
-        """c_i [... 1]; 0 where the token does not count."""
+        """The counts c_i [... 1]; 0 where the token does not count."""
         right = g.argmin(-1, keepdim=True)
         others = p.scatter(-1, right, 0.0).sum(-1, keepdim=True)
         pushed = g.scatter(-1, right, 0.0).sum(-1, keepdim=True)
@@ -93,7 +92,7 @@ class _Hook:
             raise RefusedError(
                 "z_loss weighs each token as the cross-entropy of one right answer does, and the gradient that came "
                 "back to the final logits is not that of one (label smoothing, distillation, a cap behind it, another "
-                "loss); use weight=mean, which counts every token alike and knows nothing of loss scaling"
+                "loss); use weight=mean, which counts every token equally and knows nothing of loss scaling"
             )
 
 

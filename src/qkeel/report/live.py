@@ -1,4 +1,4 @@
-"""The page of a run that goes on, kept up to date: a server on this machine alone, of the standard library."""
+"""The page of a run that goes on, kept up to date: a server that answers to this machine alone."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from typing import final
 
 from qkeel.errors import InvalidValueError, QkeelError, RunDirectoryError
 from qkeel.records import RunDirectory, RunStatus
-from qkeel.report.markup import Markup, join, tag
-from qkeel.report.render import html_page
-from qkeel.report.shell import document
+from qkeel.report import render
+from qkeel.report.html.page import Page, Section, empty_note
 
 HOST = "127.0.0.1"
-NAMES = frozenset({HOST, "localhost"})  # what a browser on this machine may call it; any other name is somebody's trick
+NAMES = frozenset({HOST, "localhost"})  # names of this machine; a request by another name comes from a foreign page
 
 
 @final
 class LiveServer:
-    """A server that runs in a thread of its own until `close()`; the run it shows knows nothing of it."""
+    """A server that runs in a thread of its own until `close()`; it only reads what the run writes."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self.directory = directory
@@ -33,24 +32,24 @@ class LiveServer:
         try:
             self._server = _Server((HOST, port), handler)
         except (OSError, OverflowError) as error:
-            text = f"cannot listen on {HOST}:{port}: {error}. Choose another port, or 0 for a free one."
+            text = f"cannot listen on {HOST}:{port}: {error}. Expected a free port; choose another one, or 0 for any."
             raise InvalidValueError(text) from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="qkeel-live")
         self._thread.start()
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         return f"http://{HOST}:{self._server.server_address[1]}/"
 
     def wait(self) -> None:
-        """Block until it is closed, by another thread or by Ctrl-C."""
+        """Blocks until the server is closed, by another thread or by Ctrl-C."""
         with contextlib.suppress(KeyboardInterrupt):
             while self._thread.is_alive():
                 self._thread.join(0.5)
 
     def close(self) -> None:
-        """Stop; twice is once."""
+        """Stops the server; a second call does nothing."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -64,11 +63,11 @@ class LiveServer:
 
 
 def serve(directory: str | Path, port: int = 0) -> LiveServer:
-    """Show a run directory or a study on http://127.0.0.1, made anew whenever its files have changed.
+    """Shows a run directory or a study on http://127.0.0.1; the page is made again whenever the files change.
 
     Args:
-        directory: what `qkeel.watch`, `qkeel run` or `qkeel study` writes or will write; it may not be there yet.
-        port: where to listen; 0 for any free one.
+        directory: what `qkeel.watch`, `qkeel run` or `qkeel study` writes; it need not exist yet.
+        port: the port to listen on; 0 for any free one.
 
     Returns: the running server: `url`, `wait()`, `close()`; a context manager.
 
@@ -82,11 +81,11 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = False
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that goes away in the middle of an answer is no news."""
+        """Says nothing: a browser may close a connection in the middle of an answer."""
 
 
 class _Page:
-    """The page and the state it was made from."""
+    """The page of a directory and the state of the files that it was made from."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -94,7 +93,7 @@ class _Page:
         self._made = ("", b"")
 
     def state(self) -> str:
-        """Changes whenever a file that the page is made from does."""
+        """Returns a word that changes whenever a file changes that the page is made from."""
         places = [self.directory, *sorted(self.directory.glob("runs/*"))]
         seen = []
         for path in sorted(file for place in places if place.is_dir() for file in place.iterdir()):
@@ -104,7 +103,7 @@ class _Page:
         return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
 
     def html(self) -> bytes:
-        """The page as it stands now."""
+        """Returns the page of the files as they are now."""
         with self._lock:
             state = self.state()
             if self._made[0] != state:
@@ -112,23 +111,22 @@ class _Page:
             return self._made[1]
 
     def over(self) -> bool:
-        """Whether the run is done, so that nothing more will come."""
+        """Returns whether the run is done."""
         return RunDirectory(self.directory).status is RunStatus.DONE
 
     def _make(self, state: str) -> str:
         missing = RunDirectory(self.directory).status is RunStatus.MISSING
         if missing and not (self.directory / "study.json").exists():
-            return _waiting("Waiting for the first record", f"Nothing is in {self.directory} yet.", state)
+            return _waiting("Waiting for the first record", f"The directory {self.directory} is empty so far.", state)
         try:
-            return html_page(self.directory, live=state)
+            return render.page(self.directory).html(live=state)
         except RunDirectoryError as error:  # a file that is being written; the next state has it whole
             return _waiting("The page cannot be made", str(error), state)
 
 
 def _waiting(title: str, text: str, state: str) -> str:
-    note = tag("p", {"class": "empty"}, f"{text} This page looks again every two seconds.")
-    head = tag("header", {"data-live": "header"}, tag("p", {"class": "brand"}, "qkeel"), tag("h1", {}, title))
-    return document(title, join([head, tag("main", {}, note), Markup("")]), live=state)
+    note = empty_note(f"{text} The page asks for news every two seconds.")
+    return Page(title=title, sections=[Section("waiting", "", note)], in_place=True).html(live=state)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -140,9 +138,9 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*rest)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        """The page at /, its state at /state.json."""
+        """Answers with the page at /, and its state at /state.json."""
         if not self._from_here():
-            text = "This server answers to this machine alone, by the name of 127.0.0.1 or localhost."
+            text = "This server answers only requests from this machine, to 127.0.0.1 or localhost."
             self._answer(HTTPStatus.FORBIDDEN, text.encode(), "text/plain")
         elif self.path == "/":
             self._answer(HTTPStatus.OK, self._html(), "text/html")
@@ -150,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             state = {"state": self.page.state(), "over": self.page.over()}
             self._answer(HTTPStatus.OK, json.dumps(state).encode(), "application/json")
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"There is only the page at /.", "text/plain")
+            self._answer(HTTPStatus.NOT_FOUND, b"There is nothing here; the page is at /.", "text/plain")
 
     do_HEAD = do_GET
 
@@ -176,4 +174,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal belongs to the run."""
+        """Says nothing: the terminal belongs to the run."""

@@ -1,4 +1,4 @@
-"""Which page a set of directories gets, and the file it is written to."""
+"""The page that a set of directories gets, and the file it is written to."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.records import write_text
-from qkeel.report.collect import as_paths, collect
-from qkeel.report.page import study_page
-from qkeel.report.watch_page import watch_page
-from qkeel.report.watched import is_watched, read_watched
+from qkeel.report.html.page import Page
+from qkeel.report.study.collect import as_paths, collect
+from qkeel.report.study.study_page import study_page
+from qkeel.report.watch.watch_page import watch_page
+from qkeel.report.watch.watched_run import is_watched, read_watched
 
 
 def write(paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
-    """Write one self-contained HTML page about a study, a run, a watched model, or several of one of them.
+    """Writes one self-contained HTML page about a study, a run, a watched model, or several of one of them.
 
     Args:
         paths: what `qkeel study`, `qkeel run` or `qkeel.watch` wrote.
@@ -23,25 +24,33 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
     Returns: the path of the page.
 
     Raises: RunDirectoryError if a path is no run and no study, a file is damaged, or `out` cannot be written.
+
+    >>> import tempfile, torch, qkeel
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with qkeel.watch(qkeel.nn.Attention(16, 2), sinks=[folder / "run"]) as monitor:
+    ...     _ = monitor.model(torch.randn(1, 4, 16))
+    >>> qkeel.report.write(folder / "run", folder / "report.html").name
+    'report.html'
     """
     if not isinstance(out, (str, Path)):
         raise InvalidTypeError(f"expected a path for the page, got {type(out).__name__}; give one ending in .html")
     target = Path(out)
     if target.is_dir():
         raise RunDirectoryError(f"cannot write {target}: expected the name of a file, got a directory; add report.html")
-    write_text(target, html_page(paths))
+    write_text(target, page(paths).html())
     return target
 
 
-def html_page(paths: str | Path | Iterable[str | Path], *, live: str = "") -> str:
-    """The text of the page; `live`: see shell.document."""
+def page(paths: str | Path | Iterable[str | Path]) -> Page:
+    """Returns the page of the directories; see `write`."""
     given = as_paths(paths)
     watched = [path for path in given if is_watched(path)]
     if not watched:
-        return study_page(collect(given), live=live)
+        return study_page(collect(given))
     if len(watched) < len(given):
         others = [str(path) for path in given if path not in watched]
         raise RunDirectoryError(
-            f"{watched[0]} is a watched model, {others[0]} is not: they have no page in common. Give them one by one."
+            f"{watched[0]} is a watched model and {others[0]} is not: expected directories of one kind, since a page "
+            "shows either. Make a page of each."
         )
-    return watch_page(read_watched(watched), live=live)
+    return watch_page(read_watched(watched))

@@ -1,6 +1,6 @@
-"""Where attention lives in a model, and the tap that accumulates a site's statistics."""
+"""The places of attention in a model, and the tap that accumulates their statistics."""
 
-from qkeel.sites.described import describe
+from qkeel.sites.by_hand import describe
 from qkeel.sites.find import find_sites
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, Reading
 from qkeel.sites.tap import Tap

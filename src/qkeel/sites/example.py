@@ -1,4 +1,4 @@
-"""What users hand over as an example batch, as arguments of the model's forward."""
+"""A user's example batch, as arguments of the model's forward."""
 
 from __future__ import annotations
 

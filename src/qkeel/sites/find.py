@@ -1,4 +1,4 @@
-"""The sites of a model: where its attention happens, and which weights make each head."""
+"""The search for a model's attention sites and the weights that make each head."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
-from qkeel.sites.gains import own_gains
+from qkeel.patching.module_tables import parameters_of
 from qkeel.sites.probe import probe
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
-from qkeel.spec import NoNorm
+from qkeel.sites.weights.norm_gains import spec_gains
 
 _OWN = (Attention, MLA, GAU)
 
 
 def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSite]:
-    """Every attention of the model. A module used twice in a forward pass is one site.
+    """Returns every attention of the model; a module used twice in a forward pass is one site.
 
     Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is
     run once and every attention it computes is a site, in the order of the calls; the model, its buffers and caches,
@@ -30,6 +30,11 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSit
         InvalidTypeError: the model is no torch.nn.Module.
         RefusedError: there is no attention, or none that can be seen; the message says what was tried.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
+
+    >>> from torch import nn, rand
+    >>> sites = find_sites(nn.MultiheadAttention(8, 2), *(rand(3, 8) for _ in "qkv"))
+    >>> [(site.n_heads, site.query[0].parameter, site.query[0].index[1].tolist()) for site in sites]
+    [(2, 'in_proj_weight', [4, 5, 6, 7])]
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
@@ -56,8 +61,8 @@ def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:
         n_kv_heads=module.n_kv_heads,
         head_dim=module.head_dim,
         terms=_terms(name, module),
-        query_gains=own_gains(norm, prefix, "q", module.n_heads, module.head_dim),
-        key_gains=own_gains(norm, prefix, "k", module.n_kv_heads, module.head_dim),
+        query_gains=spec_gains(norm, prefix, "q", module.n_heads, module.head_dim),
+        key_gains=spec_gains(norm, prefix, "k", module.n_kv_heads, module.head_dim),
     )
 
 
@@ -72,7 +77,7 @@ def _slice(name: str, module: nn.Module, linear: str, n: int) -> HeadSlice:
     assert isinstance(layer, nn.Linear)
     head = f"{name}.{linear}" if name else linear
     # A parametrized layer keeps its trained weight under parametrizations.
-    weight = "weight" if "weight" in layer._parameters else "parametrizations.weight.original"
+    weight = "weight" if "weight" in parameters_of(layer) else "parametrizations.weight.original"
     bias = f"{head}.bias" if layer.bias is not None else None
     return rows(f"{head}.{weight}", n, layer.out_features // n, bias)
 
@@ -91,14 +96,11 @@ def _mla_terms(name: str, module: MLA) -> tuple[LogitTerm, ...]:
     direct = module.latent_norm or module.sizes.q_latent is None
     down_q = () if direct else (_slice(name, module, "q_down", 1),)
     down_k = () if module.latent_norm else (_slice(name, module, "kv_down", 1),)
-    return (
-        LogitTerm(query=(*down_q, up_q), key=(*down_k, up_k)),
-        LogitTerm(query=(*down_q, rope_q), key=(rope_k,)),
-    )
+    return (LogitTerm(query=(*down_q, up_q), key=(*down_k, up_k)), LogitTerm(query=(*down_q, rope_q), key=(rope_k,)))
 
 
 def _gau_terms(name: str, module: GAU) -> tuple[LogitTerm, ...]:
-    """(W_z, γ_q) and (W_z, γ_k): one projection on both ways, the SiLU behind it left out."""
+    """(W_z, γ_q) and (W_z, γ_k): one projection on both logit paths, the SiLU behind it left out."""
     shared = _slice(name, module, "qk_proj.z_proj", 1)
     made = f"{name}.qk_proj" if name else "qk_proj"
 
@@ -110,5 +112,5 @@ def _gau_terms(name: str, module: GAU) -> tuple[LogitTerm, ...]:
 
 
 def is_normed(site: AttentionSite) -> bool:
-    """Whether a norm on q or k stands between the weights and the logit."""
-    return site.normed or not isinstance(site.spec.norm, NoNorm)
+    """True if a norm on q or k lies between the weights and the logit."""
+    return site.normed or site.spec.norm.kind != "none"

@@ -1,4 +1,4 @@
-"""One forward pass under observation, after which the model is as it was."""
+"""A probe: one forward pass under observation, after which the model is as it was."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, RefusedError
-from qkeel.sites.forwards import extra_pass
-from qkeel.sites.gains import NormGain, seen_gains
-from qkeel.sites.graph import names_of
-from qkeel.sites.intercept import Interceptor, Sighting
-from qkeel.sites.scores import ScoresCall
-from qkeel.sites.site import AttentionSite
-from qkeel.sites.stack import tensors
-from qkeel.sites.weights import UntoldError, logit_terms
-from qkeel.spec import AttentionCall, NoNorm
+from qkeel.patching.checkpointing import checkpointing_off
+from qkeel.patching.compiler_state import uncompiled
+from qkeel.patching.forward_passes import extra_pass
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
+from qkeel.sites.calls.scores import ScoresCall
+from qkeel.sites.see.intercept import Interceptor, Sighting
+from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.site import AttentionSite, NormGain
+from qkeel.sites.weights.autograd_walk import names_of
+from qkeel.sites.weights.head_rows import UnknownRowsError, logit_terms
+from qkeel.sites.weights.norm_gains import seen_gains
+from qkeel.spec import AttentionCall
 
 
-def probe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, expected: bool) -> list[AttentionSite]:
+def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> list[AttentionSite]:
     """The sites that a forward pass on this example shows; none is an error if they were `expected`."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        model = model._orig_mod
+    model = uncompiled(model)
     check_devices(model, args, kwargs)
     with extra_pass(model), torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
         seen, watcher = _watched(model, args, kwargs)
@@ -59,10 +61,8 @@ def check_devices(model: nn.Module, *example: object) -> None:
             )
 
 
-def _watched(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, list[Sighting]], Interceptor]:
-    """What one forward pass shows. Below torch's functions too, unless that is what fails."""
+def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[dict[str, list[Sighting]], Interceptor]:
+    """The sightings of one forward pass. Below torch's functions too, unless that is what fails."""
     for dispatch in (True, False):
         seen: dict[str, list[Sighting]] = {}
         watcher = Interceptor(model, functools.partial(_note, seen), probing=True, dispatch=dispatch)
@@ -82,17 +82,17 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
     seen.setdefault(sighting.name, []).append(sighting)
 
 
-def forward(model: nn.Module, watcher: AbstractContextManager[Any], args: Any, kwargs: Any) -> None:
+def forward(model: nn.Module, watcher: AbstractContextManager[object], args: Args, kwargs: Kwargs) -> None:
     """One eager forward pass under the watcher, with gradients."""
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
-    eager, plain = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
+    eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
     grads = torch.inference_mode(False), torch.enable_grad()
-    with eager, plain, grads[0], grads[1], _no_checkpointing(), watcher:
+    with eager, unoptimised, grads[0], grads[1], checkpointing_off(), watcher:
         model(*args, **kwargs)
 
 
 def grouped(seen: Mapping[str, list[Sighting]]) -> Iterator[list[Sighting]]:
-    """The first call of each site; where a module computes its heads one by one, all of them together."""
+    """The first call of each site; where a module computes its heads one by one, all of them as one group."""
     firsts = [calls[0] for calls in seen.values()]
     done: set[int] = set()
     for first in firsts:
@@ -112,11 +112,11 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
     if q is None or k is None:
         why = "the operands of the product could not be brought into the shape of the scores"
     elif first.ordinal and isinstance(first.frame.module, torch.jit.ScriptModule):
-        why = "it is one of several in a scripted module, whose parts can't be told apart"
+        why = "it is one of several in a scripted module, whose parts can't be distinguished"
     else:
         try:
             terms, normed = logit_terms(q, k, first.frame, names)
-        except UntoldError as error:
+        except UnknownRowsError as error:
             why = str(error)
     query_gains, key_gains = _gains(calls, q, k, names)
     call = first.call
@@ -150,9 +150,9 @@ def _gains(calls: list[Sighting], q: Tensor | None, k: Tensor | None, names: dic
 
 @torch.no_grad()
 def is_product(call: object) -> bool:
-    """Whether the logits of a call are nothing but its scale times q·k: no bias was added on the way."""
+    """True if the logits of a call are nothing but its scale times q·k: no bias was added to it."""
     if not isinstance(call, ScoresCall):
-        return isinstance(call, AttentionCall) and isinstance(call.spec.norm, NoNorm)
+        return isinstance(call, AttentionCall) and call.spec.norm.kind == "none"
     if call.q is None or call.k is None:
         return False
     scale = call.spec.scale.factor(torch.zeros(1, 1, device=call.q.device), call.q.shape[-1], {})
@@ -162,17 +162,17 @@ def is_product(call: object) -> bool:
     return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
 
 
-def biased(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
-    """Names of sites written out by hand whose logits are not told to be a scale times q·k and no more: a bias, say."""
+def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
+    """Names of sites written out by hand whose logits are something else than a scale times q·k: with a bias, say."""
     found: set[str] = set()
 
-    def look(sighting: Sighting) -> None:
+    def note(sighting: Sighting) -> None:
         call = sighting.call
         if isinstance(call, ScoresCall) and not is_product(call):
             found.add(sighting.name)
 
     with extra_pass(model), undisturbed(model):
-        forward(model, Interceptor(model, look, probing=True), copied(args), copied(kwargs))
+        forward(model, Interceptor(model, note, probing=True), copied(args), copied(kwargs))
     return found
 
 
@@ -184,7 +184,7 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
 
 
 def unseen(model: nn.Module, watcher: Interceptor) -> str:
-    """What was tried, where it ended, and how to describe a site by hand."""
+    """The message that no attention was seen: the trials, their end, and how to describe a site by hand."""
     stopped = ", ".join(f"{name} ({n}x)" for name, n in watcher.handwritten.stopped.most_common(5))
     unread = ", ".join(f"{name} ({n}x)" for name, n in watcher.unread.most_common(5))
     return (
@@ -192,7 +192,8 @@ def unseen(model: nn.Module, watcher: Interceptor) -> str:
         "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
         "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
         "views; also operator by operator, inside torch.jit.script and torch.func.vmap. "
-        f"Products that lost their way did so at: {stopped or 'none, there was no product of two activations'}. "
+        f"Products that were followed no further ended at: "
+        f"{stopped or 'none, there was no product of two activations'}. "
         + (f"Seen but not understood: {unread}. " if unread else "")
         + "Inside custom C++, CUDA or Triton operators nothing can be seen. "
         "If there is attention, describe it by hand, as in\n"
@@ -239,28 +240,21 @@ def _keep(module: nn.Module) -> Callable[[], None]:
     """A function that puts a module's own tensors and attributes back."""
     if isinstance(module, torch.jit.ScriptModule):
         return _keep_values(list(module.buffers(recurse=False)))
-    plain = {n: v for n, v in vars(module).items() if n not in ("_parameters", "_modules", "_buffers")}
-    buffers = dict(module._buffers)
-    held = [v for v in (*plain.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
+    attributes, buffers = attributes_of(module), dict(buffers_of(module))
+    held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
     values = _keep_values(held)
-    hooks = set(module._forward_hooks)
+    hooks = set(hooks_after(module))
 
     def restore() -> None:
         state = vars(module)
         # A model may register hooks in its first pass, and note that in an attribute (transformers does, to record
         # hidden states): both go, else the next pass would register them a second time.
-        for key in [key for key in module._forward_hooks if key not in hooks]:
-            for table in (
-                module._forward_hooks,
-                module._forward_hooks_with_kwargs,
-                module._forward_hooks_always_called,
-            ):
-                table.pop(key, None)
-        for name in [n for n in state if n not in plain and n not in ("_parameters", "_modules", "_buffers")]:
+        drop_hooks_after(module, kept=hooks)
+        for name in attributes_of(module).keys() - attributes.keys():
             del state[name]
-        state.update(plain)
-        module._buffers.clear()
-        module._buffers.update(buffers)
+        state.update(attributes)
+        buffers_of(module).clear()
+        buffers_of(module).update(buffers)
         values()
 
     return restore
@@ -302,24 +296,3 @@ def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
                 x.copy_(value)
 
     return restore
-
-
-@contextmanager
-def _no_checkpointing() -> Iterator[None]:
-    """Gradient checkpointing switched off: a reentrant one records no graph, the other one would run twice."""
-    home = torch.utils.checkpoint
-    generator = home._checkpoint_without_reentrant_generator
-
-    def direct(function: Any, _preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
-    def plain() -> Iterator[None]:
-        yield
-
-    home.CheckpointFunction.apply = staticmethod(direct)  # type: ignore[method-assign,assignment]
-    home._checkpoint_without_reentrant_generator = lambda *_, **__: plain()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del home.CheckpointFunction.apply  # the inherited one shows again
-        home._checkpoint_without_reentrant_generator = generator

@@ -1,25 +1,28 @@
-"""AttentionSite: one attention in a model, its geometry, and which slice of which weight makes head h."""
+"""AttentionSite: one attention in a model, its geometry, and the slice of each weight that makes head h."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable
+from typing import Literal, get_args
 
 import torch
+from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.sites.gains import NormGain
+from qkeel.errors import InvalidValueError, ShapeError, unknown
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
-_LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them together in brackets
+Kind = Literal["rms", "layer", "l2"]  # of norms that bound a logit
+_LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in brackets
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadSlice:
-    """Which part of a weight belongs to each head.
+    """The part of a weight that belongs to each head.
 
     `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D);
     `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads
@@ -27,7 +30,7 @@ class HeadSlice:
 
     `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one
     block after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no
-    step looks at the index again.
+    step reads the index again.
 
     A vector that multiplies features (the gains of a gated attention unit) is a matrix of one column, axis 0.
     """
@@ -51,14 +54,14 @@ class HeadSlice:
 
     @property
     def n(self) -> int:
-        """How many heads have a part of their own."""
+        """The number of heads with a part of their own."""
         return self.index.shape[0]
 
     def same(self, other: HeadSlice) -> bool:
-        """Whether both give the same heads the same rows or columns (of weights that may differ)."""
+        """True if both give the same heads the same rows or columns (of weights that may differ)."""
         return self.axis == other.axis and torch.equal(self.index, other.index)
 
-    def heads(self, weight: Tensor) -> Tensor:
+    def heads(self, weight: Shaped[Tensor, ...]) -> Shaped[Tensor, "n r m"]:
         """The weight as [n r m], m = 1 of a vector: a view where the heads are evenly spaced, else a copy."""
         rows = self.rows_of(weight)
         return self._view(rows) if self.grid is not None else rows[self._index(weight.device)]
@@ -68,8 +71,8 @@ class HeadSlice:
         matrix = weight[:, None] if weight.ndim == 1 else weight
         return matrix if self.axis == 0 else matrix.mT
 
-    def lines(self, per_head: Tensor, rows: int, nobody: float = 1.0) -> Tensor:
-        """A value per head [n] as one per row [rows], `nobody` where no head owns the row."""
+    def lines(self, per_head: Shaped[Tensor, n], rows: int, nobody: float = 1.0) -> Shaped[Tensor, rows]:
+        """A value per head as one per row, `nobody` where no head owns the row."""
         n, r = self.index.shape
         if self.grid == (0, r, 1) and rows == n * r:
             return per_head.expand(rows) if n == 1 else per_head.repeat_interleave(r)
@@ -94,9 +97,7 @@ class HeadSlice:
             return rows.view(n, r, *rows.shape[1:])
         step = rows.stride(0)
         return rows.as_strided(
-            (n, r, *rows.shape[1:]),
-            (head * step, row * step, *rows.stride()[1:]),
-            rows.storage_offset() + first * step,
+            (n, r, *rows.shape[1:]), (head * step, row * step, *rows.stride()[1:]), rows.storage_offset() + first * step
         )
 
     def _index(self, device: torch.device) -> Tensor:
@@ -123,15 +124,15 @@ def _grid(index: Tensor) -> Grid | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitTerm:
-    """One product the logit is a sum of: the matrices on the query's way and on the key's way, input first.
+    """A product that the logit is a sum of: the matrices on the query's logit path and on the key's, input first.
 
     Plain attention has one term, (W_q) and (W_k). MLA has two: (W_dq, W_uq)·(W_dkv, W_uk) and the rotated
-    (W_dq, W_qr)·(W_kr). A norm cuts the way: what lies before it does not scale the logit and is left out.
+    (W_dq, W_qr)·(W_kr). A norm cuts the path: what lies before it does not scale the logit and is left out.
 
-    Low-rank adapters add ways: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
+    Low-rank adapters add paths: (W_base) and, for each active adapter, (A, B), where B has rows per head and A is
     shared by all heads, also while B is still zero. With both projections adapted there are four terms. A merged
-    adapter is part of W_base and no way of its own. DoRA divides by a norm of the weights that it keeps out of the
-    graph, so `normed` does not tell of it.
+    adapter is part of W_base and no path of its own. DoRA divides by a norm of the weights that it keeps out of the
+    graph, so `normed` does not show it.
     """
 
     query: tuple[HeadSlice, ...]
@@ -140,12 +141,12 @@ class LogitTerm:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading:
-    """q or k is the output of a submodule of the site's module.
+    """A rule to read q or k from the output of a submodule of the site's module.
 
-    `layout` names its dimensions: b batch, h heads, t tokens, d head_dim; those of one dimension stand in brackets,
-    slowest first. n are parts side by side, as in a fused projection, of which there are `parts` and this is `part`:
-    "b t (n h d)" for q, k, v one after the other, "b t (h n d)" for interleaved ones. `then` is what the module does
-    with [b h t d] before the scores; `normed` says that a norm is in it.
+    `layout` names its dimensions: b batch, h heads, t tokens, d head_dim; those of one dimension are in brackets,
+    slowest first. n are parts next to each other, as in a fused projection, of which there are `parts` and this is
+    `part`: "b t (n h d)" for q, k, v one after the other, "b t (h n d)" for interleaved ones. `then` is what the module
+    does with [b h t d] before the scores; `normed` says that a norm is in it.
     """
 
     module: str
@@ -170,13 +171,13 @@ class Reading:
 
     @property
     def dims(self) -> int:
-        """How many dimensions the output has."""
+        """The number of dimensions of the output."""
         return len(self.groups)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Description:
-    """How to read a site that can't be seen; see `qkeel.sites.describe`."""
+    """A description of a site that can't be seen; see `qkeel.sites.describe`."""
 
     query: Reading | Callable[..., Tensor]
     key: Reading | Callable[..., Tensor]
@@ -185,12 +186,49 @@ class Description:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NormGain:
+    """A norm on q or k: it leaves the heads it serves no longer than factor · (length · max|offset + g| + ‖b‖).
+
+    A layer norm that is written out is the RMS norm of x less its mean.
+
+    Args:
+        kind: what it divides by.
+        size: how many numbers are normalised as one vector.
+        heads: the heads it serves.
+        parameter: the name of the gain g in the model, None without one.
+        offset: 1 where the gain is 1 + w.
+        index: [n r], the places of each head's numbers in the flattened gain, n = 1 where all heads share them.
+        bias, bias_index: the same of the bias b.
+        factor: what comes after the norm, such as a stretched rotation, on the example that the site was found with.
+    """
+
+    kind: Kind
+    size: int
+    heads: tuple[int, ...]
+    parameter: str | None = None
+    offset: float = 0.0
+    index: Int64[Tensor, "n r"] | None = None
+    bias: str | None = None
+    bias_index: Int64[Tensor, "n r"] | None = None
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise unknown("kind of norm", self.kind, get_args(Kind))
+
+    @property
+    def length(self) -> float:
+        """Largest L2 norm without the gain."""
+        return 1.0 if self.kind == "l2" else math.sqrt(self.size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionSite:
     """One attention of a model.
 
-    `terms` is empty where the weights can't be told; `why` then says so. `normed`: a norm stands between the
-    weights and the logit, one that is part of the model, not of the spec. `below`: it is seen only by an Interceptor
-    with dispatch=True. `description` is there for a site that was described by hand.
+    `terms` is empty where the weights are unknown; `why` then says why. `normed`: a norm stands between the weights
+    and the logit, one that is part of the model, not of the spec. `below`: only an Interceptor with dispatch=True sees
+    it. `description` is there for a site that was described by hand.
     """
 
     name: str
@@ -209,17 +247,17 @@ class AttentionSite:
 
     @property
     def query(self) -> list[HeadSlice]:
-        """Every weight on the query's way, each once."""
+        """Every weight on the query's logit path, each once."""
         return _unique(s for term in self.terms for s in term.query)
 
     @property
     def key(self) -> list[HeadSlice]:
-        """Every weight on the key's way, each once."""
+        """Every weight on the key's logit path, each once."""
         return _unique(s for term in self.terms for s in term.key)
 
     @property
     def reparametrised(self) -> bool:
-        """Whether a weight on the logit's way is made from another (spectral or weight norm, sigma_reparam)."""
+        """True if a weight on a logit path is made from another (spectral or weight norm, sigma_reparam)."""
         return any("parametrizations." in s.parameter for s in (*self.query, *self.key))
 
 
@@ -233,7 +271,7 @@ def _unique(slices: Iterable[HeadSlice]) -> list[HeadSlice]:
 
 
 def rows(parameter: str, n: int, size: int, bias: str | None = None) -> HeadSlice:
-    """n heads of `size` rows each, one after the other, as in nn.Linear."""
+    """The slice of n heads of `size` rows each, one after the other, as in nn.Linear."""
     if n < 1 or size < 1:
         raise InvalidValueError(f"expected at least one head and row, got {n} heads of {size} rows")
     return HeadSlice(parameter=parameter, axis=0, index=torch.arange(n * size).view(n, size), bias=bias)

@@ -1,26 +1,28 @@
-"""The tap: accumulates the LogitStats of every site from the calls that pass."""
+"""The tap, which accumulates the LogitStats of every site from the calls of a model's passes."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from qkeel.errors import caution
-from qkeel.functional.rows import KernelRows
-from qkeel.functional.stats import LogitStats, merge
+from qkeel.functional.statistics.logit_stats import LogitStats, merge
+from qkeel.functional.statistics.rows import KernelRows
 from qkeel.handle import Handle
-from qkeel.nn.core import Observer, Reader, SpecModule
-from qkeel.sites.brackets import BracketMode
-from qkeel.sites.forwards import Forwards, extra_of_another, extra_pass, get_idle, idle, recomputing
-from qkeel.sites.intercept import Interceptor, Seen, Sighting, statistics
+from qkeel.nn.spec_module import Observer, Reader, SpecModule
+from qkeel.patching.compiler_state import recomputing
+from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
+from qkeel.patching.modes import Args, Kwargs, leave
+from qkeel.sites.calls.logit_statistics import Seen, statistics
+from qkeel.sites.calls.scores import cat_heads
 from qkeel.sites.probe import copied, undisturbed
-from qkeel.sites.scores import cat_heads
+from qkeel.sites.see.bracket import BracketMode
+from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
@@ -37,16 +39,16 @@ def _say_off(error: Exception) -> None:
 
 
 class Visitor:
-    """Who else wants to see the passes that a tap looks at. Does nothing; override what is of interest."""
+    """A second observer of the passes that a tap measures. It does nothing; override what is of interest."""
 
-    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """A pass with these arguments is about to begin."""
 
-    def looking(self) -> Handle | None:
-        """The pass that is looked at begins, in compiled models the one made aside; the handle is removed after it."""
+    def looking(self, phase: Phase) -> Handle | None:
+        """The measured pass begins, in compiled models the extra one; the handle is removed after it."""
 
-    def after(self, output: object) -> None:
-        """The model's own pass is over."""
+    def after(self, phase: Phase, output: object, seen: bool) -> None:
+        """The model's own pass is over; seen: attention was seen in it."""
 
     def failed(self) -> None:
         """The model's own pass ended in an exception: nothing of it counts."""
@@ -63,13 +65,13 @@ class Tap(Handle):
     around it, so there the pass is run once more beforehand, eagerly, without gradients, its random streams and
     buffers put back: it costs one more forward pass.
 
-    So it is for modules of torch whose fast path in evaluation a function mode would turn off: its results would
+    The same goes for modules of torch whose fast path in evaluation a function mode would turn off: its results would
     differ in the last bits.
 
     What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
-    exception nothing is. `due(training, compiled)` says what to look at in a pass: "bracket" is a bound on the largest
+    exception nothing is. `due(training, compiled)` says what to measure in a pass: "bracket" is a bound on the largest
     logit, see BracketMode. With `parts` own modules report calls that are made outside a pass of the model too, by who
-    calls its parts one by one. `measure` is what is computed of a call, unless its kernel tells what it found and
+    calls its parts one by one. `measure` is what is computed of a call, unless its kernel reports what it found and
     `measure_rows` makes do with that. `visitor` sees those passes too. A fault in the tap warns once and switches it
     off.
     """
@@ -83,21 +85,18 @@ class Tap(Handle):
         due: Callable[[bool, bool], Look] | None = None,
         measure: Measure = statistics,
         measure_rows: MeasureRows | None = None,
-        visitor: Visitor | None = None,
         on_fault: Callable[[Exception], None] = _say_off,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
-        self.visitor = visitor or Visitor()
-        self.passes = {"train": 0, "eval": 0}
+        self.visitor = Visitor()
+        self.sites: list[AttentionSite] = []  # those that are known: how to see them
         self.foreign = True  # until a pass has shown that all attention is of own modules
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self._on_fault = on_fault
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
         self._running: _Pass | _Bracket | None = None
-        self._forwards = Forwards(model, self._before, self._after, on_fault=self.fault, owner=self)
+        self._forwards = ForwardPasses(model, self._before, self._after, on_fault=self.fault, owner=self)
         self.model = self._forwards.inner
-        self.dispatch = False  # whether some attention is seen only below torch's functions; see Interceptor
-        self.described: list[AttentionSite] = []
         super().__init__(self._detach)
         self._parts: list[tuple[SpecModule, Connection]] = []
         for name, module in self.model.named_modules() if parts else ():
@@ -107,11 +106,11 @@ class Tap(Handle):
 
     @property
     def phase(self) -> Phase:
-        """That of a pass that ran now."""
+        """The phase of a pass that ran now."""
         return "train" if self.model.training else "eval"
 
     def has(self, phase: Phase) -> bool:
-        """Whether there is anything to read."""
+        """True if there is anything to read."""
         return bool(self._stats[phase].stats)
 
     def read(self, phase: Phase | None = None) -> dict[str, LogitStats]:
@@ -143,35 +142,32 @@ class Tap(Handle):
         except Exception as error:
             self.fault(error)
 
-    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Seen]:
-        """The first call of each site in a pass with these arguments, made for it eagerly and without gradients.
-
-        It counts nowhere, changes nothing, and draws the same random numbers each time.
-        """
+    def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
+        """The first call of each site in a pass with these arguments, made for it eagerly and without gradients. It
+        counts nowhere, changes nothing, and draws the same random numbers each time."""
         kept: dict[str, Seen] = {}
         look = _Pass(self, self.phase, kept)
-        self._aside(look, args, kwargs, seed=0)
+        self._extra_pass(look, args, kwargs, seed=0)
         if look.error is not None:
             raise look.error
         return kept
 
-    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: bool) -> None:
+    def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         phase = self.phase
-        self.passes[phase] += 1
         look = self._due(self.model.training, compiled)
-        aside = compiled or _takes_fast_path(self.model)
-        if look == "bracket" and not aside:
+        extra = compiled or _takes_fast_path(self.model)
+        if look == "bracket" and not extra:
             self._running = _Bracket(self)
             self._running.begin()
         if look == "statistics":
             self._running = running = _Pass(self, phase)
             self.visitor.before(args, kwargs)
-            if aside:
-                self._aside(running, args, kwargs)
+            if extra:
+                self._extra_pass(running, args, kwargs)
             else:
                 running.begin((args, kwargs) if self._forwards.model is self.model else None)
 
-    def _aside(self, look: _Pass, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None = None) -> None:
+    def _extra_pass(self, look: _Pass, args: Args, kwargs: Kwargs, seed: int | None = None) -> None:
         """The pass that the model is about to make, made eagerly; with a seed, from that."""
         eager = torch.compiler.set_stance("force_eager")
         with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
@@ -201,7 +197,7 @@ class Tap(Handle):
             raise look.error
         else:
             self._stats[look.phase].update(look.sites)
-            self.visitor.after(output)
+            self.visitor.after(look.phase, output, self.has(look.phase))
 
     def fault(self, error: Exception) -> None:
         """Switch off and say so, once."""
@@ -214,10 +210,8 @@ class Tap(Handle):
 
 
 class _Pass:
-    """One forward pass under observation: own modules report themselves, an interceptor sees the others.
-
-    With `kept` the first call of each site is put there, and nothing is measured.
-    """
+    """One forward pass under observation: own modules report themselves, an interceptor sees the others. With `kept`
+    the first call of each site is put there, and nothing is measured."""
 
     def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None) -> None:
         self.tap, self.kept = tap, kept
@@ -227,9 +221,9 @@ class _Pass:
         self.own_calls = self.foreign_calls = 0
         self._undo = ExitStack()
 
-    def begin(self, call: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
-        """Start looking; `call` are the arguments of the model's own call, if that has begun already."""
-        visit = self.tap.visitor.looking() if self.kept is None else None
+    def begin(self, call: tuple[Args, Kwargs] | None) -> None:
+        """Start observing; `call` are the arguments of the model's own call, if that has begun already."""
+        visit = self.tap.visitor.looking(self.phase) if self.kept is None else None
         if visit is not None:
             self._undo.callback(visit.remove)
         for name, module in self.tap.model.named_modules():
@@ -242,16 +236,16 @@ class _Pass:
                 self.tap.model,
                 self._foreign,
                 on_fault=self.tap.fault,
-                dispatch=self.tap.dispatch,
-                described=self.tap.described,
+                dispatch=any(site.below for site in self.tap.sites),
+                described=[site for site in self.tap.sites if site.description is not None],
             )
             if call is not None:
                 interceptor.stack.begun(call[0], dict(call[1]))
             interceptor.__enter__()
-            self._undo.callback(_leave, interceptor)
+            self._undo.callback(leave, interceptor)
 
     def end(self) -> None:
-        """Stop looking, once. Where all attention was of own modules, no interceptor is needed from now on."""
+        """Stop observing, once. Where all attention was of own modules, no interceptor is needed from now on."""
         self._undo.close()
         self.tap.foreign = self.foreign_calls > 0 or self.own_calls == 0
 
@@ -307,7 +301,7 @@ class Connection:
 
     @property
     def reads(self) -> bool:
-        """Whether it makes do with what a kernel finds of rows."""
+        """True if it makes do with what a kernel finds of rows."""
         return self.tap.measure_rows is not None
 
     def read(self, call: AttentionCall, rows: KernelRows) -> None:
@@ -317,25 +311,12 @@ class Connection:
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return idle
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return get_idle, ()
 
 
-def _leave(mode: TorchFunctionMode) -> None:
-    """End a mode that need not be the innermost: after an interrupt others may have been entered."""
-    above = []
-    while _get_current_function_mode() not in (mode, None):
-        above.append(_pop_mode())
-    try:
-        if _get_current_function_mode() is mode:
-            mode.__exit__(None, None, None)
-    finally:
-        for other in reversed(above):
-            _push_mode(other)
-
-
 def _takes_fast_path(model: nn.Module) -> bool:
-    """Whether torch may run parts of it by the one operator that stands in for a layer in evaluation."""
+    """True if torch may run parts of it by the one operator that computes a whole layer in evaluation."""
     return torch.backends.mha.get_fastpath_enabled() and any(
         isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not m.training for m in model.modules()
     )
@@ -348,12 +329,12 @@ class _Bracket:
         self.mode = BracketMode(tap.fault)
 
     def begin(self) -> None:
-        """Start looking."""
+        """Start observing."""
         self.mode.__enter__()
 
     def end(self) -> None:
-        """Stop looking."""
-        _leave(self.mode)
+        """Stop observing."""
+        leave(self.mode)
 
 
 class _Sites:
@@ -370,13 +351,13 @@ class _Sites:
             self.heads[part_of].append(name)
 
     def update(self, other: _Sites) -> None:
-        """What another pass saw."""
+        """Adds the statistics of another pass."""
         parts = {name: whole for whole, names in other.heads.items() for name in names}
         for name, stats in other.stats.items():
             self.add(name, stats, parts.get(name))
 
     def joined(self) -> dict[str, LogitStats]:
-        """Per site; heads that were computed one by one put together."""
+        """Per site; heads that were computed one by one as one site."""
         for name, parts in self.heads.items():
             whole = cat_heads([self.stats.pop(part) for part in parts])
             self.stats[name if name not in self.stats else parts[0]] = whole

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import unicodedata
+from collections.abc import Mapping
 from typing import Self
 
 import torch
@@ -13,25 +15,20 @@ from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.registry import lookup
 from qkeel.spec.cap import Cap, NoCap
-from qkeel.spec.extrapolation import position_for, scale_for
 from qkeel.spec.norm import NoNorm, Norm
 from qkeel.spec.normalizer import Normalizer, Softmax
-from qkeel.spec.position import NoPosition, Position
+from qkeel.spec.position.rotary import NoPosition, Position
+from qkeel.spec.post_hoc import position_for, scale_for
 from qkeel.spec.scale import InverseSqrt, Scale
-from qkeel.spec.slot import Geometry, Params
+from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries, Values
+from qkeel.spec.slot import Geometry, Parameter, Params, Shape, Slot
 
-SLOTS: dict[str, type] = {
-    "norm": Norm,
-    "position": Position,
-    "scale": Scale,
-    "cap": Cap,
-    "normalizer": Normalizer,
-}
+SLOTS: dict[str, type] = {"norm": Norm, "position": Position, "scale": Scale, "cap": Cap, "normalizer": Normalizer}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """out = normalizer(cap(scale · position(norm(q), norm(k)))) · v.
+    """The attention out = normalizer(cap(scale · position(norm(q), norm(k)))) · v.
 
     Five closed slots, each holding an object. Immutable and comparable; `dataclasses.replace` gives variants.
 
@@ -46,8 +43,8 @@ class AttentionSpec:
     normalizer: Normalizer = dataclasses.field(default_factory=Softmax)
 
     def __post_init__(self) -> None:
-        for name, kind in SLOTS.items():
-            value = getattr(self, name)
+        slots = (self.norm, self.position, self.scale, self.cap, self.normalizer)
+        for (name, kind), value in zip(SLOTS.items(), slots):
             if not isinstance(value, kind):
                 raise InvalidTypeError(
                     f"slot {name!r} takes a {kind.__name__} object, got {value!r}; see qkeel.spec for the choices"
@@ -85,19 +82,29 @@ class AttentionSpec:
         return dataclasses.replace(self, position=position, scale=scale_for(self.scale, method, train_length))
 
     def init_params(self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64) -> Params:
-        """The learnable tensors this spec needs, by name; empty for most specs."""
+        """The learnable tensors this spec needs, by name, at their initial values; empty for most specs."""
+        needed = self.parameters(n_heads, n_kv_heads, head_dim)
+        return {name: parameter.tensor() for name, parameter in needed.items()}
+
+    def parameter_shapes(self, n_heads: int, n_kv_heads: int | None = None, head_dim: int = 64) -> dict[str, Shape]:
+        """The shapes of the learnable tensors this spec needs, by name; no tensor is made.
+
+        >>> from qkeel.spec import RMSNorm
+        >>> AttentionSpec(norm=RMSNorm(gain="head_dim")).parameter_shapes(8, 2, 16)
+        {'q_norm': (8, 16), 'k_norm': (2, 16)}
+        """
+        shapes = _shapes if torch.compiler.is_compiling() else _shapes_once
+        return {**shapes(self, n_heads, n_kv_heads, head_dim)}
+
+    def parameters(self, n_heads: int, n_kv_heads: int | None, head_dim: int) -> dict[str, Parameter]:
+        """Shapes and initial values of the learnable tensors this spec needs, by name."""
         geometry = Geometry(n_heads=n_heads, n_kv_heads=n_kv_heads or n_heads, head_dim=head_dim)
-        params: Params = {}
-        for name in SLOTS:
-            params.update(getattr(self, name).init_params(geometry))
-        return params
+        slots: tuple[Slot, ...] = (self.norm, self.position, self.scale, self.cap, self.normalizer)
+        return {name: parameter for slot in slots for name, parameter in slot.parameters(geometry).items()}
 
     def core(self, params: Params) -> tuple[Self, Params]:
-        """This spec for q, k and v that are encoded already, and the parameters it still needs.
-
-        A cache holds encoded keys, so norm and rotation run once per token. Positions that do not fold into q
-        and k cannot be split off.
-        """
+        """This spec for q, k and v that are encoded already, and the parameters it still needs. A cache holds encoded
+        keys, so norm and rotation run once per token. Positions that do not fold into q and k cannot be split off."""
         if not self.position.keeps:
             raise RefusedError(
                 f"{self.position.formula()} needs raw keys; keep those in the cache and attend with the full spec"
@@ -105,8 +112,8 @@ class AttentionSpec:
         spec = dataclasses.replace(self, norm=NoNorm(), position=self.position.encoded())
         return spec, {name: p for name, p in params.items() if "_norm" not in name}
 
-    def encode(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """q [b h t d] and k [b g s d] as they enter the dot product: normed and rotated, float32 or wider."""
+    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> tuple[Queries, Keys]:
+        """Returns q [b h t d] and k [b g s d] as they enter the dot product: normed and rotated, float32 or wider."""
         kind = wide(q.dtype)
         q, k = q.to(kind), k.to(kind)
         if self.position.order == "rotate_then_norm":
@@ -115,25 +122,25 @@ class AttentionSpec:
         q, k = self.norm.apply("q", q, params), self.norm.apply("k", k, params)
         return self.position.encode(q, k, pos_q, pos_k)
 
-    def values(self, v: Tensor, params: Params) -> Tensor:
-        """v as it is averaged: normed where the norm is on v too."""
+    def values(self, v: Values, params: Params) -> Values:
+        """The v that is averaged: normed where the norm is on v too."""
         return self.norm.apply("v", v, params)
 
-    def factor(self, pos_q: Tensor, head_dim: int, params: Params, dtype: torch.dtype) -> float | Tensor:
-        """The scale: a float, or a tensor that broadcasts to [b h t 1]."""
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params, dtype: torch.dtype) -> float | Tensor:
+        """The scale: a float, or a tensor that broadcasts to [b h t 1], in dtype or float32 if that is wider."""
         reach = self.position.reach
         # A scale reads from the position how many keys a query sees.
         at = pos_q if reach is None else pos_q.clamp_max(reach - 1)
         value = self.scale.factor(at, head_dim, params)
-        return value.to(dtype) if isinstance(value, Tensor) else value
+        return value.to(wide(dtype)) if isinstance(value, Tensor) else value
 
-    def scores(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params) -> Tensor:
+    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
         """Logits [b h t s] of *encoded* q and k: scaled, before the cap. On full or block shapes."""
         scale = self.factor(pos_q, q.shape[-1], params, q.dtype)
         # The scale goes on q (t·d numbers), not on the scores (t·s numbers).
         return self.position.scores(q * scale, k, pos_q, pos_k, params)
 
-    def logits(self, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params) -> Tensor:
+    def logits(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
         """*The* definition of an attention logit: [b h t s] of raw q and k, scaled, before the cap."""
         return self.scores(*self.encode(q, k, pos_q, pos_k, params), pos_q, pos_k, params)
 
@@ -143,8 +150,16 @@ class AttentionSpec:
         lines = ["attention of this spec, per head (logits in nats):"]
         lines.append(f"  {self.norm.formula()}; {position}")
         lines.append(f"  z = {self.scale.formula()} · q̃·k̃")
-        if not isinstance(self.cap, NoCap):
+        if self.cap.kind != "none":
             lines.append(f"  z ← {self.cap.formula()}")
         lines.append(f"  weights = {self.normalizer.formula()} over visible keys")
         text = unicodedata.normalize("NFC", "\n".join(lines))
         return text + f"\n  out = weights · {'ṽ' if 'ṽ' in text else 'v'}"
+
+
+def _shapes(spec: AttentionSpec, n_heads: int, n_kv_heads: int | None, head_dim: int) -> Mapping[str, Shape]:
+    needed = spec.parameters(n_heads, n_kv_heads, head_dim)
+    return {name: parameter.shape for name, parameter in needed.items()}
+
+
+_shapes_once = functools.lru_cache(maxsize=256)(_shapes)  # asked at every call

@@ -1,4 +1,4 @@
-"""AttentionCall: q, k, v, the spec and who sees whom, on their way into attention."""
+"""AttentionCall: q, k, v, the spec and which keys are visible, on their way into attention."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import dataclasses
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
-from qkeel.functional.classes import TokenClasses
 from qkeel.functional.norms import unrounded
+from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries, QueryMask, Values, Visible
 from qkeel.spec.slot import Params
 
 _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -24,33 +26,38 @@ class AttentionCall:
     `plain` says that positions are the default ones (0 .. s-1, queries aligned to the end of the keys), so a
     kernel may use a causal flag instead of comparing positions. `query_mask` [b t] is read by statistics only:
     False leaves a query row, a padded one say, out of them; attention computes it all the same. `classes` splits them.
-    `owned` says that nobody else reads q and k, so a kernel may overwrite them.
     """
 
     spec: AttentionSpec
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Queries
+    k: Keys
+    v: Values
     params: Params
     causal: bool
     mask: Tensor | None
-    pos_q: Tensor
-    pos_k: Tensor
+    pos_q: PosQ
+    pos_k: PosK
     plain: bool
     dropout: float = 0.0
-    query_mask: Tensor | None = None
+    query_mask: QueryMask | None = None
     classes: TokenClasses | None = None
-    owned: bool = False
 
     @property
     def query_shape(self) -> tuple[int, int]:
-        """b, t."""
+        """Batch size b and number of queries t."""
         return self.q.shape[0], self.q.shape[2]
 
     @property
     def query_device(self) -> torch.device:
-        """Where the queries are."""
+        """The device of the queries."""
         return self.q.device
+
+    @property
+    def whole(self) -> bool:
+        """True if one fused call without a mask does: everything visible, or square and causal at default positions."""
+        if self.mask is not None or self.window is not None:
+            return False
+        return not self.causal or (self.plain and self.q.shape[2] == self.k.shape[2])
 
     @property
     def window(self) -> int | None:
@@ -60,11 +67,11 @@ class AttentionCall:
             return None
         return reach
 
-    def encoded(self) -> tuple[Tensor, Tensor]:
-        """q and k as they enter the dot product, float32 or wider."""
+    def encoded(self) -> tuple[Queries, Keys]:
+        """Returns q and k as they enter the dot product, float32 or wider."""
         return self.spec.encode(self.q, self.k, self.pos_q, self.pos_k, self.params)
 
-    def scores(self, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+    def scores(self, q: Queries, k: Keys, rows: slice, keys: slice) -> Logits:
         """Logits before cap of a block of encoded q and k (already sliced), additive mask included."""
         with unrounded(q):
             z = self.spec.scores(q, k, self.pos_q[:, rows], self.pos_k[:, keys], self.params)
@@ -78,7 +85,7 @@ class AttentionCall:
             return None
         return block.masked_fill(_hides(block), 0.0)
 
-    def visible(self, rows: slice, keys: slice) -> Tensor | None:
+    def visible(self, rows: slice, keys: slice) -> Visible | None:
         """True where a query may see a key; broadcasts to [b h rows keys]; None where all is visible."""
         seen = None
         if self.causal:
@@ -94,7 +101,7 @@ class AttentionCall:
         return seen
 
     def span(self, rows: slice) -> slice:
-        """The keys that the rows can see at most, known without looking at data; perhaps none."""
+        """The keys that the rows can see at most, known without reading data; perhaps none."""
         s, t, reach = self.k.shape[2], self.q.shape[2], self.spec.position.reach
         if not self.plain:
             return slice(0, s)
@@ -112,6 +119,22 @@ class AttentionCall:
         return self.mask[..., r, c]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Visibility:
+    """The keys that each query sees: `causal`, a `mask`, and the positions of both; see `qkeel.attention`."""
+
+    causal: bool = True
+    mask: Tensor | None = None
+    pos_q: Tensor | None = None
+    pos_k: Tensor | None = None
+
+    def call(
+        self, spec: AttentionSpec, q: Queries, k: Keys, v: Values, params: Params | None = None, dropout: float = 0.0
+    ) -> AttentionCall:
+        """The checked call of raw q [b h t d], k [b g s d], v [b g s d'] under `spec`."""
+        return _checked(self, spec, (q, k, v), params, dropout)
+
+
 class _Queries(Protocol):
     """A frozen dataclass of queries [b t] that statistics may leave out."""
 
@@ -127,7 +150,7 @@ class _Queries(Protocol):
 _Call = TypeVar("_Call", bound=_Queries)
 
 
-def with_query_mask(call: _Call, mask: Tensor) -> _Call:
+def with_query_mask(call: _Call, mask: Bool[Tensor, "b t"]) -> _Call:
     """The call with statistics over the query rows where mask [b t] is True; output and gradients are not touched.
 
     A mask of any other shape than the call's own [b t] says nothing about its rows (the batch is folded into windows,
@@ -156,9 +179,9 @@ def _hides(block: Tensor) -> Tensor:
 
 def make_call(
     spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
     params: Params | None = None,
     causal: bool = True,
@@ -166,9 +189,17 @@ def make_call(
     pos_q: Tensor | None = None,
     pos_k: Tensor | None = None,
     dropout: float = 0.0,
-    owned: bool = False,
+) -> AttentionCall:
+    """The checked call of raw q, k, v under `spec`; for the arguments see `qkeel.attention`."""
+    seen = Visibility(causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
+    return seen.call(spec, q, k, v, params, dropout)
+
+
+def _checked(
+    seen: Visibility, spec: AttentionSpec, tensors: tuple[Tensor, Tensor, Tensor], params: Params | None, dropout: float
 ) -> AttentionCall:
     """Check everything once, at the border, and resolve positions and parameters."""
+    (q, k, v), pos_q, pos_k = tensors, seen.pos_q, seen.pos_k
     if not isinstance(spec, AttentionSpec):
         raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) makes one), got {spec!r}")
     _check_tensors(q, k, v)
@@ -185,13 +216,12 @@ def make_call(
         k=k,
         v=v,
         params=_params(spec, q, k, params),
-        causal=causal,
-        mask=_mask(mask, q, s),
+        causal=seen.causal,
+        mask=_mask(seen.mask, q, s),
         pos_q=queries,
         pos_k=keys,
         plain=plain,
         dropout=dropout,
-        owned=owned,
     )
 
 
@@ -283,14 +313,14 @@ def _mask(mask: Tensor | None, q: Tensor, s: int) -> Tensor | None:
 
 def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) -> Params:
     given = dict(params or {})
-    needed = spec.init_params(q.shape[1], k.shape[1], q.shape[3])
+    needed = spec.parameter_shapes(q.shape[1], k.shape[1], q.shape[3])
     for name in given:
         if name not in needed:
             raise unknown("parameter of this spec", name, needed)
-    for name, like in needed.items():
+    for name, shape in needed.items():
         if name not in given:
             raise InvalidValueError(
-                f"this spec needs the parameter {name!r} of shape {tuple(like.shape)}; "
+                f"this spec needs the parameter {name!r} of shape {shape}; "
                 "make a full set with spec.init_params(n_heads, n_kv_heads, head_dim)"
             )
         _check_tensor(f"parameter {name!r}", given[name])
@@ -300,8 +330,6 @@ def _params(spec: AttentionSpec, q: Tensor, k: Tensor, params: Params | None) ->
                 f"expected parameter {name!r} of floating-point numbers of 16 bits or more, got {given[name].dtype}; "
                 "convert it first"
             )
-        if given[name].shape != like.shape:
-            raise ShapeError(
-                f"expected parameter {name!r} of shape {tuple(like.shape)}, got {tuple(given[name].shape)}"
-            )
+        if given[name].shape != shape:
+            raise ShapeError(f"expected parameter {name!r} of shape {shape}, got {tuple(given[name].shape)}")
     return given

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
+from typing import Literal
 
+from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.softcap import softcap
 from qkeel.spec.slot import Slot
 
+CapKind = Literal["none", "softcap", "other"]
+
 
 class Cap(Slot):
     """A monotone map of logits."""
 
     __slots__ = ()
+    kind: CapKind = "other"
+    limit: float | None = None  # c where the map is c·tanh(z/c); None where it is the identity, as at c = infinity
 
     @abc.abstractmethod
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """The capped logits."""
 
 
@@ -26,7 +33,9 @@ class Cap(Slot):
 class NoCap(Cap):
     """Logits as they are."""
 
-    def apply(self, logits: Tensor) -> Tensor:
+    kind = "none"
+
+    def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return logits
 
     def formula(self) -> str:
@@ -35,15 +44,21 @@ class NoCap(Cap):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Softcap(Cap):
-    """cap · tanh(z / cap)."""
+    """The soft cap: cap · tanh(z / cap)."""
 
     cap: float
+    kind = "softcap"
+
+    @property
+    def limit(self) -> float | None:  # type: ignore[override]
+        """See Cap."""
+        return self.cap if math.isfinite(self.cap) else None
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
             raise InvalidValueError(f"expected a cap above 0, got {self.cap}")
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return softcap(logits, self.cap)
 
     def formula(self) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
 from qkeel.registry import parse
 from qkeel.spec.attention import AttentionSpec
-from qkeel.spec.bias import ALiBi, Kerple
-from qkeel.spec.extrapolation import METHODS
-from qkeel.spec.position import NoPosition, Position, Rope
-from qkeel.spec.rerope import LeakyReRope
+from qkeel.spec.position.bias import ALiBi, Kerple
+from qkeel.spec.position.rerope import LeakyReRope
+from qkeel.spec.position.rotary import NoPosition, Position, Rope
+from qkeel.spec.position.window import SlidingWindow
+from qkeel.spec.position.xpos import XPos
+from qkeel.spec.post_hoc import METHODS
 from qkeel.spec.scale import LogN
-from qkeel.spec.window import SlidingWindow
-from qkeel.spec.xpos import XPos
 
 Specs = tuple[AttentionSpec, ...]
 
@@ -131,7 +131,11 @@ POSITIONS: dict[str, Placement] = {
 
 
 def positions() -> dict[str, str]:
-    """Names of all positions and placements, each with one line and its source."""
+    """Names of all positions and placements, each with one line and its source.
+
+    >>> "alibi" in positions()
+    True
+    """
     methods = {name: line for name, line in METHODS.items() if name not in ("none", "log_n", "rope", "window")}
     return {**{name: f"{row.line} [{row.source}]" for name, row in POSITIONS.items()}, **methods}
 

@@ -6,37 +6,69 @@ import abc
 import dataclasses
 from typing import Literal
 
-import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, RefusedError, unknown
-from qkeel.functional.norms import inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm
-from qkeel.functional.scaling import apply_gain
-from qkeel.spec.slot import Geometry, Params, Slot
+from qkeel.functional.norms import apply_gain, inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm
+from qkeel.spec.shapes import Heads
+from qkeel.spec.slot import Geometry, Parameter, Params, Shape, Slot
 
 On = Literal["q", "k", "qk", "qkv"]
 Over = Literal["head", "layer"]
 Gain = Literal["none", "dim", "one_plus_dim", "head_dim", "scalar", "head"]
 Part = Literal["q", "k", "v"]
+# What a norm divides by; "other" is one that no kernel knows, so torch computes it.
+NormKind = Literal["none", "rms", "l2", "layer", "other"]
 
 _GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
 
 
 class Norm(Slot):
-    """Normalises q, k or v of shape [b h t d]."""
+    """Normalises q, k or v of shape [b h t d]. Its questions say what a kernel or an audit has to know of it."""
 
     __slots__ = ()
+    kind: NormKind = "other"
+    over: Over = "head"
+    gain: Gain = "none"
+    eps: float = 0.0
+    bias: bool = False
+
+    @property
+    def sides(self) -> str:
+        """The parts of q, k and v that it normalises, such as "qk"; all of them for a norm that does not say."""
+        return "qkv"
+
+    @property
+    def commutes_with_rotation(self) -> bool:
+        """True if it gives the same before and behind a rotation of q and k: not with a mean, a bias or d gains."""
+        known = self.kind in ("none", "rms", "l2")
+        return known and not self.bias and self.gain in ("none", "scalar", "head")
+
+    def weight(self, part: Part, params: Params) -> Tensor | None:
+        """The gain that a part is multiplied by after the normalisation, None for nothing."""
+        return None
+
+    def inverse(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
+        """The factor on x, [... 1], float32 or wider, where the norm is a product (kinds "rms" and "l2")."""
+        raise RefusedError(f"{type(self).__name__} does not say what it multiplies a vector by")
 
     @abc.abstractmethod
-    def apply(self, part: Part, x: Tensor, params: Params) -> Tensor:
-        """x normalised, or x itself where this norm leaves that part alone."""
+    def apply(self, part: Part, x: Heads, params: Params) -> Heads:
+        """Returns x normalised, or x itself where this norm leaves that part alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoNorm(Norm):
-    """q and k as they come."""
+    """No normalisation: q and k as they come."""
 
-    def apply(self, part: Part, x: Tensor, params: Params) -> Tensor:
+    kind = "none"
+
+    @property
+    def sides(self) -> str:
+        return ""
+
+    def apply(self, part: Part, x: Heads, params: Params) -> Heads:
         return x
 
     def formula(self) -> str:
@@ -63,6 +95,10 @@ class GainNorm(Norm):
 
     symbol = "norm"
 
+    @property
+    def sides(self) -> str:
+        return self.on
+
     def __post_init__(self) -> None:
         if self.over == "nope":
             raise RefusedError(
@@ -83,10 +119,10 @@ class GainNorm(Norm):
             raise InvalidValueError(f"a bias goes with gain 'dim' or 'head_dim', got gain {self.gain!r}")
 
     @abc.abstractmethod
-    def normalise(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         """The bare normalisation over the last axis."""
 
-    def apply(self, part: Part, x: Tensor, params: Params) -> Tensor:
+    def apply(self, part: Part, x: Heads, params: Params) -> Heads:
         if part not in self.on:
             return x
         if self.over == "layer":
@@ -104,7 +140,6 @@ class GainNorm(Norm):
         return y
 
     def weight(self, part: Part, params: Params) -> Tensor | None:
-        """What a part is multiplied by after the normalisation, None for nothing."""
         gain = self._gain(part)
         if part not in self.on or gain == "none":
             return None
@@ -117,31 +152,34 @@ class GainNorm(Norm):
     def _gain(self, part: Part) -> Gain:
         return self.value_gain if part == "v" and self.value_gain is not None else self.gain
 
-    def init_params(self, geometry: Geometry) -> Params:
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
         if self.shared and geometry.n_heads != geometry.n_kv_heads:
             raise InvalidValueError(
                 f"a gain shared by q and k needs n_heads = n_kv_heads, got {geometry.n_heads} and "
                 f"{geometry.n_kv_heads}; use shared=False with grouped keys"
             )
-        params: Params = {}
-        for part in self.on:
+        needed: dict[str, Parameter] = {}
+        for part in self._parts():
             if self.shared and part == "k":
                 continue
             heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
-            shapes: dict[str, tuple[int, ...]] = {
+            shapes: dict[Gain, Shape] = {
                 "dim": (geometry.head_dim,),
                 "one_plus_dim": (geometry.head_dim,),
                 "head_dim": (heads, geometry.head_dim),
                 "scalar": (),
                 "head": (heads, 1),
             }
-            gain = self._gain(part)  # type: ignore[arg-type]
+            gain = self._gain(part)
             if gain != "none":
-                start = torch.zeros if gain == "one_plus_dim" else torch.ones
-                params[f"{part}_norm"] = start(shapes[gain])
+                needed[f"{part}_norm"] = Parameter(shapes[gain], 0.0 if gain == "one_plus_dim" else 1.0)
             if self.bias:
-                params[f"{part}_norm_bias"] = torch.zeros(shapes[gain])
-        return params
+                needed[f"{part}_norm_bias"] = Parameter(shapes[gain], 0.0)
+        return needed
+
+    def _parts(self) -> tuple[Part, ...]:
+        parts: tuple[Part, ...] = ("q", "k", "v")
+        return tuple(part for part in parts if part in self.on)
 
     def formula(self) -> str:
         gains = {
@@ -165,30 +203,30 @@ class GainNorm(Norm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class L2Norm(GainNorm):
-    """x / max(‖x‖₂, eps), norm 1."""
+    """The L2 norm, x / max(‖x‖₂, eps), norm 1."""
 
     eps: float = 1e-12
+    kind = "l2"
     symbol = "L2"
 
-    def normalise(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         return l2_norm(x, self.eps)
 
-    def inverse(self, x: Tensor) -> Tensor:
-        """What `normalise` multiplies x by, [... 1], float32 or wider."""
+    def inverse(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
         return inverse_l2(x, self.eps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RMSNorm(GainNorm):
-    """x / sqrt(mean(x²) + eps), norm √d."""
+    """The RMS norm, x / sqrt(mean(x²) + eps), norm √d."""
 
+    kind = "rms"
     symbol = "RMS"
 
-    def normalise(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         return rms_norm(x, self.eps)
 
-    def inverse(self, x: Tensor) -> Tensor:
-        """What `normalise` multiplies x by, [... 1], float32 or wider."""
+    def inverse(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
         return inverse_rms(x, self.eps)
 
 
@@ -197,7 +235,8 @@ class LayerNorm(GainNorm):
     """(x - mean) / sqrt(var + eps)."""
 
     eps: float = 1e-5
+    kind = "layer"
     symbol = "LN"
 
-    def normalise(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         return layer_norm(x, self.eps)

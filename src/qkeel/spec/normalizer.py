@@ -5,33 +5,38 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional import normalizers as F
-from qkeel.spec.slot import Geometry, Params, Slot
+from qkeel.spec.shapes import Logits, Visible
+from qkeel.spec.slot import Geometry, Parameter, Params, Slot
+
+NormalizerKind = Literal["softmax", "sink", "sigmoid", "squared_relu", "softpick", "other"]
 
 
 class Normalizer(Slot):
     """Turns logits [b h t s] into weights; `visible` broadcasts to them, None means all."""
 
     __slots__ = ()
+    kind: NormalizerKind = "other"
     softmax_over_keys: bool = False  # are the weights, made to sum to one, those of a plain softmax?
 
     @abc.abstractmethod
-    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
         """Weights, 0 where not visible."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Softmax(Normalizer):
-    """exp(z) / Σ exp(z)."""
+    """Softmax weights exp(z) / Σ exp(z)."""
 
+    kind = "softmax"
     softmax_over_keys = True
 
-    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
         return F.softmax(logits, visible)
 
     def formula(self) -> str:
@@ -40,20 +45,21 @@ class Softmax(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sink(Normalizer):
-    """exp(z) / (exp(s) + Σ exp(z)): s learned per head (gpt-oss), or the constant 0 ("off by one")."""
+    """Weights exp(z) / (exp(s) + Σ exp(z)): s learned per head (gpt-oss), or the constant 0 ("off by one")."""
 
     learned: bool = True
     init: float = 0.0
+    kind = "sink"
     softmax_over_keys = True
 
     def __post_init__(self) -> None:
         if not self.init < math.inf:
             raise InvalidValueError(f"expected a sink that is a number below infinity, got {self.init}")
 
-    def init_params(self, geometry: Geometry) -> Params:
-        return {"sink": torch.full((geometry.n_heads, 1, 1), self.init)} if self.learned else {}
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+        return {"sink": Parameter((geometry.n_heads, 1, 1), self.init)} if self.learned else {}
 
-    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
         sink = params["sink"] if self.learned else torch.tensor(self.init, device=logits.device)
         return F.sink_softmax(logits, sink, visible)
 
@@ -67,15 +73,16 @@ class Sigmoid(Normalizer):
 
     bias: float
     learned: bool = False
+    kind = "sigmoid"
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.bias):
             raise InvalidValueError(f"expected a finite bias, got {self.bias}")
 
-    def init_params(self, geometry: Geometry) -> Params:
-        return {"logit_bias": torch.full((geometry.n_heads, 1, 1), self.bias)} if self.learned else {}
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+        return {"logit_bias": Parameter((geometry.n_heads, 1, 1), self.bias)} if self.learned else {}
 
-    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
         bias = params["logit_bias"].to(logits.dtype) if self.learned else self.bias
         return F.sigmoid(logits, bias, visible)
 
@@ -85,9 +92,11 @@ class Sigmoid(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SquaredReLU(Normalizer):
-    """relu(z)² / n."""
+    """Weights relu(z)² / n."""
 
-    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+    kind = "squared_relu"
+
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
         return F.squared_relu(logits, visible)
 
     def formula(self) -> str:
@@ -96,15 +105,16 @@ class SquaredReLU(Normalizer):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Softpick(Normalizer):
-    """relu(e^z - 1) / Σ|e^z - 1|."""
+    """Weights relu(e^z - 1) / Σ|e^z - 1|."""
 
     eps: float = 1e-8
+    kind = "softpick"
 
     def __post_init__(self) -> None:
         if not self.eps > 0:
             raise InvalidValueError(f"expected eps above 0, got {self.eps}")
 
-    def weights(self, logits: Tensor, visible: Tensor | None, params: Params) -> Tensor:
+    def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
         return F.softpick(logits, visible, self.eps)
 
     def formula(self) -> str:

@@ -14,12 +14,12 @@ from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.cap import Softcap
 from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
-from qkeel.spec.position import NoPosition, Rope
+from qkeel.spec.position.rotary import NoPosition, Rope
 from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Sqrt
 
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
-FAR_OFF = 1.25  # a fixed λ and the best one this many times apart call for a word
+FAR_OFF = 1.25  # a fixed λ and the best one this many times apart are worth a caution
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +32,8 @@ class Preset:
 
 
 def _slots(on: On, gain: bool) -> dict[str, Any]:
-    """Norm and position: the norm behind the rotation, as in the source, but a gain per dimension before it.
-
-    Behind the rotation such a gain would make logits depend on more than the distance.
-    """
+    """Norm and position: the norm behind the rotation, as in the source, but a gain per dimension before it. Behind
+    the rotation such a gain would make logits depend on more than the distance."""
     order = "norm_then_rotate" if gain else "rotate_then_norm"
     return {"norm": L2Norm(on=on, gain="dim" if gain else "none"), "position": Rope(order=order)}
 
@@ -49,7 +47,7 @@ def _baseline_logn(train_length: int = 512, clip: bool = False) -> AttentionSpec
 
 
 def _one_normed(on: On) -> tuple[Callable[..., AttentionSpec], Callable[..., AttentionSpec]]:
-    """QNA or KNA, and its log-n twin."""
+    """QNA or KNA, and the same with log n."""
 
     def plain(train_length: int = 512, gain: bool = False) -> AttentionSpec:
         return AttentionSpec(**_slots(on, gain), scale=Fixed(1.0))
@@ -79,7 +77,7 @@ def _cosa_logn(
 
 
 def scale_advice(spec: AttentionSpec, head_dim: int) -> str | None:
-    """Why a fixed λ = 4 ln n of cosine attention does not suit heads of this size, where it is far from the optimum."""
+    """Advice where a fixed λ = 4 ln n of cosine attention is far from the optimum for heads of this size."""
     scale = spec.scale.inner if isinstance(spec.scale, LogN) else spec.scale
     if not isinstance(scale, Fixed) or spec.norm != L2Norm(on="qk") or not scale.value > 1:
         return None
@@ -134,9 +132,7 @@ def _gemma2(base: float = 10_000.0, query_scalar: int = 256, cap: float = 50.0) 
 
 def _gemma3(base: float = 1_000_000.0, query_scalar: int = 256, eps: float = 1e-6) -> AttentionSpec:
     return AttentionSpec(
-        norm=RMSNorm(gain="one_plus_dim", eps=eps),
-        position=Rope(base=base),
-        scale=InverseSqrt(dim=query_scalar),
+        norm=RMSNorm(gain="one_plus_dim", eps=eps), position=Rope(base=base), scale=InverseSqrt(dim=query_scalar)
     )
 
 
@@ -213,14 +209,10 @@ PRESETS: dict[str, Preset] = {
         line="LayerNorm with gain and bias per head", source="arXiv 2405.09818; " + _HF, build=_chameleon
     ),
     "olmo2": Preset(
-        line="RMS norm over all heads of a token",
-        source="arXiv 2501.00656; " + _HF,
-        build=_flat_rms(1e-6, 500_000.0),
+        line="RMS norm over all heads of a token", source="arXiv 2501.00656; " + _HF, build=_flat_rms(1e-6, 500_000.0)
     ),
     "olmoe": Preset(
-        line="RMS norm over all heads of a token",
-        source="arXiv 2409.02060; " + _HF,
-        build=_flat_rms(1e-5, 10_000.0),
+        line="RMS norm over all heads of a token", source="arXiv 2409.02060; " + _HF, build=_flat_rms(1e-5, 10_000.0)
     ),
     "minimax_m2": Preset(line="RMS norm over all heads, partial RoPE", source=_HF, build=_minimax_m2),
     "qwen3": Preset(line="RMS norm per head, gain shared by heads", source="arXiv 2505.09388; " + _HF, build=_qwen3),
@@ -239,9 +231,7 @@ PRESETS: dict[str, Preset] = {
     "phi": Preset(line="LayerNorm shared by heads, partial RoPE", source=_HF + " (qk_layernorm)", build=_phi),
     "llama4": Preset(line="gain-free RMS norm after RoPE", source=_HF + " (layers with RoPE)", build=_llama4),
     "llama4_nope": Preset(
-        line="no norm, no position, temperature by position",
-        source=_HF + " (layers without RoPE)",
-        build=_llama4_nope,
+        line="no norm, no position, temperature by position", source=_HF + " (layers without RoPE)", build=_llama4_nope
     ),
     "nanochat": Preset(
         line="gain-free RMS norm after RoPE, q and k × 1.2", source="karpathy/nanochat", build=_nanochat
@@ -256,7 +246,11 @@ PRESETS: dict[str, Preset] = {
 
 
 def presets() -> dict[str, str]:
-    """Names of all presets, each with one line and its source."""
+    """Names of all presets, each with one line and its source.
+
+    >>> presets()["qwen3"]
+    'RMS norm per head, gain shared by heads [arXiv 2505.09388; as shipped in transformers 5.23]'
+    """
     return {name: f"{row.line} [{row.source}]" for name, row in PRESETS.items()}
 
 

@@ -13,25 +13,44 @@ from torch import Tensor
 from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
 from qkeel.functional.norms import wide
 from qkeel.functional.scaling import floor_log_temperature, gradient_scale, log_n
-from qkeel.spec.slot import Geometry, Params, Slot
+from qkeel.spec.shapes import PosQ
+from qkeel.spec.slot import Geometry, Parameter, Params, Slot
+
+ScaleKind = Literal["inverse_sqrt", "sqrt", "fixed", "gradient_max", "learned", "log_n", "floor_log", "other"]
 
 
 class Scale(Slot):
     """A factor: a float, or a tensor that broadcasts to [b h t 1]. Never depends on the key."""
 
     __slots__ = ()
+    kind: ScaleKind = "other"
+
+    @property
+    def follows_position(self) -> bool:
+        """True if it is another one for queries further on, as a factor of log n is."""
+        return self.kind in ("log_n", "floor_log", "other")
 
     @abc.abstractmethod
-    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float | Tensor:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float | Tensor:
         """The factor for queries at pos_q [b|1 t]."""
+
+    @property
+    def base(self) -> Scale:
+        """The scale without factors of the position."""
+        return self
+
+    def with_base(self, base: Scale) -> Scale:
+        """The same factors of the position on another scale."""
+        return base
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InverseSqrt(Scale):
-    """multiplier / √dim; dim is head_dim unless given (Gemma's query_pre_attn_scalar)."""
+    """The factor multiplier / √dim; dim is head_dim unless given (Gemma's query_pre_attn_scalar)."""
 
     dim: int | None = None
     multiplier: float = 1.0
+    kind = "inverse_sqrt"
 
     def __post_init__(self) -> None:
         if self.dim is not None and not self.dim > 0:
@@ -39,7 +58,7 @@ class InverseSqrt(Scale):
         if not math.isfinite(self.multiplier):
             raise InvalidValueError(f"expected a finite multiplier, got {self.multiplier}")
 
-    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return self.multiplier / math.sqrt(self.dim or head_dim)
 
     def formula(self) -> str:
@@ -50,7 +69,9 @@ class InverseSqrt(Scale):
 class Sqrt(Scale):
     """√d: what unit-norm q and k need to equal RMS-normed ones under 1/√d."""
 
-    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
+    kind = "sqrt"
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return math.sqrt(head_dim)
 
     def formula(self) -> str:
@@ -62,12 +83,13 @@ class Fixed(Scale):
     """A constant."""
 
     value: float
+    kind = "fixed"
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
             raise InvalidValueError(f"expected a finite scale, got {self.value}")
 
-    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return float(self.value)
 
     def formula(self) -> str:
@@ -79,11 +101,12 @@ class GradientMax(Scale):
     """The scale of cosine attention for `keys` visible keys and heads of any size, see functional.scaling."""
 
     keys: float
+    kind = "gradient_max"
 
     def __post_init__(self) -> None:
         gradient_scale(self.keys, 128)  # checks the number
 
-    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> float:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return gradient_scale(self.keys, head_dim)
 
     def formula(self) -> str:
@@ -98,6 +121,7 @@ class Learned(Scale):
     per: Literal["layer", "head"] = "layer"
     log: bool = False
     maximum: float | None = None
+    kind = "learned"
 
     def __post_init__(self) -> None:
         if not self.init > 0:
@@ -109,11 +133,11 @@ class Learned(Scale):
         if self.maximum is not None and not self.maximum > 0:
             raise InvalidValueError(f"expected a maximum above 0, got {self.maximum}")
 
-    def init_params(self, geometry: Geometry) -> Params:
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
         value = math.log(self.init) if self.log else self.init
-        return {"logit_scale": torch.full((geometry.n_heads, 1, 1) if self.per == "head" else (), value)}
+        return {"logit_scale": Parameter((geometry.n_heads, 1, 1) if self.per == "head" else (), value)}
 
-    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> Tensor:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
         scale = params["logit_scale"]
         if not self.log:
             return scale
@@ -134,7 +158,7 @@ def _check_inner(inner: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogN(Scale):
-    """inner · ln(n) / ln(train_length), n = position + 1 or a smaller window; with `clip`, the ratio is never under 1.
+    """Scale inner · ln(n) / ln(train_length), n = position + 1 or a smaller window; with `clip`, never under `inner`.
 
     `learned` per layer or head: inner · s · ln(n), s the parameter `log_n_scale`, which starts at 1/ln(train_length).
 
@@ -146,6 +170,7 @@ class LogN(Scale):
     train_length: int
     clip: bool = False
     learned: Literal["none", "layer", "head"] = "none"
+    kind = "log_n"
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
@@ -158,14 +183,21 @@ class LogN(Scale):
                 "clip keeps the ratio at 1 or more, where a learned factor gets no gradient; use one"
             )
 
-    def init_params(self, geometry: Geometry) -> Params:
-        params = self.inner.init_params(geometry)
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+        needed = self.inner.parameters(geometry)
         if self.learned == "none":
-            return params
+            return needed
         shape = (geometry.n_heads, 1, 1) if self.learned == "head" else ()
-        return {**params, "log_n_scale": torch.full(shape, 1 / math.log(self.train_length))}
+        return {**needed, "log_n_scale": Parameter(shape, 1 / math.log(self.train_length))}
 
-    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> Tensor:
+    @property
+    def base(self) -> Scale:
+        return self.inner.base
+
+    def with_base(self, base: Scale) -> Scale:
+        return dataclasses.replace(self, inner=self.inner.with_base(base))
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
         inner = self.inner.factor(pos_q, head_dim, params)
         dtype = wide(inner.dtype) if isinstance(inner, Tensor) else torch.float64
         ratio = log_n(pos_q + 1, self.train_length, self.clip, dtype)[:, None, :, None]
@@ -183,11 +215,12 @@ class LogN(Scale):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FloorLogTemperature(Scale):
-    """inner · (1 + alpha·ln(1 + ⌊(position + 1)/floor⌋)), Llama 4's temperature on layers without RoPE."""
+    """Scale inner · (1 + alpha·ln(1 + ⌊(position + 1)/floor⌋)), Llama 4's temperature on layers without RoPE."""
 
     inner: Scale = dataclasses.field(default_factory=InverseSqrt)
     alpha: float = 0.1
     floor: int = 8192
+    kind = "floor_log"
 
     def __post_init__(self) -> None:
         _check_inner(self.inner)
@@ -196,10 +229,17 @@ class FloorLogTemperature(Scale):
         if not math.isfinite(self.alpha):
             raise InvalidValueError(f"expected a finite alpha, got {self.alpha}")
 
-    def init_params(self, geometry: Geometry) -> Params:
-        return self.inner.init_params(geometry)
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+        return self.inner.parameters(geometry)
 
-    def factor(self, pos_q: Tensor, head_dim: int, params: Params) -> Tensor:
+    @property
+    def base(self) -> Scale:
+        return self.inner.base
+
+    def with_base(self, base: Scale) -> Scale:
+        return dataclasses.replace(self, inner=self.inner.with_base(base))
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
         inner = self.inner.factor(pos_q, head_dim, params)
         dtype = wide(inner.dtype) if isinstance(inner, Tensor) else torch.float64
         return inner * floor_log_temperature(pos_q, self.alpha, self.floor, dtype)[:, None, :, None]

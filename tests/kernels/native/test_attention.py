@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conformance.cases import SPECS, Geometry, allowed_error, fits, masking, random_params, tensors, truth_of
+from tests.conformance.cases import SPECS, Geometry, fits, masking, random_params, tensors, truth_of
+from tests.conformance.tolerance import allowed_error
 from torch import Tensor
 
 import qkeel
 from qkeel import reference
 from qkeel.errors import RefusedError
-from qkeel.functional.stats import LogitBracket
+from qkeel.functional.statistics.logit_stats import LogitBracket
 from qkeel.kernels.chunked import Chunked
 from qkeel.kernels.native import attention as operator
 from qkeel.ops import KERNELS, choose, run
-from qkeel.sites.brackets import BracketMode
+from qkeel.sites.see.bracket import BracketMode
 from qkeel.spec import AttentionSpec, Fixed, Sigmoid, Softcap
 from qkeel.spec.call import AttentionCall, make_call, with_query_mask
 

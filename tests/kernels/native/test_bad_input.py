@@ -14,7 +14,7 @@ from torch import Tensor
 import qkeel
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, QkeelWarning, RefusedError
 from qkeel.functional.norms import l2_norm
-from qkeel.kernels.native import build, loader
+from qkeel.kernels.native import build, operator
 
 SPEC = qkeel.preset("qwen3")
 
@@ -63,7 +63,7 @@ def test_where_nothing_can_be_compiled_torch_computes(
     with monkeypatch.context() as off:
         off.setenv("QKEEL_NATIVE", "0")
         true = door()
-    monkeypatch.setattr(loader, "_loaded", functools.cache(loader._loaded.__wrapped__))
+    monkeypatch.setattr(operator, "_loaded", functools.cache(operator._loaded.__wrapped__))
     spoil(tmp_path, monkeypatch)
     with pytest.warns(QkeelWarning, match="without its compiled") as told:
         found = [door(), door()]
@@ -130,7 +130,7 @@ BAD: dict[str, tuple[Callable[[], Tensor], type[QkeelError], str]] = {
 
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_told_in_one_error(name: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_one_clear_error(name: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", native)
     do, error, told = BAD[name]
     with pytest.raises(error, match=told):

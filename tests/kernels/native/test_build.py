@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from qkeel.errors import QkeelWarning
-from qkeel.kernels.native import build, loader, norm_rope
+from qkeel.kernels.native import build
+from qkeel.kernels.native.operator import OperatorSource
 
 # Stands in for a compiler, which takes half a minute: tells its calls and hands out a given file, or the one that has
 # the name of what is compiled in a given folder.
@@ -50,9 +51,9 @@ def calls(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def failing(*_: object) -> bool:
-    """What the first use does when it fails."""
-    return loader._loaded.__wrapped__("norm_rope", norm_rope._register)
+def source() -> OperatorSource:
+    """Operators that were never asked for."""
+    return OperatorSource("norm_rope", {})
 
 
 @pytest.fixture
@@ -122,26 +123,26 @@ def test_another_processor_torch_source_or_header_has_another_file(
 def test_without_a_compiler_torch_computes_after_one_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/compiler")
     with pytest.warns(QkeelWarning, match=r"no C\+\+ compiler") as told:
-        assert not failing()
+        assert not source().ready()
     assert len(told) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_told_and_torch_computes(
+def test_a_cache_that_cannot_be_written_is_one_warning_and_torch_computes(
     tmp_path: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(tmp_path, anything, monkeypatch)
     monkeypatch.setenv("QKEEL_NATIVE_CACHE", str(anything / "below_a_file"))
     with pytest.warns(QkeelWarning, match="without its compiled norm_rope"):
-        assert not failing()
+        assert not source().ready()
 
 
-def test_a_compiler_that_fails_is_told_with_its_first_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warning_of_a_failed_compiler_has_its_first_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = cache.parent / "compiler"
     script.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such header' >&2\nexit 1\n")
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     with pytest.warns(QkeelWarning, match="no such header"):
-        assert not failing()
+        assert not source().ready()
     assert [p.name for p in cache.iterdir()] == ["norm_rope.lock"]
 
 
@@ -150,16 +151,19 @@ def test_a_sound_file_that_does_not_load_is_made_once_more_then_given_up(
 ) -> None:
     log = compiler(cache.parent, anything, monkeypatch)  # what a library of another architecture looks like
     with pytest.warns(QkeelWarning, match="without its compiled norm_rope"):
-        assert not failing()
+        assert not source().ready()
     assert calls(log) == 2
     body = build.compiled("norm_rope").read_bytes()
     assert hashlib.sha256(body[:-32]).digest() == body[-32:]
 
 
-def test_off_means_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_means_off(cache: Path, anything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "0")
-    monkeypatch.setattr(loader, "_loaded", lambda *_: pytest.fail("looked for the library"))
-    assert not norm_rope.ready()
+    log = compiler(cache.parent, anything, monkeypatch)
+    assert not source().ready()
+    assert source().functions() is None
+    assert not log.exists()
+    assert not cache.exists()
 
 
 USE = """

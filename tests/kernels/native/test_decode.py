@@ -17,13 +17,13 @@ from torch import Tensor
 import qkeel
 from qkeel import reference
 from qkeel.errors import RefusedError
-from qkeel.kernels.native import decode
+from qkeel.kernels import compiled_decode as decode
 from qkeel.ops import choose, run
 from qkeel.spec import AttentionSpec, RMSNorm, Rope
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.cap import Softcap
-from qkeel.spec.position import NoPosition
-from qkeel.spec.window import SlidingWindow
+from qkeel.spec.position.rotary import NoPosition
+from qkeel.spec.position.window import SlidingWindow
 
 KEYS = [1, 7, 64, 129, 512, 2048]
 # query heads, key heads, queries, size of q and k, size of v
@@ -115,7 +115,7 @@ def test_boolean_masks_of_every_shape_and_rows_that_see_nothing(taken: list[torc
 
 
 @torch.no_grad()
-def test_positions_of_their_own_say_who_sees_whom(taken: list[torch.Size]) -> None:
+def test_positions_of_their_own_decide_which_keys_are_visible(taken: list[torch.Size]) -> None:
     q, k, v = made(SHAPES[1], 9, torch.float32)
     for spec in (AttentionSpec(), AttentionSpec(position=SlidingWindow(window=3)), AttentionSpec(position=Rope())):
         pos_k = torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
@@ -211,7 +211,7 @@ def test_left_padding_with_a_cache(taken: list[torch.Size]) -> None:
 
 
 def test_a_key_that_needs_no_encoding_is_not_copied() -> None:
-    from qkeel.kernels.contract import encoded
+    from qkeel.kernels.encode import encoded
 
     q, k = torch.randn(1, 2, 1, 8).bfloat16(), torch.randn(1, 2, 5, 8).bfloat16()
     pos = torch.arange(5)[None]
@@ -247,7 +247,7 @@ def test_wrong_shapes_and_dtypes_raise_and_do_not_crash() -> None:
 def test_one_graph_of_the_compiler() -> None:
     code = """
 import torch, qkeel
-from qkeel.kernels.native import decode
+from qkeel.kernels import compiled_decode as decode
 torch.set_grad_enabled(False)
 assert decode.ready()
 q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)

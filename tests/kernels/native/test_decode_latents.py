@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from qkeel import reference
-from qkeel.kernels.native import decode
-from qkeel.nn import MLA, LatentSizes
-from qkeel.nn.absorbed import attend_latents
+from qkeel.kernels import compiled_decode as decode
+from qkeel.nn import MLA, LatentSizes, mla_absorbed
+from qkeel.nn.mla_absorbed import attend_latents
 from qkeel.spec import AttentionSpec, InverseSqrt, Learned, LogN, RMSNorm, Sigmoid, Softcap
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.cap import Cap, NoCap
-from qkeel.spec.window import SlidingWindow
+from qkeel.spec.position.window import SlidingWindow
 
 KEYS = [1, 7, 64, 129, 512, 2048]
 # batch, heads, queries, latent, rotated: panels of the microkernel whole and not, dot products at most eight
@@ -45,7 +45,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         seen.append(out is not None)
         return out
 
-    monkeypatch.setattr(decode, "latents", watched)
+    monkeypatch.setattr(mla_absorbed, "latents", watched)
     return seen
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import qkeel
-from qkeel.functional.stats import TENSORS, LogitStats
-from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
+from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
 from qkeel.kernels.native import logit_pass
-from qkeel.kernels.statistics import logit_maxima, logit_stats, sampled_stats
-from qkeel.sites.blockwise import band_call, flex_call
+from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.stats.per_head import logit_maxima, logit_stats, sampled_stats
+from qkeel.sites.calls.mask_functions import band_call, flex_call
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, Sink, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -180,7 +180,7 @@ def test_what_is_not_for_it_is_left_to_torch() -> None:
         return logit_stats(make_call(AttentionSpec(), x, x, x)).entropy
 
     with pytest.MonkeyPatch.context() as off:
-        off.setattr(logit_pass, "_given", lambda _: pytest.fail("asked within a transform"), raising=True)
+        off.setattr(logit_pass, "_arguments", lambda _: pytest.fail("asked within a transform"), raising=True)
         off.setattr(logit_pass, "ready", lambda: False)
     assert torch.func.functional_call(torch.nn.Identity(), {}, (q,)) is q
     assert mapped(q).shape == (2,)
@@ -262,7 +262,7 @@ def test_a_nan_in_a_row_of_largest_logsumexp_is_no_maximum() -> None:
 
 def test_threads_change_no_bit(assert_threads_change_no_bit: Callable[..., None]) -> None:
     call = call_of(SPECS["capped"], (2, 4, 2, 300, 300, 64), torch.float32, 0, mask=torch.rand(2, 1, 300, 300) < 0.8)
-    given = logit_pass._given(call)
+    given = logit_pass._arguments(call)
     assert given is not None
     lse = torch.randn(2, 4, 300)
 

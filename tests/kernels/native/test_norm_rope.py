@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import BaseTorchFunctionMode
 
 import qkeel
-from qkeel.kernels import native
-from qkeel.kernels.contract import encoded
+from qkeel.kernels import encode
+from qkeel.kernels.encode import encoded
 from qkeel.kernels.native import norm_rope
 from qkeel.spec import PI, AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, YaRN
 from qkeel.spec.norm import NoNorm, Norm
-from qkeel.spec.position import NoPosition, Position
+from qkeel.spec.position.rotary import NoPosition, Position
 from qkeel.spec.slot import Params
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -87,7 +88,7 @@ def check(case: Given, dtype: torch.dtype, told: str) -> None:
     layouts = torch.randint(len(LAYOUTS), (2,)).tolist()
     above = [list(LAYOUTS.values())[i](torch.randn(x.shape).to(x.dtype)) for i, x in zip(layouts, case[1:3])]
     truth, theirs = run(torchs, case, torch.float64, above), run(torchs, case, dtype, above)
-    ours = run(native.encoded, case, dtype, above)
+    ours = run(encode.encoded, case, dtype, above)
     terms = sum((a.double() * o).square().sum() for a, o in zip(above, truth)).detach()  # type: ignore[union-attr]
     for i, (mine, other, true) in enumerate(zip(ours, theirs, truth)):
         assert mine.dtype == dtype
@@ -117,7 +118,7 @@ def test_gains_near_zero_and_zero_keep_their_gradients() -> None:
 def test_a_gain_of_nan_shows() -> None:
     spec, q, k, params = given(RMSNorm(gain="dim"), Rope(), 3, 8, torch.float32)
     params["q_norm"][2] = torch.nan
-    out = native.encoded(spec, q, k, torch.arange(3)[None], torch.arange(3)[None], params)
+    out = encode.fused(spec, q, k, torch.arange(3)[None], torch.arange(3)[None], params)
     assert out is not None
     assert out[0].isnan().any()
     assert not out[1].isnan().any()
@@ -126,7 +127,7 @@ def test_a_gain_of_nan_shows() -> None:
 def test_positions_of_each_sequence_are_its_own() -> None:
     spec, q, k, params = given(RMSNorm(), Rope(), 6, 16, torch.float32)
     pos = torch.tensor([[0, 1, 2, 3, 4, 5], [7, 7, 8, 9, 1, 0]])
-    ours = native.encoded(spec, q, k, pos, pos, params)
+    ours = encode.fused(spec, q, k, pos, pos, params)
     assert ours is not None
     torch.testing.assert_close(ours, spec.encode(q, k, pos, pos, params), rtol=0, atol=2e-6)
 
@@ -153,7 +154,7 @@ def test_a_rotation_before_a_norm_that_commutes_is_the_same() -> None:
 def test_what_is_not_for_it_is_left_to_torch_bit_for_bit(spec: AttentionSpec) -> None:
     q, k, pos = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), torch.arange(3)[None]
     params = spec.init_params(2, 2, 8)
-    assert native.encoded(spec, q, k, pos, pos, params) is None
+    assert encode.fused(spec, q, k, pos, pos, params) is None
     theirs = spec.encode(q, k, pos, pos, params)
     assert all(map(torch.equal, encoded(spec, q, k, pos, pos, params), theirs))
 
@@ -162,10 +163,10 @@ def test_shapes_dtypes_and_tensors_that_are_not_for_it_are_left_to_torch() -> No
     spec, pos = AttentionSpec(norm=RMSNorm(), position=Rope()), torch.arange(3)[None]
     x = torch.randn(1, 2, 3, 8)
     for other in (torch.randn(1, 2, 3, 12), x.double(), x.to("meta"), torch.randn(1, 2, 3, 2048), x[:0]):
-        assert native.encoded(spec, other, other, pos, pos, {}) is None
+        assert encode.fused(spec, other, other, pos, pos, {}) is None
 
     def mapped(y: Tensor) -> Tensor:
-        assert native.encoded(spec, y, y, pos, pos, {}) is None
+        assert encode.fused(spec, y, y, pos, pos, {}) is None
         return encoded(spec, y, y, pos, pos, {})[0]
 
     torch.testing.assert_close(torch.func.vmap(mapped)(x[None])[0], spec.encode(x, x, pos, pos, {})[0])
@@ -175,10 +176,10 @@ def test_shapes_dtypes_and_tensors_that_are_not_for_it_are_left_to_torch() -> No
 def test_threads_change_no_bit(threads: int) -> None:
     case = given(RMSNorm(gain="dim"), Rope(), 300, 64, torch.float32, "heads beside each other")
     above = [torch.randn_like(x) for x in case[1:3]]
-    one = run(native.encoded, case, torch.float32, above)
+    one = run(encode.encoded, case, torch.float32, above)
     torch.set_num_threads(threads)
     try:
-        many = run(native.encoded, case, torch.float32, above)
+        many = run(encode.encoded, case, torch.float32, above)
     finally:
         torch.set_num_threads(1)
     assert all(map(torch.equal, one, many))
@@ -190,7 +191,7 @@ def test_every_number_is_written() -> None:
     for norm in (RMSNorm(gain="dim"), LayerNorm(gain="head_dim"), L2Norm()):
         for layout in LAYOUTS:
             case = given(norm, Rope(rotary=0.5), 7, 24, torch.float32, layout)
-            found = run(native.encoded, case, torch.float32, [torch.ones_like(x) for x in case[1:3]])
+            found = run(encode.encoded, case, torch.float32, [torch.ones_like(x) for x in case[1:3]])
             assert all(x.isfinite().all() for x in found)
 
 
@@ -273,14 +274,13 @@ def test_ten_thousand_calls_keep_no_memory() -> None:
     assert call(10_000) - before < 16 * 1024  # one call's tensors are 130 KiB
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_ten_thousand_calls_past_the_dispatcher_keep_no_memory(in_place: bool) -> None:
+def test_ten_thousand_calls_past_the_dispatcher_keep_no_memory() -> None:
     native, x, gain = norm_rope.functions(), torch.randn(1, 2, 64, 64), torch.ones(64)
     assert native is not None
 
     def call(times: int) -> int:
         for _ in range(times):
-            found = native.encode(x.clone(), x.clone(), gain, gain, None, None, 1, 1, 1e-6, in_place)
+            found = native.encode(x.clone(), x.clone(), gain, gain, None, None, 1, 1, 1e-6)
             assert found is not None
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -322,9 +322,9 @@ def test_one_token_has_the_bits_of_a_sequence_by_one_operator(norm: Norm) -> Non
         spec, q, k, params = given(norm, position, 1, 64, torch.float32)
         for place in (0, 3, 1000):
             pos = torch.tensor([[place]])
-            alone = native.encoded(spec, q, k, pos, pos, params)
+            alone = encode.fused(spec, q, k, pos, pos, params)
             two = torch.tensor([[place, place]])
-            whole = native.encoded(spec, q.expand(-1, -1, 2, -1), k.expand(-1, -1, 2, -1), two, two, params)
+            whole = encode.fused(spec, q.expand(-1, -1, 2, -1), k.expand(-1, -1, 2, -1), two, two, params)
             assert alone is not None
             assert whole is not None
             assert all(torch.equal(a, b[:, :, :1]) for a, b in zip(alone, whole))
@@ -335,7 +335,7 @@ def test_one_token_has_the_bits_of_a_sequence_by_one_operator(norm: Norm) -> Non
 def test_a_place_between_two_tokens_is_turned_by_its_own_angle() -> None:
     spec, q, k, params = given(RMSNorm(), Rope(), 1, 16, torch.float32)
     pos = torch.tensor([[2.5]])
-    ours = native.encoded(spec, q, k, pos, pos, params)
+    ours = encode.fused(spec, q, k, pos, pos, params)
     assert ours is not None
     torch.testing.assert_close(ours, torchs(spec, q, k, pos, pos, params), rtol=1e-5, atol=2e-6)
 
@@ -351,7 +351,31 @@ def test_gains_of_heads_may_be_those_of_a_stack_of_runs() -> None:
     for track in (True, False):
         with torch.set_grad_enabled(track):
             wide = dict.fromkeys(("q_norm", "k_norm"), weight[:, None].requires_grad_(track))
-            found = native.encoded(spec, q, k, pos, pos, wide)
+            found = encode.fused(spec, q, k, pos, pos, wide)
         assert found is not None
         for mine, true in zip(found, spec.encode(q, k, pos, pos, wide)):
             torch.testing.assert_close(mine, true)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, of make_dual
+def test_past_the_dispatcher_modes_transforms_tangents_and_gradients_are_left_to_the_operators() -> None:
+    native, x, y = norm_rope.functions(), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+    if native is None:
+        pytest.skip("compiled where Python's headers are missing")
+    args = (None, None, None, None, 1, 1, 1e-6)
+    assert native.encode(x, y, *args) is not None
+    assert native.encode(torch.nn.Buffer(x), y.to("meta"), *args) is None
+    assert native.encode(x.clone().requires_grad_(), y, *args) is None
+    assert native.place(torch.tensor([1.0])) is None
+    assert native.place(torch.tensor([[7]])) == 7
+    with BaseTorchFunctionMode():
+        assert native.encode(x, y, *args) is None
+
+    def mapped(z: Tensor) -> Tensor:
+        assert native is not None
+        assert native.encode(z, z, *args) is None
+        return z
+
+    torch.func.vmap(mapped)(x[None])
+    with torch.autograd.forward_ad.dual_level():
+        assert native.encode(torch.autograd.forward_ad.make_dual(x, y), y, *args) is None

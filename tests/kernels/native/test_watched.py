@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import qkeel
 from qkeel.errors import InvalidValueError, QkeelWarning, UnknownNameError
-from qkeel.functional.stats import LogitStats
-from qkeel.kernels import statistics
+from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.kernels.native import attention as operator
-from qkeel.kernels.statistics import logit_stats, stats_of_rows
-from qkeel.monitor.measuring import Measuring
+from qkeel.kernels.stats import per_head
+from qkeel.kernels.stats.per_head import logit_stats, stats_of_rows
+from qkeel.monitor.measure.call_statistics import CallStatistics
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Attention
 from qkeel.ops import run, run_with_rows
@@ -48,11 +48,11 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def counted(name: str) -> Any:
-        inner = getattr(statistics, name)
+        inner = getattr(per_head, name)
         return lambda *args: (made.append(name), inner(*args))[1]
 
-    monkeypatch.setattr(statistics, "_stats", counted("_stats"))
-    monkeypatch.setattr("qkeel.sites.intercept.logit_maxima", counted("logit_maxima"))
+    monkeypatch.setattr(per_head, "_stats", counted("_stats"))
+    monkeypatch.setattr("qkeel.sites.calls.logit_statistics.logit_maxima", counted("logit_maxima"))
     return made
 
 
@@ -106,7 +106,7 @@ def test_heads_that_see_nothing_are_empty_and_nan_shows() -> None:
             assert x.isnan().tolist() == [False, True]
 
 
-def test_another_kernel_tells_nothing() -> None:
+def test_another_kernel_finds_no_rows() -> None:
     call = make_call(AttentionSpec(), *(torch.randn(1, 2, 5, 8) for _ in range(3)))
     assert [run_with_rows(call, impl) for impl in ("sdpa", "chunked")] == [None, None]
 
@@ -192,7 +192,7 @@ def test_a_fault_in_reading_switches_the_monitor_off_and_changes_no_bit(monkeypa
     def boom(*_: object) -> None:
         raise ValueError("boom")
 
-    monkeypatch.setattr(Measuring, "rows", boom)
+    monkeypatch.setattr(CallStatistics, "rows", boom)
     with pytest.warns(QkeelWarning, match="boom"):
         seen = Trained("entropy")
     assert not seen.monitor.active

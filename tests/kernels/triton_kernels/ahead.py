@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qkeel.kernels import triton_heads, triton_norm_rope, triton_statistics
+from qkeel.kernels.triton import heads, norm_rope, statistics
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
 FLOATS = (*FLOATS, "old", "sums", "norms", "factors", "keeps")
@@ -21,23 +21,23 @@ HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True, "WINDOW": False, "MASK": False, "CAP": False}
-ALL = {"TYPE": triton_heads.tl.float32, "BLOCK": triton_heads._BLOCK, "EVEN": True}
-APART = {"EVEN": False, "BLOCK": triton_heads._BLOCK_APART}
+ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
+APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
-    ("forward", triton_norm_rope._forward, {**HEAD, "KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}, 4),
-    ("a part forward", triton_norm_rope._forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
-    ("backward, x made anew", triton_norm_rope._backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
-    ("backward, gains by head", triton_norm_rope._backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
+    ("forward", norm_rope._forward, {**HEAD, "KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}, 4),
+    ("a part forward", norm_rope._forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
+    ("backward, x made anew", norm_rope._backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
+    ("backward, gains by head", norm_rope._backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
     # Triton's launcher makes constants of whole numbers that are 1.
-    ("backward of one token", triton_norm_rope._backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
-    ("statistics of one token", triton_statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
-    ("statistics", triton_statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
-    ("heads copied and summed", triton_heads._copy, {**ALL, "SUMS": True}, 8),
-    ("norms of heads", triton_heads._norms, {"BLOCK": 256}, 1),
-    ("heads moved", triton_heads._move, {**ALL, "KEEPS": True}, 8),
-    ("heads in columns moved", triton_heads._move, {**ALL, "KEEPS": False, **APART}, 8),
-    ("heads scaled", triton_heads._scale, ALL, 8),
+    ("backward of one token", norm_rope._backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
+    ("statistics of one token", statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
+    ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
+    ("heads copied and summed", heads._copy, {**ALL, "SUMS": True}, 8),
+    ("norms of heads", heads._norms, {"BLOCK": 256}, 1),
+    ("heads moved", heads._move, {**ALL, "KEEPS": True}, 8),
+    ("heads in columns moved", heads._move, {**ALL, "KEEPS": False, **APART}, 8),
+    ("heads scaled", heads._scale, ALL, 8),
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.kernels.native import gpu
+from qkeel.kernels.triton import available
 from qkeel.remedies import qk_clip
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,7 +29,7 @@ def heads(dtype: torch.dtype, device: str, even: bool) -> list[Tensor]:
 def check(dtype: torch.dtype, device: str, even: bool) -> None:
     """A copy with norms, then moves and scalings, against float64."""
     views = heads(dtype, device, even)
-    table = gpu.head_table(views)
+    table = available.head_table(views)
     assert table._how["EVEN"] is even
     old = [v.double() for v in views]
     copy, norms = table.copy_and_norms()
@@ -70,13 +70,13 @@ def near(found: Tensor, true: Tensor, new: Tensor) -> None:
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("even", [True, False])
-def test_heads_are_copied_measured_moved_and_scaled(dtype: torch.dtype, even: bool) -> None:
+def test_heads_are_copied_measured_interpolated_and_scaled(dtype: torch.dtype, even: bool) -> None:
     check(dtype, "cpu", even)
 
 
 def test_three_and_four_make_five_and_half_a_step_is_half_way() -> None:
     weight = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
-    table = gpu.head_table([weight.view(2, 1, 2)])
+    table = available.head_table([weight.view(2, 1, 2)])
     old, norms = table.copy_and_norms()
     assert norms.tolist() == [5.0, 2.0]
     weight.copy_(torch.tensor([[4.0, 4.0], [1.0, 1.0]]))
@@ -87,17 +87,17 @@ def test_three_and_four_make_five_and_half_a_step_is_half_way() -> None:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """CPU tensors stand for CUDA's; what was launched, by name."""
-    from qkeel.kernels import triton_heads
+    from qkeel.kernels.triton import heads
 
     found: Counter[str] = Counter()
-    run = triton_heads.HeadTable._run
+    run = heads.HeadTable._run
 
     def counted(self: Any, kernel: Any, tensors: list[Tensor], flags: dict[str, bool]) -> None:
         found[kernel.__name__] += 1
         run(self, kernel, tensors, flags)
 
-    monkeypatch.setattr(triton_heads.HeadTable, "_run", counted)
-    monkeypatch.setattr(gpu, "takes_heads", lambda views: views[0].dtype != torch.float64)
+    monkeypatch.setattr(heads.HeadTable, "_run", counted)
+    monkeypatch.setattr(available, "takes_heads", lambda views: views[0].dtype != torch.float64)
     monkeypatch.setattr(qk_clip, "_readable", lambda tensor: False)
     return found
 
@@ -133,7 +133,7 @@ def test_remedies_train_as_by_torchs_operators_and_launch_as_much_for_any_number
         launches.clear()
         found.append(trained(remedy, layers))
         assert launches == LAUNCHED[remedy]
-    monkeypatch.setattr(gpu, "takes_heads", lambda views: False)
+    monkeypatch.setattr(available, "takes_heads", lambda views: False)
     for a, b in zip(found[-1].parameters(), trained(remedy, 2).parameters()):
         assert (a - b).abs().max() <= 1e-6 * max(1, b.abs().max())
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkeel.kernels.native import encode, gpu, norm_rope
+from qkeel.kernels import encode
+from qkeel.kernels.triton import available
 
 CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,24 +19,24 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_modern", lambda device: True)
+    monkeypatch.setattr(available, "_modern", lambda device: True)
 
 
 @pytest.mark.usefixtures("_a_gpu")
 def test_cuda_tensors_go_through_triton_and_cpu_tensors_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkeel.kernels import triton_norm_rope
+    from qkeel.kernels.triton import norm_rope
 
-    assert encode.operator_for(CUDA) is triton_norm_rope.norm_rope
-    assert not gpu.usable(torch.device("cpu"))
+    assert encode.operator_for(CUDA) is norm_rope.norm_rope
+    assert not available.usable(torch.device("cpu"))
     monkeypatch.setattr(encode, "ready", lambda: True)
-    assert encode.operator_for(torch.device("cpu")) is norm_rope.norm_rope
+    assert encode.operator_for(torch.device("cpu")) is encode.norm_rope
 
 
 @pytest.mark.usefixtures("_a_gpu")
 def test_it_can_be_switched_off_and_is_off_under_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu.usable(CUDA)
+    assert available.usable(CUDA)
     found = []
-    torch.func.vmap(lambda x: found.append(gpu.usable(CUDA)) or x)(torch.ones(2))
+    torch.func.vmap(lambda x: found.append(available.usable(CUDA)) or x)(torch.ones(2))
     assert found == [False]
     monkeypatch.setenv("QKEEL_TRITON", "0")
     assert encode.operator_for(CUDA) is None
@@ -43,10 +44,10 @@ def test_it_can_be_switched_off_and_is_off_under_transforms(monkeypatch: pytest.
 
 def test_an_old_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, good in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
-        gpu._modern.cache_clear()
+        available._modern.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert gpu.usable(CUDA) is good
-    gpu._modern.cache_clear()
+        assert available.usable(CUDA) is good
+    available._modern.cache_clear()
 
 
 def test_without_triton_torch_computes_after_one_warning() -> None:
@@ -54,11 +55,11 @@ def test_without_triton_torch_computes_after_one_warning() -> None:
 import sys, warnings
 sys.modules["triton"] = None
 import torch
-from qkeel.kernels.native import gpu
-gpu._modern = lambda device: True
+from qkeel.kernels.triton import available
+available._modern = lambda device: True
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    found = [gpu.usable(torch.device("cuda")) for _ in range(2)]
+    found = [available.usable(torch.device("cuda")) for _ in range(2)]
     print(*found, len(told), "QKEEL_TRITON=0" in str(told[0].message))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import qkeel
-from qkeel.kernels import native
-from qkeel.kernels.contract import encoded
-from qkeel.kernels.native import encode, gpu
+from qkeel.kernels import encode
+from qkeel.kernels.encode import encoded
+from qkeel.kernels.triton import available
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope
 from qkeel.spec.norm import NoNorm, Norm
 
@@ -25,10 +25,10 @@ SIZES = [64, 8, 128, 24, 40]
 @pytest.fixture(autouse=True)
 def _on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the way of CUDA tensors, and x is made anew from the result unless a test says otherwise."""
-    assert gpu.loaded()
-    from qkeel.kernels import triton_norm_rope
+    assert available.loaded()
+    from qkeel.kernels.triton import norm_rope
 
-    monkeypatch.setattr(encode, "operator_for", lambda device: triton_norm_rope.norm_rope)
+    monkeypatch.setattr(encode, "operator_for", lambda device: norm_rope.norm_rope)
     monkeypatch.setattr(encode, "_keeps", lambda x, gain: False)
 
 
@@ -45,7 +45,7 @@ def test_every_norm_gain_and_layout(norm: Norm, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_x_is_made_anew_from_a_result_in_half_precision(dtype: torch.dtype) -> None:
+def test_x_is_made_again_from_a_result_in_half_precision(dtype: torch.dtype) -> None:
     for norm in (RMSNorm(), L2Norm(), LayerNorm(gain="none")):
         check(given(norm, Rope(), 9, 64, dtype, "heads beside each other"), dtype, repr(norm))
 
@@ -62,7 +62,7 @@ def test_any_number_of_heads_and_tokens_fills_tiles_or_not(heads: tuple[int, int
 def test_positions_of_each_sequence_are_its_own() -> None:
     spec, q, k, params = given(RMSNorm(), Rope(), 6, 16, torch.float32)
     pos = torch.tensor([[0, 1, 2, 3, 4, 5], [7, 7, 8, 9, 1, 0]])
-    ours = native.encoded(spec, q, k, pos, pos, params)
+    ours = encode.fused(spec, q, k, pos, pos, params)
     assert ours is not None
     torch.testing.assert_close(ours, spec.encode(q, k, pos, pos, params), rtol=0, atol=2e-6)
 
@@ -73,7 +73,7 @@ def test_gains_of_zero_and_nan_are_respected_where_x_is_kept(monkeypatch: pytest
     case[3]["q_norm"][::5] = 0.0
     check(case, torch.float32, "gain 0")
     case[3]["q_norm"][2] = torch.nan
-    out = native.encoded(case[0], case[1], case[2], torch.arange(2)[None], torch.arange(2)[None], case[3])
+    out = encode.fused(case[0], case[1], case[2], torch.arange(2)[None], torch.arange(2)[None], case[3])
     assert out is not None
     assert out[0].isnan().any()
     assert not out[1].isnan().any()
@@ -83,14 +83,14 @@ def test_a_row_of_nan_is_nan_under_every_norm() -> None:
     for norm in (RMSNorm(), L2Norm(), LayerNorm()):
         spec, q, k, params = given(norm, Rope(), 2, 16, torch.float32)
         q[0, 1, 1, 3] = torch.nan
-        out = native.encoded(spec, q, k, torch.arange(2)[None], torch.arange(2)[None], params)
+        out = encode.fused(spec, q, k, torch.arange(2)[None], torch.arange(2)[None], params)
         assert out is not None
         assert out[0][0, 1, 1].isnan().all()
         assert out[0].isnan().sum() == 16
 
 
 def test_tiny_and_zero_rows_under_the_smallest_length_of_l2() -> None:
-    from qkeel.kernels.triton_norm_rope import norm_rope
+    from qkeel.kernels.triton.norm_rope import norm_rope
 
     x = torch.full((1, 1, 2, 8), 0.25)
     x[0, 0, 1] = 0.0
@@ -102,7 +102,7 @@ def test_tiny_and_zero_rows_under_the_smallest_length_of_l2() -> None:
 
 
 def test_three_and_four_over_their_root_mean_square() -> None:
-    from qkeel.kernels.triton_norm_rope import norm_rope
+    from qkeel.kernels.triton.norm_rope import norm_rope
 
     x = torch.tensor([3.0, 4.0] + [0.0] * 6).view(1, 1, 1, 8)
     y = norm_rope(x, torch.tensor(2.0), None, 1, 0.0, False)
@@ -114,12 +114,12 @@ def test_every_number_is_written() -> None:
     assert torch.empty(3).isnan().all()
     for norm, layout in zip((RMSNorm(gain="dim"), LayerNorm(gain="head_dim"), L2Norm()), list(LAYOUTS)[2:]):
         case = given(norm, Rope(rotary=0.5), 2, 24, torch.float32, layout)
-        found = run(native.encoded, case, torch.float32, [torch.ones_like(x) for x in case[1:3]])
+        found = run(encode.encoded, case, torch.float32, [torch.ones_like(x) for x in case[1:3]])
         assert all(x.isfinite().all() for x in found)
 
 
 def test_twice_differentiated_a_norm_raises_and_a_rotation_does_not() -> None:
-    from qkeel.kernels.triton_norm_rope import norm_rope
+    from qkeel.kernels.triton.norm_rope import norm_rope
 
     x = torch.randn(1, 1, 2, 8, requires_grad=True)
     table = (torch.full((1, 1, 2, 4), 0.6), torch.full((1, 1, 2, 4), 0.8))
@@ -170,10 +170,10 @@ def test_tensors_on_two_devices_and_types_it_does_not_hold_are_left_to_torch() -
         torch.randn(1, 2, 3, 8),
     )
     gains = spec.init_params(2, 2, 8)
-    assert native.encoded(spec, x, x.to("meta"), pos, pos, gains) is None
-    assert native.encoded(spec, x, x, pos, pos, {n: g.to("meta") for n, g in gains.items()}) is None
+    assert encode.fused(spec, x, x.to("meta"), pos, pos, gains) is None
+    assert encode.fused(spec, x, x, pos, pos, {n: g.to("meta") for n, g in gains.items()}) is None
     for other in (x.double(), x.int(), x.to(torch.float8_e4m3fn), torch.randn(1, 2, 3, 12), torch.randn(1, 1, 1, 2048)):
-        assert native.encoded(spec, other, other, pos, pos, gains) is None
+        assert encode.fused(spec, other, other, pos, pos, gains) is None
     with pytest.raises(RuntimeError, match="device"):
         encoded(spec, x, x, pos, pos, {n: g.to("meta") for n, g in gains.items()})
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from qkeel import attention, preset, reference
-from qkeel.kernels import contract
-from qkeel.kernels.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.native import gpu
-from qkeel.kernels.statistics import logit_maxima, logit_stats
-from qkeel.sites.blockwise import band_call
+from qkeel.kernels import prepare
+from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
+from qkeel.kernels.triton import available
+from qkeel.sites.calls.mask_functions import band_call
 from qkeel.spec import ALiBi, AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -21,15 +21,15 @@ from qkeel.spec.call import make_call, with_query_mask
 @pytest.fixture
 def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """CPU tensors take the way of CUDA tensors; what was computed there."""
-    monkeypatch.setattr(gpu, "usable", lambda device: gpu.loaded())
+    monkeypatch.setattr(available, "usable", lambda device: available.loaded())
     seen: list[Any] = []
-    inner = gpu.row_statistics
+    inner = available.row_statistics
 
-    def counted(q: Tensor, k: Tensor, scale: float, **how: Any) -> gpu.Rows:
+    def counted(q: Tensor, k: Tensor, scale: float, **how: Any) -> available.Rows:
         seen.append(q.dtype)
         return inner(q, k, scale, **how)
 
-    monkeypatch.setattr(gpu, "row_statistics", counted)
+    monkeypatch.setattr(available, "row_statistics", counted)
     return seen
 
 
@@ -77,9 +77,9 @@ CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
 def test_every_row_is_that_of_the_whole_matrix(name: str, through_triton: list[Any]) -> None:
     spec, t, s, how = CASES[name]
     call = call_of(spec, t, s, torch.float32, **how)
-    found = contract.row_statistics(call)
+    found = prepare.row_statistics(call)
     assert found is not None
-    for field, ours, true in zip(gpu.Rows._fields, found, truth(wide(call))):
+    for field, ours, true in zip(available.Rows._fields, found, truth(wide(call))):
         near = (ours.double() - true).abs() <= 5e-6 * (1 + true.abs())
         assert (near | (ours == true)).all(), field
 
@@ -87,7 +87,7 @@ def test_every_row_is_that_of_the_whole_matrix(name: str, through_triton: list[A
 @pytest.mark.parametrize("size", [30.0, 3000.0])
 def test_entropies_at_large_logits_do_not_cancel(size: float, through_triton: list[Any]) -> None:
     call = call_of(AttentionSpec(), 33, 33, torch.float32, size)
-    found = contract.row_statistics(call)
+    found = prepare.row_statistics(call)
     assert found is not None
     true = truth(wide(call))[3]
     assert found.largest.max() > size
@@ -148,20 +148,20 @@ def test_what_it_does_not_do_is_left_to_torch(through_triton: list[Any]) -> None
         (AttentionSpec(), {"pos_q": pos, "pos_k": pos}),
     ):
         call = call_of(spec, 5, 5, torch.float32, **how)
-        assert contract.row_statistics(call) is None
+        assert prepare.row_statistics(call) is None
         assert torch.equal(logit_maxima(call)[0], logit_stats(call).max_logit)
     q = torch.randn(1, 2, 5, 16)  # its mask hides nothing; what does is a function
-    assert contract.row_statistics(band_call(AttentionSpec(), q, q, causal=False, window=(1, 0), slopes=None)) is None
-    assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float64)) is None
+    assert prepare.row_statistics(band_call(AttentionSpec(), q, q, causal=False, window=(1, 0), slopes=None)) is None
+    assert prepare.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float64)) is None
     assert through_triton == []
 
 
 def test_a_cpu_tensor_never_goes_through_triton() -> None:
-    assert contract.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
+    assert prepare.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
 
 
 @pytest.mark.usefixtures("_poisoned")
 def test_every_row_is_written(through_triton: list[Any]) -> None:
-    found = contract.row_statistics(call_of(AttentionSpec(), 67, 67, torch.float32))
+    found = prepare.row_statistics(call_of(AttentionSpec(), 67, 67, torch.float32))
     assert found is not None
     assert all(x.isfinite().all() for x in found)

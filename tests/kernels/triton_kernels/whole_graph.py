@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 import qkeel
-from qkeel.kernels.native import encode, gpu
+from qkeel.kernels import encode
+from qkeel.kernels.triton import available
 
 
 def main() -> None:
     """Forward and backward in one graph."""
     choose, device = encode.operator_for, torch.device("cuda", 0)
-    gpu._modern = lambda _: True
+    available._modern = lambda _: True
     encode.operator_for = lambda _: choose(device)  # a CPU's tensors take the way of a GPU's
     encode._keeps = lambda x, gain: True
     module = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3"))

@@ -1,26 +1,24 @@
-"""What changes weights after a backward pass, as compiled operators over many of them: a step of Adam or AdamW with a
-rate for each line of a weight, and a factor for each head."""
+"""Updates of many weights as compiled operators: a step of Adam or AdamW with a rate for each line of a weight, and a
+factor for each head."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkeel.kernels.native.loader import usable
+from qkeel.kernels.native.operator import OperatorSource
 
-
-def ready() -> bool:
-    """Whether the operator below can be used here and now."""
-    return usable("adamw", _register)
+# Both operators change their arguments and return nothing.
+OPERATORS = OperatorSource("adamw", {"adam_lines": lambda *_: None, "scale_heads": lambda *_: None})
+ready = OPERATORS.ready
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamOptions:
-    """What a parameter group of torch's Adam says. `plain`: decoupled decay at its full size, whatever the rates."""
+    """The options of a parameter group of torch's Adam. `plain`: decoupled decay at its full size at any rate."""
 
     lr: float
     beta1: float
@@ -34,7 +32,7 @@ class AdamOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdamTensors:
-    """Of n weights, each a dense float32 matrix or vector: the lists that torch's Adam keeps, and a rate per line.
+    """The n weights of a step, each a dense float32 matrix or vector, what torch's Adam keeps of them, and rates.
 
     `maxima` is empty without amsgrad. `rates` [lines] float32, `squares` [lines] float64: a line is a row (axis 0) or
     a column (axis 1) of its matrix, or a number of its vector.
@@ -52,9 +50,9 @@ class AdamTensors:
 
 
 def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
-    """w ← w + rate · (Adam(w) - w) for each line, in place, and the sum of squares of every line's new numbers.
+    """Does w ← w + rate · (Adam(w) - w) for each line, in place, and writes each line's new sum of squares.
 
-    The state moves as in torch's step; a rate of 1 gives the weight of that step. With `options.plain` it is
+    The state changes as in torch's step; a rate of 1 gives the weight of that step. With `options.plain` it is
     w' + rate · (Adam(w) - w'), w' = (1 - lr · decay) · w.
     """
     t, o = tensors, options
@@ -65,15 +63,6 @@ def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
 
 
 def scale_heads(heads: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-    """Each of the heads [n r m], float32, times its factor [n], in place; one at 1 is not touched."""
+    """Multiplies each of the heads [n r m], float32, by its factor [n], in place; a factor of 1 changes no bit."""
     if heads:  # an operator without tensors has no device
         torch.ops.qkeel_native.scale_heads(list(heads), list(factors))
-
-
-def _register() -> None:
-    torch.library.register_fake("qkeel_native::adam_lines", _nothing)
-    torch.library.register_fake("qkeel_native::scale_heads", _nothing)
-
-
-def _nothing(*_: Any) -> None:
-    """It returns nothing."""

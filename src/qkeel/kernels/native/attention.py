@@ -1,35 +1,22 @@
-"""Attention with the statistics of its logits as one compiled operator, and its shapes for torch's compiler."""
+"""Attention with the statistics of its logits as one compiled operator, and its derivative."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.kernels.native.loader import usable
+from qkeel.kernels.native.operator import OperatorSource
 
 Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def ready() -> bool:
-    """Whether the operator below can be used here and now."""
-    return usable("attention", _register)
-
-
-def backward_ready() -> bool:
-    """Whether the operator's own derivative can be used; where it is loaded it is taken."""
-    return usable("attention_backward", _register_backward)
-
-
-# What torch.compiler.assume_constant_result sets; that function would import torch's compiler with qkeel.
-ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
-backward_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 class How(NamedTuple):
-    """scale: of q·k. causal: no key after the query. window: query and key are less apart; 0 is none. cap: 0 is none.
+    """The options of the operator.
 
+    scale: of q·k. causal: no key after the query. window: query and key are less apart; 0 is none. cap: 0 is none.
     stats: also largest logits and entropies.
     """
 
@@ -40,34 +27,35 @@ class How(NamedTuple):
     stats: bool
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes: Tensor | None, how: How) -> Found:
-    """out [b h t e] in q's dtype; float32 lse, largest logit before the cap and entropy [b h t], the last two if asked.
+def attention(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    mask: Tensor | None,
+    slopes: Float[Tensor, " h"] | None,
+    how: How,
+) -> Found:
+    """Returns out [b h t e] in q's dtype; float32 lse, largest logit before the cap and entropy [b h t].
+
+    The last two are empty without `how.stats`.
 
     Args:
-        q, k, v: as they enter the product, [b h t d], [b g s d], [b g s e]; queries stand at the end of the keys.
-        mask: boolean (True: may attend) or float, four dimensions that broadcast to [b h t s]. slopes: float32 [h],
-            times the distance off the logit.
+        q, k, v: as they enter the product; the last query is aligned to the last key.
+        mask: boolean (True: may attend) or float, four dimensions that broadcast to [b h t s].
+        slopes: float32; times the distance, they are subtracted from the logits. how: the options.
     """
     return torch.ops.qkeel_native.attention(q, k, v, mask, slopes, *how)
 
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, biased: bool, how: How) -> bool:
-    """Whether the output has a derivative: the compiled one, or that of torch's own kernel, from the logsumexp."""
+    """Returns whether the output has a derivative: the compiled one, or that of torch's kernel, from the logsumexp."""
     if backward_ready():
         return True
     plain = mask is None and not biased and how.window == 0 and how.cap == 0 and q.shape[-1] == v.shape[-1]
     return plain and (not how.causal or q.shape[2] == k.shape[2])
 
 
-def _register() -> None:
-    torch.library.register_fake("qkeel_native::attention", _shapes)
-
-
-def _register_backward() -> None:
-    torch.library.register_fake("qkeel_native::attention_backward", _backward_shapes)
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Found:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Found:
     b, h, t, _ = q.shape
     out = q.new_empty(b, t, h, v.shape[-1]).transpose(1, 2)
     rows, stats = (b, h, t), rest[-1]
@@ -75,6 +63,11 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Found:
     return out, lse, top, entropy
 
 
-def _backward_shapes(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v))
     return dq, dk, dv
+
+
+OPERATORS = OperatorSource("attention", {"attention": _shapes})
+BACKWARD = OperatorSource("attention_backward", {"attention_backward": _backward_shapes})
+ready, backward_ready = OPERATORS.ready, BACKWARD.ready

@@ -1,4 +1,4 @@
-"""Compiles a C++ source once per machine and torch, and trusts nothing that it finds in the cache unseen."""
+"""The compiler of the C++ sources: once per machine and torch, into a cache whose files are checked before use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(__file__).parent  # of the sources and the headers that they share
+FOLDER = Path(__file__).parent / "source"  # the sources, and the headers that they share
 FLAGS = (
     "-std=gnu++20",
     "-O3",
@@ -32,11 +32,11 @@ LONGEST = 600  # seconds a compiler may take
 
 
 class BuildError(RuntimeError):
-    """Why there is no compiled library."""
+    """There is no compiled library, for the reason that the message gives."""
 
 
-def compiled(name: str, afresh: bool = False) -> Path:
-    """The library of the source `name`.cpp, from the cache or compiled now; `afresh` does not take the cached one.
+def compiled(name: str, from_scratch: bool = False) -> Path:
+    """Returns the library of the source `name`.cpp, from the cache or compiled now; `from_scratch`: always the latter.
 
     Two processes that want it at once: one compiles, the other waits for the lock, which the system lifts when its
     holder dies. The file appears whole, by one rename.
@@ -48,7 +48,7 @@ def compiled(name: str, afresh: bool = False) -> Path:
 
     folder = cache_folder()
     path = folder / f"{name}-{key(name)}.so"
-    if not afresh and _sound(path):
+    if not from_scratch and _sound(path):
         return path
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
@@ -57,13 +57,13 @@ def compiled(name: str, afresh: bool = False) -> Path:
     before = _stamp(path)
     with open(folder / f"{name}.lock", "a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _sound(path) or (afresh and _stamp(path) == before):  # else another process was faster
+        if not _sound(path) or (from_scratch and _stamp(path) == before):  # else another process was faster
             _compile(compiler, name, path)
     return path
 
 
 def cache_folder() -> Path:
-    """QKEEL_NATIVE_CACHE, or qkeel/native in the user's cache."""
+    """Returns QKEEL_NATIVE_CACHE, or qkeel/native in the user's cache."""
     own = os.environ.get("QKEEL_NATIVE_CACHE")
     if own:
         return Path(own)
@@ -71,7 +71,7 @@ def cache_folder() -> Path:
 
 
 def key(name: str) -> str:
-    """One per source, headers, flags, torch, Python and processor: a cache on a shared disk serves several machines."""
+    """Returns one key per source, headers, flags, torch, Python and processor: several machines may share a cache."""
     texts = [(FOLDER / f"{name}.cpp").read_bytes(), *(path.read_bytes() for path in sorted(FOLDER.glob("*.h")))]
     built_for = f"{torch.__version__} {sys.implementation.cache_tag} {_processor()}"
     parts = (*texts, repr(FLAGS).encode(), built_for.encode())
@@ -79,7 +79,7 @@ def key(name: str) -> str:
 
 
 def _processor() -> str:
-    """What code for this very processor may use."""
+    """Returns the instructions that code for this processor may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -90,25 +90,27 @@ def _processor() -> str:
 
 def _compile(compiler: str, name: str, path: Path) -> None:
     where = f"{name} for this CPU, once, into {path.parent}"
-    print(f"qkeel: compiling {where} (QKEEL_NATIVE=0: do without)", file=sys.stderr)
+    print(f"qkeel: compiling {where} (QKEEL_NATIVE=0 switches this off)", file=sys.stderr)
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    include.append(f"-I{sysconfig.get_path('include')}")  # where its headers are missing, a source does without
+    include.append(
+        f"-I{sysconfig.get_path('include')}"
+    )  # where its headers are missing, a source is compiled without its Python functions
     libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [compiler, *FLAGS, *include, str(FOLDER / f"{name}.cpp"), "-o", str(made), *libraries]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=False)
         if done.returncode:
-            told = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [done.stderr[-300:]]
-            raise BuildError(f"{compiler} failed: {told[0].strip()}")
+            errors = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [done.stderr[-300:]]
+            raise BuildError(f"{compiler} failed: {errors[0].strip()}")
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())  # a loader ignores what follows the sections
         os.replace(made, path)
 
 
 def _sound(path: Path) -> bool:
-    """Whether the file is what the compiler wrote: loading a torn one could end the interpreter."""
+    """Returns whether the file is what the compiler wrote: loading a torn one could end the interpreter."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -117,7 +119,7 @@ def _sound(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Tells a file from the one that replaced it."""
+    """Returns what differs between a file and the one that replaced it."""
     try:
         found = path.stat()
     except OSError:

@@ -1,115 +1,16 @@
-"""Attention of a few new tokens to a long cache as one compiled operator, for inference."""
+"""Attention of a few queries to many keys as one compiled operator, without a gradient."""
 
 from __future__ import annotations
 
-from typing import Any, final
-
-import torch
 from torch import Tensor
 
-from qkeel.kernels.contract import Kernel, Refusal, folded
-from qkeel.kernels.native.loader import usable
-from qkeel.spec.call import AttentionCall
-from qkeel.spec.cap import NoCap, Softcap
-from qkeel.spec.normalizer import Softmax
-
-ROWS, TOKENS = 128, 32  # queries per key head, and of them of one head: beyond these other kernels win
-LATENT_ROWS = 512  # of heads that share a latent, which the matrix products of our own are for
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDEST = 1024  # WIDEST in the source
+from qkeel.kernels.native.operator import OperatorSource
 
 
-def ready() -> bool:
-    """Whether the operator below can be used here and now."""
-    return usable("decode", _register)
-
-
-# As `torch.compiler.assume_constant_result` sets it; see norm_rope.
-ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@final
-class Decode(Kernel):
-    """softmax(scale · q kᵀ) v of few queries and many keys, without a gradient: keys and values are read once for all
-    query heads that share them. Boolean masks, windows and positions of any kind; a query that sees no key gets 0.
-    """
-
-    def supports(self, call: AttentionCall) -> Refusal | None:
-        reason = _of_tensors(call) or _of_spec(call)
-        if reason is None and not ready():
-            reason = "the compiled kernel for decoding is switched off, or cannot be used here and now"
-        return None if reason is None else Refusal(reason, "use impl='chunked' (exact, O(T) memory) or impl='auto'")
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        q, k, v, scale = folded(call)
-        mask, causal, window = _sight(call)
-        return torch.ops.qkeel_native.decode(q, k, v, mask, None, scale, 0.0, causal, window)
-
-
-def latents(call: AttentionCall, scale: float | Tensor, inverse: Tensor | None) -> Tensor | None:
-    """softmax(cap(scale · inverse ∘ q kᵀ)) v in float32, without a gradient; None where torch has to do it.
-
-    Args:
-        call: q [b h t d] encoded already, k [b 1 s d]; v, the first numbers of each key, is read with it.
-        scale: of the logits, [b|1 h|1 t|1 1] or a number. inverse: [b h|1 s], multiplies them before the cap.
-    """
-    q, k, spec = call.q, call.k, call.spec
-    factors = () if inverse is None else (inverse,)
-    fits = q.shape[1] // k.shape[1] * q.shape[2] <= LATENT_ROWS and all(x.dtype == torch.float32 for x in factors)
-    known = type(spec.normalizer) is Softmax and type(spec.cap) in (NoCap, Softcap) and spec.position.folds
-    if not (fits and known) or _of_any(call, *factors) or not ready():
-        return None
-    cap = spec.cap.cap if isinstance(spec.cap, Softcap) else 0.0
-    wide = q.float()
-    if isinstance(scale, Tensor):
-        wide, scale = wide * scale, 1.0
-    mask, causal, window = _sight(call)
-    return torch.ops.qkeel_native.decode(wide, k, call.v, mask, inverse, scale, cap, causal, window)
-
-
-def _sight(call: AttentionCall) -> tuple[Tensor | None, bool, int]:
-    """Mask, causality and window (0: none) of a call; for positions of its own all in the mask."""
-    if call.plain:
-        return call.mask, call.causal, call.window or 0
-    return call.visible(slice(0, call.q.shape[2]), slice(0, call.k.shape[2])), False, 0
-
-
-def _of_tensors(call: AttentionCall) -> str | None:
-    q, k = call.q, call.k
-    rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    if rows > ROWS or q.shape[2] > TOKENS or k.shape[2] <= q.shape[2]:
-        most = f"{ROWS} queries per key head at most, {TOKENS} per query head,"
-        return f"decoding is for {most} and more keys than queries"
-    return _of_any(call)
-
-
-def _of_any(call: AttentionCall, *more: Tensor) -> str | None:
-    q, k, v = call.q, call.k, call.v
-    if not (_plain(q) and _plain(k) and _plain(v)):
-        return "decoding is for float32, bfloat16 and float16 on a CPU, widths that are multiples of 8 up to 1,024"
-    if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
-        return "decoding drops no weights and takes boolean masks only"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *more, *call.params.values())):
-        return "decoding has no derivative"
-    return None
-
-
-def _of_spec(call: AttentionCall) -> str | None:
-    spec = call.spec
-    if type(spec.normalizer) is not Softmax or type(spec.cap) is not NoCap or not spec.position.folds:
-        return "decoding is for softmax without a cap, after a position that folds into q and k"
-    return None
-
-
-def _plain(x: Tensor) -> bool:
-    fits = x.device.type == "cpu" and x.dtype in _DTYPES and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST
-    return fits and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
-
-
-def _register() -> None:
-    torch.library.register_fake("qkeel_native::decode", _shape)
-
-
-def _shape(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     b, h, t, _d = q.shape
     return q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
+
+
+OPERATORS = OperatorSource("decode", {"decode": _shape})
+ready = OPERATORS.ready

@@ -1,73 +1,45 @@
-"""Norm and rotation of q or k as one compiled operator, and its shapes for torch's compiler."""
+"""Norm and rotation of q or k as one compiled operator, and its derivative."""
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
-
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.kernels.native.loader import direct, usable
+from qkeel.kernels.native.operator import OperatorSource
 
 NONE = 0  # the kind of a pass that only rotates
-
-
-def ready() -> bool:
-    """Whether the operators below can be used here and now."""
-    return usable("norm_rope", _register)
-
-
-# What torch.compiler.assume_constant_result sets; that function would import torch's compiler with qkeel.
-ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def functions() -> ModuleType | None:
-    """Two functions that cost less than an operator, for one token; None where there are none.
-
-    encode(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps, in_place) gives q and k as `norm_rope_two` does; None
-    for tensors other than plain ones of a CPU, under transforms and modes, and where a gradient is wanted out of place.
-    in_place: write to q and k where they are all of their memory. Nobody may read them afterwards; the gradient passes.
-    place(pos) is the number that is all `pos` holds, or None.
-    """
-    return direct("norm_rope", _register)
+Table = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]  # cos and sin, float32; 1 for any b and t
+Normed = tuple[Tensor, Tensor | None, int]  # q or k, its gain, the kind of its norm
 
 
 def norm_rope(
-    x: Tensor, gain: Tensor | None, table: tuple[Tensor, Tensor] | None, kind: int, eps: float, keep_x: bool
-) -> Tensor:
-    """rotation(gain · norm(x)) of x [b h t d], in x's dtype and layout.
+    x: Float[Tensor, "b h t d"], gain: Tensor | None, table: Table | None, kind: int, eps: float, keep_x: bool
+) -> Float[Tensor, "b h t d"]:
+    """Returns rotation(gain · norm(x)), in x's dtype and layout.
 
     Args:
-        gain: [], [d], [h 1] or [h d]. table: cos and sin, float32 [1|b 1 1|t half]. kind: 0 no norm, 1 RMS, 2 L2,
-            3 LayerNorm. eps: of the norm. keep_x: keep x for backward, else the result, from which x̂ is made anew.
+        x: q or k. gain: [], [d], [h 1] or [h d]. table: cos and sin of the rotation.
+        kind: 0 no norm, 1 RMS, 2 L2, 3 LayerNorm. eps: of the norm.
+        keep_x: keep x for the backward pass, else the result, from which x̂ is computed again.
     """
     cos, sin = (None, None) if table is None else table
     if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
-        return torch.ops.qkeel_native.norm_rope_alone(x, gain, cos, sin, kind, eps)  # half the price of a small call
+        return torch.ops.qkeel_native.norm_rope_alone(x, gain, cos, sin, kind, eps)  # half the time of a small call
     return torch.ops.qkeel_native.norm_rope(x, gain, cos, sin, kind, eps, keep_x)[0]
 
 
-Part = tuple[Tensor, Tensor | None, int]  # q or k, its gain, its kind
-
-
-def norm_rope_two(q: Part, k: Part, table: tuple[Tensor, Tensor] | None, eps: float) -> tuple[Tensor, Tensor]:
-    """`norm_rope` of q and of k with one table, without a gradient, for one call instead of two."""
+def norm_rope_two(
+    q: Normed, k: Normed, table: Table | None, eps: float
+) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"]]:
+    """Returns `norm_rope` of q and of k with one table, without a gradient, by one call instead of two."""
     cos, sin = (None, None) if table is None else table
     return torch.ops.qkeel_native.norm_rope_two(q[0], k[0], q[1], k[1], cos, sin, q[2], k[2], eps)
 
 
 def gain_spread(gain: Tensor) -> float:
-    """min |gain| / max |gain|; 0 for a gain with zeros or NaN."""
+    """Returns min |gain| / max |gain|; 0 for a gain with zeros or NaN."""
     return torch.ops.qkeel_native.gain_spread(gain)
-
-
-def _register() -> None:
-    own = "qkeel_native::"
-    torch.library.register_fake(own + "norm_rope", _forward_shapes)
-    torch.library.register_fake(own + "norm_rope_alone", _shape)
-    torch.library.register_fake(own + "norm_rope_two", lambda q, k, *_: (_shape(q), _shape(k)))
-    torch.library.register_fake(own + "norm_rope_backward", _backward_shapes)
 
 
 def _forward_shapes(
@@ -82,10 +54,29 @@ def _forward_shapes(
     return y, y.new_empty(b, h, t, dtype=torch.float32)
 
 
-def _shape(x: Tensor, *_: Any) -> Tensor:
+def _shape(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
-def _backward_shapes(dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+def _backward_shapes(
+    dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor]:
     shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
     return _shape(kept), kept.new_empty(shape, dtype=torch.float32)
+
+
+OPERATORS = OperatorSource(
+    "norm_rope",
+    {
+        "norm_rope": _forward_shapes,
+        "norm_rope_alone": _shape,
+        "norm_rope_two": lambda q, k, *_: (_shape(q), _shape(k)),
+        "norm_rope_backward": _backward_shapes,
+    },
+)
+ready = OPERATORS.ready
+# Python functions that cost less than an operator, for one token:
+# - encode(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps) gives q and k as `norm_rope_two` does; None for tensors
+#   other than plain ones of a CPU, under transforms and modes, and where a gradient is wanted.
+# - place(pos) is the number that all of `pos` equals, or None.
+functions = OPERATORS.functions

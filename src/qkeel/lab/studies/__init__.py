@@ -1,1 +1,1 @@
-"""Studies, one file each: from a base configuration and a grid to a plan."""
+"""Studies, one a file: a Study each, which the table in lab.execution.execute names."""

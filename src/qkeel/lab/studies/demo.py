@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from qkeel.lab.config import RunConfig
-from qkeel.lab.plan import Grid, Plan, product
+from qkeel.lab.plan.plan import Grid, PlannedRun, Study, product
 
 GRID = Grid(
     remedies=("none", "qk_norm", "lalr:tau=0.1", "qk_clip:threshold=30", "softcap:cap=50", "qk_lr:factor=0.1"),
@@ -15,9 +15,11 @@ GRID = Grid(
 DRIFT = Grid(remedies=("none", "qk_norm"), lrs=(0.03,), seeds=(0,))
 
 
-def plan(base: RunConfig, grid: Grid | None) -> Plan:
-    """The grid, then no remedy against qk_norm at a moderate rate for 16/3 as many steps."""
-    grid = grid or GRID
+def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
+    """Returns the grid's runs, then no remedy against qk_norm at a moderate rate for 16/3 as many steps."""
     constant = dataclasses.replace(base, optim=dataclasses.replace(base.optim, schedule="constant"))
     longer = dataclasses.replace(constant, steps=base.steps * 16 // 3)
-    return Plan(name="demo", grid=grid, runs=[*product(constant, grid), *product(longer, DRIFT, "drift")])
+    return [*product(constant, grid), *product(longer, DRIFT, "drift")]
+
+
+STUDY = Study(about="Six remedies at three constant rates, and one longer pair.", grid=GRID, runs=runs)

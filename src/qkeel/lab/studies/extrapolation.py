@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from qkeel.errors import unknown
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
+from qkeel.lab.plan.plan import Grid, LongContexts, PlannedRun, Study
 from qkeel.registry import lookup, parse
 from qkeel.spec import PRESETS
 
@@ -25,13 +25,12 @@ BASE = RunConfig(
 )
 
 
-def plan(base: RunConfig, grid: Grid | None) -> Plan:
-    """Blocks × forms × seeds, each block a part; two GAU layers stand for one of attention and MLP.
+def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
+    """Returns blocks × forms × seeds, each block a part; two GAU layers count as one of attention and MLP.
 
     Source: Su 2023, kexue.fm 9859; one head as wide as the model in GAU and mha1, four in mha4.
     """
-    grid = grid or DEFAULT
-    runs = []
+    found = []
     for block in grid.blocks or DEFAULT.blocks:
         for form in grid.remedies:
             model = dataclasses.replace(base.model, **_sizes(base.model, block), **_trained(form, base))
@@ -39,8 +38,17 @@ def plan(base: RunConfig, grid: Grid | None) -> Plan:
                 optim = dataclasses.replace(base.optim, lr=lr)
                 for seed in grid.seeds:
                     config = dataclasses.replace(base, model=model, optim=optim, seed=seed)
-                    runs.append(PlannedRun(config=config, role=block, form=form))
-    return Plan(name="extrapolation", grid=grid, runs=runs, contexts=CONTEXTS)
+                    found.append(PlannedRun(config=config, role=block, form=form))
+    return found
+
+
+STUDY = Study(
+    about="Blocks × forms of attention × seeds, each tested at longer lengths as trained and changed post hoc.",
+    grid=DEFAULT,
+    runs=runs,
+    base=BASE,
+    contexts=CONTEXTS,
+)
 
 
 def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
@@ -74,7 +82,7 @@ def by_position(forms: Sequence[str], positions: Sequence[str]) -> list[str]:
 
 
 def continued(length: int) -> list[str]:
-    """What is compared where models are trained on at a length: KNA as it is against a baseline with a remedy.
+    """The forms compared where models are trained on at a length: KNA as it is against a baseline with a remedy.
 
     Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
     """

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from qkeel.errors import unknown
 from qkeel.lab.config import DataConfig, OptimConfig, RunConfig
-from qkeel.lab.plan import Grid, Plan, PlannedRun, product
+from qkeel.lab.plan.plan import Grid, PlannedRun, Study, product
 from qkeel.registry import lookup, parse
 
 # Chameleon, arXiv 2405.09818, section 2.3: what held its two sizes.
@@ -41,7 +40,7 @@ BASE = RunConfig(
 # Half as long: what the variance of the input does shows early, and there are 162 runs.
 REGIME_BASE = dataclasses.replace(BASE, steps=100, log_every=20)
 # Where each named mix starts from: fields of ImagesConfig.
-MIXES: dict[str, dict[str, Any]] = {
+MIXES: dict[str, dict[str, object]] = {
     "text": {"image_share": 0.0},
     "mix": {"image_share": 0.5},
     "images": {"image_share": 1.0},
@@ -50,16 +49,20 @@ MIXES: dict[str, dict[str, Any]] = {
 _OPTIONS = {"share": "image_share", "variance": "image_variance", "first": "image_first", "norm": "norm_order"}
 
 
-def plan(base: RunConfig, grid: Grid | None) -> Plan:
-    """Mixes × remedies × rates × seeds, each mix a part.
+def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
+    """Returns mixes × remedies × rates × seeds, each mix a part.
 
     Source: Chameleon, arXiv 2405.09818, section 2.3, for the question; the mixes are our own.
     """
-    grid = grid or DEFAULT
-    runs: list[PlannedRun] = []
-    for mix in grid.mixes or DEFAULT.mixes:
-        runs += product(mixed(base, mix), grid, mix)
-    return Plan(name="multimodal", grid=grid, runs=runs)
+    return [run for mix in grid.mixes or DEFAULT.mixes for run in product(mixed(base, mix), grid, mix)]
+
+
+STUDY = Study(
+    about="Mixes of text and images × remedies × learning rates × seeds, all under one probe.",
+    grid=DEFAULT,
+    runs=runs,
+    base=BASE,
+)
 
 
 def mixed(base: RunConfig, mix: str) -> RunConfig:

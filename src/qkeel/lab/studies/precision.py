@@ -1,11 +1,11 @@
-"""The precision study: where low precision loses attention, observed by computing it and foretold by `metrics`.
+"""The precision study: where low precision loses attention, observed by computing it and predicted by `metrics`.
 
 Nothing is trained. Random q and k with logits of growing size go through the same attention in float64 and in each
 format. Two sets of logits:
 
     spread: independent logits whose standard deviation grows. Rows saturate, so few rows have two keys that compete.
     shifted: logits of standard deviation 1 around a mean that grows. A softmax does not see the mean, rounding does:
-        what a large norm along a shared direction does to attention that still looks at many keys.
+        what a large norm along a shared direction does to attention that still spreads over many keys.
 
 And two kernels: "fused" reads q, k and v in the format and does all else in float32, as flash kernels do; "eager" also
 writes the product and the scaled logits in the format.
@@ -74,7 +74,7 @@ def rows(
 
 
 def tensors(data: str, size: float, shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [1 h n d] in float64 whose logits q·k/√d have standard deviation (spread) or mean (shifted) `size`."""
+    """The q, k, v [1 h n d] in float64 whose logits q·k/√d have deviation (spread) or mean (shifted) `size`."""
     rng = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, shape.heads, shape.tokens, shape.head_dim, generator=rng, dtype=torch.float64) for _ in range(3)
@@ -123,7 +123,7 @@ class _Exact:
         }
 
     def predicted(self, name: str, kernel: str) -> float:
-        """What `metrics` says the error of the rows' largest logits is, root mean square."""
+        """The error of the rows' largest logits that `metrics` predicts, root mean square."""
         d = self.given[0].shape[-1]
         error = fused_logit_error(1.0, 1.0, d, name, 1.0) * _rms(self.product)
         if kernel == "fused":
@@ -149,7 +149,7 @@ def forward(
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in a format; in fp8 by one scale per tensor, its largest entry 448, and back in float32."""
+    """Returns x in a format; in fp8 by one scale per tensor, its largest entry 448, and back in float32."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
     unit = x.abs().max().float() / torch.finfo(dtype).max

@@ -1,10 +1,10 @@
 """Trained models: norms put in with their gains fitted, factors folded into weights, checkpoints in another shape."""
 
-from qkeel.remedies.retrofit.folding import Folded, fold
+from qkeel.remedies.retrofit.architectures import SHAPES
+from qkeel.remedies.retrofit.cost import Gap, LayerGap, RetrofitReport
+from qkeel.remedies.retrofit.export_model import convert, export
+from qkeel.remedies.retrofit.fold import Folded, fold
 from qkeel.remedies.retrofit.insert import Fitting, Retrofit, retrofit
-from qkeel.remedies.retrofit.report import Gap, LayerGap, RetrofitReport
-from qkeel.remedies.retrofit.shapes import SHAPES
-from qkeel.remedies.retrofit.writing import convert, export
 
 __all__ = [
     "SHAPES",

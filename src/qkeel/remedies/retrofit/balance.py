@@ -3,7 +3,7 @@
 A norm divides each q and k by its own size, which the old model may have used. How much size varies from token to token
 depends on how a head's numbers are scaled against each other, and that is free: with q_i · e^{t_i} and k_i · e^{-t_i}
 every product q·k is what it was, for any t per dimension; under RoPE for any t per rotated pair. So t is fitted
-together with the gains to the KL of the output, and goes into the rows of the q and k projections. One t per number
+along with the gains to the KL of the output, and goes into the rows of the q and k projections. One t per number
 (or pair) and key head; the query heads of a group share it.
 """
 
@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.remedies.retrofit.outputs import Reference, predictions
+from qkeel.remedies.retrofit.predictions import Reference, predictions
 from qkeel.sites.site import AttentionSite, HeadSlice, across
 
 _SAME = 1e-4  # of the largest output: above float32's rounding, far below what a wrong pairing does
@@ -51,7 +51,7 @@ class Balance:
 
     @classmethod
     def of(cls, reference: Reference, sites: Sequence[AttentionSite]) -> Balance | None:
-        """That of a model without its norm, or None where no scaling leaves it as it is (but for rounding)."""
+        """The balance of a model without its norm, or None where no scaling leaves it as it is (but for rounding)."""
         balance = cls(reference.model, sites)
         for pairs in _PAIRINGS.values():
             if balance.sites and balance._leaves(reference, pairs):
@@ -60,7 +60,7 @@ class Balance:
 
     @torch.no_grad()
     def _leaves(self, reference: Reference, pairs: Callable[[int], Tensor]) -> bool:
-        """Whether numbers at random, tied in this way, leave the first batch's output."""
+        """True if numbers at random, tied in this way, leave the first batch's output."""
         self._begin(pairs)
         generator = torch.Generator().manual_seed(0)
         for t in self.numbers:
@@ -107,9 +107,9 @@ class Balance:
             p.copy_(old)
 
     def descend(self, gains: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
-        """L-BFGS on a loss by the numbers and the gains together."""
-        moved = [*self.numbers, *gains]
-        optimizer = torch.optim.LBFGS(moved, max_iter=iterations, line_search_fn="strong_wolfe")
+        """L-BFGS on a loss by the numbers and the gains at once."""
+        trained = [*self.numbers, *gains]
+        optimizer = torch.optim.LBFGS(trained, max_iter=iterations, line_search_fn="strong_wolfe")
 
         def closure() -> Tensor:
             self.put()
@@ -117,17 +117,17 @@ class Balance:
                 new, loss = self.scaled(), loss_of()
                 grads = torch.autograd.grad(loss, [*self.weights, *gains])
                 numbers = torch.autograd.grad(new, self.numbers, grads[: len(new)])
-            for p, g in zip(moved, (*numbers, *grads[len(new) :])):
+            for p, g in zip(trained, (*numbers, *grads[len(new) :])):
                 p.grad = g
             return loss.detach()
 
         optimizer.step(closure)
         self.put()
-        for p in moved:
+        for p in trained:
             p.grad = None
 
 
-# Which dimensions of a head are scaled together: each on its own without a rotation, else the two of a pair.
+# Which dimensions of a head are scaled by the same number: each on its own without a rotation, else the two of a pair.
 _PAIRINGS: dict[str, Callable[[int], Tensor]] = {
     "none": torch.arange,
     "halves": lambda d: torch.arange(d) % max(d // 2, 1),
@@ -136,7 +136,7 @@ _PAIRINGS: dict[str, Callable[[int], Tensor]] = {
 
 
 def _plain(model: nn.Module, site: AttentionSite) -> bool:
-    """Whether rows of one weight make q, rows of one make k, and nothing else is made of them."""
+    """True if rows of one weight make q, rows of one make k, and nothing else is made of them."""
     if len(site.terms) != 1 or len(site.query) != 1 or len(site.key) != 1 or site.reparametrised:
         return False
     query, key = site.query[0], site.key[0]

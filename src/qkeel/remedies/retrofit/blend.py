@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.handle import Handle
-from qkeel.nn.core import SpecModule
+from qkeel.nn.spec_module import SpecModule
 from qkeel.sites.site import AttentionSite
 from qkeel.spec.norm import GainNorm, Norm, Part
-from qkeel.spec.slot import Geometry, Params
+from qkeel.spec.slot import Geometry, Parameter, Params
 
 
 @final
@@ -23,11 +23,16 @@ class BlendedNorm(Norm):
     inner: GainNorm
     share: float
 
+    @property
+    def sides(self) -> str:
+        """Those of the norm that is blended in."""
+        return self.inner.sides
+
     def apply(self, part: Part, x: Tensor, params: Params) -> Tensor:
         return torch.lerp(x, self.inner.apply(part, x, params), self.share)
 
-    def init_params(self, geometry: Geometry) -> Params:
-        return self.inner.init_params(geometry)
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+        return self.inner.parameters(geometry)
 
     def formula(self) -> str:
         return f"{1 - self.share:g} of q, k and {self.share:g} of {self.inner.formula()}"
@@ -35,7 +40,7 @@ class BlendedNorm(Norm):
 
 @final
 class Share:
-    """A forward hook on a foreign site's norms; the share is a tensor, so compiled code need not be made anew."""
+    """A forward hook on a foreign site's norms; the share is a tensor, so compiled code need not be compiled again."""
 
     def __init__(self) -> None:
         self.value = torch.ones(())

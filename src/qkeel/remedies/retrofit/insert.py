@@ -1,4 +1,4 @@
-"""retrofit: a q/k norm put into a trained model, fitted, measured, and blended in if wanted."""
+"""A q/k norm put into a trained model, fitted, measured, and blended in if wanted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +14,21 @@ from torch.optim import Optimizer
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.handle import Handle
-from qkeel.nn.core import SpecModule
-from qkeel.remedies.after_projection import HeadNorm
+from qkeel.nn.spec_module import SpecModule
+from qkeel.patching.forward_passes import unwrapped
+from qkeel.patching.module_tables import submodules_of
 from qkeel.remedies.apply import apply, parse
+from qkeel.remedies.attention.projection_norms import HeadNorm
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.retrofit.balance import Balance
 from qkeel.remedies.retrofit.blend import Blend
-from qkeel.remedies.retrofit.gains import Gains, descend, fit
-from qkeel.remedies.retrofit.outputs import Reference, divergence, predictions
+from qkeel.remedies.retrofit.cost import Gap, LayerGap, RetrofitReport
+from qkeel.remedies.retrofit.fit_gains import Gains, descend, fit
+from qkeel.remedies.retrofit.predictions import Reference, divergence, predictions
 from qkeel.remedies.retrofit.replay import Rows, capture, mean, rows_of
 from qkeel.remedies.retrofit.replay import divergence as attention_divergence
-from qkeel.remedies.retrofit.report import Gap, LayerGap, RetrofitReport
 from qkeel.sites.example import Arguments, arguments
 from qkeel.sites.find import find_sites
-from qkeel.sites.forwards import unwrapped
 from qkeel.sites.probe import undisturbed
 from qkeel.sites.site import AttentionSite
 from qkeel.spec.norm import GainNorm
@@ -36,7 +37,7 @@ from qkeel.spec.norm import GainNorm
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """How a retrofit is fitted.
+    """The settings by which a retrofit is fitted.
 
     iterations: of L-BFGS per site after the least-squares start; 0 keeps that. balance: whether queries are scaled
     against keys in the weights, which the old model would not notice (`retrofit.balance`); not while anneal blends in,
@@ -54,8 +55,7 @@ class Fitting:
     eps: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "distil", "anneal"):
-            value = getattr(self, name)
+        for name, value in (("iterations", self.iterations), ("distil", self.distil), ("anneal", self.anneal)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise InvalidValueError(f"expected {name} to be a whole number of at least 0, got {value!r}")
         if self.distil and self.anneal:
@@ -83,7 +83,7 @@ class Retrofit(Handle):
 
     @property
     def share(self) -> float:
-        """How much of the norm is in force."""
+        """The share of the norm that is in force."""
         return min(1.0, self.step / self._steps) if self._steps else 1.0
 
     def advance(self, steps: int = 1) -> None:
@@ -95,7 +95,7 @@ class Retrofit(Handle):
                 if self.share == 1 and self._steps:
                     blend.remove()
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Tensor]) -> None:
         self.step = int(state["step"])
         self.advance(0)
 
@@ -121,6 +121,11 @@ def retrofit(
     Raises:
         RefusedError: q and k are normed already, the norm has no gains, or the attention cannot be read; the model is
         then as it was.
+
+    >>> from qkeel.nn import Decoder, DecoderConfig
+    >>> model = Decoder(DecoderConfig(vocab_size=8, d_model=16, n_heads=2, n_layers=1))
+    >>> retrofit(model, "qk_norm", [torch.arange(8)[None]]).report.gap.kl < 0.01
+    True
     """
     fitting = fitting or Fitting()
     if not isinstance(model, nn.Module):
@@ -133,9 +138,10 @@ def retrofit(
         sites = _firsts(find_sites(plain, *given[0][0], **given[0][1]))
         balance = Balance.of(reference, sites) if fitting.balance and not fitting.anneal else None
         inputs = [capture(plain, sites, batch) for batch in given]
-        old = {s.name: _replayed(s, inputs) for s in sites}
+        with torch.no_grad():
+            old = {s.name: _replayed(s, inputs) for s in sites}
     with ExitStack() as undo:
-        handle = apply(remedy, plain, optimizer, example=_example(batches))
+        handle = apply(remedy, plain, optimizer, example=batches[0])
         undo.callback(handle.remove)
         blends = [Blend(site) for site in sites]
         for blend in blends:
@@ -168,12 +174,12 @@ def _fit_all(
     start: list[tuple[Tensor, Tensor]] = []
     gains = [Gains.of(site) for site in sites]
     for site, gain in zip(sites, gains):
-        replay = functools.partial(_replayed_again, site, inputs)
+        replay = functools.partial(_replayed, site, inputs)
         before = _attention(old[site.name], replay)
         start.append((gain.query.detach().clone(), gain.key.detach().clone()))
         fit(gain, old[site.name], replay, iterations=fitting.iterations)
         kls.append((before, replay))
-    fitted = _fit_together(reference, gains, (naive, start), fitting.iterations)
+    fitted = _fit_all_gains(reference, gains, (naive, start), fitting.iterations)
     alone = []
     for one in blends:
         for other in blends:
@@ -198,7 +204,7 @@ def _fit_all(
     return RetrofitReport(old_loss=reference.loss, layers=layers, **steps), restore
 
 
-def _fit_together(
+def _fit_all_gains(
     reference: Reference, gains: Sequence[Gains], naive: tuple[Gap, list[tuple[Tensor, Tensor]]], iterations: int
 ) -> Gap:
     """All gains on the KL of the output, from those fitted site by site; the best of naive, these and those."""
@@ -242,13 +248,13 @@ def _distil(
     model = reference.model
     names = dict.fromkeys(s.parameter for site in sites for s in (*site.query, *site.key))
     weights = [model.get_parameter(name) for name in names]
-    moved = [*weights, *(p for g in gains for p in (g.query, g.key))]
-    kept, frozen = [p.detach().clone() for p in moved], [p for p in moved if not p.requires_grad]
+    trained = [*weights, *(p for g in gains for p in (g.query, g.key))]
+    kept, frozen = [p.detach().clone() for p in trained], [p for p in trained if not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)
-    optimizer = torch.optim.AdamW(moved, lr=fitting.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=fitting.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, fitting.distil)
-    grads = [p.grad for p in moved]
+    grads = [p.grad for p in trained]
     before, better = reference.gap().kl, False
     try:
         for step in range(fitting.distil):
@@ -256,15 +262,15 @@ def _distil(
             with torch.enable_grad():
                 new = predictions(model, reference.batches[i])
                 loss = divergence(reference.old[i], new, reference.batches[i])
-            for p, g in zip(moved, torch.autograd.grad(loss, moved)):
+            for p, g in zip(trained, torch.autograd.grad(loss, trained)):
                 p.grad = g
             optimizer.step()
             schedule.step()
         better = reference.gap().kl < before
     finally:
         if not better:
-            _put_back(moved, kept)
-        for p, g in zip(moved, grads):
+            _put_back(trained, kept)
+        for p, g in zip(trained, grads):
             p.grad = g
         for p in frozen:
             p.requires_grad_(False)
@@ -294,21 +300,12 @@ def _batches(batches: Sequence[object]) -> list[Arguments]:
     return [arguments(batch, "batch") for batch in batches]
 
 
-def _example(batches: Sequence[object]) -> object:
-    return batches[0]
-
-
 def _firsts(sites: Sequence[AttentionSite]) -> list[AttentionSite]:
     """One site per module: a module's second call has the same norms."""
     return list({id(site.module): site for site in reversed(sites)}.values())[::-1]
 
 
 def _replayed(site: AttentionSite, inputs: Sequence[dict[str, Arguments]]) -> list[Rows]:
-    with torch.no_grad():
-        return _replayed_again(site, inputs)
-
-
-def _replayed_again(site: AttentionSite, inputs: Sequence[dict[str, Arguments]]) -> list[Rows]:
     return [rows_of(site, one[site.name]) for one in inputs]
 
 
@@ -328,7 +325,7 @@ def _set_eps(model: nn.Module, sites: Sequence[AttentionSite], eps: float | None
             assert isinstance(norm, GainNorm)
             site.module.spec = site.module.spec.replace(norm=dataclasses.replace(norm, eps=wanted))
         for side in "qk":
-            held = site.module._modules.get(f"{side}_norm")
+            held = submodules_of(site.module).get(f"{side}_norm")
             if isinstance(held, HeadNorm):
                 held.norm = dataclasses.replace(held.norm, eps=wanted)
 

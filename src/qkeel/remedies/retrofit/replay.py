@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
-from qkeel.nn.core import SpecModule
+from qkeel.nn.spec_module import SpecModule
+from qkeel.remedies.base import Args, Kwargs, where
+from qkeel.sites.calls.logit_statistics import Seen
+from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.example import Arguments
-from qkeel.sites.fused import Seen
-from qkeel.sites.intercept import Interceptor, Sighting
 from qkeel.sites.probe import copied
-from qkeel.sites.scores import ScoresCall
+from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
@@ -33,7 +34,7 @@ class Rows:
     counted: Tensor
 
     def log_weights(self) -> Tensor:
-        """ln softmax over the visible keys, 0 where none is seen."""
+        """The ln softmax over the visible keys, 0 where none is seen."""
         z = self.logits.masked_fill(~self.visible, -torch.inf)
         return torch.where(self.visible, torch.log_softmax(z.masked_fill(~self.counted[..., None], 0.0), -1), 0.0)
 
@@ -44,7 +45,7 @@ def capture(model: nn.Module, sites: Sequence[AttentionSite], batch: Arguments) 
     hooks = []
     for site in sites:
 
-        def note(_: nn.Module, args: Any, kwargs: Any, name: str = site.name) -> None:
+        def note(_: nn.Module, args: Args, kwargs: Kwargs, name: str = site.name) -> None:
             kept.setdefault(name, (copied(args), copied(dict(kwargs))))
 
         hooks.append(site.module.register_forward_pre_hook(note, with_kwargs=True))
@@ -80,7 +81,7 @@ def rows_of(site: AttentionSite, inputs: Arguments) -> Rows:
     if isinstance(call, ScoresCall) and not call.headless:
         return _written(call)
     raise RefusedError(
-        f"{site.name or 'the model itself'}: its logits cannot be read head by head on these batches; use the model's "
+        f"{where(site)}: its logits cannot be read head by head on these batches; use the model's "
         "fused attention (attn_implementation='sdpa') and batches of equal lengths"
     )
 

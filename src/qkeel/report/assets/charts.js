@@ -40,11 +40,11 @@
     );
   }
 
-  const told = (p) => `${data.remedies[p.remedy]}${p.status === "done" ? "" : ` (${p.status})`}\nLR ${lrText(p.lr)}, seed ${p.seed}`;
+  const label = (p) => `${data.remedies[p.remedy]}${p.status === "done" ? "" : ` (${p.status})`}\nLR ${lrText(p.lr)}, seed ${p.seed}`;
 
   const tips = (points, facet, what) =>
     Plot.tip(points, Plot.pointer({
-      x: "step", y: "value", ...facet, title: (p) => `${told(p)}\nstep ${p.step.toLocaleString("en-US")}: ${what(p.value)}`,
+      x: "step", y: "value", ...facet, title: (p) => `${label(p)}\nstep ${p.step.toLocaleString("en-US")}: ${what(p.value)}`,
       fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25
     }));
 
@@ -142,7 +142,7 @@
         ...order.flatMap((i) => [mark(i, false), mark(i, true)]),
         Plot.tip(dots, Plot.pointer({
           x: "x", y: "value", fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25,
-          title: (d) => `${told(d)}\nheld-out loss ${d.value.toFixed(3)}\nlargest logit ${human(d.logit)}${d.collapsed ? "\ncollapsed" : ""}`
+          title: (d) => `${label(d)}\nheld-out loss ${d.value.toFixed(3)}\nlargest logit ${human(d.logit)}${d.collapsed ? "\ncollapsed" : ""}`
         }))
       ]
     });
@@ -212,7 +212,7 @@
       fx: {axis: null, paddingInner: layout.columns > 1 ? 0.12 : 0, paddingOuter: 0},
       fy: {axis: null, paddingInner: layout.rows > 1 ? gap / (inner + gap) : 0, paddingOuter: 0},
       x: {label: "tokens so far", ticks: Math.max(2, Math.floor(each / 90)), insetRight: 3},
-      y: {label: "next tokens foretold (%)", grid: true, ticks: 5, nice: true},
+      y: {label: "next tokens predicted (%)", grid: true, ticks: 5, nice: true},
       color: {type: "identity"},
       marks: [
         panelTitle(unique(points.map((p) => p.method)).map((m) => ({...layout.at(m), text: m === "none" ? "as trained" : m}))),

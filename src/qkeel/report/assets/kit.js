@@ -59,7 +59,7 @@ const Kit = (() => {
     }));
   }
 
-  // A choice is drawn anew; `after` says which charts, the one of that name if it is not given.
+  // After a choice `after` draws again: the chart of that name if it is not given.
   function controls(name, choice, choices, after = () => draw(name)) {
     const holder = document.querySelector(`[data-controls="${name}"]`);
     if (holder.childElementCount) return;

@@ -18,7 +18,7 @@
     const answer = await fetch("/", {cache: "no-store"});
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     const [mine, theirs] = [document, fresh].map((page) => page.getElementById("report-data"));
-    // Other charts, parts or runs than before: the page is laid out anew. So is a study's, which has no marked parts.
+    // Other charts, parts or runs than before: the page is loaded again. So is that of a study, which has no marked parts.
     const same = ["data-chart", "data-live"].every((attribute) => names(document, attribute) === names(fresh, attribute));
     if (!mine || !theirs || !same || !fresh.querySelector("main [data-live]")) {
       location.reload();
@@ -36,18 +36,18 @@
     document.dispatchEvent(new Event("fresh"));
   }
 
-  async function look() {
+  async function ask() {
     try {
       const {state, over} = await (await fetch("/state.json", {cache: "no-store"})).json();
       if (state !== document.body.dataset.state) await update();
-      say(over ? "The run is done." : `Live: looked at ${new Date().toLocaleTimeString()}.`);
+      say(over ? "The run is done." : `This page is live; it was up to date at ${new Date().toLocaleTimeString()}.`);
       if (over && state === document.body.dataset.state) return;
     } catch {
-      say("The server of this page is gone; the run may go on. What you see is the last that came.", true);
+      say("The server of this page has stopped; the run may go on. The page shows the last state that it received.", true);
     }
-    setTimeout(look, EVERY);
+    setTimeout(ask, EVERY);
   }
 
-  say("Live.");
-  setTimeout(look, EVERY);
+  say("This page is live.");
+  setTimeout(ask, EVERY);
 })();

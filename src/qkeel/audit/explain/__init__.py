@@ -1,0 +1,1 @@
+"""The recipe that each attention of a model really applies, found by experiment."""

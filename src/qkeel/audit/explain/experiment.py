@@ -1,0 +1,157 @@
+"""The experiments of explain_model: passes over all sites at once, and what changed in each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.audit.explain import responses
+from qkeel.audit.explain.controlled_model import (
+    ControlledModel,
+    Observation,
+    Observations,
+    changed,
+    ends,
+    one_number,
+    scaled,
+    shifted,
+    tokens,
+)
+from qkeel.audit.explain.logit_reading import scale_of
+from qkeel.audit.explain.responses import EPS_FACTORS
+from qkeel.audit.explain.scope import Scope, idle_norms, scope_of
+from qkeel.sites import AttentionSite
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Effect:
+    """The effect of changing one parameter: observations at x and at -x, and which of q, k, scale, sinks changed."""
+
+    name: str
+    before: Tensor
+    after: Tensor
+    plus: Observation
+    minus: Observation
+    changes: frozenset[str]
+
+
+@final
+class Experiment:
+    """All experiments on all sites, done when it is made: each pass is one for every site at once."""
+
+    def __init__(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], sites: Sequence[AttentionSite]
+    ) -> None:
+        self.model, self.sites = model, sites
+        self.controlled = ControlledModel(model, args, kwargs, sites)
+        self.scopes = {s.name: scope_of(model, s) for s in sites if s.terms}
+        run = self.controlled.run
+        self.base = run(scaled(1.0))
+        self.order = self.controlled.order
+        self.passes = {
+            "double": run(scaled(2.0)),
+            "minus": run(scaled(-1.0)),
+            "zero": run(scaled(0.0)),
+            "elsewhere": run(scaled(1.0, salt=1)),
+            "lifted": run(shifted(3.0)),
+            "poked": run({name: one_number(self._first_features(name)) for name in self.controlled.targets}),
+        }
+        self.small = [run(scaled(c)) for c in EPS_FACTORS]
+        self.tokens = run(tokens(1)), run(tokens(2))
+        self.effects = self._effects()
+        self.idle = idle_norms(self.controlled, list(self.scopes.values()), self.base)
+        self.latents = self._latents()
+
+    def _first_features(self, parameter: str) -> frozenset[int]:
+        slices = (part for site in self.sites for part in ends(site))
+        return frozenset(int(part.index[0, 0]) for part in slices if part.parameter == parameter)
+
+    def _effects(self) -> dict[str, list[Effect]]:
+        """Per site, what each parameter near it does when it is changed."""
+        candidates = {name: scope.candidates() for name, scope in self.scopes.items()}
+        found: dict[str, list[Effect]] = {name: [] for name in candidates}
+        for i in range(max(map(len, candidates.values()), default=0)):
+            now = {name: some[i] for name, some in candidates.items() if i < len(some)}
+            for name, effect in self._effects_of(now):
+                found[name].append(effect)
+        return found
+
+    def _effects_of(self, now: Mapping[str, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Effect]]:
+        """The same for one parameter per site, all changed at once."""
+        unique = list({id(p): p for _, p in now.values()}.values())
+        before = {id(p): p.detach().clone() for p in unique}
+        heads = max(site.n_heads for site in self.sites)
+        minus, pair = self.passes["minus"], self.tokens
+        with changed(unique):
+            after = {id(p): p.detach().clone() for p in unique}
+            plus = self.controlled.run(scaled(1.0))
+            if any(self._changes(name, plus, None) & {"q", "k"} for name in now):
+                minus = self.controlled.run(scaled(-1.0))
+            if any(p.numel() <= heads for p in unique):  # small enough to be a scale
+                pair = self.controlled.run(tokens(1)), self.controlled.run(tokens(2))
+        for name, (short, p) in now.items():
+            if name in plus and name in self.base:
+                changes = self._changes(name, plus, scale_of(*(r[name] for r in pair)))
+                old, new = before[id(p)], after[id(p)]
+                effect = Effect(name=short, before=old, after=new, plus=plus[name], minus=minus[name], changes=changes)
+                if changes:
+                    yield name, effect
+
+    def _changes(self, name: str, readings: Observations, scale: tuple[float, ...] | None) -> frozenset[str]:
+        if name not in readings or name not in self.base:
+            return frozenset()
+        plus, base = readings[name], self.base[name]
+        old = scale_of(*(r[name] for r in self.tokens))
+        both = list(zip(old or (), scale or ()))
+        sink = plus.beyond is not None and base.beyond is not None and not torch.equal(plus.beyond, base.beyond)
+        named = {
+            "q": not torch.equal(plus.q, base.q),
+            "k": not torch.equal(plus.k, base.k),
+            "scale": any(abs(a - b) > 1e-3 * abs(a) for a, b in both),
+            "sinks": sink,
+        }
+        return frozenset(what for what, so in named.items() if so)
+
+    def _latents(self) -> dict[str, dict[str, str]]:
+        """Per site, for weights behind another matrix in the same scope: whether a norm lies between."""
+        above = {n for n, s in self.scopes.items() for n in self._above(s)}
+        if not above:
+            return {}
+        also = frozenset(above)
+        inputs = []
+        for stimulus in (scaled(1.0), scaled(3.0), scaled(1.0, salt=1)):
+            self.controlled.run(stimulus, also)
+            inputs.append({n: x.double() for n, x in self.controlled.inputs.items()})
+        found: dict[str, dict[str, str]] = {}
+        for name, scope in self.scopes.items():
+            for part in {s.parameter for s in ends(scope.site)}:
+                one, three, other = (i.get(part) for i in inputs)
+                first = inputs[0].get(self._first_product(scope))
+                if one is None or three is None or other is None or first is None or _same(one, first):
+                    continue
+                if responses.close(other, one, 1e-3):
+                    continue
+                normed = responses.close(three, one, 1e-3)
+                found.setdefault(name, {})[part] = "normed latent" if normed else "latent without norm"
+        return found
+
+    def _first_product(self, scope: Scope) -> str:
+        return next((n for n in self.order if n.startswith(f"{scope.name}.") or not scope.name), "")
+
+    def _above(self, scope: Scope) -> list[str]:
+        """Matrices of the scope that run before its last projection and might feed one."""
+        own = {scope.full(n) for n, p in scope.module.named_parameters() if p.ndim == 2}
+        ran = [n for n in dict.fromkeys(self.order) if n in own]
+        last = max((ran.index(s.parameter) for s in ends(scope.site) if s.parameter in ran), default=-1)
+        widths = {self.model.get_parameter(s.parameter).shape[1 - s.axis] for s in ends(scope.site)}
+        whole = {self.model.get_parameter(n).shape[0] for n in ran[:last]} & widths
+        return [n for n in ran[:last] if n not in self.controlled.targets] if whole else []
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())

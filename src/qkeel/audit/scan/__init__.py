@@ -1,0 +1,1 @@
+"""A checkpoint read head by head without running the model."""

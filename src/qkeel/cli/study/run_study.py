@@ -1,0 +1,89 @@
+"""A study from the command line: plan, progress, table, report, exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from qkeel.cli.console import StudyView, extrapolated, make_console, print_line, ranking, spent
+from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
+from qkeel.cli.study.study_flags import HowFlags
+from qkeel.lab.config import RunConfig
+from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, pending, run_directory, run_plan
+from qkeel.lab.execution.progress import estimate_seconds
+from qkeel.lab.execution.workers import Shard
+from qkeel.lab.plan.plan import Grid, LongContexts, Plan, PlannedRun
+from qkeel.lab.stack.what_runs_share import check_how
+from qkeel.report import write
+
+
+def default_jobs() -> int:
+    """Returns how many runs go at once: as many as this process has cores, at most 4, for each takes about 0.4 GB."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(cores, 4)
+
+
+def run_study(
+    name: str, base: RunConfig, grid: Grid | None, out: Path, how: HowFlags, contexts: LongContexts | None = None
+) -> int:
+    """Runs a study, writes its table and report, and returns the exit code; the directory is printed first and last.
+
+    Args:
+        name: the study, as in lab.studies.
+        base: the configuration that all runs share.
+        grid: the axes; None for those of the study itself.
+        out: directory of the study.
+        how: processes, stacking, shard, dry run.
+        contexts: lengths of the test and post-hoc methods, where the study has them.
+    """
+    console = make_console()
+    shard = Shard.parse(how.shard) if how.shard else Shard()
+    jobs = default_jobs() if how.jobs is None else how.jobs
+    stack = check_how(how.stack)
+    plan = make_plan(name, base, grid, contexts)
+    left = pending(plan, out, shard)
+    print_line(console, f"study {out}")
+    part = f", shard {shard.index}/{shard.count}" if shard.count > 1 else ""
+    console.print(f"{len(plan.runs)} runs{part}, {len(left)} to do, {jobs} at once", highlight=False)
+    if how.dry_run:
+        return _dry_run(console, plan, out, left, jobs)
+    view = StudyView(console, left, out)
+    execution = Execution(workers=jobs, stack=stack, shard=shard, command=command_line(), on_outcome=view.on_outcome)
+    with view.following():
+        result = run_plan(plan, out, execution)
+    write(out, out / "report.html")
+    _print_tables(console, plan, result)
+    for failure in result.failures:
+        print_line(console, f"failed: {failure.directory}: {failure.error}")
+    print_line(console, f"report {out / 'report.html'}")
+    print_line(console, f"study {out}")
+    if result.failures:
+        return FAILED
+    collapsed = any(row["collapsed"] for row in result.table)
+    return COLLAPSED if how.fail_on_collapse and collapsed else OK
+
+
+def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
+    if plan.contexts:
+        console.print("mean over seeds, next tokens predicted in %:", highlight=False)
+        console.print(extrapolated(result.long_table))
+        return
+    for role in dict.fromkeys(run.role for run in plan.runs if run.role != "drift"):
+        ids = {run.config.run_id for run in plan.runs if run.role == role}
+        title = "" if role == "grid" else f"{role}: "
+        console.print(f"{title}mean val_loss over seeds (largest max logit):", highlight=False)
+        console.print(ranking([row for row in result.table if row["run_id"] in ids]))
+
+
+def _dry_run(console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun], jobs: int) -> int:
+    for run in plan.runs:
+        config, part = run.config, "" if run.role == "grid" else f"{run.role}, "
+        state = "to do" if run in left else "done, or another shard's"
+        about = f"{part}{run.name}, lr {config.optim.lr:g}, seed {config.seed}, {config.steps} steps: {state}"
+        print_line(console, f"{run_directory(out, run).name}  {about}")
+    console.print(f"about {spent(estimate_seconds(left, jobs))} on this machine; nothing was written", highlight=False)
+    return OK

@@ -1,0 +1,1 @@
+"""Someone else's training script, run in this process and watched."""

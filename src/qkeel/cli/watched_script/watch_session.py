@@ -1,0 +1,115 @@
+"""The models of a training script, each watched into a run directory of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import weakref
+from pathlib import Path
+from typing import final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from qkeel.cli.watched_script.find_models import ModelFinder
+from qkeel.cli.watched_script.messages import MessageSink, MessageWriter
+from qkeel.monitor import Cadence, RunDirectorySink, Sink
+from qkeel.monitor.monitor import Monitor
+from qkeel.monitor.watch import watch as attach
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WatchPlan:
+    """The quantities to measure and where to write them."""
+
+    cadence: Cadence
+    out: Path
+    sinks: tuple[Sink, ...] = ()
+    query_mask: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A model under watch and its messages; `done` closes its files if the script drops it before the end."""
+
+    model: str
+    message_sink: MessageSink
+    monitor: weakref.ref[Monitor]
+    done: weakref.finalize
+
+    @property
+    def used(self) -> bool:
+        """Returns whether it has a run directory or may get one."""
+        monitor = self.monitor()
+        return self.message_sink.run.path is not None or (monitor is not None and monitor.active)
+
+
+@final
+class WatchSession:
+    """Watches the models of the script that runs in this process, each in a run directory of its own."""
+
+    def __init__(self, plan: WatchPlan, writer: MessageWriter) -> None:
+        self.plan, self.writer = plan, writer
+        self._runs: list[_Run] = []
+        self._finder = ModelFinder(self._start)
+
+    def _start(self, model: nn.Module, optimizer: Optimizer) -> Monitor:
+        name, plan = type(model).__name__, self.plan
+        run = RunDirectorySink(self._place(name))
+        message_sink = MessageSink(run, self.writer)
+        others = () if any(run.used for run in self._runs) else plan.sinks
+        monitor = attach(
+            model,
+            optimizer,
+            every=plan.cadence,
+            sinks=[run, message_sink, *others] if self.writer.rank == 0 else [],
+            query_mask=plan.query_mask,
+        )
+        done = weakref.finalize(optimizer, run.close, True)
+        done.atexit = False
+        self._runs.append(_Run(model=name, message_sink=message_sink, monitor=weakref.ref(monitor), done=done))
+        return monitor
+
+    def _place(self, model: str) -> Path:
+        """The plan's directory; with the class name appended for models of another class than the first."""
+        first = next((run.model for run in self._runs if run.used), model)
+        out = self.plan.out
+        return out if first == model else out.with_name(f"{out.name}-{model}")
+
+    def close(self, *, complete: bool) -> None:
+        """Stops watching and reports how it went and where the runs are. `complete`: whether the script ended well."""
+        self._finder.remove()
+        seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
+        broken = any(monitor.passes and not monitor.active for monitor in seen)
+        for monitor in seen:
+            monitor.close(complete=complete)
+        for run in self._runs:
+            run.done.detach()
+        written = [run.message_sink for run in self._runs if run.message_sink.run.path is not None]
+        for message_sink in written:
+            message_sink.summary()
+        for message_sink in written:
+            self.writer(f"run {message_sink.place}")
+        if written:
+            self.writer(f"for a page of it: {shlex.join(['qkeel', 'report', *(n.place for n in written)])}")
+        else:
+            self.writer(f"nothing was measured: {'see above' if broken else self._why_nothing(seen)}")
+
+    def _why_nothing(self, monitors: list[Monitor]) -> str:
+        if not self._finder.optimizers:
+            return (
+                "the script made no torch.optim.Optimizer in this process. If it starts processes that train, start "
+                "them with torchrun instead; elsewhere call qkeel.watch(model) in it"
+            )
+        if not self._runs:
+            return "no nn.Module was found that holds the parameters of the script's optimizers"
+        models = ", ".join(dict.fromkeys(run.model for run in self._runs))
+        if any(monitor.steps for monitor in monitors):
+            return f"no attention was seen in the passes of {models}"
+        if any(monitor.passes for monitor in monitors):
+            return (
+                f"{models} was called, but no step of its optimizer was seen. It ended before the first one, or a "
+                "compiled function calls optimizer.step(), where steps can't be counted: compile the model instead"
+            )
+        return f"the script ended before {models} was called"

@@ -1,0 +1,161 @@
+"""LogitStats: what attention logits of one site look like, per head; a monoid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkeel.errors import InvalidValueError
+from qkeel.functional.statistics.class_stats import ClassStats, merge_classes
+from qkeel.functional.statistics.head_formulas import PerHead, merge_formulas
+from qkeel.functional.statistics.merging import Merge, merged, tensors
+
+POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1) .. 2^i - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitStats:
+    """Statistics over the visible (query, key) pairs of one site; [h] per query head, [g] per key head.
+
+    Logits are signed, after the scale and bias, before the cap. Entropy is in nats, of the weights before dropout,
+    over query rows that see at least one key. Norms are those of q and k as they enter the dot product, after norm
+    and rotation. Detached; float32 or wider. `merge` adds data: key blocks, micro-batches, ranks.
+
+    normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys.
+    sink_share: over the same rows, the mean weight on the first key that the row sees, before dropout, after the
+        cap, of weights that sum to one over the keys: like the entropy it leaves a sink column out.
+    share_above: share of pairs whose logit (signed, before the cap) is above the threshold that was asked for.
+    qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
+        product; a model that folds its scale into q has it in there. Divide by √d for logits under 1/√d.
+    cos_max, cos_mean: of the angle between those q and k; 0 where one of them is zero.
+    n_products: the pairs behind these three; 0 where q and k were not seen, only their logits: the three are then
+        not measured and read 0, -inf, 0.
+    key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row): bin 0
+        is that key, bin i >= 1 holds offsets 2^(i-1) .. 2^i - 1; `n_keys_by_position` keys each.
+    classes: the same split by token classes, where those of the call are known.
+    formulas: the statistics of HEAD_FORMULAS by name, where they are measured.
+    """
+
+    max_logit: PerHead
+    min_logit: PerHead
+    mean_logit: PerHead
+    capped_max_logit: PerHead
+    entropy: PerHead
+    entropy_min: PerHead
+    query_norm: PerHead
+    query_norm_max: PerHead
+    key_norm: Float[Tensor, " g"]
+    key_norm_max: Float[Tensor, " g"]
+    n_queries: Int[Tensor, " h"]
+    n_pairs: Int[Tensor, " h"]
+    n_keys: Int[Tensor, " g"]
+    normalized_entropy: PerHead
+    sink_share: PerHead
+    share_above: PerHead
+    qk_frobenius: PerHead
+    cos_max: PerHead
+    cos_mean: PerHead
+    n_free: Int[Tensor, " h"]
+    n_products: Int[Tensor, " h"]
+    key_norm_by_position: Float[Tensor, "g bins"]
+    n_keys_by_position: Int[Tensor, "g bins"]
+    classes: ClassStats | None = None
+    formulas: Mapping[str, PerHead] = dataclasses.field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every statistic and count by name, but for those by class and by formula."""
+        return tensors(self)
+
+    def value(self, name: str) -> Tensor | None:
+        """A statistic by its recorded name (records.HEAD_FIELDS), a formula's too; None if it is none of these.
+
+        >>> LogitStats.empty(2, 1, torch.zeros(0)).value("entropy")
+        tensor([0., 0.])
+        """
+        if name in self.formulas:
+            return self.formulas[name]
+        return getattr(self, name) if name in TENSORS or name in DERIVED else None
+
+    @property
+    def non_finite(self) -> PerHead:
+        """1 for a head whose logits or entropy are NaN or infinite, else 0."""
+        low = self.min_logit.isfinite() | (self.n_pairs == 0)  # not measured
+        return (~(self.max_logit.isfinite() & low & self.entropy.isfinite())).to(self.max_logit.dtype)
+
+    @property
+    def max_abs_logit(self) -> PerHead:
+        """Largest magnitude; 0 where nothing was seen."""
+        return torch.maximum(self.max_logit, -self.min_logit).clamp_min(0)
+
+    @classmethod
+    def empty(cls, n_heads: int, n_kv_heads: int, like: Tensor) -> LogitStats:
+        """The neutral element: maxima -inf, minima +inf, means 0, counts 0."""
+
+        def full(name: str, rule: Merge) -> Tensor:
+            heads = n_kv_heads if name.startswith(("key_", "n_keys")) else n_heads
+            shape = (heads, POSITION_BINS) if name.endswith("_by_position") else (heads,)
+            dtype = torch.int64 if rule.how == "sum" else like.dtype
+            return torch.full(shape, rule.neutral, dtype=dtype, device=like.device)
+
+        return cls(**{name: full(name, rule) for name, rule in MERGES.items()})  # type: ignore[arg-type]
+
+
+# Each field's rule and neutral element. The counts are the sums.
+MERGES: dict[str, Merge] = {
+    "max_logit": Merge("max", -torch.inf),
+    "min_logit": Merge("min", torch.inf),
+    "mean_logit": Merge("mean", count="n_pairs"),
+    "capped_max_logit": Merge("max", -torch.inf),
+    "entropy": Merge("mean", count="n_queries"),
+    "entropy_min": Merge("min", torch.inf),
+    "query_norm": Merge("mean", count="n_queries"),
+    "query_norm_max": Merge("max"),
+    "key_norm": Merge("mean", count="n_keys"),
+    "key_norm_max": Merge("max"),
+    "n_queries": Merge("sum"),
+    "n_pairs": Merge("sum"),
+    "n_keys": Merge("sum"),
+    "normalized_entropy": Merge("mean", count="n_free"),
+    "sink_share": Merge("mean", count="n_free"),
+    "share_above": Merge("mean", count="n_pairs"),
+    "qk_frobenius": Merge("root"),
+    "cos_max": Merge("max", -torch.inf),
+    "cos_mean": Merge("mean", count="n_products"),
+    "n_free": Merge("sum"),
+    "n_products": Merge("sum"),
+    "key_norm_by_position": Merge("mean", count="n_keys_by_position"),
+    "n_keys_by_position": Merge("sum"),
+}
+TENSORS = tuple(MERGES)
+DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
+
+
+def merge(a: LogitStats, b: LogitStats) -> LogitStats:
+    """The statistics of both data sets as one. Associative and commutative up to rounding."""
+    if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
+        raise InvalidValueError(
+            f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "
+            f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
+        )
+    formulas = merge_formulas(a.formulas, b.formulas, a.n_queries, b.n_queries)
+    fields = merged(a, b, MERGES)
+    return LogitStats(**fields, classes=merge_classes(a.classes, b.classes), formulas=formulas)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitBracket:
+    """Bounds on the largest logit per head, from row logsumexps that a kernel gave for free.
+
+    `lower <= max_logit <= upper`. `entropy` is there when it was asked for; it tightens the lower bound
+    from lse - ln n to lse - H, so the bracket closes exactly when attention collapses. `certified` marks
+    heads whose `lower` is the exact maximum.
+    """
+
+    lower: PerHead
+    upper: PerHead
+    entropy: PerHead | None = None
+    certified: Tensor | None = None

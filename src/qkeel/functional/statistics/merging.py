@@ -1,0 +1,50 @@
+"""Merges the statistics of two data sets into those of both, field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Merge:
+    """The rule of a field: the larger, the smaller, the sum, the root of the sum of squares, or a mean weighted by the
+    field `count`. `neutral` is its value where nothing was seen."""
+
+    how: Literal["max", "min", "sum", "root", "mean"]
+    neutral: float = 0.0
+    count: str = ""
+
+
+def merged(a: DataclassInstance, b: DataclassInstance, rules: Mapping[str, Merge]) -> dict[str, Tensor]:
+    """The merged fields of two statistics of one kind, those that the rules name."""
+    ours, theirs = tensors(a), tensors(b)
+    return {name: _merged(ours, theirs, name, rule) for name, rule in rules.items()}
+
+
+def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
+    """The fields of some statistics that are tensors, by name."""
+    fields = ((field.name, getattr(stats, field.name)) for field in dataclasses.fields(stats))
+    return {name: value for name, value in fields if isinstance(value, Tensor)}
+
+
+def _merged(a: dict[str, Tensor], b: dict[str, Tensor], name: str, rule: Merge) -> Tensor:
+    mine, other = a[name], b[name]
+    if rule.how == "max":
+        return torch.maximum(mine, other)
+    if rule.how == "min":
+        return torch.minimum(mine, other)
+    if rule.how == "sum":
+        return mine + other
+    if rule.how == "root":
+        return torch.hypot(mine, other)
+    # In the means' dtype: a quotient of integers would be float32.
+    share = b[rule.count].to(mine.dtype) / (a[rule.count] + b[rule.count]).clamp_min(1)
+    return torch.lerp(mine, other, share if share.ndim == mine.ndim else share[..., None])

@@ -1,0 +1,330 @@
+"""Statistics of the logits of each query row, block by block, and how rows become LogitStats."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkeel.functional.statistics.class_stats import (
+    ClassStats,
+    KeyClasses,
+    TokenClasses,
+    class_norms,
+    class_stats,
+    one_hot,
+)
+from qkeel.functional.statistics.logit_stats import POSITION_BINS, LogitStats
+from qkeel.functional.statistics.merging import tensors
+
+PerRow = Float[Tensor, "b h t"]
+PerRowAndClass = Float[Tensor, "b h t c"]
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """The keys among `n` of a block that its rows see: all before `start`; from there on those of `visible`.
+
+    visible: True where a row sees a key, broadcasts to [b h rows n-start]; None where `start` is n.
+    """
+
+    visible: Tensor | None
+    start: int
+    n: int
+
+    def blank_(self, x: Tensor) -> Tensor:
+        """Returns x [b h rows n] with 0 at hidden pairs, in place, whatever stood there."""
+        if self.visible is not None:
+            # As integers: all bits off where hidden, be it NaN. On a CPU ten times as fast as masked_fill_.
+            kind = _BITS[x.dtype]
+            x[..., self.start :].view(kind).bitwise_and_(-self.visible.to(kind))
+        return x
+
+    def lower_(self, x: Tensor) -> Tensor:
+        """Blanked x with a huge negative number at hidden pairs, in place; finite, so that 0 times it is 0."""
+        if self.visible is not None:
+            x[..., self.start :].add_(self._penalty(x))
+        return x
+
+    def least(self, x: Tensor) -> Tensor:
+        """Row minima [b h rows] of blanked x."""
+        if self.visible is None:
+            return x.amin(-1)
+        low = (x[..., self.start :] - self._penalty(x)).amin(-1)
+        return torch.minimum(low, x[..., : self.start].amin(-1)) if self.start else low
+
+    def counts(self, rows: int, device: torch.device) -> Tensor:
+        """The number of keys that each row sees [b|1 h|1 rows]."""
+        if self.visible is None:
+            return torch.full((1, 1, rows), self.n, device=device)
+        some = self.visible.expand(*self.visible.shape[:2], rows, self.n - self.start)
+        return some.sum(-1) + self.start
+
+    def counts_of(self, members: Tensor) -> Tensor:
+        """The number of the members [b|1 n c] of each class each row sees, [b h|1 rows|1 c]."""
+        before = members[:, : self.start].sum(1)[:, None, None]
+        if self.visible is None:
+            return before
+        return before + self.visible.to(members.dtype) @ members[:, None, self.start :]
+
+    def first(self, x: Tensor) -> Tensor:
+        """Returns x [b h rows] at the first key that each row sees."""
+        if self.visible is None or self.start:
+            return x[..., 0]
+        index = self.visible.to(torch.uint8).argmax(-1, keepdim=True)
+        return x.gather(-1, index.expand(*x.shape[:-1], 1))[..., 0]
+
+    def whole(self, x: Tensor) -> Tensor | None:
+        """`visible` over all columns of x, as a normaliser takes it."""
+        if self.visible is None or not self.start:
+            return self.visible
+        full = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).expand(x.shape).clone()
+        full[..., self.start :] = self.visible
+        return full
+
+    def _penalty(self, x: Tensor) -> Tensor:
+        assert self.visible is not None
+        return torch.where(self.visible, x.new_zeros(()), x.new_full((), torch.finfo(x.dtype).min / 4))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowStats:
+    """Per query row; `n_keys` counts the keys it sees, and where that is 0 the other numbers mean nothing.
+
+    total: sum of logits. above: logits over the threshold. first_weight: weight on the first visible key.
+    product_norm: root of Σ(q·k)²; cos_total: sum of cosines; both over `n_products` pairs.
+    """
+
+    n_keys: Int[Tensor, "b h t"]
+    max_logit: PerRow
+    min_logit: PerRow
+    capped_max: PerRow
+    total: PerRow
+    above: PerRow
+    entropy: PerRow
+    first_weight: PerRow
+    product_norm: PerRow
+    cos_max: PerRow
+    cos_total: PerRow
+    n_products: Int[Tensor, "b h t"]
+    class_max: PerRowAndClass | None = None
+    class_mass: PerRowAndClass | None = None
+    class_keys: PerRowAndClass | None = None
+
+    @classmethod
+    def nothing(cls, like: PerRow, keys: KeyClasses | None = None) -> RowStats:
+        """Rows that see no key, as many as there are in `like`."""
+        zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
+        split = None if keys is None else like.new_zeros(*like.shape, keys.members.shape[-1])
+        fields = {f.name: split if f.name.startswith("class") else zeros for f in dataclasses.fields(cls)}
+        return cls(**{**fields, "n_keys": none, "n_products": none})  # type: ignore[arg-type]
+
+    @classmethod
+    def cat(cls, parts: list[RowStats]) -> RowStats:
+        """Rows one after the other."""
+        each = [tensors(part) for part in parts]
+        return cls(**{name: torch.cat([part[name] for part in each], dim=2) for name in each[0]})
+
+
+def extreme_logits(z: Tensor, seen: Seen, counted: Bool[Tensor, "b r"] | None) -> tuple[Tensor, Tensor]:
+    """The largest and the smallest [h] of blanked logits z [b h r n] over rows that count; leaves z lowered."""
+    over = seen.counts(z.shape[2], z.device) > 0
+    if counted is not None:
+        over = over & counted[:, None]
+    low = seen.least(z).masked_fill(~over, torch.inf).amin((0, 2))
+    return seen.lower_(z).amax(-1).masked_fill(~over, -torch.inf).amax((0, 2)), low
+
+
+def logit_rows(z: Tensor, seen: Seen, threshold: float, keys: KeyClasses | None = None) -> dict[str, Tensor]:
+    """Extrema, totals and counts of blanked logits z [b h rows n] before the cap; leaves z lowered."""
+    b, h, r, _ = z.shape
+    found = {"total": z.sum(-1), "min_logit": seen.least(z)}
+    top = seen.lower_(z).amax(-1)
+    # Comparing every logit costs as much as the exponential, and no logit is above where no maximum is. Only a CPU may
+    # look: elsewhere that would wait for the device.
+    over = z.device.type != "cpu" or bool((top > threshold).any())
+    above = (z > threshold).sum(-1).to(z.dtype) if over else torch.zeros_like(top)
+    if keys is not None:
+        members = keys.upto(z.shape[-1])
+        found["class_keys"] = seen.counts_of(members).expand(b, h, r, -1)
+        found["class_max"] = keys.maxima(z, found["class_keys"])
+    return {**found, "max_logit": top, "above": above, "n_keys": seen.counts(r, z.device).expand(b, h, r)}
+
+
+def softmax_rows(z: Tensor, seen: Seen, keys: KeyClasses | None = None) -> dict[str, Tensor]:
+    """Largest capped logit, entropy, first weight and weight by class of the softmax of lowered z; overwrites z.
+
+    Centred: with m the row maximum, H = ln Σe^(z-m) - Σ(z-m)e^(z-m) / Σe^(z-m); no cancellation at logits of
+    thousands.
+    """
+    top = z.amax(-1, keepdim=True)
+    # Under this floor the exponential is 0 next to the maximum's 1, but takes a CPU seven times as long.
+    z.sub_(top).clamp_(min=math.log(torch.finfo(z.dtype).tiny) + 1)
+    p = z.exp()
+    mass = p.sum(-1)
+    split = {} if keys is None else {"class_mass": by_class(p, keys) / mass[..., None]}
+    first = seen.first(p) / mass
+    entropy = mass.log() - p.mul_(z).sum(-1) / mass
+    return {"capped_max": top[..., 0], "entropy": entropy.clamp_min_(0), "first_weight": first, **split}
+
+
+def by_class(weights: Tensor, keys: KeyClasses) -> PerRowAndClass:
+    """Sums of weights [b h rows n] over the keys of each class: attention whose v is 1 at the class of its key."""
+    members = keys.upto(weights.shape[-1]).expand(len(weights), -1, -1)
+    return (weights.flatten(1, 2) @ members).view(*weights.shape[:3], -1)
+
+
+def product_rows(products: Tensor, unit: float, q_norm: PerRow, k_norm: Tensor, seen: Seen) -> dict[str, Tensor]:
+    """Size and angle of q·k from blanked `products` = unit · q·k [b h rows n], unit > 0; norms [b h rows], [b g n]."""
+    g, h = k_norm.shape[1], products.shape[1]
+    cosines = products * _inverse(k_norm).repeat_interleave(h // g, dim=1)[:, :, None]
+    along = _inverse(q_norm) / unit
+    n = seen.counts(products.shape[2], products.device).expand(q_norm.shape)
+    total = cosines.sum(-1) * along
+    return {
+        "product_norm": torch.linalg.vector_norm(products, dim=-1) / unit,
+        "cos_total": total.clamp(-n, n),  # a cosine may be 1 + 1e-7
+        "cos_max": (seen.lower_(cosines).amax(-1) * along).clamp_(-1, 1),
+        "n_products": n,
+    }
+
+
+def no_product_rows(like: Tensor) -> dict[str, Tensor]:
+    """The same where q and k are unknown; like [b h rows]."""
+    zeros, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.int64)
+    return {"product_norm": zeros, "cos_total": zeros, "cos_max": zeros, "n_products": none}
+
+
+def _inverse(norm: Tensor) -> Tensor:
+    """1 / norm, 0 where that is no number: hidden keys may hold anything."""
+    return torch.where(norm > 0, norm, torch.inf).reciprocal()
+
+
+class KernelRows(NamedTuple):
+    """Statistics of each query row [b h t] from a kernel, float32; rows that see no key: -inf, -inf, 0."""
+
+    largest: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+
+def reduce_kernel_rows(rows: KernelRows, counted: Bool[Tensor, "b t"] | None, n_kv_heads: int) -> LogitStats:
+    """Returns max_logit, entropy, entropy_min and n_queries of all rows that see a key and count; the rest is neutral.
+
+    So is capped_max_logit, since the cap is not known here.
+    """
+    over = rows.lse != -torch.inf  # NaN is to be seen
+    if counted is not None:
+        over = over & counted[:, None]
+    n = over.sum((0, 2))
+    return dataclasses.replace(
+        LogitStats.empty(rows.lse.shape[1], n_kv_heads, rows.largest),
+        max_logit=rows.largest.masked_fill(~over, -torch.inf).amax((0, 2)),
+        entropy=rows.entropy.masked_fill(~over, 0.0).sum((0, 2)) / n.clamp_min(1),
+        entropy_min=rows.entropy.masked_fill(~over, torch.inf).amin((0, 2)),
+        n_queries=n,
+    )
+
+
+def reduce_rows(
+    rows: RowStats,
+    counted: Bool[Tensor, "b t"] | None,
+    q_norm: PerRow | None,
+    k_norm: Float[Tensor, "b g s"] | None,
+    keys_seen: Bool[Tensor, "b g s"],
+    classes: TokenClasses | None = None,
+) -> LogitStats:
+    """LogitStats of all rows that see a key and count; norms None where they are unknown."""
+    split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
+    over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
+    free = over & (rows.n_keys > 1)
+    n_queries, n_free = over.sum((0, 2)), free.sum((0, 2))
+    n_pairs, n_products = ((n * over).sum((0, 2)) for n in (rows.n_keys, rows.n_products))
+
+    def mean(x: Tensor, count: Tensor, where: Tensor = over) -> Tensor:
+        return x.masked_fill(~where, 0.0).sum((0, 2)) / count.clamp_min(1)
+
+    def most(x: Tensor, where: Tensor = over) -> Tensor:
+        return x.masked_fill(~where, -torch.inf).amax((0, 2))
+
+    q_norm = torch.zeros_like(rows.total) if q_norm is None else q_norm
+    entropy = rows.entropy.masked_fill(rows.n_keys < 2, 0.0)
+    relative = (entropy / rows.n_keys.clamp_min(2).to(entropy.dtype).log()).clamp_max(1)
+    return LogitStats(
+        max_logit=most(rows.max_logit),
+        min_logit=-most(-rows.min_logit),
+        mean_logit=mean(rows.total, n_pairs),
+        capped_max_logit=most(rows.capped_max),
+        entropy=mean(entropy, n_queries),
+        entropy_min=-most(-entropy),
+        query_norm=mean(q_norm, n_queries),
+        query_norm_max=most(q_norm).clamp_min(0),
+        n_queries=n_queries,
+        n_pairs=n_pairs,
+        normalized_entropy=mean(relative, n_free, free),
+        sink_share=mean(rows.first_weight, n_free, free),
+        share_above=mean(rows.above, n_pairs),
+        qk_frobenius=torch.linalg.vector_norm(rows.product_norm.masked_fill(~over, 0.0), dim=(0, 2)),
+        cos_max=most(rows.cos_max, over & (rows.n_products > 0)),
+        cos_mean=mean(rows.cos_total, n_products),
+        n_free=n_free,
+        n_products=n_products,
+        classes=split,
+        **_keys(  # type: ignore[arg-type]  # none of them is `formulas`
+            rows.total.new_zeros(keys_seen.shape) if k_norm is None else k_norm, keys_seen, known=k_norm is not None
+        ),
+    )
+
+
+def _split(
+    classes: TokenClasses,
+    rows: RowStats,
+    counted: Tensor | None,
+    q_norm: Tensor | None,
+    keys: tuple[Tensor | None, Tensor],
+) -> ClassStats:
+    """The statistics by class; keys: their norms, None where unknown, and which are seen."""
+    over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
+    assert rows.class_max is not None
+    assert rows.class_mass is not None
+    assert rows.class_keys is not None
+    query, key = (one_hot(c, len(classes.names)).to(over.device) for c in (classes.query, classes.key))
+    q_mean, q_most, n_normed = class_norms(query, q_norm, over, rows.total)
+    k_mean, k_most, n_keys = class_norms(key, keys[0], keys[1], rows.total)
+    return ClassStats(
+        names=classes.names,
+        query_norm=q_mean,
+        query_norm_max=q_most,
+        n_normed=n_normed,
+        key_norm=k_mean,
+        key_norm_max=k_most,
+        n_keys=n_keys,
+        **class_stats(query, (rows.class_max, rows.class_mass, rows.class_keys), over, rows.n_keys),
+    )
+
+
+def _keys(norm: Tensor, seen: Tensor, *, known: bool) -> dict[str, Tensor]:
+    """Mean and largest norm of the seen keys, in all and by distance from the first of them."""
+    seen = seen & known
+    norm = norm.masked_fill(~seen, 0.0)
+    count = seen.sum((0, 2))
+    s = norm.shape[2]
+    place = torch.arange(s, device=norm.device) + seen.to(torch.uint8).argmax(-1, keepdim=True)
+    inside, place = place < s, place.clamp_max(s - 1)
+    norms, there = norm.gather(2, place) * inside, seen.gather(2, place) & inside
+    edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
+    bins = [slice(a, b) for a, b in zip(edges, [*edges[1:], None])]
+    sums = torch.stack([norms[..., part].sum((0, 2)) for part in bins], dim=1)
+    counts = torch.stack([there[..., part].sum((0, 2)) for part in bins], dim=1)
+    return {
+        "key_norm": norm.sum((0, 2)) / count.clamp_min(1),
+        "key_norm_max": norm.amax((0, 2)),
+        "n_keys": count,
+        "key_norm_by_position": sums / counts.clamp_min(1),
+        "n_keys_by_position": counts,
+    }

@@ -1,0 +1,170 @@
+"""The choice that "auto" makes among kernels for a call: one table of measured preferences."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from qkeel.errors import RefusedError
+from qkeel.kernels.chunked import Chunked
+from qkeel.kernels.compiled_attention import Native
+from qkeel.kernels.compiled_decode import Decode
+from qkeel.kernels.contract import Kernel, Refusal
+from qkeel.kernels.sdpa import Sdpa
+from qkeel.kernels.windowed import Windowed
+from qkeel.patching.compiler_state import constant_when_compiled
+from qkeel.registry import lookup
+from qkeel.spec.call import AttentionCall
+
+# The fastest first, where no preference below says otherwise; the last one computes every call.
+KERNELS: dict[str, Kernel] = {
+    "decode": Decode(),
+    "native": Native(),
+    "sdpa": Sdpa(),
+    "windowed": Windowed(),
+    "chunked": Chunked(),
+}
+_LOG = logging.getLogger("qkeel")
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """The order in which "auto" asks the kernels about one kind of call, and the reason for it."""
+
+    calls: str
+    holds: Callable[[AttentionCall], bool]
+    order: tuple[str, ...]
+    reason: str
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The kernel that "auto" takes for a call, the preference that ordered the kernels, and the refusals before it."""
+
+    kernel: str
+    preference: Preference
+    refusals: dict[str, Refusal]
+
+    def __str__(self) -> str:
+        order = ", ".join(self.preference.order)
+        head = [f"kernel {self.kernel}", f"order for {self.preference.calls}: {order}. {self.preference.reason}"]
+        return "\n  ".join([*head, *(f"{name} refuses: {refusal.reason}" for name, refusal in self.refusals.items())])
+
+
+def _needs_one_order(call: AttentionCall) -> bool:
+    return bool(call.dropout) or torch.compiler.is_exporting()
+
+
+def _one_query_on_cpu(call: AttentionCall) -> bool:
+    return call.q.shape[2] <= 1 and call.q.device.type == "cpu"
+
+
+def _half_precision_training_on_avx2(call: AttentionCall) -> bool:
+    q, k, v = call.q, call.k, call.v
+    half = q.dtype in (torch.bfloat16, torch.float16) and q.device.type == "cpu"
+    gradient = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    return half and gradient and _cpu_capability() == "AVX2"
+
+
+# `qkeel bench --size full` measures the times that the reasons give; docs/choice.md has their table. The first
+# preference that holds counts.
+PREFERENCES: tuple[Preference, ...] = (
+    Preference(
+        calls="a call with dropout, or under torch.export",
+        holds=_needs_one_order,
+        order=tuple(KERNELS),
+        reason="Dropout must drop the same weights when a forward pass is recomputed with a gradient, and an exported "
+        "program serves every length and machine, so the order depends on nothing else.",
+    ),
+    Preference(
+        calls="one query on a CPU",
+        holds=_one_query_on_cpu,
+        order=("decode", "sdpa", "chunked", "windowed", "native"),
+        reason="'native' takes 1.8 to 2.3 times the time of 'sdpa' and 1.3 times that of 'chunked'.",
+    ),
+    Preference(
+        calls="half precision with a gradient on a CPU that has AVX2 and no more",
+        holds=_half_precision_training_on_avx2,
+        order=("decode", "native", "chunked", "sdpa", "windowed"),
+        reason="Forward and backward, torch's flash kernel takes 4.0 to 7.1 times the time of 'chunked', and "
+        "'windowed', which is made of it, 2.3 to 3.5 times: the processor has no units for these types.",
+    ),
+    Preference(
+        calls="a call with as many queries as keys",
+        holds=lambda call: call.q.shape[2] >= call.k.shape[2],
+        order=("native", "sdpa", "windowed", "chunked", "decode"),
+        reason="'decode' is for fewer queries than keys, so it is asked last.",
+    ),
+    Preference(
+        calls="any other call",
+        holds=lambda call: True,
+        order=tuple(KERNELS),
+        reason="This is the order of the table KERNELS, the fastest first.",
+    ),
+)
+
+
+def choose(call: AttentionCall, impl: str = "auto") -> Kernel:
+    """Returns the named kernel, or for "auto" the first in the preferred order that supports the call.
+
+    Raises:
+        UnknownNameError: no such kernel. RefusedError: the named kernel cannot compute the call exactly.
+    """
+    if impl == "auto":
+        preference = preferred(call)
+        name = next(name for name in preference.order if KERNELS[name].supports(call) is None)
+        _log_choice(name, preference.calls, call.q.device, call.q.dtype)
+        return KERNELS[name]
+    kernel = lookup("kernel", {**KERNELS}, impl)
+    refusal = kernel.supports(call)
+    if refusal is not None:
+        raise RefusedError(f"kernel {impl!r} cannot do this: {refusal}")
+    return kernel
+
+
+def preferred(call: AttentionCall) -> Preference:
+    """Returns the first preference of the table that holds for the call."""
+    return next(preference for preference in PREFERENCES if preference.holds(call))
+
+
+def explain_choice(call: AttentionCall) -> Choice:
+    """Returns which kernel "auto" takes for the call, and why.
+
+    >>> from qkeel.spec import AttentionSpec, Softcap
+    >>> from qkeel.spec.call import make_call
+    >>> q = torch.zeros(1, 2, 5, 8, device="meta")
+    >>> choice = explain_choice(make_call(AttentionSpec(cap=Softcap(5.0)), q, q, q))
+    >>> choice.kernel, choice.preference.calls, choice.refusals["sdpa"].reason
+    ('chunked', 'a call with as many queries as keys', 'SDPA cannot cap logits')
+    """
+    preference, refusals = preferred(call), {}
+    for name in preference.order:
+        refusal = KERNELS[name].supports(call)
+        if refusal is None:
+            return Choice(kernel=name, preference=preference, refusals=refusals)
+        refusals[name] = refusal
+    raise AssertionError("the kernel 'chunked' computes every call")
+
+
+@constant_when_compiled
+@functools.cache
+def _cpu_capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+@constant_when_compiled
+def _log_choice(name: str, calls: str, device: torch.device, dtype: torch.dtype) -> None:
+    if _LOG.isEnabledFor(logging.INFO):
+        _log_once(name, calls, device, dtype)
+
+
+@functools.cache
+def _log_once(name: str, calls: str, device: torch.device, dtype: torch.dtype) -> None:
+    _LOG.info("kernel %s for %s, %s on %s", name, calls, str(dtype).removeprefix("torch."), device)

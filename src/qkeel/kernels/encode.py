@@ -1,0 +1,228 @@
+"""Encoding of q and k for the dot product: norm and rotation by fused operators where possible, else by torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from qkeel.kernels.native.norm_rope import NONE, functions, gain_spread, norm_rope, norm_rope_two, ready
+from qkeel.kernels.triton import available
+from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.call import AttentionCall
+from qkeel.spec.norm import Norm, NormKind, Part
+from qkeel.spec.position.rotary import Position, Rope
+from qkeel.spec.shapes import Keys, PosK, PosQ, Queries, Values
+from qkeel.spec.slot import Params
+
+# The numbers of the norms in the operators' sources; torch computes a norm that is not here.
+KINDS: dict[NormKind, int] = {"none": NONE, "rms": 1, "l2": 2, "layer": 3}
+_WIDEST = 1024  # WIDEST in the source
+# The least min |gain| / max |gain| of a pair at which x̂ is made from the result: dividing magnifies its rounding.
+_SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
+
+Table = tuple[Tensor, Tensor]
+KeyParts = Float[Tensor, "b g s r"]  # keys, or the part of them that is rotated
+Operator = Callable[[Tensor, Tensor | None, Table | None, int, float, bool], Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """The arguments of the operators for a norm and a position, resolved once: one object for equal specs."""
+
+    norm: Norm
+    position: Rope | None
+    kind_q: int
+    kind_k: int
+    eps: float
+
+
+def _planned(norm: Norm, position: Position) -> _Plan | None:
+    """None where the operators do not do it."""
+    return _plan(norm, position) if torch.compiler.is_compiling() else _plan_once(norm, position)
+
+
+def _plan(norm: Norm, position: Position) -> _Plan | None:
+    if norm.kind not in KINDS or position.kind not in ("none", "rope") or not _takes(norm, position):
+        return None
+    kind_q, kind_k = (KINDS[norm.kind] if part in norm.sides else NONE for part in "qk")
+    return _Plan(norm=norm, position=position.rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps)
+
+
+_plan_once = functools.lru_cache(maxsize=256)(_plan)
+
+
+def folded(call: AttentionCall) -> tuple[Queries, Keys, Values, float]:
+    """Returns q, k, v as a plain softmax kernel takes them, dense, in the caller's dtype, and the scale left to it."""
+    dtype = call.q.dtype
+    scale = call.spec.factor(call.pos_q, call.q.shape[-1], call.params, dtype)
+    whole = isinstance(scale, Tensor) and dtype.itemsize < 4  # q times scale is rounded once, not twice
+    q, k = call.encoded() if whole else encoded(call.spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
+    if isinstance(scale, Tensor):
+        q, scale = q * scale, 1.0
+    v = call.spec.values(call.v, call.params)
+    return dense(q.to(dtype)), dense(k.to(dtype)), dense(v), scale
+
+
+def dense(x: Tensor) -> Tensor:
+    """The tensor x with the numbers of a row contiguous, as torch's fused operators assume. Of other tensors they
+    give wrong results, and SDPA, which checks, makes the whole matrix instead.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def encoded(
+    spec: AttentionSpec, q: Queries, k: KeyParts, pos_q: PosQ, pos_k: PosK, params: Params
+) -> tuple[Queries, KeyParts]:
+    """`spec.encode`, in the caller's dtype: by the fused operators where they do it, else by torch."""
+    if spec.norm.kind == spec.position.kind == "none":  # a cache holds them encoded: not a copy more
+        return q, k
+    fast = fused(spec, q, k, pos_q, pos_k, params)
+    if fast is not None:
+        return fast
+    ours, theirs = spec.encode(q, k, pos_q, pos_k, params)
+    return ours.to(q.dtype), theirs.to(k.dtype)
+
+
+def fused(
+    spec: AttentionSpec,
+    q: Shaped[Tensor, "b h t d"],
+    k: Shaped[Tensor, "b g s r"],
+    pos_q: PosQ,
+    pos_k: PosK,
+    params: Params,
+) -> tuple[Queries, KeyParts] | None:
+    """The q and k of `spec.encode`, rounded to their own dtype; None where the operators do not apply.
+
+    They are for a norm over heads without bias, before RoPE with half pairs or none, or after it where norm and
+    rotation commute; float32, bfloat16 and float16 on a CPU or a CUDA device; head_dim a multiple of 8.
+    """
+    plan = _planned(spec.norm, spec.position)
+    if plan is None:
+        return None
+    if not torch.compiler.is_compiling():
+        found = _directly(plan, q, k, pos_q, pos_k, params)
+        if found is not None:
+            return found
+    if not (_holds(q) and _holds(k)):
+        return None
+    device = q.device
+    for x in (k, *params.values()):
+        if x.device != device:
+            return None  # torch's own error
+    operator = operator_for(device)
+    if operator is None:
+        return None
+    gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
+    table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
+    if operator is norm_rope and table_q is table_k and not torch.is_grad_enabled():
+        one, two = (q, gain_q, plan.kind_q), (k, gain_k, plan.kind_k)
+        if table_q is not None or (plan.kind_q and plan.kind_k):
+            return norm_rope_two(one, two, table_q, plan.eps)
+    return (
+        _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
+        _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),
+    )
+
+
+def _directly(
+    plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor, params: Params
+) -> tuple[Tensor, Tensor] | None:
+    """Without torch's dispatcher, which is most of the price of a token."""
+    if pos_q is not pos_k and plan.position is not None:
+        return None
+    if not (q.is_cpu and q.dtype in _SPREADS and (plan.position is not None or (plan.kind_q and plan.kind_k))):
+        return None
+    native = functions()
+    if native is None:
+        return None
+    gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
+    cos = sin = None
+    if plan.position is not None:
+        place = native.place(pos_q)
+        if place is not None:
+            cos, sin = _of_place(plan, q.shape[-1], q.dtype, place)
+        elif not torch.is_grad_enabled():
+            cos, sin = _turned(plan.position, plan.position.tables(q, k, pos_q, pos_k)[1])
+        else:
+            return None  # most likely a gradient is wanted
+    return native.encode(q, k, gain_q, gain_k, cos, sin, plan.kind_q, plan.kind_k, plan.eps)
+
+
+def operator_for(device: torch.device) -> Operator | None:
+    """The operators that norm and rotate tensors on a device; None where torch does."""
+    if device.type == "cpu":
+        return norm_rope if ready() else None
+    if not available.usable(device):
+        return None
+    from qkeel.kernels.triton import norm_rope as triton_norm_rope
+
+    return triton_norm_rope.norm_rope
+
+
+def _tables(plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Table | None, Table | None]:
+    """The cos and sin that turn q and those that turn k, one object where they are the same."""
+    position = plan.position
+    if position is None:
+        return None, None
+    whole = pos_q.numel() == 1 and not pos_q.is_floating_point() and pos_q.device.type == "cpu"
+    if whole and pos_q is pos_k and not torch.compiler.is_compiling():
+        found = _of_place(plan, q.shape[-1], q.dtype, int(pos_q))
+        return found, found
+    return tuple(_turned(position, table) for table in position.tables(q, k, pos_q, pos_k))  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=16)  # the layers of a model ask for the same one, one after the other
+def _of_place(plan: _Plan, size: int, dtype: torch.dtype, place: int) -> Table:
+    assert plan.position is not None
+    like, pos = torch.empty(1, 1, 1, size, dtype=dtype, device="cpu"), torch.tensor([[place]], device="cpu")
+    with torch.inference_mode(False):
+        return _turned(plan.position, plan.position.tables(like, like, pos, pos)[1])
+
+
+def _turned(position: Rope, table: Table) -> Table:
+    return (table[0], -table[1]) if position.pairing == "half_reversed" else table
+
+
+def _takes(norm: Norm, position: Position) -> bool:
+    rope = position.rope
+    if norm.over != "head" or norm.bias:
+        return False
+    if rope is None:
+        return norm.kind != "none"
+    before = rope.order == "norm_then_rotate" or norm.commutes_with_rotation
+    return before and rope.pairing != "interleaved"
+
+
+def _holds(x: Tensor) -> bool:
+    if not (type(x) in (Tensor, nn.Parameter) and (x.is_cpu or x.is_cuda) and x.dtype in _SPREADS):
+        return False
+    size = x.shape[-1]
+    return size % 8 == 0 and 0 < size <= _WIDEST and x.numel() > 0
+
+
+def _one(operator: Operator, x: Tensor, gain: Tensor | None, table: Table | None, kind: int, eps: float) -> Tensor:
+    if kind == NONE:
+        return x if table is None else operator(x, None, table, NONE, 0.0, False)
+    return operator(x, gain, table, kind, eps, _keeps(x, gain))
+
+
+def _gain(plan: _Plan, part: Part, params: Params) -> Tensor | None:
+    """[], [d], [h 1] or [h d]; a stack of runs gives [h 1 1|d]."""
+    gain = plan.norm.weight(part, params)
+    return gain[:, 0] if gain is not None and gain.ndim == 3 else gain
+
+
+def _keeps(x: Tensor, gain: Tensor | None) -> bool:
+    """Returns whether backward needs x itself: some gain is too small to divide by.
+
+    A compiler sees no values, and the host would have to wait for those on a GPU: there, yes.
+    """
+    if gain is None or not torch.is_grad_enabled():
+        return False
+    unseen = torch.compiler.is_compiling() or gain.device.type != "cpu"
+    return unseen or gain_spread(gain) < _SPREADS[x.dtype]

@@ -1,0 +1,87 @@
+"""The mechanism of every compiled operator: built, loaded and described to torch's compiler on first use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import final
+
+import torch
+
+from qkeel.errors import caution
+from qkeel.kernels.native.build import compiled
+from qkeel.patching.compiler_state import constant_when_compiled, transformed
+
+_LOADING = threading.Lock()
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class OperatorSource:
+    """The operators of one C++ source, `source/NAME.cpp`, which defines them as torch.ops.qkeel_native.OPERATOR.
+
+    `shapes` has, for each operator, a function of its arguments that returns empty tensors like its results: torch's
+    compiler calls these instead of the operators.
+    """
+
+    name: str
+    shapes: Mapping[str, Callable[..., object]]
+
+    @constant_when_compiled
+    def ready(self) -> bool:
+        """Returns whether the operators can be used here and now; the first call may compile.
+
+        Not where QKEEL_NATIVE=0 switches them off, where they cannot be compiled, or under a torch.func transform, an
+        export or a trace. A failure is reported once; from then on torch computes, as with QKEEL_NATIVE=0.
+        """
+        if _switched_off() or transformed():
+            return False
+        with _LOADING:
+            return _loaded(self)
+
+    def functions(self) -> ModuleType | None:
+        """Returns the source's Python functions, which call no dispatcher of torch; None where there are none.
+
+        They check themselves what is under way, and leave to the operators what they cannot compute.
+        """
+        if _switched_off():
+            return None
+        with _LOADING:
+            return _functions(self.name) if _loaded(self) else None
+
+
+def _switched_off() -> bool:
+    return os.environ.get("QKEEL_NATIVE", "1") == "0" or sys.platform != "linux"
+
+
+@functools.cache
+def _functions(name: str) -> ModuleType | None:
+    found = importlib.machinery.ExtensionFileLoader(name, str(compiled(name)))
+    try:
+        return importlib.util.module_from_spec(importlib.util.spec_from_loader(name, found))  # type: ignore[arg-type]
+    except ImportError:  # compiled where Python's headers are missing
+        return None
+
+
+@functools.cache
+def _loaded(source: OperatorSource) -> bool:
+    try:
+        try:
+            torch.ops.load_library(compiled(source.name))
+        except OSError:  # sound, but not for this machine
+            torch.ops.load_library(compiled(source.name, from_scratch=True))
+        for operator, shapes in source.shapes.items():
+            torch.library.register_fake(f"qkeel_native::{operator}", shapes)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = " ".join(str(error).split())
+        caution(f"qkeel computes without its compiled {source.name}: {reason}. QKEEL_NATIVE=0 silences this.")
+        return False
+    return True

@@ -1,0 +1,389 @@
+// Attention over tiles that lie in cache, with the statistics of its logits in the same pass.
+//
+//   attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? slopes, float scale, bool causal, int window,
+//             float cap, bool stats) -> (Tensor out, Tensor lse, Tensor top, Tensor entropy)
+//   attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask,
+//             Tensor? slopes, float scale, bool causal, int window, float cap) -> (Tensor dq, Tensor dk, Tensor dv)
+//
+// q [b h t d]; k [b g s d]; v [b g s e]; h a multiple of g, d and e of 8; float, bfloat16 or half, all alike; any
+// strides. out and grad_out [b h t e] in q's dtype; lse, top, entropy float [b h t] (top and entropy empty without
+// `stats`). Query i is at position i + s - t. Key j is visible to it if j <= i + s - t (causal), and
+// |i + s - t - j| < window (window 0: no window) and the mask lets it. The logit is
+//   z = scale · q·k + mask (a float one) - slopes[h] · |i + s - t - j|,  then  cap · tanh(z / cap)  (cap 0: none).
+// mask: bool (True: may attend) or float (added; its dtype's most negative number and less hide), of four dimensions
+// that broadcast to [b h t s]; slopes: float [h]. A row without a visible key has out 0, lse -inf, top -inf, entropy 0.
+// top: the largest z before the cap. lse = log Σ exp(capped z), entropy in nats.
+//
+// The walk is that of Rabe and Staats 2021 (arXiv 2112.05682) and FlashAttention (Dao et al. 2022, arXiv 2205.14135).
+// Beside L = Σ p, p = exp(z - M), M the running maximum, the entropy needs W = Σ p (z - M): on a new maximum M',
+// W <- exp(M - M') (W + L (M - M')). H = log L - W / L, without cancellation.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <memory>
+#include <new>
+#include <tuple>
+#include <vector>
+
+#include "attention.h"
+#include "rows.h"
+#include "tile.h"
+
+namespace {
+
+using namespace qkeel;
+
+using at::Tensor;
+
+constexpr int64_t ROWS = 3 * WIDE, KEYS = 16 * STRIP;  // of a tile of logits
+constexpr int64_t AHEAD = 8;        // rows from one that is read to the one that is asked for
+constexpr int64_t GRAIN = 1 << 18;  // products a thread takes at least
+
+struct Options {
+  float scale, cap;
+  bool causal, stats;
+  int64_t window;
+};
+
+struct Free {
+  void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+};
+using Floats = std::unique_ptr<float[], Free>;
+Floats floats(int64_t n) { return Floats(static_cast<float*>(::operator new[](n * sizeof(float), std::align_val_t(64)))); }
+
+// Rows of a block of queries of one head: what is known of them so far.
+struct Block {
+  int64_t rows, width;        // width: rows filled up to whole registers
+  int64_t first;              // position of the first query among the keys
+  float slope;
+  alignas(64) float top[ROWS], base[ROWS], sum[ROWS], shift[ROWS], fade[ROWS];  // M before the cap, M, L, W, exp(M - M')
+
+  // Keys from `from` on that the rows up to `row` can see, at most n of them.
+  int64_t seen(int64_t row, int64_t from, int64_t n, bool causal) const {
+    return causal ? std::clamp<int64_t>(first + std::min(row, rows - 1) + 1 - from, 0, n) : n;
+  }
+};
+
+// What is added to logits z [n ROWS] of keys from `from` on, and what is hidden.
+struct Adjust {
+  const Options& o;
+  const Mask& mask;
+  int64_t place;        // of the block's first row in the mask
+  float* room;          // [ROWS KEYS] and [KEYS ROWS]
+
+  void operator()(const Block& k, int64_t from, int64_t n, float* z) const {
+    const bool ahead = o.causal && from + n - 1 > k.first;
+    const bool far = o.window && (k.first + k.rows - 1 - from >= o.window || from + n - 1 - k.first >= o.window);
+    if (k.slope != 0.0f || ahead || far) by_distance(k, from, n, z);
+    if (mask.data) by_mask(k, from, n, z);
+  }
+  void by_distance(const Block& k, int64_t from, int64_t n, float* z) const {
+    Lanes lane;
+    for (int64_t i = 0; i < LANES; ++i) lane[i] = float(i);
+    const float most = o.window ? float(o.window - 1) : FLT_MAX;
+    for (int64_t j = 0; j < n; ++j)
+      for (int64_t c = 0; c < k.width; c += LANES) {
+        float* at = z + j * ROWS + c;
+        Lanes ahead = float(from + j - k.first - c) - lane, away = ahead < 0.0f ? -ahead : ahead;
+        Lanes found = lanes(at) - k.slope * away;
+        found = away > most ? Lanes{} + HIDDEN : found;
+        if (o.causal) found = ahead > 0.0f ? Lanes{} + HIDDEN : found;
+        put(at, found);
+      }
+  }
+  void by_mask(const Block& k, int64_t from, int64_t n, float* z) const {
+    float *across = room, *down = room + ROWS * KEYS;
+    const int64_t at = place + from * mask.step[3];
+    if (mask.step[2] == 0) {
+      mask.read(at, n, across);
+      for (int64_t j = 0; j < n; ++j)
+        for (int64_t c = 0; c < k.width; c += LANES) add(z + j * ROWS + c, Lanes{} + across[j]);
+      return;
+    }
+    const int64_t whole = round_up(n, 8);
+    for (int64_t r = 0; r < k.rows; ++r) {
+      mask.read(at + r * mask.step[2], n, across + r * KEYS);
+      std::fill(across + r * KEYS + n, across + r * KEYS + whole, 0.0f);
+    }
+    transpose(k.rows, whole, across, KEYS, 1.0f, down, ROWS);
+    for (int64_t j = 0; j < n; ++j)
+      for (int64_t c = 0; c < k.width; c += LANES) add(z + j * ROWS + c, lanes(down + j * ROWS + c));
+  }
+  static void add(float* at, Lanes bias) {
+    Lanes z = lanes(at);
+    put(at, hidden_as(z, hidden_as(bias, z + bias)));
+  }
+};
+
+// Logits z [n ROWS] of N registers of rows become p; the rows' sums go on.
+template <int64_t N, bool STATS, bool CAP>
+inline void soften(Block& k, int64_t c, int64_t n, float cap, float* z) {
+  Lanes top[N], base[N], sum[N] = {}, shift[N] = {};
+  for (int64_t i = 0; i < N; ++i) top[i] = lanes(k.top + c + i * LANES);
+  for (int64_t j = 0; j < n; ++j)
+    for (int64_t i = 0; i < N; ++i) top[i] = larger(lanes(z + j * ROWS + c + i * LANES), top[i]);
+  for (int64_t i = 0; i < N; ++i) {
+    base[i] = CAP ? cap * hyperbolic_tangent(top[i] / cap) : top[i];
+    base[i] = top[i] <= HIDDEN ? Lanes{} : base[i];  // no visible key yet
+  }
+  for (int64_t j = 0; j < n; ++j)
+    for (int64_t i = 0; i < N; ++i) {
+      float* at = z + j * ROWS + c + i * LANES;
+      Lanes x = lanes(at);
+      if (CAP) x = hidden_as(x, cap * hyperbolic_tangent(x / cap));
+      x -= base[i];
+      Lanes p = exponential(x);
+      put(at, p);
+      sum[i] += p;
+      if (STATS) shift[i] += p * x;
+    }
+  for (int64_t i = 0; i < N; ++i) {
+    const int64_t at = c + i * LANES;
+    Lanes step = lanes(k.base + at) - base[i], old = lanes(k.sum + at);
+    Lanes fade = lanes(k.top + at) <= HIDDEN ? Lanes{} : exponential(step);
+    put(k.sum + at, old * fade + sum[i]);
+    if (STATS) put(k.shift + at, (lanes(k.shift + at) + old * step) * fade + shift[i]);
+    put(k.fade + at, fade), put(k.top + at, top[i]), put(k.base + at, base[i]);
+  }
+}
+
+template <bool STATS, bool CAP>
+inline void soften_all(Block& k, int64_t from, int64_t n, const Options& o, float* z) {
+  int64_t c = 0;
+  const int64_t all = k.seen(k.rows - 1, from, n, o.causal);
+  auto over = [&](int64_t wide, auto&& f) {
+    const int64_t m = k.seen(c + wide - 1, from, n, o.causal);
+    f(m);
+    for (int64_t j = m; j < all; ++j)
+      for (int64_t i = 0; i < wide; i += LANES) put(z + j * ROWS + c + i, Lanes{});
+  };
+  for (; c + WIDE <= k.width; c += WIDE) over(WIDE, [&](int64_t m) { soften<2, STATS, CAP>(k, c, m, o.cap, z); });
+  for (; c < k.width; c += LANES) over(LANES, [&](int64_t m) { soften<1, STATS, CAP>(k, c, m, o.cap, z); });
+}
+
+// What one thread works with. Keys and values of one (b, g) are copied once, block by block as they are wanted.
+template <typename T> struct Worker {
+  const Sizes& n;
+  const Options& o;
+  const int64_t ldk = row_stride(n.d), ldv = row_stride(n.e), blocks = (n.s + KEYS - 1) / KEYS;
+  Floats keys = floats(blocks * KEYS * ldk), values = floats(blocks * KEYS * ldv), query = floats(ROWS * ldk),
+         turned = floats(ROWS * n.d), logits = floats(KEYS * ROWS), out = floats(ROWS * ldv),
+         room = floats(2 * ROWS * KEYS);
+  std::vector<int64_t> copied = std::vector<int64_t>(blocks, -1);
+  Block block;
+
+  void copy(const Tensor& k, const Tensor& v, int64_t group, int64_t which) {
+    if (copied[which] == group) return;
+    copied[which] = group;
+    const int64_t b = group / n.g, g = group % n.g;
+    const int64_t from = which * KEYS, many = std::min(n.s - from, KEYS);
+    take(k, b, g, from, many, keys.get() + from * ldk, ldk);
+    take(v, b, g, from, many, values.get() + from * ldv, ldv);
+  }
+  // Rows that lie a page apart, as those of one head do, no processor fetches ahead by itself.
+  static void take(const Tensor& x, int64_t b, int64_t h, int64_t first, int64_t many, float* to, int64_t ld) {
+    const int64_t d = x.size(3), step = x.stride(2);
+    const T* from = x.const_data_ptr<T>() + b * x.stride(0) + h * x.stride(1) + first * step;
+    for (int64_t r = 0; r < many; ++r) {
+      if (r + AHEAD < many)
+        for (int64_t i = 0; i < d; i += int64_t(64 / sizeof(T))) __builtin_prefetch(from + (r + AHEAD) * step + i);
+      const float* read = load(from + r * step, to + r * ld, d);
+      if (read != to + r * ld) std::copy_n(read, d, to + r * ld);
+    }
+  }
+
+  // The rows of queries from row `start` on of head (b, h).
+  void begin(const Tensor& q, int64_t b, int64_t h, int64_t start, float slope) {
+    block.rows = std::min(ROWS, n.t - start);
+    block.width = round_up(block.rows, std::max<int64_t>(8, LANES));
+    block.first = start + n.s - n.t, block.slope = slope;
+    take(q, b, h, start, block.rows, query.get(), ldk);
+    for (int64_t i = 0; i < n.d; ++i)
+      std::fill(turned.get() + i * ROWS + block.rows, turned.get() + i * ROWS + block.width, 0.0f);
+    transpose(block.rows, n.d, query.get(), ldk, o.scale, turned.get(), ROWS);
+    std::fill_n(block.top, ROWS, HIDDEN);
+    std::fill_n(block.base, ROWS, 0.0f), std::fill_n(block.sum, ROWS, 0.0f), std::fill_n(block.shift, ROWS, 0.0f);
+    for (int64_t r = 0; r < block.rows; ++r) std::fill_n(out.get() + r * ldv, n.e, 0.0f);
+  }
+
+  void go_on(int64_t which, const Adjust& adjust) {
+    const int64_t from = which * KEYS, m = std::min(KEYS, n.s - from);
+    float* z = logits.get();
+    const int64_t all = block.seen(block.rows - 1, from, m, o.causal);
+    // What is read again and again, queries here and a panel of values below, stays in the first cache.
+    for (int64_t j = 0; j < all; j += STRIP)
+      for (int64_t c = 0; c < block.width; c += WIDE) {
+        const int64_t wide = std::min(WIDE, block.width - c);
+        const int64_t some = std::min(STRIP, block.seen(c + wide - 1, from, m, o.causal) - j);
+        multiply<false>(some, wide, n.d, keys.get() + (from + j) * ldk, ldk, turned.get() + c, ROWS, z + j * ROWS + c,
+                        ROWS, false);
+      }
+    adjust(block, from, all, z);
+    if (o.cap > 0) o.stats ? soften_all<true, true>(block, from, m, o, z) : soften_all<false, true>(block, from, m, o, z);
+    else o.stats ? soften_all<true, false>(block, from, m, o, z) : soften_all<false, false>(block, from, m, o, z);
+    for (int64_t r = 0; r < block.rows; ++r)
+      if (block.fade[r] != 1.0f)
+        for (int64_t i = 0; i < n.e; i += 8) put8(out.get() + r * ldv + i, at8(out.get() + r * ldv + i) * block.fade[r]);
+    for (int64_t c = 0; c < n.e; c += WIDE)
+      for (int64_t r = 0; r < block.rows; r += STRIP) {
+        const int64_t some = std::min(STRIP, block.rows - r), wide = std::min(WIDE, n.e - c);
+        multiply<true>(some, wide, block.seen(r + some - 1, from, m, o.causal), z + r, ROWS,
+                       values.get() + from * ldv + c, ldv, out.get() + r * ldv + c, ldv, true);
+      }
+  }
+
+  void end(int64_t b, int64_t h, int64_t start, Tensor& to, float* lse, float* top, float* entropy) {
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const float sum = block.sum[r], over = sum == 0.0f ? 0.0f : 1.0f / sum, size = std::log(sum);
+      float* row = out.get() + r * ldv;
+      T* end = to.mutable_data_ptr<T>() + b * to.stride(0) + h * to.stride(1) + (start + r) * to.stride(2);
+      float* made = target(end, row);
+      for (int64_t i = 0; i < n.e; i += 8) put8(made + i, at8(row + i) * over);
+      store(made, end, n.e);
+      const int64_t at = (b * n.h + h) * n.t + start + r;
+      lse[at] = block.base[r] + size;
+      if (!o.stats) continue;
+      top[at] = sum == 0.0f ? -INFINITY : block.top[r];
+      entropy[at] = sum == 0.0f ? 0.0f : std::max(size - block.shift[r] * over, 0.0f);
+    }
+  }
+};
+
+// The blocks of keys that a block of rows can see: [first, second).
+std::pair<int64_t, int64_t> reach(const Sizes& n, const Options& o, int64_t start) {
+  const int64_t first = start + n.s - n.t, last = first + std::min(ROWS, n.t - start) - 1;
+  const int64_t low = o.window ? std::max<int64_t>(0, first - o.window + 1) : 0;
+  const int64_t high = o.causal ? last + 1 : o.window ? last + o.window : n.s;
+  return {low / KEYS, (std::clamp<int64_t>(high, 0, n.s) + KEYS - 1) / KEYS};
+}
+
+struct Found {
+  Tensor out, lse, top, entropy;
+};
+
+template <typename T>
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const float* slopes, const Sizes& n,
+             const Options& o, Found& found) {
+  const int64_t many = (n.t + ROWS - 1) / ROWS, share = n.h / n.g, tasks = n.b * n.h * many;
+  float* lse = found.lse.mutable_data_ptr<float>();
+  float* top = o.stats ? found.top.mutable_data_ptr<float>() : nullptr;
+  float* entropy = o.stats ? found.entropy.mutable_data_ptr<float>() : nullptr;
+  const int64_t work = std::max<int64_t>(1, std::min(n.t, ROWS) * n.s * (n.d + n.e));
+  const int64_t grain = std::max<int64_t>(1, GRAIN / work);
+  at::parallel_for(0, tasks, grain, [&](int64_t from, int64_t to) {
+    Worker<T> worker{n, o};
+    for (int64_t task = from; task < to; ++task) {
+      // A short causal block follows a long one, so that threads' shares are of one size.
+      const int64_t i = task % many, start = ROWS * (i % 2 ? many - 1 - i / 2 : i / 2);
+      const int64_t b = task / many / n.h, h = task / many % n.h, group = b * n.g + h / share;
+      worker.begin(q, b, h, start, slopes ? slopes[h] : 0.0f);
+      const Adjust adjust{o, mask, b * mask.step[0] + h * mask.step[1] + start * mask.step[2], worker.room.get()};
+      const auto [low, high] = reach(n, o, start);
+      for (int64_t which = low; which < high; ++which) {
+        worker.copy(k, v, group, which);
+        worker.go_on(which, adjust);
+      }
+      worker.end(b, h, start, found.out, lse, top, entropy);
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention(const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                                                     const Maybe& mask, const Maybe& slopes_, double scale, bool causal,
+                                                     int64_t window, double cap, bool stats) {
+  const Sizes n = check(q_, k_, v_, mask, slopes_);
+  TORCH_CHECK(window >= 0 && cap >= 0, "expected a window and a cap of at least 0; got ", window, " and ", cap);
+  const Options o{float(scale), float(cap), causal, stats, window};
+  Tensor q = with_last_dense(q_), k = with_last_dense(k_), v = with_last_dense(v_), slopes;
+  if (slopes_) slopes = slopes_->contiguous();
+  auto rows = q.options().dtype(at::kFloat);
+  Tensor lse = at::empty({n.b, n.h, n.t}, rows), none = at::empty({0}, rows);
+  Found found{at::empty({n.b, n.t, n.h, n.e}, q.options()).transpose(1, 2), lse, stats ? at::empty_like(lse) : none,
+              stats ? at::empty_like(lse) : at::empty({0}, rows)};
+  const float* s = slopes_ ? slopes.const_data_ptr<float>() : nullptr;
+  if (q.scalar_type() == at::kFloat) forward<float>(q, k, v, mask, s, n, o, found);
+  else if (q.scalar_type() == at::kBFloat16) forward<c10::BFloat16>(q, k, v, mask, s, n, o, found);
+  else forward<c10::Half>(q, k, v, mask, s, n, o, found);
+  return {found.out, found.lse, found.top, found.entropy};
+}
+
+using torch::autograd::AutogradContext;
+using torch::autograd::tensor_list;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// The operator as the dispatcher knows it: a compiler may have replaced it.
+Four call_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask, const Maybe& slopes,
+                  double scale, bool causal, int64_t window, double cap, bool stats) {
+  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("qkeel_native::attention", "").typed<decltype(attention)>();
+  return op.call(q, k, v, mask, slopes, scale, causal, window, cap, stats);
+}
+
+// The derivative of attention_backward.cpp where it was loaded; else torch's, which needs but the logsumexp.
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Back = Three(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                   const Maybe&, const Maybe&, double, bool, int64_t, double);
+Three call_backward(const Tensor& up, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                    const Tensor& lse, const Maybe& mask, const Maybe& slopes, double scale, bool causal,
+                    int64_t window, double cap) {
+  auto own = c10::Dispatcher::singleton().findSchema({"qkeel_native::attention_backward", ""});
+  if (own) return own->typed<Back>().call(up, q, k, v, out, lse, mask, slopes, scale, causal, window, cap);
+  TORCH_CHECK(!mask && !slopes && window == 0 && cap == 0 && q.sym_size(3) == v.sym_size(3) &&
+                  (!causal || q.sym_size(2) == k.sym_size(2)),
+              "torch's derivative of attention is for whole sequences without mask, window, bias and cap");
+  return at::_scaled_dot_product_flash_attention_for_cpu_backward(up, q, k, v, out, lse, 0.0, causal, {}, scale);
+}
+
+struct Function : torch::autograd::Function<Function> {
+  static tensor_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask,
+                             const Maybe& slopes, double scale, bool causal, int64_t window, double cap, bool stats) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [out, lse, top, entropy] = call_forward(q, k, v, mask, slopes, scale, causal, window, cap, stats);
+    Tensor none;
+    ctx->save_for_backward({q, k, v, out, lse, mask.value_or(none), slopes.value_or(none)});
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["causal"] = causal;
+    ctx->saved_data["window"] = window;
+    ctx->saved_data["cap"] = cap;
+    ctx->mark_non_differentiable({lse, top, entropy});
+    ctx->set_materialize_grads(false);
+    return {out, lse, top, entropy};
+  }
+  static tensor_list backward(AutogradContext* ctx, tensor_list grads) {
+    tensor_list found(10);
+    if (!grads[0].defined()) return found;
+    auto saved = ctx->get_saved_variables();
+    auto maybe = [](const Tensor& x) { return x.defined() ? Maybe(x) : std::nullopt; };
+    auto& data = ctx->saved_data;
+    std::tie(found[0], found[1], found[2]) =
+        call_backward(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], maybe(saved[5]), maybe(saved[6]),
+                      data["scale"].toDouble(), data["causal"].toBool(), data["window"].toInt(), data["cap"].toDouble());
+    return found;
+  }
+};
+
+Four attention_tracked(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask, const Maybe& slopes,
+                       double scale, bool causal, int64_t window, double cap, bool stats) {
+  if (!at::GradMode::is_enabled() || !(q.requires_grad() || k.requires_grad() || v.requires_grad())) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call_forward(q, k, v, mask, slopes, scale, causal, window, cap, stats);
+  }
+  TORCH_CHECK(!mask || !mask->requires_grad(), "there is no derivative here of a mask");
+  auto found = Function::apply(q, k, v, mask, slopes, scale, causal, window, cap, stats);
+  return {found[0], found[1], found[2], found[3]};
+}
+
+} // namespace
+
+TORCH_LIBRARY_FRAGMENT(qkeel_native, m) {
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? slopes, float scale, bool causal, int window,"
+        " float cap, bool stats) -> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(qkeel_native, CPU, m) { m.impl("attention", &attention); }
+TORCH_LIBRARY_IMPL(qkeel_native, Autograd, m) { m.impl("attention", &attention_tracked); }

@@ -1,0 +1,61 @@
+"""Steps that several kernels share: blocks of its rows, the average of values, statistics of rows on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qkeel.functional.norms import unrounded, wide
+from qkeel.kernels.triton import available
+from qkeel.spec.call import AttentionCall
+from qkeel.spec.shapes import Logits, Outputs, Values
+
+LEAST_UNDER_WINDOW = 128  # rows at once under a narrower window: fewer make poor matrix products
+
+
+def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[slice]:
+    """Blocks of at least `least` query rows whose logits hold about `elements` numbers: O(T) memory at any T. Under
+    a window blocks are about as tall as it is wide, so that they see few keys outside it.
+    """
+    b, h, t, _ = call.q.shape
+    rows = max(1, min(t, max(least, elements // max(1, b * h * call.k.shape[2]))))
+    if call.window is not None:
+        rows = min(rows, max(LEAST_UNDER_WINDOW, call.window))
+    for start in range(0, t, rows):
+        yield slice(start, min(t, start + rows))
+
+
+def average(weights: Logits, v: Values) -> Outputs:
+    """Returns weights [b h t s] times v [b g s d], each key head serving h / g query heads, without repeating v."""
+    b, h, t, s = weights.shape
+    g = v.shape[1]
+    with unrounded(v):
+        if g == h:
+            return weights @ v
+        return (weights.reshape(b, g, h // g * t, s) @ v).view(b, h, t, v.shape[-1])
+
+
+def row_statistics(call: AttentionCall) -> available.Rows | None:
+    """Largest and smallest logit, lse and entropy of every query row [b h t], float32, by a pass of its own on a GPU.
+
+    None where that does not do: other devices, biases, masks of pairs, positions of the caller's own, subclasses. q and
+    k are those that the definition takes, in float32; where the spec leaves them as they are, in their own precision,
+    which makes the same products.
+    """
+    if type(call) is not AttentionCall:
+        return None  # which keys are visible, and what is added, are functions of a subclass
+    spec, mask = call.spec, call.mask
+    padding = mask is None or (mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1)
+    if not (padding and call.plain and spec.position.folds and spec.cap.kind != "other"):
+        return None
+    if not available.takes(call.q, call.k):
+        return None
+    scale = spec.factor(call.pos_q, call.q.shape[-1], call.params, wide(call.q.dtype))
+    bare = spec.norm.kind == spec.position.kind == "none" and not isinstance(scale, Tensor)
+    q, k = (call.q, call.k) if bare else call.encoded()
+    if isinstance(scale, Tensor):
+        q, scale = q * scale, 1.0
+    keys = None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2])
+    return available.row_statistics(q, k, scale, causal=call.causal, window=call.window, cap=spec.cap.limit, keys=keys)

@@ -1,0 +1,158 @@
+"""Statistics from row logsumexps: bounds on the largest logit for nothing, the maximum and the entropy for little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from qkeel.functional.statistics.logit_stats import LogitBracket
+from qkeel.kernels.encode import folded
+from qkeel.kernels.native import logit_pass
+from qkeel.kernels.prepare import row_statistics
+from qkeel.patching.private_operators import cudnn, flash, flash_on_cpu, kernel_choice, memory_efficient
+from qkeel.spec.call import AttentionCall
+from qkeel.spec.shapes import Outputs, PerRow
+
+Price = Literal["bracket", "max", "entropy"]
+
+GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find, and certify, the maximum
+
+
+def attend_with_logsumexp(call: AttentionCall) -> tuple[Outputs, PerRow] | None:
+    """Returns out [b h t d] and lse [b h t] of one fused call, or None where torch does not hand the logsumexp out.
+
+    torch's fused kernels compute it anyway and return it from the operators below SDPA; the output and its gradients
+    are those of SDPA, the logsumexp has none. On a GPU it is the operator that SDPA itself would choose.
+    """
+    device = call.q.device.type
+    if device not in ("cpu", "cuda") or call.dropout or not call.whole:
+        return None
+    if device == "cuda" and torch.compiler.is_compiling():
+        return None  # the choice is made by a function that a compiler does not see through
+    q, k, v, scale = folded(call)
+    if q.shape[-1] != v.shape[-1]:
+        return None
+    if device == "cpu":
+        return flash_on_cpu(q, k, v, 0.0, call.causal, scale=scale)
+    return fused_with_logsumexp(q, k, v, call.causal, scale)
+
+
+def fused_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Returns out and lse of the fused operator that SDPA would choose on a GPU; None where it would choose none."""
+    gqa = q.shape[1] != k.shape[1]
+    chosen = kernel_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
+    operator = _FUSED.get(SDPBackend(chosen))
+    if operator is None or q.shape[-1] % 8:  # SDPA would pad such heads
+        return None
+    out, lse = operator(q, k, v, causal, scale)[:2]
+    if lse.ndim == 4:  # cuDNN's [b h t 1]
+        lse = lse[..., 0]
+    return out, lse[..., : q.shape[2]]  # the memory-efficient kernel fills up to a multiple of 32 rows
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+    return flash(q, k, v, 0.0, causal, scale=scale)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+    return memory_efficient(q, k, v, None, True, 0.0, causal, scale=scale)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+    return cudnn(q, k, v, None, True, 0.0, causal, scale=scale)
+
+
+_FUSED: dict[SDPBackend, Callable[[Tensor, Tensor, Tensor, bool, float], Any]] = {
+    SDPBackend.FLASH_ATTENTION: _flash,
+    SDPBackend.EFFICIENT_ATTENTION: _efficient,
+    SDPBackend.CUDNN_ATTENTION: _cudnn,
+}
+
+
+def bracket(call: AttentionCall, lse: PerRow, price: Price) -> LogitBracket:
+    """Bounds on the largest logit per head from lse [b h t].
+
+    lse_i - ln n_i <= max_j z_ij <= lse_i, n_i the keys row i sees. At the price "max" the maximum itself is looked for
+    in the rows of largest lse: if it is at least the next largest lse, no other row can beat it. At the price
+    "entropy" also H_i = lse_i - E_p[z_i], E_p[z_i] from attention with keys in place of values; then
+    lse_i - H_i <= max_j z_ij. The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times
+    that in sum; on a GPU a pass of its own gives maximum and entropy at that price, without cancelling. Rows that the
+    call's `query_mask` leaves out count nowhere.
+    """
+    if price == "bracket":
+        ends = logit_pass.bracket_of(lse.detach(), call)
+        if ends is not None:
+            return LogitBracket(lower=ends[0], upper=ends[1])
+    return _bracket(call, lse, price)
+
+
+@torch.no_grad()
+def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
+    out = None if call.query_mask is None else ~call.query_mask[:, None]
+    if out is not None:
+        lse = lse.masked_fill(out, -torch.inf)
+    best = lse.amax(0)  # row i sees as many keys in every sequence
+    n = (call.pos_q[0] + 1).to(lse.dtype).log() if call.causal else math.log(call.k.shape[2])
+    lower, upper = (best - n).amax(-1), best.amax(-1)
+    if price == "bracket":
+        return LogitBracket(lower=lower, upper=upper)
+    rows = row_statistics(call) if price == "entropy" else None
+    if rows is not None:
+        hidden = torch.zeros_like(rows.largest, dtype=torch.bool) if out is None else out.expand_as(rows.largest)
+        top = rows.largest.masked_fill(hidden, -torch.inf).amax((0, 2))
+        entropy = rows.entropy.masked_fill(hidden, 0.0).sum((0, 2)) / (~hidden).sum((0, 2)).clamp_min(1)
+        return LogitBracket(lower=top, upper=top, entropy=entropy, certified=torch.ones_like(top, dtype=torch.bool))
+    q, k, _, scale = folded(call)
+    entropy = None
+    if price == "entropy":
+        rows = _entropies(call, lse)
+        rows = rows if out is None else rows.masked_fill(out, 0.0)
+        lower = torch.maximum(lower, (lse - rows).amax((0, 2)))
+        n_rows = lse[:, 0].numel() if call.query_mask is None else call.query_mask.sum().clamp_min(1)
+        entropy = rows.sum((0, 2)) / n_rows
+    found, bar = _guided(q, k, lse, scale, call)
+    certified = found >= bar
+    return LogitBracket(
+        lower=torch.where(certified, found, torch.maximum(lower, found)),
+        upper=torch.where(certified, found, upper),
+        entropy=entropy,
+        certified=certified,
+    )
+
+
+def _entropies(call: AttentionCall, lse: Tensor) -> Tensor:
+    """H [b h t] of every row."""
+    q, k, _, scale = folded(call)
+    mean_key = torch.nn.functional.scaled_dot_product_attention(
+        q, k, k, is_causal=call.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    mean = torch.linalg.vecdot(q.to(lse.dtype), mean_key.to(lse.dtype))
+    return (lse - scale * mean).clamp_min(0)
+
+
+def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The largest logit of the rows with the largest lse, some of each sequence, and the largest lse of all others.
+
+    Both per head. k [b g s d] is read once, as a whole: picking keys for rows of a few sequences costs more.
+    """
+    if lse.dtype == torch.float32 and logit_pass.holds(q, k) and logit_pass.ready():
+        found, others = logit_pass.guided_maxima(q, k, lse, scale, call.causal, GUIDED_ROWS)
+        return found.amax(0), others.amax(0)
+    b, h, t, d = q.shape
+    m = min(GUIDED_ROWS, t)
+    top = lse.topk(min(m + 1, t), dim=-1)
+    row = top.indices[..., :m]
+    rows = q.gather(2, row[..., None].expand(b, h, m, d)).to(lse.dtype) * scale
+    groups = rows.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # the rows of all heads that share a key head
+    # Copied here: matmul would copy the transpose, which takes six times as long.
+    logits = (groups @ k.to(lse.dtype).contiguous().mT).view(b, h, m, -1)
+    if call.causal:
+        logits.masked_fill_(torch.arange(k.shape[2], device=q.device) > row[..., None], -torch.inf)
+    logits.masked_fill_((top.values[..., :m] == -torch.inf)[..., None], -torch.inf)  # rows left out
+    others = top.values[..., m] if t > m else torch.full_like(top.values[..., 0], -torch.inf)
+    return logits.amax((0, 2, 3)), others.amax(0)

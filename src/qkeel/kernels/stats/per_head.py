@@ -1,0 +1,287 @@
+"""Exact LogitStats of a call without a T×T matrix: one pass over blocks of rows, under no_grad."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkeel.errors import RefusedError, ShapeError
+from qkeel.functional.normalizers import entropy
+from qkeel.functional.statistics.class_stats import KeyClasses
+from qkeel.functional.statistics.logit_change import (
+    LogitChange,
+    change_factors,
+    change_rows,
+    no_change_rows,
+    reduce_changes,
+)
+from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.statistics.rows import (
+    KernelRows,
+    RowStats,
+    Seen,
+    by_class,
+    extreme_logits,
+    logit_rows,
+    product_rows,
+    reduce_kernel_rows,
+    reduce_rows,
+    softmax_rows,
+)
+from qkeel.functional.statistics.sampling import chosen_rows, standing_for
+from qkeel.kernels.native import logit_pass
+from qkeel.kernels.prepare import row_blocks, row_statistics
+from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.spec.call import AttentionCall
+from qkeel.spec.position.rotary import NoPosition
+
+BLOCK = 1 << 20  # logits at once: 4 MB in float32, so that the passes over a block stay in cache
+ROWS = 64  # but at least this many rows: fewer make poor matrix products
+
+
+@torch.no_grad()
+def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
+    """Statistics of the logits, weights, norms and angles of a call, exactly. Masked pairs count nowhere, nor do
+    query rows that the call's `query_mask` leaves out. share_above is over `threshold` nats.
+    """
+    return _stats(call, _keys_seen(call), threshold)
+
+
+@torch.no_grad()
+def sampled_stats(
+    call: AttentionCall, n_queries: int, *, generator: torch.Generator, threshold: float = ALARM_THRESHOLD
+) -> LogitStats:
+    """An estimate of `logit_stats` from n_queries query rows, spread over the sequence, and all the keys they see.
+
+    Rows keep their positions and their masks. Means over query rows (entropy, query_norm, shares) are unbiased where
+    every row sees keys, else ratios of unbiased sums, as are means over pairs (mean_logit, cos_mean, share_above: the
+    bias is of order n_queries^-3); qk_frobenius² is unbiased. Maxima are lower bounds, minima upper ones. What is said
+    of keys is exact. Counts are those of the whole call in expectation, so that estimates merge by what they stand
+    for. With n_queries >= t it is `logit_stats` itself.
+
+    Args:
+        generator: the only source of chance; on any device.
+
+    Raises:
+        InvalidValueError: n_queries is under 1.
+    """
+    t = call.query_shape[1]
+    rows = chosen_rows(t, n_queries, generator)
+    if rows is None:
+        return logit_stats(call, threshold)
+    return standing_for(_stats(_with_rows(call, rows.to(call.q.device)), _keys_seen(call), threshold), t, n_queries)
+
+
+@torch.no_grad()
+def logit_change(
+    before: AttentionCall,
+    after: AttentionCall,
+    *,
+    n_queries: int | None = None,
+    generator: torch.Generator | None = None,
+) -> LogitChange:
+    """The change of the logits before the cap between two calls of the same batch, over the visible pairs.
+
+    ΔS = S' - S from `change_factors`, blockwise: exact, at the cost of two products q kᵀ, no T×T matrix. Scales that
+    learn and biases that move are in it. Pairs are those that `after` sees, its `query_mask` respected.
+
+    Args:
+        before, after: calls of equal shapes, under specs with the same norm and position.
+        n_queries, generator: both or none; only that many query rows, drawn as in `sampled_stats`, with all visible
+            keys of each: rms² and mean_abs are then ratios of unbiased sums, max_abs a lower bound.
+
+    Raises:
+        ShapeError: the calls are of different shapes. InvalidValueError: n_queries is under 1, or has no generator.
+        RefusedError: the position does not fold into q and k.
+    """
+    if before.q.shape != after.q.shape or before.k.shape != after.k.shape:
+        raise ShapeError(
+            f"expected two calls of the same batch, got q {tuple(before.q.shape)}, k {tuple(before.k.shape)} and then "
+            f"q {tuple(after.q.shape)}, k {tuple(after.k.shape)}"
+        )
+    if not after.spec.position.folds:
+        raise RefusedError(f"{after.spec.position.formula()} enters no product q·k whose change could be computed")
+    rows = chosen_rows(after.query_shape[1], n_queries, generator)
+    if rows is not None:
+        before, after = (_with_rows(call, rows.to(call.q.device)) for call in (before, after))
+    a, c = change_factors(*_scaled(before), *_scaled(after))
+    parts = []
+    for rows, keys in _blocks(after):
+        if keys.stop == 0:
+            parts.append(no_change_rows(a[:, :, rows, 0]))
+            continue
+        change = NoPosition().scores(a[:, :, rows], c[:, :, keys], after.pos_q[:, rows], after.pos_k[:, keys], {})
+        biases = [call.bias(rows, keys) for call in (before, after)]
+        if biases[0] is not None and biases[1] is not None:
+            change = change + (biases[1] - biases[0]).to(change.dtype)
+        seen = _seen(after, rows, keys)
+        parts.append(change_rows(seen.blank_(change), seen))
+    return reduce_changes(parts, after.query_mask)
+
+
+@torch.no_grad()
+def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
+    """The max_logit and min_logit [h] of `logit_stats`, and nothing else: for less than half its cost."""
+    fast = logit_pass.extremes_of(call)
+    if fast is not None:
+        return fast
+    rows = row_statistics(call)
+    if rows is not None:
+        left_out = torch.zeros_like(rows.largest, dtype=torch.bool)
+        if call.query_mask is not None:
+            left_out = ~call.query_mask[:, None].expand_as(rows.largest)
+        top = rows.largest.masked_fill(left_out, -torch.inf).amax((0, 2))
+        return top, rows.smallest.masked_fill(left_out, torch.inf).amin((0, 2))
+    q, k = call.encoded()
+    top = q.new_full((q.shape[1],), -torch.inf)
+    low = -top
+    for rows, keys in _blocks(call):
+        if keys.stop:
+            z, seen = _logits(call, q, k, rows, keys)
+            counted = None if call.query_mask is None else call.query_mask[:, rows]
+            most, least = extreme_logits(z, seen, counted)
+            top, low = torch.maximum(top, most), torch.minimum(low, least)
+    return top, low
+
+
+@torch.no_grad()
+def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
+    """A kernel's statistics per head: max_logit, capped_max_logit, entropy, entropy_min, n_queries of `logit_stats`.
+
+    The rest is as if nothing was seen; n_pairs 0 says so. Rows that the call's `query_mask` leaves out count nowhere.
+    The logits are those of q and k in the precision in which the kernel took them.
+    """
+    found = reduce_kernel_rows(rows, call.query_mask, call.k.shape[1])
+    top = found.max_logit
+    return dataclasses.replace(found, capped_max_logit=torch.where(top == -torch.inf, top, call.spec.cap.apply(top)))
+
+
+def _stats(call: AttentionCall, keys_seen: Tensor, threshold: float) -> LogitStats:
+    fast = logit_pass.rows_of(call, threshold)
+    if fast is not None:
+        rows, q_norm, k_norm = fast
+        return reduce_rows(rows, call.query_mask, q_norm, k_norm, keys_seen)
+    q, k = call.encoded()
+    q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
+    classes = None if call.classes is None else call.classes.keys(q)
+    parts = []
+    for rows, keys in _blocks(call):
+        if keys.stop == 0:
+            parts.append(RowStats.nothing(q_norm[:, :, rows], classes))
+            continue
+        z, seen = _logits(call, q, k, rows, keys)
+        products, unit = _products(call, q, k, rows, keys)
+        products = z if products is None else seen.blank_(products)
+        # In this order: logit_rows lowers z, _weight_rows overwrites it.
+        angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
+        found = logit_rows(z, seen, threshold, classes)
+        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes)
+
+
+def _with_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
+    """The call with these query rows only, at their own positions."""
+    mask = call.mask
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask[:, :, rows]
+    counted = None if call.query_mask is None else call.query_mask[:, rows]
+    classes = None if call.classes is None else call.classes.rows(rows)
+    q, pos_q = call.q[:, :, rows], call.pos_q[:, rows]
+    return dataclasses.replace(call, q=q, pos_q=pos_q, mask=mask, query_mask=counted, classes=classes, plain=False)
+
+
+def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Encoded q and k, the scale on q."""
+    q, k = call.encoded()
+    return q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype), k
+
+
+def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
+    """Rows and the keys that they can see at most."""
+    for rows in row_blocks(call, BLOCK, ROWS):
+        yield rows, slice(0, call.span(rows).stop)
+
+
+def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Seen]:
+    """Blanked logits before the cap of a block of encoded q and k, and which keys are visible there."""
+    seen = _seen(call, rows, keys)
+    return seen.blank_(call.scores(q[:, :, rows], k[:, :, keys], rows, keys)), seen
+
+
+def _seen(call: AttentionCall, rows: slice, keys: slice) -> Seen:
+    start = 0
+    if call.causal and call.plain and call.mask is None and call.window is None:
+        # Every row of the block sees the keys before the block's own diagonal.
+        start = min(max(call.k.shape[2] - call.q.shape[2] + rows.start + 1, 0), keys.stop)
+    visible = call.visible(rows, slice(start, keys.stop)) if start < keys.stop else None
+    return Seen(visible, keys.stop if visible is None else start, keys.stop)
+
+
+def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor | None, float]:
+    """Returns unit · q·k of a block and its unit; None where the logits themselves are that."""
+    unit = call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)
+    added = call.mask is not None and call.mask.dtype != torch.bool
+    if call.spec.position.folds and not added and isinstance(unit, float) and unit > 0:
+        return None, unit
+    products = NoPosition().scores(q[:, :, rows], k[:, :, keys], call.pos_q[:, rows], call.pos_k[:, keys], call.params)
+    return products, 1.0
+
+
+def _weight_rows(call: AttentionCall, z: Tensor, seen: Seen, keys: KeyClasses | None) -> dict[str, Tensor]:
+    """Largest capped logit, entropy, first weight and weight by class of lowered logits; overwrites them."""
+    cap, normalizer = call.spec.cap, call.spec.normalizer
+    if cap.kind != "none":
+        z = seen.lower_(seen.blank_(cap.apply(z)))
+    if normalizer.softmax_over_keys:
+        return softmax_rows(z, seen, keys)
+    weights = normalizer.weights(z, seen.whole(z), call.params)
+    total = weights.sum(-1)
+    total = torch.where(total > 0, total, 1.0)
+    split = {} if keys is None else {"class_mass": by_class(weights, keys) / total[..., None]}
+    first = seen.first(weights) / total
+    return {"capped_max": z.amax(-1), "entropy": entropy(weights).clamp_min(0), "first_weight": first, **split}
+
+
+def _keys_seen(call: AttentionCall) -> Tensor:
+    """The keys [b g s] that some counted row sees, in any of the heads that share them."""
+    b, g, s, _ = call.k.shape
+    counted = call.query_mask
+    if counted is None and call.mask is None and call.window is None and (not call.causal or call.plain):
+        return torch.ones(b, g, s, dtype=torch.bool, device=call.k.device)
+    alike = call.mask is None or call.mask.shape[2] == 1  # to all rows, as padding is
+    whole = type(call) is AttentionCall and call.window is None and call.pos_q.numel() > 0
+    if whole and alike and not call.pos_q.is_floating_point():
+        return _keys_before(call)
+    found = torch.zeros(b, g, s, dtype=torch.bool, device=call.k.device)
+    for rows, keys in _blocks(call):
+        visible = call.visible(rows, keys)
+        if visible is None:
+            visible = torch.ones(1, 1, 1, keys.stop, dtype=torch.bool, device=found.device)
+        if counted is not None:
+            visible = visible & counted[:, None, rows, None]
+        found[..., keys] |= _by_group(visible.any(-2), g)
+    return found
+
+
+def _keys_before(call: AttentionCall) -> Tensor:
+    """Keys [b g s] that the mask shows to all rows and that stand no later than the last of the rows that count."""
+    b, g, s, _ = call.k.shape
+    last, counted = call.pos_q.expand(b, -1), call.query_mask
+    seen = torch.ones(b, 1, s, dtype=torch.bool, device=call.k.device)
+    if counted is not None:
+        last = torch.where(counted, last, torch.iinfo(last.dtype).min)
+        seen = seen & counted.any(1)[:, None, None]
+    if call.causal:
+        seen = seen & (call.pos_k <= last.amax(1, keepdim=True))[:, None]
+    shown = dataclasses.replace(call, causal=False).visible(slice(None), slice(None))
+    seen = seen if shown is None else seen & _by_group(shown[:, :, 0], g)
+    return seen.expand(b, g, s)
+
+
+def _by_group(seen: Tensor, g: int) -> Tensor:
+    """[b|1 h|1 s] for query heads as [b|1 g|1 s]: whether some head of those that share keys does."""
+    return seen if seen.shape[1] in (1, g) else seen.unflatten(1, (g, -1)).any(2)

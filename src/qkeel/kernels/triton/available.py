@@ -1,0 +1,100 @@
+"""The entry point to the Triton kernels: whether they can be used, and their loading for the first CUDA tensor."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from qkeel.errors import caution
+from qkeel.patching.compiler_state import constant_when_compiled, transformed
+
+if TYPE_CHECKING:
+    from qkeel.kernels.triton.heads import HeadTable
+
+_LOADING = threading.Lock()
+_OLDEST = (8, 0)  # compute capability with bfloat16
+_WIDEST = 256  # greatest head_dim of the statistics
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST = 2**31  # numbers in a head, which are counted in 32 bits
+
+
+class Rows(NamedTuple):
+    """The statistics of every query row, float32; of rows without a visible key: -inf, +inf, -inf, 0."""
+
+    largest: Float[Tensor, "b h t"]
+    smallest: Float[Tensor, "b h t"]
+    lse: Float[Tensor, "b h t"]
+    entropy: Float[Tensor, "b h t"]
+
+
+@constant_when_compiled
+def usable(device: torch.device) -> bool:
+    """Returns whether tensors on that device go through Triton here and now.
+
+    Not where QKEEL_TRITON=0 says so, Triton is missing (reported once), the device is no GPU or too old for bfloat16,
+    or a torch.func transform, export or trace is under way: there torch computes the same numbers.
+    """
+    if device.type != "cuda" or os.environ.get("QKEEL_TRITON", "1") == "0" or transformed():
+        return False
+    with _LOADING:
+        return _modern(device) and loaded()
+
+
+@functools.cache
+def loaded() -> bool:
+    """Returns whether Triton can be imported; registers the operators the first time."""
+    try:
+        from qkeel.kernels.triton import norm_rope
+    except ImportError as error:
+        caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
+        return False
+    norm_rope.register()
+    return True
+
+
+@functools.cache
+def _modern(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _OLDEST
+
+
+def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]) -> bool:
+    """Returns whether `row_statistics` computes such q and k."""
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.dtype in _STORED for x in (q, k))
+    return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and usable(q.device)
+
+
+def takes_heads(heads: Sequence[Float[Tensor, "n r m"]]) -> bool:
+    """Returns whether `head_table` takes such views of weights of one device and dtype."""
+    small = all(view[0].numel() < _LARGEST for view in heads)
+    return heads[0].dtype in _STORED and small and usable(heads[0].device)
+
+
+def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
+    """Loads Triton's kernels for heads and returns the table of such views of weights."""
+    from qkeel.kernels.triton.heads import HeadTable
+
+    return HeadTable(heads)
+
+
+def row_statistics(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None,
+    cap: float | None,
+    keys: Bool[Tensor, "_ s"] | None,
+) -> Rows:
+    """Loads Triton's kernel and returns what `statistics.row_statistics` does, of the same arguments."""
+    from qkeel.kernels.triton import statistics
+
+    found = statistics.row_statistics(q, k, scale, causal=causal, window=window, cap=cap, keys=keys)
+    return Rows(*found)

@@ -1,0 +1,369 @@
+"""Norm, gain and rotation of q or k in one pass over a GPU's memory, and the way back, in Triton.
+
+The same operator as the C++ one in `kernels.native`: storage float32, bfloat16 or float16, arithmetic in float32. A
+program takes some heads of some tokens. Not measured on a GPU yet: the sizes of tiles are reasoned, not tuned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # not on every system
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from jaxtyping import Float
+from torch import Tensor
+
+NONE = 0  # kinds: no norm,
+RMS = tl.constexpr(1)
+L2 = tl.constexpr(2)
+LAYER = tl.constexpr(3)
+# Rows of a tile by half the head: 1024 pairs, 8 for each of 128 threads, so that one of 16-bit numbers loads 16 bytes.
+_ROWS = {8: 64, 16: 64, 32: 32, 64: 16, 128: 8, 256: 4, 512: 2}
+_PROGRAMS = 2048  # of the way back where a gain's gradient is summed: several for each of 132 processors
+_PROGRAMS_BY_HEAD = 256  # where it is one per head, so that the partial sums stay small next to q and k
+
+
+@triton.jit
+def _rows(pid, heads, times, outer, blocks, HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """Sequence, head and time of each row of tile `pid`, and which of them exist."""
+    row = tl.arange(0, HEADS * TOKENS)
+    token = pid // blocks * TOKENS + row // HEADS
+    head = pid % blocks * HEADS + row % HEADS
+    return (
+        (token // times).to(tl.int64),
+        head.to(tl.int64),
+        (token % times).to(tl.int64),
+        (token < outer) & (head < heads),
+    )
+
+
+@triton.jit
+def _pieces(p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr):
+    """Loads x_i and x_{i+half} of pairs and the unrotated rest of the rows from `at` on, in float32; else 0."""
+    i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
+    pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
+    a = tl.load(row + i, mask=pair, other=0.0).to(tl.float32)
+    b = tl.load(row + HALF + i, mask=pair, other=0.0).to(tl.float32)
+    c = tl.load(row + 2 * HALF + j, mask=rest, other=0.0).to(tl.float32)
+    return a, b, c
+
+
+@triton.jit
+def _store(p, at, ok, a, b, c, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr):
+    """Puts three pieces where `_pieces` finds them."""
+    i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
+    pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
+    kind = p.dtype.element_ty
+    tl.store(row + i, a.to(kind), mask=pair)
+    tl.store(row + HALF + i, b.to(kind), mask=pair)
+    tl.store(row + 2 * HALF + j, c.to(kind), mask=rest)
+
+
+@triton.jit
+def _gains(gain, head, ok, gain_h, gain_d, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr):
+    """The gain of each number of the rows, whatever it is shared by; 1 where there is no number."""
+    i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (gain + head * gain_h)[:, None]
+    pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
+    a = tl.load(row + i * gain_d, mask=pair, other=1.0).to(tl.float32)
+    b = tl.load(row + (HALF + i) * gain_d, mask=pair, other=1.0).to(tl.float32)
+    c = tl.load(row + (2 * HALF + j) * gain_d, mask=rest, other=1.0).to(tl.float32)
+    return a, b, c
+
+
+@triton.jit
+def _angles(cos, sin, at, ok, HALF: tl.constexpr, WIDE: tl.constexpr):
+    i = tl.arange(0, WIDE)[None, :]
+    inside = ok[:, None] & (i < HALF)
+    c = tl.load(cos + at[:, None] + i, mask=inside, other=1.0)
+    s = tl.load(sin + at[:, None] + i, mask=inside, other=0.0)
+    return c, s
+
+
+@triton.jit
+def _turn(a, b, c, s):
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def _total(a, b, c):
+    return tl.sum(a, 1) + tl.sum(b, 1) + tl.sum(c, 1)
+
+
+@triton.jit
+def _centred(a, b, c, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr):
+    """The pieces without their row's mean; 0 stays where there is no number."""
+    mean = (_total(a, b, c) / D)[:, None]
+    pair = ok[:, None] & (tl.arange(0, WIDE)[None, :] < HALF)
+    rest = ok[:, None] & (tl.arange(0, TAIL)[None, :] < D - 2 * HALF)
+    return tl.where(pair, a - mean, 0.0), tl.where(pair, b - mean, 0.0), tl.where(rest, c - mean, 0.0)
+
+
+@triton.jit
+def _inverse(a, b, c, ok, eps, D: tl.constexpr, KIND: tl.constexpr):
+    """1 over the size of a row, 1 where there is none; NaN stays NaN."""
+    squares = _total(a * a, b * b, c * c)
+    if KIND == L2:
+        size = tl.maximum(tl.sqrt_rn(squares), eps, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        size = tl.sqrt_rn(squares / D + eps)
+    return tl.div_rn(tl.full(size.shape, 1.0, tl.float32), tl.where(ok, size, 1.0))
+
+
+@triton.jit
+def _forward(
+    x, y, inverse, gain, cos, sin, eps, heads, times, outer, blocks,
+    x_b, x_h, x_t, y_b, y_h, y_t, gain_h, gain_d, cos_b, cos_t,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr,
+):  # fmt: skip
+    n, head, time, ok = _rows(tl.program_id(0), heads, times, outer, blocks, HEADS, TOKENS)
+    a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL)
+    if KIND == LAYER:
+        a, b, c = _centred(a, b, c, ok, D, HALF, WIDE, TAIL)
+    if KIND != 0:
+        k = _inverse(a, b, c, ok, eps, D, KIND)
+        if INVERSES:
+            tl.store(inverse + (n * times + time) * heads + head, k, mask=ok)
+        a, b, c = a * k[:, None], b * k[:, None], c * k[:, None]
+    if GAIN:
+        ga, gb, gc = _gains(gain, head, ok, gain_h, gain_d, D, HALF, WIDE, TAIL)
+        a, b, c = a * ga, b * gb, c * gc
+    if TURN:
+        cosine, sine = _angles(cos, sin, n * cos_b + time * cos_t, ok, HALF, WIDE)
+        a, b = _turn(a, b, cosine, sine)
+    _store(y, n * y_b + head * y_h + time * y_t, ok, a, b, c, D, HALF, WIDE, TAIL)
+
+
+@triton.jit
+def _hat(
+    a, b, c, k, ga, gb, gc, cosine, sine, ok,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
+    KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
+):  # fmt: skip
+    """Returns x̂, the normed row before its gain, from what was kept: x, or y = rotation(gain · x̂)."""
+    if KEPT_X:
+        if KIND == LAYER:
+            a, b, c = _centred(a, b, c, ok, D, HALF, WIDE, TAIL)
+        a, b, c = a * k[:, None], b * k[:, None], c * k[:, None]
+    else:
+        if TURN:
+            undo = 1.0 / (cosine * cosine + sine * sine)  # some tables stretch what they turn
+            a, b = _turn(a, b, cosine * undo, -sine * undo)
+        if GAIN:
+            a, b, c = a / ga, b / gb, c / gc
+    return a, b, c
+
+
+@triton.jit
+def _backward(
+    dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, each,
+    u_b, u_h, u_t, k_b, k_h, k_t, x_b, x_h, x_t, gain_h, gain_d, cos_b, cos_t,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    KIND: tl.constexpr, GAIN: tl.constexpr, BY_HEAD: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
+):  # fmt: skip
+    chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    da = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
+    db = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
+    dc = tl.zeros([HEADS * TOKENS, TAIL], tl.float32)
+    ga, gb, gc, cosine, sine = da, da, dc, da, da  # read only where they are loaded
+    for group in range(chunk * each, tl.minimum(chunk * each + each, groups)):
+        n, head, time, ok = _rows(group * blocks + block, heads, times, outer, blocks, HEADS, TOKENS)
+        ua, ub, uc = _pieces(dy, n * u_b + head * u_h + time * u_t, ok, D, HALF, WIDE, TAIL)
+        a, b, c = _pieces(kept, n * k_b + head * k_h + time * k_t, ok, D, HALF, WIDE, TAIL)
+        k = tl.load(inverse + (n * times + time) * heads + head, mask=ok, other=1.0)
+        if GAIN:
+            ga, gb, gc = _gains(gain, head, ok, gain_h, gain_d, D, HALF, WIDE, TAIL)
+        if TURN:
+            cosine, sine = _angles(cos, sin, n * cos_b + time * cos_t, ok, HALF, WIDE)
+            ua, ub = _turn(ua, ub, cosine, -sine)
+        a, b, c = _hat(a, b, c, k, ga, gb, gc, cosine, sine, ok, D, HALF, WIDE, TAIL, KIND, GAIN, TURN, KEPT_X)
+        if GAIN:
+            da, db, dc = da + ua * a, db + ub * b, dc + uc * c
+            ua, ub, uc = ua * ga, ub * gb, uc * gc
+        along = _total(ua * a, ub * b, uc * c)
+        along = tl.where(k < 1.0 / eps, along, 0.0) if KIND == L2 else along / D
+        mean = (_total(ua, ub, uc) / D if KIND == LAYER else along * 0.0)[:, None]
+        k, along = k[:, None], along[:, None]
+        a, b, c = k * (ua - mean - a * along), k * (ub - mean - b * along), k * (uc - mean - c * along)
+        _store(dx, n * x_b + head * x_h + time * x_t, ok, a, b, c, D, HALF, WIDE, TAIL)
+    if GAIN:
+        _keep_sums(parts, da, db, dc, chunk, block, heads, D, HALF, WIDE, TAIL, HEADS, BY_HEAD)
+
+
+@triton.jit
+def _keep_sums(
+    parts, da, db, dc, chunk, block, heads,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
+    HEADS: tl.constexpr, BY_HEAD: tl.constexpr,
+):  # fmt: skip
+    """This program's share of the gain's gradient into parts: [chunks h d], or [programs d] where heads share it."""
+    if BY_HEAD:  # a tile is then of one token
+        head = block * HEADS + tl.arange(0, HEADS)
+        _store(parts, (chunk * heads + head) * D, head < heads, da, db, dc, D, HALF, WIDE, TAIL)
+    else:
+        one = tl.zeros([1], tl.int32)
+        a, b, c = tl.sum(da, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True), tl.sum(dc, 0, keep_dims=True)
+        _store(parts, (one + tl.program_id(0)) * D, one == 0, a, b, c, D, HALF, WIDE, TAIL)
+
+
+def norm_rope(
+    x: Float[Tensor, "b h t d"],
+    gain: Tensor | None,
+    table: tuple[Tensor, Tensor] | None,
+    kind: int,
+    eps: float,
+    keep_x: bool,
+) -> Float[Tensor, "b h t d"]:
+    """Returns rotation(gain · norm(x)), in x's dtype and layout; arguments as of `kernels.native.norm_rope`."""
+    cos, sin = (None, None) if table is None else (table[0].contiguous(), table[1].contiguous())
+    own = torch.ops.qkeel_triton
+    if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
+        return own.norm_rope_alone(x, gain, cos, sin, kind, eps)
+    return own.norm_rope(x, gain, cos, sin, kind, eps, keep_x)[0]
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _sizes(x: Tensor, cos: Tensor | None, by_head: bool) -> dict[str, int]:
+    """The cut of a head into pieces and of heads and tokens into tiles."""
+    d, h = x.shape[-1], x.shape[1]
+    half = d // 2 if cos is None else cos.shape[-1]
+    wide, tail = max(8, triton.next_power_of_2(half)), triton.next_power_of_2(max(1, d - 2 * half))
+    rows = _ROWS[max(wide, triton.next_power_of_2(triton.cdiv(tail, 2)))]
+    heads = min(rows, triton.next_power_of_2(h))
+    tokens = 1 if by_head else rows // heads
+    return {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, "HEADS": heads, "TOKENS": tokens}
+
+
+def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int, int, int]:
+    """Strides of the gain by head and dimension, of the tables by sequence and token; 0 where they share."""
+    per_head = gain.stride(0) if gain is not None and gain.ndim == 2 else 0
+    per_dim = gain.stride(-1) if gain is not None and gain.ndim and gain.shape[-1] > 1 else 0
+    if cos is None:
+        return per_head, per_dim, 0, 0
+    return per_head, per_dim, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2) if cos.shape[2] > 1 else 0
+
+
+def _run(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, inverses: bool
+) -> tuple[Tensor, Tensor]:
+    x = _dense(x)
+    y = torch.empty_like(x)
+    b, h, t, _ = x.shape
+    inverse = x.new_empty((b, t, h) if inverses and kind != NONE else (0,), dtype=torch.float32)
+    sizes = _sizes(x, cos, False)
+    blocks, groups = triton.cdiv(h, sizes["HEADS"]), triton.cdiv(b * t, sizes["TOKENS"])
+    flags = {"KIND": kind, "GAIN": gain is not None, "TURN": cos is not None, "INVERSES": inverse.numel() > 0}
+    steps = (*x.stride()[:3], *y.stride()[:3], *_steps(x, gain, cos))
+    kernel: Any = _forward
+    with torch.cuda.device_of(x):
+        kernel[(blocks * groups,)](
+            x, y, inverse if flags["INVERSES"] else x, x if gain is None else gain,
+            x if cos is None else cos, x if sin is None else sin,
+            eps, h, t, b * t, blocks, *steps, **sizes, **flags,
+        )  # fmt: skip
+    return y, inverse
+
+
+def _run_alone(x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float) -> Tensor:
+    return _run(x, gain, cos, sin, kind, eps, False)[0]
+
+
+def _run_tracked(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, _keep_x: bool
+) -> tuple[Tensor, Tensor]:
+    return _run(x, gain, cos, sin, kind, eps, True)
+
+
+def _run_back(
+    dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    *how: int | float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns gradients of x, and of the gain as [h or 1 d]; sums over tokens in an order that only shapes decide."""
+    kind, eps, kept_x = how
+    dy, kept = _dense(dy), _dense(kept)
+    dx = torch.empty_like(kept)
+    b, h, t, d = kept.shape
+    by_head = gain is not None and gain.ndim == 2
+    sizes = _sizes(kept, cos, by_head)
+    blocks, groups = triton.cdiv(h, sizes["HEADS"]), triton.cdiv(b * t, sizes["TOKENS"])
+    most = groups if gain is None else max(1, (_PROGRAMS_BY_HEAD if by_head else _PROGRAMS) // blocks)
+    each = triton.cdiv(groups, min(most, groups))
+    chunks = triton.cdiv(groups, each)
+    shape = (0, 1, d) if gain is None else (chunks, h, d) if by_head else (chunks * blocks, 1, d)
+    parts = kept.new_empty(shape, dtype=torch.float32)
+    flags = {"KIND": kind, "GAIN": gain is not None, "BY_HEAD": by_head, "TURN": cos is not None, "KEPT_X": kept_x}
+    steps = (*dy.stride()[:3], *kept.stride()[:3], *dx.stride()[:3], *_steps(kept, gain, cos))
+    kernel: Any = _backward
+    with torch.cuda.device_of(kept):
+        kernel[(chunks * blocks,)](
+            dy, kept, inverse, kept if gain is None else gain, kept if cos is None else cos,
+            kept if sin is None else sin, dx, kept if gain is None else parts,
+            eps, h, t, b * t, blocks, groups, each, *steps, **sizes, **flags,
+        )  # fmt: skip
+    return dx, parts.new_empty(0) if gain is None else parts.sum(0)
+
+
+def _shape(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(_dense(x))
+
+
+def _forward_shapes(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    b, h, t, _ = x.shape
+    return _shape(x), x.new_empty((b, t, h) if rest[3] != NONE else (0,), dtype=torch.float32)
+
+
+def _backward_shapes(
+    dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor]:
+    shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
+    return _shape(kept), kept.new_empty(shape, dtype=torch.float32)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, gain, cos, sin, ctx.kind, ctx.eps, ctx.keep_x = inputs
+    y, inverse = output
+    ctx.save_for_backward(None if ctx.kind == NONE else x if ctx.keep_x else y, inverse, gain, cos, sin)
+    ctx.mark_non_differentiable(inverse)
+
+
+def _derivative(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    kept, inverse, gain, cos, sin = ctx.saved_tensors
+    own = torch.ops.qkeel_triton
+    if ctx.kind == NONE:  # a rotation is undone by the one back, which is differentiable in its turn
+        back = None if sin is None else -sin
+        return own.norm_rope(dy, None, cos, back, NONE, ctx.eps, False)[0], *[None] * 6
+    dx, over = own.norm_rope_backward(dy, kept, inverse, gain, cos, sin, ctx.kind, ctx.eps, ctx.keep_x)
+    dgain = None if gain is None else over.sum_to_size(gain.shape).to(gain.dtype)
+    return dx, dgain, *[None] * 5
+
+
+def _once(*_: object) -> None:
+    raise RuntimeError("the fused norm and rotation can be differentiated once; QKEEL_TRITON=0 does not fuse them")
+
+
+def register() -> None:
+    """Registers the operators with torch: what runs them, their shapes, their derivative."""
+    given = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps"
+    schemas = {
+        "norm_rope": f"(Tensor x, {given}, bool keep_x) -> (Tensor, Tensor)",
+        "norm_rope_alone": f"(Tensor x, {given}) -> Tensor",
+        "norm_rope_backward": f"(Tensor dy, Tensor kept, Tensor inverse, {given}, bool kept_x) -> (Tensor, Tensor)",
+    }
+    runs = {
+        "norm_rope": (_run_tracked, _forward_shapes),
+        "norm_rope_alone": (_run_alone, _shape),
+        "norm_rope_backward": (_run_back, _backward_shapes),
+    }
+    for name, schema in schemas.items():
+        run, shapes = runs[name]
+        torch.library.define(f"qkeel_triton::{name}", schema)
+        torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
+        torch.library.register_fake(f"qkeel_triton::{name}", shapes)
+    torch.library.register_autograd("qkeel_triton::norm_rope", _derivative, setup_context=_setup)
+    torch.library.register_autograd("qkeel_triton::norm_rope_backward", _once)

@@ -1,0 +1,138 @@
+"""Largest and smallest logit, logsumexp and entropy of every query row from q and k alone, in one pass, in Triton.
+
+One of attention's two products, no values, no T×T matrix. The entropy is kept next to the sum of exponentials while
+the maximum grows (W ← f (W + L (M - M')), L ← f L, f = e^(M - M'); H = ln L - W / L), so nothing cancels at large
+logits. Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # not on every system
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+# Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
+_TILES = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 64, 8)}
+_TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
+
+
+@triton.jit
+def _capped(z, cap, CAP: tl.constexpr):
+    """Returns cap · tanh(z / cap), by an exponential that cannot overflow."""
+    if CAP:
+        e = tl.exp(-2.0 * tl.abs(z) / cap)
+        t = cap * (1.0 - e) / (1.0 + e)
+        z = tl.where(z < 0, -t, t)
+    return z
+
+
+@triton.jit
+def _more(q, k, scale, cap, seen, top, low, most, mass, along, CAP: tl.constexpr):
+    """One more block of keys: z [rows keys] where `seen`."""
+    z = tl.dot(q, k, input_precision="ieee") * scale
+    top = tl.maximum(top, tl.max(tl.where(seen, z, float("-inf")), 1))
+    low = tl.minimum(low, tl.min(tl.where(seen, z, float("inf")), 1))
+    z = tl.where(seen, _capped(z, cap, CAP), float("-inf"))
+    new = tl.maximum(most, tl.max(z, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)  # no key yet: any number does
+    was = tl.where(most == float("-inf"), base, most)
+    away = tl.where(seen, z - base[:, None], 0.0)
+    p = tl.where(seen, tl.exp(away), 0.0)
+    fade = tl.exp(was - base)
+    along = fade * (along + mass * (was - base)) + tl.sum(p * away, 1)
+    mass = fade * mass + tl.sum(p, 1)
+    return top, low, new, mass, along
+
+
+@triton.jit
+def _rows(
+    q, k, keys, largest, smallest, lse, entropy, scale, cap, heads, share, times, length, window, tiles,
+    q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
+    D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    of = (tl.program_id(0) // tiles).to(tl.int64)  # which sequence and head
+    n, h = of // heads, of % heads
+    start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # under a causal mask the longest rows first
+    row, i = start + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    at = row + length - times  # queries are aligned to the end of the keys
+    own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
+    x = tl.load(own, mask=(row[:, None] < times) & (i[None, :] < D), other=0.0)
+    first = start + length - times
+    stop = tl.minimum(length, tl.maximum(first + ROWS, 0)) if CAUSAL else length
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // KEYS * KEYS
+        stop = tl.minimum(stop, tl.maximum(first + ROWS + window, 0))
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    low, most, mass, along = -top, top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    theirs = k + n * k_b + (h // share) * k_h + i[:, None]
+    for past in range(begin, stop, KEYS):
+        key = past + tl.arange(0, KEYS)
+        inside = key < length
+        y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=inside[None, :] & (i[:, None] < D), other=0.0)
+        away = at[:, None] - key[None, :]
+        seen = inside[None, :] & (row[:, None] < times)
+        if CAUSAL:
+            seen = seen & (away >= 0)
+        if WINDOW:
+            seen = seen & (away < window) & (away > -window)
+        if MASK:
+            seen = seen & (tl.load(keys + n * keys_b + key * keys_s, mask=inside, other=0) != 0)[None, :]
+        top, low, most, mass, along = _more(x, y, scale, cap, seen, top, low, most, mass, along, CAP)
+    _put(largest, smallest, lse, entropy, of * times + row, row < times, top, low, most, mass, along)
+
+
+@triton.jit
+def _put(largest, smallest, lse, entropy, to, ok, top, low, most, mass, along):
+    some = mass > 0
+    total = tl.log(tl.where(some, mass, 1.0))
+    tl.store(largest + to, top, mask=ok)
+    tl.store(smallest + to, low, mask=ok)
+    tl.store(lse + to, tl.where(some, most + total, float("-inf")), mask=ok)
+    tl.store(entropy + to, tl.maximum(total - along / tl.where(some, mass, 1.0), 0.0), mask=ok)
+
+
+def row_statistics(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
+    cap: float | None = None,
+    keys: Bool[Tensor, "_ s"] | None = None,
+) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b h t"], Float[Tensor, "b h t"], Float[Tensor, "b h t"]]:
+    """Returns largest, smallest, lse, entropy, float32, of the rows of logits scale · q kᵀ [b h t s], never made.
+
+    Of rows without a visible key: -inf, +inf, -inf, 0.
+
+    Args:
+        q, k: encoded, of one dtype: float32, bfloat16 or float16; d at most 256. h / g query heads share a key head.
+        scale: of the logits. causal: keys up to a query's position are visible to it, positions aligned at the end.
+        window: only keys less than so many positions away are visible.
+        cap: of a softcap; largest and smallest are before it, lse and entropy after.
+        keys: True where a key may be visible, for all sequences or each.
+    """
+    b, h, t, d = q.shape
+    g, s = k.shape[1:3]
+    q, k = (x if x.stride(-1) == 1 or d == 1 else x.contiguous() for x in (q, k))
+    wide = max(16, triton.next_power_of_2(d))
+    tile = (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
+    largest, smallest, lse, entropy = (q.new_empty((b, h, t), dtype=torch.float32) for _ in range(4))
+    mask = q if keys is None else keys.to(torch.uint8)
+    over = (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
+    tiles = triton.cdiv(t, tile[0])
+    kernel: Any = _rows
+    with torch.cuda.device_of(q):
+        kernel[(tiles * b * h,)](
+            q, k, mask, largest, smallest, lse, entropy, scale, cap or 1.0, h, h // g, t, s, window or 0, tiles,
+            *q.stride()[:3], *k.stride()[:3], *over,
+            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
+            MASK=keys is not None, CAP=cap is not None, num_warps=tile[2],
+        )  # fmt: skip
+    return largest, smallest, lse, entropy

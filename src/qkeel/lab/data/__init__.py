@@ -1,0 +1,1 @@
+"""Sources of texts and images, and batches that are a function of (seed, step)."""

@@ -1,0 +1,1 @@
+"""A plan of runs executed in one directory."""

@@ -1,0 +1,50 @@
+"""The table.csv of a study: one row per run, in the order of its grid, the same bytes for the same results."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from qkeel.lab.config_fields import Json
+from qkeel.records import TABLE_COLUMNS, RunDirectory, RunStatus, write_text
+
+
+def rows(out: Path, entries: Sequence[Json]) -> list[Json]:
+    """One dict per run by `columns`; a run without result has only its name and status."""
+    table = [_row(RunDirectory(out / "runs" / entry["run_id"]), entry) for entry in entries]
+    names = columns(table)
+    return [{name: row.get(name) for name in names} for row in table]
+
+
+def columns(table: Iterable[Json]) -> list[str]:
+    """Returns records.TABLE_COLUMNS, then what the task of some run adds to them."""
+    return list(dict.fromkeys([*TABLE_COLUMNS, *(name for row in table for name in row)]))
+
+
+def _row(directory: RunDirectory, entry: Json) -> Json:
+    blank = dict.fromkeys(TABLE_COLUMNS)
+    named = {name: entry[name] for name in ("remedy", "lr", "seed", "run_id")}
+    status = directory.status
+    results = directory.summary() if status is RunStatus.DONE else {}
+    more = {"mix": entry["role"]} if any("/" in name for name in results) else {}
+    return {**blank, **more, **results, **named, "status": str(status)}
+
+
+def write_table(out: Path, table: Sequence[Json], names: Sequence[str] = ()) -> None:
+    """Writes table.csv atomically, by default with all columns of the table. Floats have all their digits, truth is
+    true or false, what is unknown is empty.
+    """
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    names = list(names) or columns(table)
+    writer.writerow(names)
+    writer.writerows([_cell(row[name]) for name in names] for row in table)
+    write_text(out / "table.csv", text.getvalue())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)

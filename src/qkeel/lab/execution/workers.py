@@ -1,0 +1,190 @@
+"""Runs many configurations over worker processes; a run that fails does not stop the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError
+from qkeel.lab.config import RunConfig
+from qkeel.lab.config_fields import Json
+from qkeel.lab.lengths.longer_texts import measure
+from qkeel.lab.plan.plan import LongContexts
+from qkeel.lab.stack.what_runs_share import How, plan_stacks
+from qkeel.lab.train_runs import train_runs
+from qkeel.records import RunDirectory
+
+# A run directory may still be held, for an instant, by a worker that is dying with a killed study.
+LOCK_WAIT = 10.0
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One run to do, as plain values that any process can be given."""
+
+    config: Json
+    directory: str
+    command: str
+    contexts: LongContexts | None = None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """A job that is over; `error` is empty if the run is done."""
+
+    directory: str
+    error: str = ""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The i-th of n parts of a study, counted from 1: every n-th run, for one machine or array task each."""
+
+    index: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.index <= self.count:
+            raise InvalidValueError(f"expected a shard i/n with 1 ≤ i ≤ n, got {self.index}/{self.count}")
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Reads "i/n".
+
+        >>> Shard.parse("2/3")
+        Shard(index=2, count=3)
+        """
+        index, _, count = text.partition("/")
+        if not (index.isdigit() and count.isdigit()):
+            raise InvalidTypeError(f"expected a shard as i/n, like 1/4, got {text!r}")
+        return cls(index=int(index), count=int(count))
+
+
+def execute(jobs: Sequence[Job], workers: int, stack: How = "off") -> Generator[Outcome, None, None]:
+    """Does the jobs, yielding each as it ends. Closing the iterator stops the workers.
+
+    `stack` says which of them train as one, see `plan_stacks`; it changes no number.
+
+    With one worker everything happens in this process and joblib is not needed. With more, joblib's backend
+    decides where: processes of this machine unless `joblib.parallel_config` names another host. When a worker is
+    killed, for want of memory for instance, the jobs that are left are done one by one.
+    """
+    if workers < 1:
+        raise InvalidValueError(f"expected at least 1 worker, got {workers}")
+    # What is done with the weights afterwards is done run by run.
+    units = [[job] for job in jobs if job.contexts is not None]
+    units += plan_stacks([(RunConfig.from_dict(j.config), j) for j in jobs if j.contexts is None], stack, workers)
+    # The longest first, so that no worker ends long after the others.
+    units.sort(key=lambda unit: -sum(RunConfig.from_dict(job.config).steps for job in unit))
+    if workers == 1 or len(units) <= 1:
+        for unit in units:
+            yield from work(unit)
+        return
+    left = {job.directory: job for job in jobs}
+    try:
+        for outcomes in _pool(units, workers):
+            for outcome in outcomes:
+                del left[outcome.directory]
+                yield outcome
+    except _WorkerDied:
+        # Whichever it was, each job that is left gets a worker of its own.
+        for job in left.values():
+            try:
+                for outcomes in _pool([[job]], 2):
+                    yield from outcomes
+            except _WorkerDied as error:
+                yield Outcome(job.directory, str(error))
+
+
+class _WorkerDied(Exception):
+    """A worker process ended without a result."""
+
+
+def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcome], None, None]:
+    try:
+        from joblib import Parallel, delayed
+    except ImportError as error:
+        raise QkeelError(f"{workers} workers need joblib: pip install 'qkeel[lab]', or use one worker") from error
+    # One job at a time to each worker: what is not given out need not be taken back when the study is stopped.
+    how: Json = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs"}
+    pool = Parallel(n_jobs=max(2, min(workers, len(units))), **how)
+    results: Any = pool(delayed(work_apart)(unit, os.getpid()) for unit in units)
+    with warnings.catch_warnings():
+        # That unfinished runs are dropped is what ending early is for.
+        warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
+        try:
+            yield from results
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except Exception as error:  # `work` raises none, so it is joblib's: a worker was killed
+            raise _WorkerDied(
+                f"its worker process died ({type(error).__name__}), perhaps for want of memory; run the same command "
+                "again to go on, with fewer workers if memory is short"
+            ) from error
+        finally:
+            results.close()
+
+
+def work(unit: Sequence[Job]) -> list[Outcome]:
+    """Does one job, or several that train as one; an error becomes its outcome."""
+    directories = [Path(job.directory) for job in unit]
+    try:
+        configs = [RunConfig.from_dict(job.config) for job in unit]
+        errors = train_runs(configs, directories, command=unit[0].command, wait=LOCK_WAIT)
+        for i, job in enumerate(unit):
+            if job.contexts is not None and errors[i] is None:
+                measure(configs[i], RunDirectory(directories[i]), job.contexts, wait=LOCK_WAIT)
+    except Exception as error:  # if not qkeel's, a bug or the machine
+        errors = [error] * len(unit)
+    return [Outcome(job.directory, _text(error)) for job, error in zip(unit, errors)]
+
+
+def _text(error: Exception | None) -> str:
+    known = error is None or isinstance(error, QkeelError)
+    return str(error or "") if known else f"{type(error).__name__}: {error}"
+
+
+def work_apart(unit: Sequence[Job], parent: int) -> list[Outcome]:
+    """`work` in a worker process: it dies with its parent and leaves Ctrl-C to it."""
+    with contextlib.suppress(ValueError):  # not in a process's main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with(parent)
+    _keep_memory()
+    return work(unit)
+
+
+def _keep_memory() -> None:
+    """Lets this process keep what it frees: else glibc fetches a stack's tensors again and again, page by page."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        for what, size in (
+            (-3, 1 << 30),
+            (-1, 1 << 30),
+            (-2, 1 << 26),
+        ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+            libc.mallopt(what, size)
+
+
+def _die_with(parent: int) -> None:
+    """Asks Linux to kill this process when its parent dies, so that nothing writes on after a study is killed."""
+    if sys.platform != "linux":
+        return
+    if os.getppid() != parent:  # another host (Ray, Dask), or the parent is gone and no process waits for the result
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)

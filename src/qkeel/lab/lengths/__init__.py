@@ -1,0 +1,1 @@
+"""Trained runs on longer texts than those of training."""

@@ -1,0 +1,1 @@
+"""From a configuration to a model and its optimizer."""

@@ -1,0 +1,129 @@
+"""From a configuration to a model on a device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from qkeel.errors import InvalidValueError
+from qkeel.lab.config import ModelConfig, RunConfig
+from qkeel.lab.model.optimizers import build_optimizer
+from qkeel.nn import Decoder, DecoderConfig, ViT
+from qkeel.registry import parse
+from qkeel.remedies import apply, canonical
+from qkeel.spec import AttentionSpec, layer_specs, preset
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with every `auto` decided on this machine and the remedy in its one spelling.
+
+    Raises: the errors of an unknown remedy, preset or option; InvalidValueError for a device that is not here.
+    """
+    device = _device(config.device)
+    kinds = {"auto": "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"}
+    layers(config.model, config.data.context)
+    data = config.data
+    if data.task == "vision":  # a token is a patch
+        data = dataclasses.replace(data, context=(config.images.image_size // config.images.patch) ** 2)
+    return dataclasses.replace(
+        config, data=data, device=device, dtype=kinds.get(config.dtype, config.dtype), remedy=canonical(config.remedy)
+    )
+
+
+def check(config: RunConfig) -> None:
+    """Raises if the model cannot be built or the remedy refuses it, in a few milliseconds."""
+    model = config.model
+    depth = model.n_layers if model.position else 1
+    narrow = dataclasses.replace(
+        model, d_model=8, n_layers=depth, head_dim=model.head_dim or model.d_model // model.n_heads
+    )
+    length = config.data.context
+    vision = config.data.task == "vision"
+    decoder = build_vit(narrow, 2, 1, 1) if vision else build_decoder(narrow, vocab_size=2, train_length=length)
+    apply(config.remedy, decoder, build_optimizer(config.optim, decoder), train_length=config.data.context)
+
+
+def attention_spec(text: str) -> AttentionSpec:
+    """The spec of a preset string.
+
+    >>> attention_spec("gemma2:cap=30").cap
+    Softcap(cap=30)
+    """
+    terms = parse(text)
+    if len(terms) != 1:
+        raise InvalidValueError(f"expected one preset as attention, got {len(terms)} in {text!r}")
+    options = {k: v for k, v in terms[0].options.items() if not isinstance(v, str)}
+    if len(options) < len(terms[0].options):
+        raise InvalidValueError(f"expected numbers as options of a preset, got {text!r}")
+    return preset(terms[0].name, **options)
+
+
+def layers(config: ModelConfig, train_length: int | None = None) -> tuple[AttentionSpec, ...]:
+    """The spec of each layer; `train_length` is for positions that depend on it."""
+    return layer_specs(attention_spec(config.attention), config.n_layers, config.position, train_length)
+
+
+def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:
+    """The model with PyTorch's initial weights; `Decoder.init_weights` gives it the run's."""
+    return Decoder(_sizes(config, vocab_size, train_length))
+
+
+def build_vit(config: ModelConfig, classes: int, patches: int, width: int) -> ViT:
+    """The same sizes as a vision transformer of so many patches, each of `width` numbers."""
+    return ViT(_sizes(config, classes, patches), patches=patches, width=width)
+
+
+def _sizes(config: ModelConfig, vocab_size: int, train_length: int | None) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        d_model=config.d_model,
+        n_layers=config.n_layers,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        spec=layers(config, train_length),
+        attention=config.block,
+        mlp=config.mlp,
+        mlp_ratio=config.mlp_ratio,
+        norm_order=config.norm_order,
+        tied=config.tied,
+        deepnorm=config.deepnorm,
+    )
+
+
+def autocast(config: RunConfig) -> contextlib.AbstractContextManager[object]:
+    """The arithmetic of a resolved configuration: bf16 autocast, or nothing."""
+    if config.dtype != "bf16":
+        return contextlib.nullcontext()
+    return torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Computes with `count` CPU threads, then with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if kind == "cuda" and not (torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count()):
+        raise InvalidValueError(f"expected a device of this machine, got {name!r}: {_cuda()}; try --device cpu")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise InvalidValueError("expected a device of this machine, got 'mps': it has none; try --device cpu")
+    return name
+
+
+def _cuda() -> str:
+    return f"it has {torch.cuda.device_count()} CUDA device(s)" if torch.cuda.is_available() else "it has no CUDA"

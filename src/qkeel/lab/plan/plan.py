@@ -1,0 +1,191 @@
+"""The plan of a study: a product of remedies, learning rates and seeds over one configuration or a few."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self, final
+
+from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.lab.config import RunConfig
+from qkeel.lab.config_fields import Json
+from qkeel.lab.plan.methods import Method
+
+AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes")
+FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The axes. Remedies keep their order, rates and seeds are sorted; what is named twice counts once.
+
+    Where a study compares forms of attention, those take the place of remedies.
+
+    With blocks (mha, mla) and optimizers, where not empty, there is a product of its own for each pair of them: they
+    stand side by side, for a learning rate does not mean the same to two optimizers. So with mixes of data.
+    """
+
+    remedies: Sequence[str]
+    lrs: Sequence[float]
+    seeds: Sequence[int]
+    blocks: Sequence[str] = ()
+    optimizers: Sequence[str] = ()
+    mixes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _settle_lists(self, AXES)
+        for name, values in zip(AXES, (self.remedies, self.lrs, self.seeds)):
+            if not values:
+                raise InvalidValueError(f"expected at least one of {name}, got none")
+        object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
+        object.__setattr__(self, "seeds", tuple(sorted(self.seeds)))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LongContexts:
+    """The treatment of the weights of each run of a study: methods at every length, on held-out text.
+
+    Methods are those of `AttentionSpec.extrapolate`, as methods.Method reads them: 'rerope:window=16' for all forms,
+    'kna/ntk' for one, 'baseline/pi@256' trained on at 256 tokens. Lengths are multiples of the training length.
+    """
+
+    posthoc: Sequence[str] = ("none", "rerope", "ntk")
+    test_lengths: Sequence[int] = (512,)
+    sequences: int = 64
+    continue_steps: int = 100
+    """Steps of a method that is trained on."""
+
+    def __post_init__(self) -> None:
+        _settle_lists(self, ("posthoc", "test_lengths"))
+        if not (self.posthoc and self.test_lengths):
+            raise InvalidTypeError(f"expected a list of methods and one of lengths, got {self}")
+        object.__setattr__(self, "posthoc", tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)))
+        object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
+        if self.sequences < 1:
+            raise InvalidValueError(f"expected at least 1 held-out sequence, got {self.sequences}")
+        if self.continue_steps < 1:
+            raise InvalidValueError(f"expected at least 1 step to train on, got {self.continue_steps}")
+
+    def of(self, form: str) -> Self:
+        """Those of one form; as trained where no method is asked of it."""
+        methods = [method for text in self.posthoc if (method := Method.parse(text)).form in ("", form)]
+        return dataclasses.replace(self, posthoc=[method.label for method in methods] or ["none"])
+
+    def check(self, train_length: int) -> None:
+        """Raises unless every length is a multiple of the training length."""
+        for length in self.test_lengths:
+            if length < train_length or length % train_length:
+                raise InvalidValueError(
+                    f"expected test lengths that are multiples of the training length {train_length}, got {length}"
+                )
+        for at in filter(None, (Method.parse(text).trained_at for text in self.posthoc)):
+            if at <= train_length or at % train_length:
+                raise InvalidValueError(
+                    f"expected to train on at a multiple of the training length {train_length} above it, got {at}"
+                )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """One run of a study. `role` keeps runs of another length, model or optimizer apart from the grid.
+
+    `form` names the attention where that is what the study compares, instead of the remedy.
+    """
+
+    config: RunConfig
+    role: str = "grid"
+    form: str = ""
+
+    @property
+    def name(self) -> str:
+        """The label that is compared: the attention form, or the remedy."""
+        return self.form or self.config.remedy
+
+    def entry(self) -> Json:
+        """The run's line in study.json."""
+        config = self.config
+        about = {"run_id": config.run_id, "remedy": self.name, "lr": config.optim.lr, "seed": config.seed}
+        return {**about, "role": self.role}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A study's name, grid, and runs in the order of the table. Configurations are resolved."""
+
+    name: str
+    grid: Grid
+    runs: Sequence[PlannedRun]
+    contexts: LongContexts | None = None
+
+    def bases(self) -> dict[str, Json]:
+        """Per role, what its runs share: their configuration without remedy, rate and seed."""
+        return {run.role: shared(run.config, but_attention=bool(run.form)) for run in self.runs}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A study: what it compares where nothing else is asked for, and how that becomes runs. A new study is a file
+    of `lab.studies` that holds one of these, and a line of `lab.execution.execute.STUDIES`.
+    """
+
+    about: str
+    """One sentence."""
+    grid: Grid
+    runs: Callable[[RunConfig, Grid], Sequence[PlannedRun]]
+    """Makes the runs of a grid, each a variant of one configuration."""
+    base: RunConfig = dataclasses.field(default_factory=RunConfig)
+    contexts: LongContexts | None = None
+
+    def plan(self, name: str, base: RunConfig | None, grid: Grid | None, contexts: LongContexts | None = None) -> Plan:
+        """Returns the study's plan under this name; what is not given is its own."""
+        grid = grid or self.grid
+        contexts = self.contexts and (contexts or self.contexts)
+        return Plan(name=name, grid=grid, runs=self.runs(base or self.base, grid), contexts=contexts)
+
+
+def _settle_lists(of: object, names: Sequence[str]) -> None:
+    """Makes each of these attributes a tuple in which everything stands once; raises where one is no list."""
+    for name in names:
+        values = getattr(of, name)
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise InvalidTypeError(f"expected a list of {name}, got {values!r}")
+        object.__setattr__(of, name, tuple(dict.fromkeys(values)))
+
+
+def shared(config: RunConfig, *, but_attention: bool = False) -> Json:
+    """The identity of a configuration without what a grid varies."""
+    values = config.identity()
+    if but_attention:
+        values["model"] = {k: v for k, v in values["model"].items() if k != "attention"}
+    optim = {k: v for k, v in values["optim"].items() if k != "lr"}
+    return {**{k: v for k, v in values.items() if k not in ("remedy", "seed")}, "optim": optim}
+
+
+def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
+    """A product for each of the grid's blocks and optimizers, its role their names; one "grid" where it has neither."""
+    if not grid.blocks and not grid.optimizers:
+        return product(base, grid)
+    runs = []
+    for optimizer in grid.optimizers or (base.optim.name,):
+        for block in grid.blocks or (base.model.block,):
+            model = dataclasses.replace(base.model, block=block)
+            optim = dataclasses.replace(base.optim, name=optimizer)
+            runs += product(dataclasses.replace(base, model=model, optim=optim), grid, f"{block}, {optimizer}")
+    return runs
+
+
+def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]:
+    """Remedies × rates × seeds, in this order, each a variant of `base`."""
+    runs = []
+    for remedy in grid.remedies:
+        for lr in grid.lrs:
+            for seed in grid.seeds:
+                optim = dataclasses.replace(base.optim, lr=lr)
+                config = dataclasses.replace(base, remedy=remedy, optim=optim, seed=seed)
+                runs.append(PlannedRun(config=config, role=role))
+    return runs

@@ -1,0 +1,1 @@
+"""The tasks that a model learns, one task a file."""

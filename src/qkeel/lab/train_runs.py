@@ -1,0 +1,193 @@
+"""The training loop: one run, or many as a stack, each in a directory of its own.
+
+A run that is killed at any instant goes on to the bit-identical result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import final
+
+from qkeel.errors import RunDirectoryError, caution
+from qkeel.lab.config import RunConfig
+from qkeel.lab.model.build_model import check, resolve, threads
+from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
+from qkeel.lab.tasks.text import load_task
+from qkeel.lab.training.arithmetic import Arithmetic
+from qkeel.lab.training.run_record import RunRecord, Watcher, claim, mark_failed
+from qkeel.lab.training.step import train_step
+from qkeel.records import RunDirectory, RunStatus
+
+
+def run(
+    config: RunConfig, directory: str | Path, *, command: str = "", watcher: Watcher | None = None, wait: float = 0.0
+) -> RunDirectory:
+    """Trains, evaluates and records one configuration; a finished run is not run again.
+
+    >>> import tempfile
+    >>> place = run(RunConfig(steps=1, eval_sequences=1), tempfile.mkdtemp())
+    >>> place.status.name
+    'DONE'
+
+    Args:
+        config: what the run is. directory: new or empty, or one that this configuration was run in before; then it goes
+            on from there. command: what the user typed, for the record. watcher: follows the run. wait: seconds to wait
+            for another process that holds the directory.
+
+    Raises: RunDirectoryError if the directory is of another run, in use, damaged or not writable; DataError if
+        the corpus cannot be read; InvalidValueError and UnknownNameError for a configuration that cannot be run.
+    """
+    (error,) = train_runs([config], [directory], command=command, watcher=watcher, wait=wait)
+    if error is not None:
+        raise error
+    return RunDirectory(Path(directory))
+
+
+def train_runs(
+    configs: Sequence[RunConfig],
+    directories: Sequence[str | Path],
+    *,
+    command: str = "",
+    watcher: Watcher | None = None,
+    wait: float = 0.0,
+) -> list[Exception | None]:
+    """Trains runs as one stack, each as `run` would; returns what was raised for each, None where it is done.
+
+    The runs may be at different steps: each goes on from its own checkpoint. One that fails or diverges leaves the
+    others alone. Where the stack itself cannot be made, or fails, each run goes on alone.
+
+    Args:
+        configs: that differ in learning rate and seed only, see `plan_stacks`. directories, command, watcher, wait: see
+            `run`.
+
+    Raises: what `run` does for a configuration that cannot be run, before any directory is touched.
+    """
+    configs = [resolve(config) for config in configs]
+    check(configs[0])
+    load_task(configs[0])
+    loop = _Loop(configs, [Path(directory) for directory in directories], watcher or Watcher())
+    with ExitStack() as locks, threads(configs[0].threads):
+        loop.open(locks, wait, command)
+        left = loop.train()
+    for i in left:
+        own = train_runs([configs[i]], [directories[i]], command=command, watcher=watcher, wait=wait)
+        loop.errors[i] = own[0]
+    return loop.errors
+
+
+@final
+class _Loop:
+    """Runs that train at once: the records of those that are begun, by number, and the numbers with steps left."""
+
+    def __init__(self, configs: Sequence[RunConfig], directories: Sequence[Path], watcher: Watcher) -> None:
+        self.configs, self.watcher = configs, watcher
+        self.places = [RunDirectory(directory) for directory in directories]
+        self.errors: list[Exception | None] = [None] * len(configs)
+        self.records: dict[int, RunRecord] = {}
+        self.live: list[int] = []
+        self._last: tuple[list[int], Arithmetic] | None = None
+
+    def open(self, locks: ExitStack, wait: float, command: str) -> None:
+        """Takes the directories, and brings weights to where they were."""
+        for i, place in enumerate(self.places):
+            with self._own(i, marked=False):
+                locks.enter_context(place.lock(wait))
+                claim(place, self.configs[i])
+                self.live += [] if place.status is RunStatus.DONE else [i]
+        for i in list(self.live):
+            with self._own(i):
+                self.records[i] = RunRecord(self.configs[i], self.places[i], self.watcher)
+                self.records[i].share(len(self.places))
+                self.records[i].prepare(command, stacked=len(self.places))
+
+    def train(self) -> list[int]:
+        """Takes every step that is left and writes the summaries; returns the runs that a fault of their stack left."""
+        try:
+            self._write_start()
+            while self.live:
+                self._finish([i for i in self.live if self.records[i].over])
+                now = list(self.live)
+                for i in now:
+                    self.records[i].share(len(now))
+                while now and self.live == now and not any(self.records[i].over for i in now):
+                    self._step(now)
+        except Exception as fault:
+            if len(self.configs) > 1:
+                left = list(self.live)
+                caution(f"{len(left)} runs train one by one: their stack failed with {type(fault).__name__}: {fault}")
+                return left
+            self._fail(0, fault)
+        return []
+
+    def _write_start(self) -> None:
+        """Records the models before their first step: runs of one seed begin with the same weights, measured once."""
+        fresh = [i for i in self.live if self.records[i].step == 0]
+        firsts = {self.configs[i].seed: i for i in reversed(fresh)}
+        if not fresh:
+            return
+        arithmetic = self._arithmetic(sorted(firsts.values()))
+        seeds = sorted(firsts, key=lambda seed: firsts[seed])
+        measured = dict(zip(seeds, zip(arithmetic.probe(), arithmetic.evaluate())))
+        for i in fresh:
+            with self._own(i):
+                self.records[i].write(None, *measured[self.configs[i].seed])
+
+    def _step(self, now: list[int]) -> None:
+        """One step of all, and what follows it in each."""
+        records = [self.records[i] for i in now]
+        arithmetic = self._arithmetic(now)
+        start = time.perf_counter()
+        losses, norms = train_step(arithmetic, [record.step for record in records])
+        due = any(record.is_read_next for record in records)
+        numbers = list(zip(losses.tolist(), norms.tolist())) if due else []  # an accelerator may be steps behind
+        seconds = (time.perf_counter() - start) / len(now)
+        for record in records:
+            record.count(seconds)
+        logged = {i: own for i, own in zip(now, numbers) if self.records[i].is_logged}
+        if logged:
+            self._write(arithmetic, now, logged)
+        stop = any(not self.records[i].over for i in self.live) and self.watcher.should_stop()
+        for i in list(self.live):
+            with self._own(i):
+                if (stop or self.records[i].is_saved) and not self.records[i].stopped:
+                    self.records[i].save()
+        if stop:
+            raise KeyboardInterrupt
+
+    def _write(self, arithmetic: Arithmetic, now: Sequence[int], numbers: dict[int, tuple[float, float]]) -> None:
+        """Records the step of the runs that are due; `numbers` are their losses and norms."""
+        wanted = {i for i, own in numbers.items() if self.records[i].wants_held(*own)}
+        probes = dict(zip(now, arithmetic.probe()))
+        held = dict(zip(now, arithmetic.evaluate())) if wanted else {}
+        for i, own in numbers.items():
+            with self._own(i):
+                self.records[i].write(own, probes[i], held[i] if i in wanted else {})
+
+    def _finish(self, over: Sequence[int]) -> None:
+        for i in over:
+            with self._own(i):
+                self.records[i].finish()
+        self.live = [i for i in self.live if i not in over]
+
+    def _arithmetic(self, numbers: list[int]) -> Arithmetic:
+        """The arithmetic of these runs, chosen once while they stay the same."""
+        if self._last is None or self._last[0] != numbers:
+            self._last = numbers, choose_arithmetic([self.records[i].state for i in numbers])
+        return self._last[1]
+
+    @contextmanager
+    def _own(self, i: int, *, marked: bool = True) -> Iterator[None]:
+        """An error raised inside ends this run only; `marked`: it is kept in the run's directory."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(i, error, marked=marked)
+
+    def _fail(self, i: int, error: Exception, *, marked: bool = True) -> None:
+        if marked and not isinstance(error, RunDirectoryError):
+            mark_failed(self.places[i])
+        self.errors[i] = error
+        self.live = [j for j in self.live if j != i]

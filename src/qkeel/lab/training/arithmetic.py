@@ -1,0 +1,122 @@
+"""The arithmetic of a training step: the interface and torch's implementation of it.
+
+Others compute the same faster and take this one's place, as a Kernel does; `lab.stack` has them and chooses.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from qkeel.functional.losses import z_loss
+from qkeel.functional.statistics.class_stats import TokenClasses
+from qkeel.lab.config import RunConfig
+from qkeel.lab.model.build_model import autocast
+from qkeel.lab.tasks.task import Examples
+from qkeel.lab.training.evaluate import Probe, heldout_score, probe, token_loss
+from qkeel.lab.training.run_state import RunState
+
+
+class Arithmetic(abc.ABC):
+    """Computes the training steps of runs that differ in learning rate and seed only, and measures their models.
+
+    A step calls the first three methods in their order; gradients stay here from one to the next. `reason` says why
+    nothing faster computes these runs; it is empty where nothing is faster.
+    """
+
+    def __init__(self, runs: Sequence[RunState], reason: str = "") -> None:
+        self.runs, self.reason = runs, reason
+
+    @abc.abstractmethod
+    def losses_and_gradients(self, batches: Sequence[Examples], seeds: Sequence[int]) -> Tensor:
+        """Returns the loss of each run on its batch [runs]; `seeds` are those of random numbers in a forward pass."""
+
+    @abc.abstractmethod
+    def clip(self, limit: float) -> Tensor:
+        """Scales gradients down to this norm, 0 for none; returns each run's norm before that [runs]."""
+
+    @abc.abstractmethod
+    def optimizer_step(self) -> None:
+        """Lets the optimizer of each run step, with the hooks of remedies, and forgets the gradients."""
+
+    @abc.abstractmethod
+    def probe(self) -> list[Probe]:
+        """Returns the attention statistics of each run on its probe."""
+
+    @abc.abstractmethod
+    def evaluate(self) -> list[dict[str, float]]:
+        """Returns the numbers of each run on its held-out examples; NaN for what is not finite."""
+
+
+class TorchArithmetic(Arithmetic):
+    """Torch's own operators, one run after the other: what any other arithmetic is measured against."""
+
+    def __init__(self, runs: Sequence[RunState], reason: str = "") -> None:
+        super().__init__(runs, reason)
+        self.parameters = [list(run.model.parameters()) for run in runs]
+
+    def losses_and_gradients(self, batches: Sequence[Examples], seeds: Sequence[int]) -> Tensor:
+        return torch.stack([_loss(*each) for each in zip(self.runs, batches, seeds, strict=True)])
+
+    def clip(self, limit: float) -> Tensor:
+        norms = []
+        for parameters in self.parameters:
+            there = [p for p in parameters if p.grad is not None]
+            norms.append(get_total_norm([p.grad for p in there if p.grad is not None], foreach=True))
+            if limit:
+                clip_grads_with_norm_(there, limit, norms[-1], foreach=True)
+        return torch.stack(norms)
+
+    def optimizer_step(self) -> None:
+        for run in self.runs:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    def probe(self) -> list[Probe]:
+        return [_probe(run) for run in self.runs]
+
+    def evaluate(self) -> list[dict[str, float]]:
+        return [_evaluate(run) for run in self.runs]
+
+
+def _loss(run: RunState, batch: Examples, seed: int) -> Tensor:
+    """The loss of a batch; its gradient is added to that of the parameters."""
+    config = run.config
+    torch.manual_seed(seed)
+    parts = batch.split(config.data.batch // config.accumulate)
+    return torch.stack([_backward(run, part, config) for part in parts]).sum()
+
+
+def _backward(run: RunState, examples: Examples, config: RunConfig) -> Tensor:
+    """A part's share of the batch's loss; its gradient is added."""
+    with autocast(config):
+        logits = run.model(examples.inputs)
+    loss = token_loss(logits, examples.targets)
+    total = loss + z_loss(logits, config.optim.z_loss) if config.optim.z_loss else loss
+    (total / config.accumulate).backward()
+    return loss.detach() / config.accumulate
+
+
+def _probe(run: RunState) -> Probe:
+    inputs, task, classes = run.probed.inputs, run.task, None
+    if task.classes:
+        of = task.input_classes(inputs)
+        classes = TokenClasses(names=tuple(task.classes), query=of, key=of)
+    with autocast(run.config):
+        return probe(run.model, inputs, classes)
+
+
+def _evaluate(run: RunState) -> dict[str, float]:
+    with autocast(run.config):
+        score = heldout_score(run.model, run.heldout, 4 * run.config.data.batch)
+    found = {"val_loss": score.loss}
+    if score.kinds:
+        found |= score.by_kind(run.task.kinds, run.task.trained)
+    if run.task.classifies:
+        found["val_accuracy"] = score.accuracy
+    return {name: value if math.isfinite(value) else math.nan for name, value in found.items()}

@@ -1,0 +1,109 @@
+"""The one checkpoint of a run: a safetensors file, replaced whole. Nothing is pickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from qkeel.errors import RunDirectoryError
+from qkeel.lab.training.run_state import RunState
+from qkeel.records import RunDirectory, write_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """The progress of a run: optimizer steps done, CPU seconds spent."""
+
+    step: int = 0
+    cpu_seconds: float = 0.0
+
+
+def save(directory: RunDirectory, run: RunState, progress: Progress) -> None:
+    """Replaces the checkpoint by one rename."""
+    tensors: dict[str, Tensor] = {f"model.{name}": t for name, t in _model_tensors(run.model).items()}
+    numbers: dict[str, object] = {}
+    for index, state in run.optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.{key}"] = value
+            else:
+                numbers[f"{index}.{key}"] = value
+    tensors.update({f"remedy.{key}": value for key, value in run.handle.state().items()})
+    tensors.update(_random_state())
+    about = {"step": progress.step, "cpu_seconds": progress.cpu_seconds, "optimizer": numbers}
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    write_bytes(directory.checkpoint, safetensors.torch.save(plain, {"qkeel": json.dumps(about)}))
+
+
+def load(directory: RunDirectory, run: RunState) -> Progress:
+    """Puts the checkpoint's state into the run; returns how far that is.
+
+    Raises: RunDirectoryError if the file is damaged or belongs to another model; nothing on disk is changed.
+    """
+    path = directory.checkpoint
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            about = json.loads(file.metadata()["qkeel"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        _load_model(run.model, _under(tensors, "model."))
+        _load_optimizer(run.optimizer, _under(tensors, "optimizer."), about["optimizer"])
+        run.handle.load(_under(tensors, "remedy."))
+        _set_random_state(tensors)
+        return Progress(int(about["step"]), float(about["cpu_seconds"]))
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RunDirectoryError(
+            f"{path} is not a whole checkpoint of this run ({error}). It was not written by this version of qkeel or "
+            f"was damaged later; delete {directory.path} to run again, or restore the file."
+        ) from error
+
+
+def _under(tensors: dict[str, Tensor], head: str) -> dict[str, Tensor]:
+    return {name[len(head) :]: t for name, t in tensors.items() if name.startswith(head)}
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once where two names share one tensor."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+@torch.no_grad()
+def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    own = _model_tensors(model)
+    if own.keys() != tensors.keys():
+        raise ValueError(f"other tensors: {', '.join(sorted(own.keys() ^ tensors.keys()))}")
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}")
+        own[name].copy_(tensor)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, object]) -> None:
+    state: dict[int, dict[str, object]] = {}
+    for name, value in [*tensors.items(), *numbers.items()]:
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _random_state() -> dict[str, Tensor]:
+    states = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["random.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_state(tensors: dict[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random.cuda"])

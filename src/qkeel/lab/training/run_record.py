@@ -1,0 +1,207 @@
+"""A run and its directory: what is there already, what each step adds to it, and when the run is over."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import final
+
+from qkeel.errors import RunDirectoryError
+from qkeel.lab.config import RunConfig
+from qkeel.lab.model.schedule import learning_rate
+from qkeel.lab.training.checkpoint import Progress, load, save
+from qkeel.lab.training.environment import environment
+from qkeel.lab.training.evaluate import PROBE_FIELDS, Probe
+from qkeel.lab.training.run_state import RunState
+from qkeel.lab.training.summary import summarize
+from qkeel.lab.training.throughput import peak, speed
+from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
+
+
+def _ignore(record: Mapping[str, object]) -> None:
+    return
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Watcher:
+    """The callbacks that follow a run while it trains.
+
+    >>> Watcher(should_stop=lambda: True).should_stop()
+    True
+    """
+
+    on_record: Callable[[Mapping[str, object]], None] = _ignore
+    """Called with every line of metrics.jsonl as it is written."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Called after every step; when it returns true a checkpoint is written and KeyboardInterrupt raised."""
+
+
+def claim(place: RunDirectory, config: RunConfig) -> None:
+    """Makes the directory this run's, or checks that it is."""
+    if place.status is RunStatus.MISSING or RunConfig.from_dict(place.config()).run_id != config.run_id:
+        place.open(config.to_dict())
+    (place.path / "FAILED").unlink(missing_ok=True)
+
+
+def mark_failed(place: RunDirectory) -> None:
+    """Leaves the traceback of the error that is being handled in the directory."""
+    with contextlib.suppress(RunDirectoryError):  # a full disk is often why it failed; the error is on its way up
+        write_text(place.path / "FAILED", traceback.format_exc())
+
+
+@final
+class RunRecord:
+    """A run in memory and the directory it records into. `step` counts the optimizer's steps that are done. Several
+    may train at once in one process and share its time: each counts its part of it (`share`).
+    """
+
+    def __init__(self, config: RunConfig, place: RunDirectory, watcher: Watcher) -> None:
+        self.config, self.place, self.watcher = config, place, watcher
+        self._clock, self._spent, self._sharing = time.process_time(), 0.0, 1
+        self.state = RunState(config)
+        self.heads = HeadRecorder(place.path, PROBE_FIELDS, config.model.n_layers, config.model.n_heads)
+        self.step = 0
+        self.stopped = False  # by a loss or gradient that is not finite
+        self._trained, self._seconds = 0, 0.0  # steps and wall time since the last record
+
+    def prepare(self, command: str, stacked: int) -> None:
+        """Brings directory and weights to the same step: the checkpoint's, else 0, which is still to be recorded.
+
+        `stacked` is how many runs train as one model.
+        """
+        about = environment(self.config, self.state.task.corpus, self.state.model, command)
+        if (self.place.path / "env.json").exists():
+            self._check_corpus(about["corpus"]["sha256"])
+        else:
+            write_json(self.place.path / "env.json", {**about, **({"stacked": stacked} if stacked > 1 else {})})
+        if self.place.checkpoint.exists():
+            self._resume()
+        else:
+            self.place.cut_back(-1)
+
+    def share(self, sharing: int) -> None:
+        """From now on the time of this process belongs to so many runs."""
+        now = time.process_time()
+        self._spent, self._clock = self._spent + (now - self._clock) / self._sharing, now
+        self._sharing = sharing
+
+    @property
+    def over(self) -> bool:
+        """Returns whether no step is left."""
+        return self.stopped or self.step >= self.config.steps
+
+    @property
+    def is_logged(self) -> bool:
+        """Returns whether the step that is done is recorded."""
+        return self._is_logged(self.step)
+
+    @property
+    def is_saved(self) -> bool:
+        """Returns whether a checkpoint of the step that is done is due."""
+        return self._is_saved(self.step)
+
+    @property
+    def is_read_next(self) -> bool:
+        """Returns whether anything is written after the step to come, so that the host waits for its numbers."""
+        return self._is_logged(self.step + 1) or self._is_saved(self.step + 1)
+
+    def wants_held(self, *numbers: float) -> bool:
+        """True if held-out numbers are part of the record of the finished step; `numbers` are its others."""
+        every = self.config.eval_every
+        due = self.step in (0, self.config.steps) or bool(every and self.step % every == 0)
+        return due or not all(map(math.isfinite, numbers))
+
+    def count(self, seconds: float) -> None:
+        """Another step is done, which took so many seconds."""
+        self.step += 1
+        self._trained, self._seconds = self._trained + 1, self._seconds + seconds
+
+    def write(self, numbers: tuple[float, float] | None, probe: Probe, held: Mapping[str, float]) -> None:
+        """Writes the line and the heads of the step that is done; training stops at what is not finite.
+
+        Args:
+            numbers: loss of the batch and norm of its gradient; None before the first step. held: numbers on held-out
+                examples, where they are due.
+        """
+        self._write(numbers, probe, held)
+        if not all(map(math.isfinite, numbers or ())):
+            # No checkpoint of this: a run that is killed here stops here again.
+            self._event("stopped: the loss or the gradient is not finite")
+            self.stopped = True
+
+    def save(self) -> None:
+        """Replaces the checkpoint."""
+        save(self.place, self.state, Progress(self.step, self._cpu_seconds()))
+
+    def finish(self) -> None:
+        """Writes the summary: the run is done."""
+        summary = summarize(self.config, self.place.metrics(), self._cpu_seconds())
+        write_json(self.place.path / "summary.json", summary)
+        write_text(self.place.path / "DONE", "")
+
+    def _check_corpus(self, now: str) -> None:
+        before = self.place.env()["corpus"]["sha256"]
+        if before[:12] != now[:12]:
+            raise RunDirectoryError(
+                f"{self.place.path} was begun on another text of {self.config.data.source}: its SHA-256 was "
+                f"{before[:12]}… and is {now[:12]}…. Restore the text, or choose another directory; nothing was "
+                "changed."
+            )
+
+    def _resume(self) -> None:
+        done = load(self.place, self.state)
+        wanted = [step for step in range(done.step + 1) if self._is_logged(step)]
+        for name, steps in (
+            ("metrics.jsonl", [record["step"] for record in self.place.metrics()]),
+            ("heads.f32", self.place.heads().steps.tolist()),
+        ):
+            if [step for step in steps if step <= done.step] != wanted:
+                raise RunDirectoryError(
+                    f"{self.place.path / name} lacks records from before the checkpoint of step {done.step}: the file "
+                    f"was damaged. Delete {self.place.path} to run again, or restore the file."
+                )
+        self.place.cut_back(done.step)
+        self.step, self._spent = done.step, self._spent + done.cpu_seconds
+        self._event("resumed")
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.config.log_every == 0 or step == self.config.steps
+
+    def _is_saved(self, step: int) -> bool:
+        every = self.config.checkpoint_every
+        return step == self.config.steps or bool(every and step % every == 0)
+
+    def _write(self, numbers: tuple[float, float] | None, probe: Probe, held: Mapping[str, float]) -> None:
+        config, step, held = self.config, self.step, dict(held)
+        loss, norm = numbers or (None, None)
+        record = {
+            "step": step,
+            "tokens": step * config.data.batch * config.data.context,
+            "lr": learning_rate(config.optim, max(0, step - 1), config.steps),
+            "train_loss": loss,
+            "val_loss": held.pop("val_loss", None),
+            "grad_norm": norm,
+            **probe.record,
+            **held,
+            "cpu_seconds": round(self._cpu_seconds(), 3),
+            **self._speed(),
+        }
+        self.heads.append(step, probe.heads)
+        append_line(self.place.path / "metrics.jsonl", record)
+        self.watcher.on_record(record)
+
+    def _speed(self) -> dict[str, float | None]:
+        config, state = self.config, self.state
+        tokens, seconds = self._trained * config.data.batch * config.data.context, self._seconds
+        self._trained, self._seconds = 0, 0.0
+        return speed(tokens, seconds, state.flops_per_token, peak(state.device, config.dtype))
+
+    def _event(self, text: str) -> None:
+        append_line(self.place.path / "events.jsonl", {"step": self.step, "event": text})
+
+    def _cpu_seconds(self) -> float:
+        return self._spent + (time.process_time() - self._clock) / self._sharing

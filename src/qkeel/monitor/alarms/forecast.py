@@ -1,0 +1,149 @@
+"""A forecast of the step at which a logit passes a threshold: a power law of the learning-rate clock.
+
+No torch: recorded runs can be replayed through it anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import final
+
+import numpy as np
+
+from qkeel.errors import ShapeError
+from qkeel.metrics import slope
+from qkeel.monitor.alarms.planned_rates import PlannedRates
+
+LEAST_POINTS = 6
+LEAST_EXPONENT = 0.05  # below it a logit that doubles needs a million times the training: no drift to speak of
+WINDOW = 10.0  # the fit looks at the last decade of the clock: before, in a long warm-up, the logit has not changed yet
+FARTHEST = 50.0  # in ln clock; further than any training goes
+# The interval is measured, not derived: residuals of one run are no independent draws, and what bends the curve
+# later is not in them. Calibrated on the tuning seeds of docs/alarms.md; its coverage is measured on others.
+_SLACK = (0.1, 0.12)
+_SLACK_PER_DISTANCE = (0.45, 0.55)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """`value` grows like clock^exponent and passes `threshold` at `step`, with 90 % between `low` and `high`.
+
+    Where the schedule is known to the end of the run, step `end`, infinity stands for "not within this run". Where it
+    is not, `end` is None and all three hold if the learning rate stays what it is.
+    """
+
+    threshold: float
+    value: float
+    exponent: float
+    step: float
+    low: float
+    high: float
+    end: int | None = None
+
+    def __str__(self) -> str:
+        """`passes 1e4 at step 2,140 ± 200`, the larger of both sides, and on what condition."""
+        if not math.isfinite(self.step):
+            return f"does not pass {_short(self.threshold)} within this run"
+        side = max(self.high - self.step, self.step - self.low)
+        about = f" ± {_round(side):,}" if math.isfinite(side) else ", if it does within this run"
+        condition = " if the learning rate stays" if self.end is None else ""
+        return f"passes {_short(self.threshold)} at step {_round(self.step):,}{about}{condition}"
+
+    @property
+    def interval(self) -> str:
+        """`90 % interval 1,950 to 2,340`; `never` is not within this run."""
+        low, high = (f"{_round(x):,}" if math.isfinite(x) else "never" for x in (self.low, self.high))
+        return f"90 % interval {low} to {high}"
+
+
+def _short(x: float) -> str:
+    text = f"{x:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{x:g}" if x < 1000 or float(text) != x else text
+
+
+def _round(x: float) -> int:
+    """To two or three digits: the rest is noise."""
+    digits = max(0, math.floor(math.log10(max(abs(x), 1))) - 2)
+    return round(x / 10**digits) * 10**digits
+
+
+def clock(steps: np.ndarray, rates: np.ndarray | None) -> np.ndarray:
+    """The learning rate summed over steps [n], which Adam's weights move with; without rates, the steps.
+
+    A warm-up or decay bends the power law in steps, not in this clock. `rates[i]` is the rate at `steps[i]`; between
+    records it counts as what the later one says.
+    """
+    steps = np.asarray(steps, dtype=np.float64)
+    if rates is None:
+        return steps
+    rates = np.asarray(rates, dtype=np.float64)
+    if rates.shape != steps.shape:
+        raise ShapeError(f"expected one learning rate per step, got {rates.shape} for {steps.shape}")
+    return np.cumsum(rates * np.diff(steps, prepend=0.0))
+
+
+def forecast(
+    steps: np.ndarray,
+    values: np.ndarray,
+    threshold: float,
+    *,
+    rates: np.ndarray | None = None,
+    planned: PlannedRates | None = None,
+) -> Forecast | None:
+    """The step at which the power law through `values` [n] passes `threshold`; None if it never does or already has.
+
+    ln v = a + p ln c by least squares over the records of the last tenfold of c (at least 6); from the last record on,
+    c* = c · (threshold / v)^(1/p). The clock c goes on as planned; with no plan, or one that the last record does not
+    follow, at the last learning rate. Interval in ln c*, with L = ln(c* / c): from -(0.45 L + 0.1) to
+    +(0.55 L + 0.12), never before the last record.
+
+    >>> steps = np.arange(100, 1100, 100)
+    >>> print(forecast(steps, 2.0 * steps**0.5, 100.0))
+    passes 100 at step 2,500 ± 2,170 if the learning rate stays
+
+    Args:
+        steps, values: the recorded logits [n] and their steps [n]. threshold: the logit to reach.
+        rates: the learning rates [n] at `steps`. planned: those of the whole run, if known.
+
+    Source: EXPERIMENTS of this project (logits of small runs drift as a power of steps); the clock and the interval
+    are this project's, measured in docs/alarms.md.
+    """
+    followed = planned if planned is not None and planned.followed(steps, rates) else None
+    ticks = clock(steps, rates) if followed is None else followed.ticks(steps)
+    values = np.asarray(values, dtype=np.float64)
+    fine = np.flatnonzero((ticks > 0) & (values > 0) & np.isfinite(values))
+    if len(fine) < LEAST_POINTS or fine[-1] != len(steps) - 1 or values[-1] >= threshold:
+        return None
+    late = fine[(ticks[fine] >= ticks[-1] / WINDOW) | (np.arange(len(fine)) >= len(fine) - LEAST_POINTS)]
+    exponent = slope(np.log(ticks[late]), np.log(values[late]))
+    if not exponent > LEAST_EXPONENT:
+        return None
+    distance = math.log(threshold / float(values[-1])) / exponent
+    if distance > FARTHEST:
+        return None
+    when = _steady(steps, ticks, rates) if followed is None else followed.when
+    if when is None:
+        return None
+    below, above = (share * distance + least for share, least in zip(_SLACK_PER_DISTANCE, _SLACK))
+    step, low, high = (
+        when(float(ticks[-1]) * math.exp(max(0.0, far))) for far in (distance, distance - below, distance + above)
+    )
+    return Forecast(
+        threshold=threshold,
+        value=float(values[-1]),
+        exponent=exponent,
+        step=step,
+        low=low,
+        high=high,
+        end=None if followed is None else followed.steps,
+    )
+
+
+def _steady(steps: np.ndarray, ticks: np.ndarray, rates: np.ndarray | None) -> Callable[[float], float] | None:
+    """From the clock to the step if the last learning rate stays; None if that is zero."""
+    now, tick = float(steps[-1]), float(ticks[-1])
+    rate = tick / now if rates is None else float(rates[-1])
+    return (lambda then: now + (then - tick) / rate) if rate > 0 else None

@@ -1,0 +1,128 @@
+"""Alarms and rules: a rule is a condition on records, without state."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import re
+from enum import StrEnum
+from typing import final
+
+import numpy as np
+
+from qkeel.monitor.alarms.forecast import Forecast, forecast
+from qkeel.monitor.alarms.history import History, Place
+
+HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer, example=batch)'
+
+
+class Severity(StrEnum):
+    """NOTICE: worth knowing, healthy runs have it too. ALARM: act, or lose loss. CRITICAL: runs do not come back."""
+
+    NOTICE = "notice"
+    ALARM = "alarm"
+    CRITICAL = "critical"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A reason to act: where, how much, how the value grows, and the line of code that helps."""
+
+    rule: str
+    severity: Severity
+    step: int
+    value: float
+    meaning: str
+    trend: str
+    remedy: str
+    source: str
+    layer: str | None = None
+    head: int | None = None
+
+    def __str__(self) -> str:
+        """One line a person can act on."""
+        place = "" if self.layer is None else f", {self.layer}" + ("" if self.head is None else f", head {self.head}")
+        trend = f"; {self.trend}" if self.trend else ""
+        return f"{self.severity} at step {self.step:,}{place}: {self.meaning}{trend}. To act: {self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(abc.ABC):
+    """A condition on the history of a run; `source` says where its numbers come from."""
+
+    severity: Severity = Severity.ALARM
+    source: str = ""
+    remedy: str = HOLD
+
+    @property
+    def name(self) -> str:
+        """The name of the rule, by default the words of its class's name; each name raises one alarm a run."""
+        return re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
+
+    @abc.abstractmethod
+    def check(self, history: History) -> Alarm | None:
+        """The alarm, if the last record is a reason for one."""
+
+    def alarm(self, history: History, meaning: str, value: float, *, at: Place | None = None, trend: str = "") -> Alarm:
+        """The alarm of the last record."""
+        layer, head = (None, None) if at is None else history.where(at)
+        return Alarm(
+            rule=self.name,
+            severity=self.severity,
+            step=int(history.steps[-1]),
+            value=value,
+            meaning=meaning,
+            trend=trend,
+            remedy=self.remedy,
+            source=self.source,
+            layer=layer,
+            head=head,
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extreme:
+    """The largest entry of the last record: where, how much, its series [n], and [n] the largest of each record."""
+
+    at: Place
+    value: float
+    series: np.ndarray
+    envelope: np.ndarray
+
+
+def largest(history: History, name: str) -> Extreme | None:
+    """The head that is largest in the last record; NaN counts as not measured; None if nothing is."""
+    series = history.series(name)
+    if series is None or not len(series) or np.isnan(series[-1]).all():
+        return None
+    at = peak(name, series[-1])
+    envelope = history.top(name)
+    found = series[:, at.layer, at.head]
+    return Extreme(at=at, value=float(found[-1]), series=found, envelope=found if envelope is None else envelope)
+
+
+def peak(name: str, record: np.ndarray) -> Place:
+    """The place where one record [layers heads] is largest; at least one entry must be a number."""
+    layer, head = np.unravel_index(int(np.nanargmax(record)), record.shape)
+    return Place(name, int(layer), int(head))
+
+
+def ahead(history: History, values: np.ndarray, threshold: float) -> Forecast | None:
+    """The forecast of when `values` [n], a series of this history, pass `threshold`; see forecast."""
+    return forecast(history.steps, values, threshold, rates=history.rates, planned=history.planned)
+
+
+def first(values: np.ndarray) -> int:
+    """The first record at which `values` [n] were measured: names may come late."""
+    return int(np.argmax(np.isfinite(values)))
+
+
+def trend(history: History, values: np.ndarray) -> str:
+    """The growth of a value in words: from where, and as which power of the learning-rate clock."""
+    start = first(values)
+    was = f"it was {values[start]:.3g} at step {int(history.steps[start]):,}"
+    found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
+    of = "steps" if history.rates is None and history.planned is None else "(sum of learning rates)"
+    return was if found is None else f"{was} and grows as {of}^{found.exponent:.2f}"

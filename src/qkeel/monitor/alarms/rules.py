@@ -1,0 +1,224 @@
+"""Alarm rules on logits and entropy.
+
+A rule reads all records up to now and says whether the last one is a reason for an alarm. How early each raises it,
+and how often without a reason, is measured in docs/alarms.md. Thresholds are in thresholds.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import final
+
+import numpy as np
+
+from qkeel.monitor.alarms.forecast import Forecast
+from qkeel.monitor.alarms.history import History, Place
+from qkeel.monitor.alarms.rule import HOLD, Alarm, Extreme, Rule, Severity, ahead, first, largest, trend
+from qkeel.monitor.alarms.thresholds import (
+    APPROACH_FLOOR,
+    ENTROPY,
+    ENTROPY_SHARE,
+    GROWTH_FACTOR,
+    GROWTH_FLOOR,
+    HORIZON,
+    OUTLOOK,
+    OUTLOOK_FACTOR,
+    OUTLOOK_FLOOR,
+)
+from qkeel.records import NON_FINITE
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling(Rule):
+    """A head's largest attention logit exceeds `threshold` (nats)."""
+
+    threshold: float
+
+    @property
+    def name(self) -> str:
+        """The name with the threshold: each threshold is a rule of its own."""
+        return f"ceiling {self.threshold:g}"
+
+    def check(self, history: History) -> Alarm | None:
+        top = largest(history, "max_logit")
+        if top is None or not top.value > self.threshold:
+            return None
+        meaning = f"max logit {top.value:,.4g} is over {self.threshold:,g}"
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.series))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Growth(Rule):
+    """A largest logit over `floor` that will be `factor` times as large within `horizon` times the training so far.
+
+    By the power law of `forecast`, at this record and at the one before, so that one odd batch raises no alarm.
+    The forecast is of the largest logit of the run, whichever head has it: its course is smoother than a single
+    head's, and its intervals hold (docs/alarms.md). The alarm names the head that has it now.
+    """
+
+    floor: float = GROWTH_FLOOR
+    factor: float = GROWTH_FACTOR
+    horizon: float = HORIZON
+    source: str = "docs/alarms.md: chosen on the tuning seeds there, measured on others"
+
+    def check(self, history: History) -> Alarm | None:
+        before = self._ahead(history.upto(len(history) - 1))
+        now = self._ahead(history)
+        if before is None or now is None:
+            return None
+        top, then = now
+        meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {then.step:,.0f}"
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope))
+
+    def _ahead(self, history: History) -> tuple[Extreme, Forecast] | None:
+        top = largest(history, "max_logit")
+        return _soon(history, top, self.factor * top.value, self.floor, self.horizon) if top is not None else None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Approach(Rule):
+    """The largest logit, over `floor`, will pass `threshold` within `horizon` times the training so far; see Growth."""
+
+    threshold: float
+    floor: float = APPROACH_FLOOR
+    horizon: float = HORIZON
+
+    @property
+    def name(self) -> str:
+        """The name with the threshold: each threshold is a rule of its own."""
+        return f"forecast {self.threshold:g}"
+
+    def check(self, history: History) -> Alarm | None:
+        top = largest(history, "max_logit")
+        found = None if top is None else _soon(history, top, self.threshold, self.floor, self.horizon)
+        if found is None:
+            return None
+        top, then = found
+        meaning = f"max logit {top.value:,.4g} {then} ({then.interval})"
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope))
+
+
+def _soon(
+    history: History, top: Extreme, threshold: float, floor: float, horizon: float
+) -> tuple[Extreme, Forecast] | None:
+    if not top.value > floor:
+        return None
+    found = ahead(history, top.envelope, threshold)
+    return None if found is None or found.step > horizon * float(history.steps[-1]) else (top, found)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook(Rule):
+    """At the end of the planned schedule the largest logit will be over `threshold`, if it goes on as it does.
+
+    z_end = z + (z - z_0) (c_end - c) / (c - c_0): in proportion to the clock c, the sum of learning rates, since the
+    first record. Checked once z is over `floor` and `factor` times z_0; so already in the warm-up, whose low rates have
+    done little of what the peak rate will do. Silent where no schedule is known. A power law cannot be fitted so early:
+    its first points hold what the logit was before training.
+    """
+
+    threshold: float = OUTLOOK
+    floor: float = OUTLOOK_FLOOR
+    factor: float = OUTLOOK_FACTOR
+    source: str = "docs/alarms.md: chosen on the tuning seeds there, measured on others"
+
+    def check(self, history: History) -> Alarm | None:
+        planned, top = history.planned, largest(history, "max_logit")
+        if planned is None or top is None or not planned.followed(history.steps, history.rates):
+            return None
+        start = first(top.envelope)
+        was, now = float(top.envelope[start]), top.value
+        then, tick = planned.ticks(history.steps[[start, -1]])
+        if not now > max(self.floor, self.factor * was) or tick <= then or not np.isfinite(now):
+            return None
+        end = now + (now - was) * float((planned.clock[-1] - tick) / (tick - then))
+        if not end > self.threshold:
+            return None
+        text = f"max logit {now:,.4g}: as it grows with the planned learning rates it ends over {self.threshold:,g}"
+        return self.alarm(history, text, now, at=top.at, trend=trend(history, top.envelope))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyCollapse(Rule):
+    """The mean entropy of a layer's heads is under `threshold` (nats): attention picks one key and has no gradient.
+
+    Of a layer, not of a head: healthy models have heads that attend to one key. Half of what counts as collapsed for a
+    whole model: one layer gets to 0.1 in runs that end hardly behind (docs/alarms.md).
+    """
+
+    threshold: float = ENTROPY
+    source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: docs/alarms.md, tuning seeds"
+
+    def check(self, history: History) -> Alarm | None:
+        means = _layer_means(history)
+        if means is None or np.isnan(means[1]).all():
+            return None
+        layer = int(np.nanargmin(means[1]))
+        low = float(means[1, layer])
+        if not low < self.threshold:
+            return None
+        text = f"the layer's mean attention entropy, {low:.3g} nats, is under {self.threshold:g}: one key takes all"
+        was = f"it was {means[0, layer]:.3g} at first"
+        return self.alarm(history, text, low, at=Place("entropy", layer, None), trend=was)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyDrop(Rule):
+    """The model's mean entropy fell under `share` of its first value. Kept to show that it is a bad alarm.
+    Attention that learns where to look loses entropy: in docs/alarms.md many healthy runs raise it.
+    """
+
+    share: float = ENTROPY_SHARE
+    severity: Severity = Severity.NOTICE
+    source: str = "folklore"
+
+    def check(self, history: History) -> Alarm | None:
+        means = _layer_means(history)
+        if means is None or np.isnan(means).all(-1).any():
+            return None
+        was, now = np.nanmean(means, -1).tolist()
+        text = f"mean attention entropy fell from {was:.3g} to {now:.3g} nats"
+        return self.alarm(history, text, now) if now < self.share * was else None
+
+
+def _layer_means(history: History) -> np.ndarray | None:
+    """Mean entropy over the heads that were measured, [2 layers]: at first and now; NaN where none was."""
+    series, top = history.series("entropy"), history.top("entropy")
+    if series is None or top is None or not len(series):
+        return None
+    both = series[[first(top), -1]].astype(np.float64)
+    counts = np.isfinite(both).sum(-1)
+    return np.where(counts, np.nansum(both, -1) / np.maximum(counts, 1), np.nan)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NonFinite(Rule):
+    """The logits of a head are NaN or infinite. The alarm names the first layer with such a head: later layers only
+    receive its numbers.
+    """
+
+    severity: Severity = Severity.CRITICAL
+    source: str = "by definition"
+    remedy: str = f"go back to the last checkpoint before it, then {HOLD}"
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return "not finite"
+
+    def check(self, history: History) -> Alarm | None:
+        broken = history.series(NON_FINITE)
+        if broken is not None and len(broken) and (broken[-1] > 0).any():
+            layer, head = (int(x) for x in np.argwhere(broken[-1] > 0)[0])
+            count = int((broken[-1] > 0).sum())
+            heads = "this head" if count == 1 else f"{count} heads, this the first,"
+            text = f"the logits of {heads} are NaN or infinite"
+            return self.alarm(history, text, np.nan, at=Place(NON_FINITE, layer, head))
+        return None

@@ -1,0 +1,1 @@
+"""The quantities measured in a step, one quantity a file."""

@@ -1,0 +1,91 @@
+"""Norms of the hidden states that leave each block, and of those that enter the output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.functional.norms import wide
+from qkeel.handle import Handle
+from qkeel.monitor.measure.means import Key, Means
+from qkeel.sites.see.running_modules import tensors
+
+
+@final
+class HiddenNorms:
+    """Mean L2 norm of hidden states [b t m] over tokens and passes, taken while `attach()`'s handle is in force.
+
+    A block is the innermost element of an nn.ModuleList or nn.Sequential that holds a site. The final hidden state is
+    what the first module after the last block gives in the same shape (a final norm), else the last block's output.
+    """
+
+    def __init__(
+        self, model: nn.Module, sites: Sequence[str], means: Means, on_fault: Callable[[Exception], None]
+    ) -> None:
+        """Takes on_fault, which gets errors of the hooks, so that none reaches the model's forward pass."""
+        self.model, self.means, self._on_fault = model, means, on_fault
+        self.blocks = _blocks(model, sites)
+        self._last: Tensor | None = None
+        self._final = False
+
+    def attach(self) -> Handle:
+        """Look at the outputs of the next pass."""
+        self._last, self._final = None, False
+        inside = tuple(f"{name}." for name in self.blocks.values())
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules() if self.blocks else ():
+                scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+                # Not on the model itself: when its pass fails, torch is going through its hooks.
+                if name and not scripted and (name in self.blocks.values() or not name.startswith(inside)):
+                    hooks.callback(module.register_forward_hook(self._hook(name)).remove)
+            undo = hooks.pop_all()
+        return Handle(lambda: self._detach(undo))
+
+    def _detach(self, hooks: ExitStack) -> None:
+        hooks.close()
+        last, self._last = self._last, None
+        if last is not None and not self._final:
+            self._add(("", "final_hidden_norm"), last)
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        sites = [site for site, block in self.blocks.items() if block == name]
+
+        def take(module: nn.Module, args: object, output: object) -> None:
+            try:
+                self._take(sites, next(tensors(output), None))
+            except Exception as error:
+                self._on_fault(error)
+
+        return take
+
+    def _take(self, sites: Sequence[str], state: Tensor | None) -> None:
+        if state is None or state.ndim != 3 or not state.is_floating_point():
+            return
+        if sites:
+            for site in sites:
+                self._add((site, "block_output_norm"), state)
+            self._last, self._final = state.detach(), False
+        elif self._last is not None and not self._final and state.shape == self._last.shape:
+            self._final = True
+            self._add(("", "final_hidden_norm"), state)
+
+    @torch.no_grad()
+    def _add(self, key: Key, state: Tensor) -> None:
+        self.means.add(key, state.to(wide(state.dtype)).norm(dim=-1).mean())
+
+
+def _blocks(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
+    """For each site the name of its block; sites in none are left out."""
+    found = {}
+    for site in sites:
+        parts = site.partition("#")[0].split(".")
+        for i in (*range(len(parts) - 1, 0, -1), len(parts)):  # last of all, the site itself
+            holder = model.get_submodule(".".join(parts[: i - 1]))
+            if isinstance(holder, (nn.ModuleList, nn.Sequential)):
+                found[site] = ".".join(parts[:i])
+                break
+    return found

@@ -1,0 +1,67 @@
+"""The attention sites of a watched model, found in the first pass that is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+from torch import nn
+
+from qkeel import dist
+from qkeel.errors import QkeelError, RefusedError, caution
+from qkeel.monitor.processes.group import ProcessGroup
+from qkeel.sites.find import find_sites
+from qkeel.sites.site import AttentionSite
+
+
+@final
+class WatchedSites:
+    """Finds the sites of a model by one more forward pass, and says why where it can't.
+
+    `all` holds sites that were described by hand from the start, the others once they are found. `weighed` are those
+    whose weights can be read: none where the heads of the model are split over processes.
+    """
+
+    def __init__(self, model: nn.Module, described: list[AttentionSite], group: ProcessGroup) -> None:
+        """Takes `described`, which is extended in place."""
+        self.model, self.all = model, described
+        self.weighed: list[AttentionSite] = []
+        self._group = group
+        self._error: QkeelError | None = None  # reported after the pass, if that goes through
+        self._seen = False
+
+    def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Finds them from the arguments of a pass that is about to begin."""
+        if dist.splits_heads(self.model):
+            self._group.stay_alone("the heads of this model are split over processes, as by tensor parallelism")
+            return
+        found: list[AttentionSite] = []
+        try:
+            found = find_sites(self.model, *args, **kwargs)
+        except QkeelError as error:
+            self._error = error
+        if dist.sharded(self.model) and found and not any(site.terms for site in found):
+            caution(
+                "the weights behind the heads are unknown in a model that fully_shard has split, so they are not "
+                "watched; the logits are"
+            )
+        described = {site.name for site in self.all}
+        self.all += [site for site in found if site.name not in described]
+        self.weighed = self.all
+
+    def pass_failed(self) -> bool:
+        """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
+        failed, self._error = self._error is not None, None
+        return failed
+
+    def report(self, seen: bool) -> None:
+        """After a pass that saw attention or not: warns once of sites whose weights are unknown.
+
+        Raises: QkeelError if no attention was seen, in this pass or an earlier one, and no site was found.
+        """
+        self._seen = self._seen or seen
+        error, self._error = self._error, None
+        if not self._seen and (error is not None or not self.all):
+            raise error or RefusedError("no attention was seen in this forward pass")
+        if error is not None:
+            caution(f"the weights behind the heads are unknown, so they are not watched: {error}")

@@ -1,0 +1,1 @@
+"""Measurement by all processes of one run as one."""

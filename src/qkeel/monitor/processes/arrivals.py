@@ -1,0 +1,66 @@
+"""The numbers of steps that are on their way from the device and the other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import final
+
+from qkeel.monitor.processes.group import ProcessGroup
+from qkeel.monitor.processes.transfer import Flag, Stats, Transfer, merged
+from qkeel.monitor.record.journal import Journal
+from qkeel.sites.tap import Phase
+
+
+@final
+class Arrivals:
+    """Puts the numbers of each step on record when they have arrived, in the order of the steps. The statistics are
+    also kept, merged, until they are read.
+    """
+
+    def __init__(self, group: ProcessGroup, journal: Journal) -> None:
+        self._group, self._journal = group, journal
+        self._coming: list[_Coming] = []
+        self._unread: dict[Phase, Stats] = {"train": {}, "eval": {}}
+
+    def add(self, step: int, phase: Phase, transfer: Transfer, *, unread: Stats | None) -> None:
+        """One more step; unread: what of its statistics nobody has read, None for all that arrive."""
+        self._coming.append(_Coming(step=step, phase=phase, transfer=transfer, unread=unread))
+
+    @property
+    def flagged(self) -> bool:
+        """Returns whether another process has said, in a gather that is under way, that it has switched itself off."""
+        return any(one.transfer.flagged(Flag.OFF) for one in self._coming)
+
+    def settle(self, *, wait: bool) -> None:
+        """Puts on record what has arrived; with `wait` everything.
+
+        Raises: InvalidValueError if another process has stopped measuring.
+        """
+        while self._coming and (wait or self._coming[0].transfer.arrived):
+            one = self._coming.pop(0)
+            if one.transfer.flagged(Flag.OFF):
+                self._group.over = True
+            measured = one.transfer.result()
+            unread = measured.stats if one.unread is None else one.unread
+            self._unread[one.phase] = merged([self._unread[one.phase], unread])
+            if measured.stats:
+                self._journal.add(one.step, one.phase, measured)
+
+    def has(self, phase: Phase) -> bool:
+        """Returns whether there are statistics of recorded steps that nobody has read."""
+        return bool(self._unread[phase])
+
+    def take(self, phase: Phase) -> Stats:
+        """Those statistics, once."""
+        found, self._unread[phase] = self._unread[phase], {}
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Coming:
+    """A step whose numbers are on their way."""
+
+    step: int
+    phase: Phase
+    transfer: Transfer
+    unread: Stats | None

@@ -1,0 +1,47 @@
+"""The description of what is watched, as plain data for the sinks."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+import torch
+from torch import nn
+
+from qkeel import dist
+from qkeel.monitor.cadence import Cadence
+from qkeel.sites.site import AttentionSite
+
+
+def about(
+    model: nn.Module, sites: Sequence[AttentionSite], optimizer: torch.optim.Optimizer | None, cadence: Cadence
+) -> dict[str, object]:
+    """Model, sites, optimizer, cadence, versions and command."""
+    parameters = list(model.parameters())
+    return {
+        "model": type(model).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
+        "sites": [
+            {
+                "name": site.name,
+                "n_heads": site.n_heads,
+                "n_kv_heads": site.n_kv_heads,
+                "head_dim": site.head_dim,
+                "weights": "known" if site.terms else f"unknown: {site.why}",
+            }
+            for site in sites
+        ],
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "cadence": repr(cadence),
+        "processes": dist.world(),
+        "versions": {
+            "qkeel": metadata.version("qkeel"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "command": shlex.join(sys.argv),
+    }

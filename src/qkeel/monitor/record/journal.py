@@ -1,0 +1,112 @@
+"""The record of measurements: as samples, for the rules, to the sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import numpy as np
+
+from qkeel import dist
+from qkeel.errors import AlarmWarning, caution
+from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.monitor.alarms.alarm_log import AlarmLog
+from qkeel.monitor.alarms.planned_rates import PlannedRates
+from qkeel.monitor.alarms.recording import Recording
+from qkeel.monitor.alarms.rule import Rule
+from qkeel.monitor.processes.transfer import Measurement
+from qkeel.monitor.record.class_records import class_facts, class_rows
+from qkeel.monitor.record.sample import Sample, pad_layers, repeat_groups
+from qkeel.monitor.record.sinks import Sink
+from qkeel.records import HEAD_FIELDS, fold_heads
+from qkeel.sites.tap import Phase
+
+_WHOLE = ("max_logit", "min_logit", "max_abs_logit", "capped_max_logit", "entropy")  # of STEP_FIELDS
+
+
+@final
+class Journal:
+    """Keeps the course of a run, raises alarms and feeds the sinks; a sink that fails is dropped with one warning.
+
+    `rules` and `about` are asked once, when the first numbers come: some of them need to have seen the model run.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        rules: Callable[[], Sequence[Rule]],
+        planned: PlannedRates | None,
+        about: Callable[[], Mapping[str, object]],
+    ) -> None:
+        self.sinks = list(sinks) if dist.rank() == 0 else []
+        self.log = AlarmLog(())
+        self._rules = rules
+        self.sample: Sample | None = None
+        self.recording = Recording(planned=planned)
+        self._about: Callable[[], Mapping[str, object]] | None = about
+        self.sites: tuple[str, ...] = ()
+        self._width = 0
+
+    def add(self, step: int, phase: Phase, measured: Measurement) -> None:
+        """One step's numbers."""
+        if not self.sites:
+            self.sites = tuple(measured.stats)
+            self._width = max(len(s.max_logit) for s in measured.stats.values())
+            self.recording = Recording(self.sites, planned=self.recording.planned)
+        if self._about is not None:
+            about, self._about = {**self._about(), **class_facts(measured.stats)}, None
+            self.log = AlarmLog(self._rules())
+            self._each(lambda sink: sink.open(about))
+        sample = self.sample = self._sample(step, phase, measured)
+        self._each(lambda sink: sink.write(sample))
+        if phase == "train":
+            self.recording.append(sample.values, sample.heads)
+            for alarm in self.log.update(self.recording.history):
+                if dist.rank() == 0:
+                    caution(str(alarm), AlarmWarning)
+                self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
+
+    def close(self, complete: bool) -> None:
+        """Nothing more comes."""
+        if self._about is None:
+            self._each(lambda sink: sink.close(complete))
+        self.sinks.clear()
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        for sink in list(self.sinks):
+            try:
+                act(sink)
+            except Exception as error:
+                self.sinks.remove(sink)
+                caution(
+                    f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}. "
+                    "CallStatistics and training go on"
+                )
+
+    def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:
+        rows = {name: [self._row(name, site, measured) for site in self.sites] for name in HEAD_FIELDS}
+        rows |= class_rows([measured.stats.get(site) for site in self.sites])
+        heads = {name: pad_layers(of, self._width) for name, of in rows.items() if any(row is not None for row in of)}
+        values = {"step": float(step)}
+        known = [name for name in _WHOLE if any(_measured(name, s).any() for s in measured.stats.values())]
+        values |= {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in known if name in heads}
+        for (site, name), value in measured.numbers.items():
+            if value.ndim == 0:
+                values[f"{name}/{site}" if site else name] = float(value)
+        return Sample(step=step, values=values, layers=self.sites, heads=heads, phase=phase)
+
+    def _row(self, name: str, site: str, measured: Measurement) -> np.ndarray | None:
+        """[heads] of one layer, or None where it was not measured."""
+        number, stats = measured.numbers.get((site, name)), measured.stats.get(site)
+        if number is not None:
+            return number.double().numpy()
+        value = None if stats is None else stats.value(name)
+        if stats is None or value is None:
+            return None
+        row = np.where(_measured(name, stats), value.double().numpy(), np.nan)
+        return repeat_groups(row, len(stats.max_logit))
+
+
+def _measured(name: str, stats: LogitStats) -> np.ndarray:
+    """Of which heads it was."""
+    return stats.tensors()[HEAD_FIELDS[name].count].numpy() > 0

@@ -1,0 +1,121 @@
+"""A sample for people: one line, a table for a terminal, a table for a notebook. No library is needed."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from qkeel.monitor.alarms.rule import Alarm, Severity
+from qkeel.monitor.record.sample import Sample
+from qkeel.records import CLASS_FIELDS, HEAD_FIELDS
+
+_ORDER = {Severity.CRITICAL: 0, Severity.ALARM: 1, Severity.NOTICE: 2}
+
+
+def leading_head(sample: Sample) -> tuple[str, int, float] | None:
+    """The layer and head with the largest logit, and that logit; None if none was measured."""
+    logits = sample.heads.get("max_logit")
+    if logits is None or np.isnan(logits).all():
+        return None
+    layer, head = np.unravel_index(int(np.nanargmax(logits)), logits.shape)
+    return sample.layers[layer], int(head), float(logits[layer, head])
+
+
+def sample_line(sample: Sample) -> str:
+    """One line: step, loss, the largest logit and its head, entropy, norms; what was not measured is left out.
+
+    >>> sample_line(Sample(step=5, values={"max_logit": 3.0}))
+    'step 5, max logit 3'
+    """
+    parts = [f"step {sample.step:,}" + (" (eval)" if sample.phase == "eval" else "")]
+    loss = sample.values.get("train_loss", math.nan)
+    if not math.isnan(loss):
+        parts.append(f"loss {loss:.4f}")
+    lead = leading_head(sample)
+    if lead is not None:
+        parts.append(f"max logit {_number(lead[2])} ({lead[0]} head {lead[1]})")
+    for name, word in [*_columns().items()][1 if lead is not None else 0 : 4]:
+        value = sample.overall(name)
+        if not math.isnan(value):
+            parts.append(f"{word} {_number(value)}")
+    return ", ".join(parts)
+
+
+def sample_table(sample: Sample, alarms: Sequence[Alarm] = ()) -> str:
+    """One line per layer: its largest logit and the head that has it, entropy, norms; then the gravest alarms.
+
+    Logits and entropy in nats. What was not measured has no column.
+
+    >>> print(sample_table(Sample(step=5, values={"max_logit": 3.0})))
+    step 5, max logit 3
+    """
+    head, rows = _rows(sample)
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    body = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in (head, *rows)]
+    return "\n".join([sample_line(sample), *(body if rows else []), *map(str, _gravest(alarms))])
+
+
+def sample_html(sample: Sample, alarms: Sequence[Alarm] = ()) -> str:
+    """The same as HTML for a notebook's `_repr_html_`; every text escaped, no script, no style of the page touched.
+
+    >>> sample_html(Sample(step=5))
+    '<div><p>step 5</p></div>'
+    """
+    head, rows = _rows(sample)
+
+    def line(cells: Sequence[str], kind: str) -> str:
+        return "<tr>" + "".join(_cell(kind, text, i == 0) for i, text in enumerate(cells)) + "</tr>"
+
+    table = ""
+    if rows:
+        body = "".join(line(row, "td") for row in rows)
+        table = f'<table style="font-variant-numeric:tabular-nums">{line(head, "th")}{body}</table>'
+    warned = "".join(f"<li>{html.escape(str(alarm))}</li>" for alarm in _gravest(alarms))
+    listed = f"<ul>{warned}</ul>" if warned else ""
+    return f"<div><p>{html.escape(sample_line(sample))}</p>{table}{listed}</div>"
+
+
+def _cell(kind: str, text: str, first: bool) -> str:
+    return f'<{kind} style="text-align:{"left" if first else "right"}">{html.escape(text)}</{kind}>'
+
+
+def _columns() -> dict[str, str]:
+    """The headings of the fields that the table shows."""
+    return {name: field.column for name, field in {**HEAD_FIELDS, **CLASS_FIELDS}.items() if field.column}
+
+
+def _rows(sample: Sample) -> tuple[list[str], list[list[str]]]:
+    columns = _columns()
+    shown = [name for name in columns if name in sample.heads and not np.isnan(sample.heads[name]).all()]
+    folded = {name: sample.by_layer(name) for name in shown}
+    head = ["layer"]
+    for name in shown:
+        head += [columns[name], "head"] if name == "max_logit" else [columns[name]]
+    rows = []
+    for i, layer in enumerate(sample.layers if shown else ()):
+        row = [layer]
+        for name in shown:
+            row.append(_number(float(folded[name][i])))
+            if name == "max_logit":
+                logits = sample.heads[name][i]
+                row.append("-" if np.isnan(logits).all() else str(int(np.nanargmax(logits))))
+        rows.append(row)
+    return head, rows
+
+
+def _gravest(alarms: Sequence[Alarm], most: int = 5) -> list[Alarm]:
+    return sorted(alarms, key=lambda alarm: (_ORDER[alarm.severity], alarm.step))[:most]
+
+
+def _number(value: float) -> str:
+    """A number of at most three digits, or with thousands separators.
+
+    >>> _number(14.23), _number(2213.4), _number(0.0312), _number(float("nan"))
+    ('14.2', '2,213', '0.0312', '-')
+    """
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"

@@ -1,0 +1,151 @@
+"""The destinations of samples: a directory that `qkeel report` reads, the log, or (qkeel.integrations) a tracker."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from qkeel.errors import InvalidTypeError, RunDirectoryError
+from qkeel.monitor.alarms.rule import Alarm, Severity
+from qkeel.monitor.record.sample import Sample
+from qkeel.monitor.record.sample_table import sample_line
+from qkeel.records import HEAD_FIELDS, HeadRecorder, append_line, fresh_directory, write_json, write_text
+
+DEFAULT_PATH = Path("qkeel-runs/watch")
+KIND = "watch"
+ENVIRONMENT = ("versions", "command")  # what goes to env.json; the rest describes what is watched
+
+
+class Sink(abc.ABC):
+    """Takes what a Monitor measures. Every method may raise: the Monitor warns once and goes on without the sink."""
+
+    @abc.abstractmethod
+    def open(self, about: Mapping[str, object]) -> None:
+        """Before the first sample. `about` can be written as JSON: model, sites, optimizer, cadence, versions."""
+
+    @abc.abstractmethod
+    def write(self, sample: Sample) -> None:
+        """One sample."""
+
+    @abc.abstractmethod
+    def alarm(self, alarm: Alarm) -> None:
+        """An alarm that the last sample raised."""
+
+    @abc.abstractmethod
+    def close(self, complete: bool) -> None:
+        """After the last sample; `complete` if training ended as planned."""
+
+
+@final
+class RunDirectorySink(Sink):
+    """Writes a run directory. Whatever is on disk stays: where `path` holds something, `path-2`, `path-3` ... is made.
+
+    config.json (kind "watch", what is watched), env.json, metrics.jsonl, heads.json, heads.f32, events.jsonl (alarms);
+    samples in evaluation mode apart, in eval.jsonl and eval_heads.f32; summary.json and DONE when the run is complete.
+    Killed at any instant it can be read up to its last whole record.
+
+    A record of heads.f32 has a fixed size: the fields are those that `about["fields"]` lists, or all of HEAD_FIELDS;
+    layers and heads are those of the first sample. A field that turns up later is named in events.jsonl, once, and
+    left out.
+    """
+
+    def __init__(self, path: str | Path = DEFAULT_PATH) -> None:
+        if not isinstance(path, (str, Path)):
+            raise InvalidTypeError(f"expected a path for the records, got {type(path).__name__}")
+        self.asked = Path(path)
+        self.path: Path | None = None
+        self._fields: tuple[str, ...] = ()
+        self._heads: dict[str, HeadRecorder] = {}
+        self._left_out: set[str] = set()
+        self._summary: dict[str, float] = {}
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Make the directory; config.json comes last, so that a directory with one is whole."""
+        self.path = path = fresh_directory(self.asked)
+        fields = about.get("fields")
+        self._fields = tuple(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS)
+        self._summary = {"steps": 0, "samples": 0, "max_logit": math.nan, "alarms": 0}
+        write_json(path / "env.json", {name: about[name] for name in ENVIRONMENT if name in about})
+        watched = {name: value for name, value in about.items() if name not in ENVIRONMENT}
+        write_json(path / "config.json", {"kind": KIND, **watched})
+
+    def write(self, sample: Sample) -> None:
+        """One line of metrics, one record of heads."""
+        path = self._place()
+        line = {**{name: float(value) for name, value in sample.values.items()}, "step": sample.step}
+        append_line(path / ("metrics.jsonl" if sample.phase == "train" else "eval.jsonl"), line)
+        self._write_heads(path, sample)
+        if sample.phase == "train":
+            peak = np.fmax(self._summary["max_logit"], sample.overall("max_logit"))
+            self._summary |= {"steps": sample.step, "max_logit": float(peak), "samples": self._summary["samples"] + 1}
+
+    def _write_heads(self, path: Path, sample: Sample) -> None:
+        if not sample.heads:
+            return
+        if sample.phase not in self._heads:
+            name = "heads" if sample.phase == "train" else "eval_heads"
+            size = len(sample.layers), max(values.shape[1] for values in sample.heads.values())
+            self._heads[sample.phase] = HeadRecorder(path, self._fields, *size, layers=sample.layers, name=name)
+        recorder = self._heads[sample.phase]
+        record = np.full(recorder.shape, np.nan, dtype=np.float32)
+        for block, name in zip(record, self._fields):
+            values = sample.heads.get(name)
+            if values is not None:
+                block[:, : values.shape[1]] = values
+        recorder.append(sample.step, record)
+        for name in sample.heads.keys() - set(self._fields) - self._left_out:
+            self._left_out.add(name)
+            text = f"{name} was not announced at the start: it is not recorded"
+            append_line(path / "events.jsonl", {"step": sample.step, "event": text})
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One event."""
+        append_line(self._place() / "events.jsonl", {"event": "alarm", **dataclasses.asdict(alarm)})
+        self._summary["alarms"] += 1
+
+    def close(self, complete: bool) -> None:
+        """Summary and DONE, if the run is complete."""
+        if self.path is None or not complete:
+            return
+        write_json(self.path / "summary.json", {"kind": KIND, **self._summary, "status": "done"})
+        write_text(self.path / "DONE", "")
+
+    def _place(self) -> Path:
+        if self.path is None:
+            raise RunDirectoryError(f"nothing can be written to {self.asked} before it is opened; call open(about)")
+        return self.path
+
+
+_LEVELS = {Severity.NOTICE: logging.INFO, Severity.ALARM: logging.WARNING, Severity.CRITICAL: logging.ERROR}
+
+
+@final
+class LoggingSink(Sink):
+    """One line of the standard library's log per sample, alarms as warnings and errors."""
+
+    def __init__(self, logger: str = "qkeel") -> None:
+        self.logger = logging.getLogger(logger)
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Say what is watched."""
+        sites = about.get("sites")
+        found = len(sites) if isinstance(sites, (list, tuple)) else 0
+        self.logger.info("watching %d attention layers of %s", found, about.get("model"))
+
+    def write(self, sample: Sample) -> None:
+        """One line."""
+        self.logger.info("%s", sample_line(sample))
+
+    def alarm(self, alarm: Alarm) -> None:
+        """One line, at the level of the alarm's severity."""
+        self.logger.log(_LEVELS[alarm.severity], "%s", alarm)
+
+    def close(self, complete: bool) -> None:
+        """Nothing to close."""

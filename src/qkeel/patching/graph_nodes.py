@@ -1,0 +1,46 @@
+"""Private parts of autograd's graph and of tensors: saved operands, the base of a view, versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def saved_operand(node: Node, place: int) -> Tensor | None:
+    """An operand of a product or quotient, where the graph keeps it: the first (0) or the second (1)."""
+    kept: Any = node
+    try:
+        value = (kept._saved_self, kept._saved_other)[place] if place else kept._saved_self
+    except (AttributeError, RuntimeError):  # not saved, or freed
+        return None
+    return value if isinstance(value, Tensor) else None
+
+
+def normalized_shape(node: Node) -> tuple[int, ...]:
+    """The last dimensions over which a layer norm, or an RMS norm, of torch's own ran."""
+    kept: Any = node
+    return tuple(kept._saved_normalized_shape)
+
+
+def saved_gain(node: Node) -> Tensor | None:
+    """The gain by which such a norm multiplied."""
+    kept: Any = node
+    return kept._saved_weight
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of; None if it is no view."""
+    return view._base
+
+
+def version_of(x: Tensor) -> int:
+    """The number of times that the tensor was written to in place."""
+    return x._version
+
+
+def is_wrapper(x: Tensor) -> bool:
+    """True if the tensor holds others, as DTensor and quantised ones do."""
+    return is_traceable_wrapper_subclass(x)

@@ -1,0 +1,97 @@
+"""Modes of torch: objects that see every torch function, or every operator, of a thread while they are entered."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+# Operators that are called otherwise in torch's Python functions.
+_SAME = {"unsafe_view": "view", "to_copy": "to"}
+
+
+class FunctionMode(TorchFunctionMode, abc.ABC):
+    """A mode that takes the place of every call of a torch function while it is entered."""
+
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    @abc.abstractmethod
+    def call(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
+        """Returns what `function(*args, **kwargs)` is to return."""
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode that passes every operator to `read`, after it ran, and changes nothing. It sees what runs under torch's
+    functions: inside torch.jit.script, torch.func.vmap and compiled C++ code."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, read: Callable[[str, Args, Kwargs, Any], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_dispatch__(
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            out = func(*args, **kwargs)
+            with _recording():
+                self._read(function_name(func), args, kwargs, out)
+        return out
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Lets autograd record as usual, which it does not under torch's functions: it has done its part there."""
+    with torch._C._PreserveDispatchKeyGuard():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
+        yield
+
+
+def function_name(function: Function) -> str:
+    """The name of a torch function or operator, without underscores around it and without its overload."""
+    name = getattr(function, "__name__", "").partition(".")[0].strip("_")
+    return _SAME.get(name, name) if isinstance(function, torch._ops.OpOverload) else name
+
+
+@contextmanager
+def suspended(functions: FunctionMode, operators: OperatorMode | None = None) -> Iterator[None]:
+    """While it lasts these modes, where they are the innermost, see nothing."""
+    mine = _get_current_function_mode() is functions
+    if mine:
+        _pop_mode()
+    try:
+        if operators is not None and _get_current_dispatch_mode() is operators:
+            with _pop_mode_temporarily():
+                yield
+        else:
+            yield
+    finally:
+        if mine:
+            _push_mode(functions)
+
+
+def leave(mode: FunctionMode) -> None:
+    """Ends a mode that need not be the innermost: after an interrupt others may have been entered."""
+    inner = []
+    while _get_current_function_mode() not in (mode, None):
+        inner.append(_pop_mode())
+    try:
+        if _get_current_function_mode() is mode:
+            mode.__exit__(None, None, None)
+    finally:
+        for other in reversed(inner):
+            _push_mode(other)

@@ -1,0 +1,77 @@
+"""The tables in which an nn.Module keeps its own parameters, submodules, buffers and hooks, to be read and changed.
+
+nn.Module's public methods list them, or set one at a time; they neither keep the order of what is put back nor identify
+hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+TABLES = ("_parameters", "_modules", "_buffers")
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name; what is written to it is the module's."""
+    return module._parameters
+
+
+def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own submodules by name; what is written to it is the module's."""
+    return module._modules
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name; what is written to it is the module's."""
+    return module._buffers
+
+
+def is_made(module: nn.Module) -> bool:
+    """True if nn.Module.__init__ ran: one that is still being made, or only looks like one, has no tables."""
+    return TABLES[1] in vars(module)
+
+
+def names_in_use(module: nn.Module) -> set[str]:
+    """The names of everything that the module itself holds."""
+    return {*vars(module), *module._parameters, *module._modules, *module._buffers}
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A copy of the module's attributes but for those three tables."""
+    return {name: value for name, value in vars(module).items() if name not in TABLES}
+
+
+def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The hooks that run before the module's forward, in their order."""
+    return module._forward_pre_hooks
+
+
+def hooks_after(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The hooks that run after the module's forward, in their order."""
+    return module._forward_hooks
+
+
+def drop_hooks_after(module: nn.Module, kept: set[int]) -> None:
+    """Removes the hooks after the module's forward but for those whose numbers are `kept`."""
+    for number in [number for number in module._forward_hooks if number not in kept]:
+        for table in (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+            table.pop(number, None)
+
+
+def put_first(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Makes this the first of the module's own parameters, in a table that no copy of the module shares."""
+    module._parameters = {name: parameter, **module._parameters}
+
+
+def state_without(module: nn.Module, submodule: str) -> dict[str, Any]:
+    """A copy of all that the module holds, but for one submodule."""
+    kept = {name: part for name, part in module._modules.items() if name != submodule}
+    return {**vars(module), TABLES[1]: kept}
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Makes the module one of another class, such as the one that it had before torch parametrized it."""
+    module.__class__ = cls

@@ -1,0 +1,77 @@
+"""Hooks on the steps of optimizers, and on their making, for which torch has no hook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from qkeel.handle import Handle
+
+Act = Callable[[Optimizer], None]
+
+
+@final
+class StepHooks(Handle):
+    """Calls `before(optimizer)` and `after(optimizer)` around each step of an optimizer, or of all of them.
+
+    What they raise reaches the step's caller. In the middle of a step its hooks are being gone through and can't be
+    taken away: `remove()` leaves them, idle, and a later one takes them.
+    """
+
+    def __init__(self, before: Act, after: Act, optimizer: Optimizer | None = None) -> None:
+        # Some compile the optimizer's step; nothing of these is to be compiled with it.
+        pre: Any
+        post: Any
+        pre, post = (torch.compiler.disable(self._idle_once_removed(act)) for act in (before, after))
+        if optimizer is None:
+            self._hooks = [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]
+        else:
+            self._hooks = [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]
+        super().__init__(lambda: None)
+
+    def remove(self) -> None:
+        """See the class."""
+        super().remove()
+        if not _stepping():
+            for hook in self._hooks:
+                hook.remove()
+
+    def _idle_once_removed(self, act: Act) -> Callable[..., None]:
+        return lambda optimizer, *_: act(optimizer) if self.active else None
+
+
+def when_made(act: Act) -> Handle:
+    """Calls `act(optimizer)` at the end of every `Optimizer.__init__`."""
+    before = Optimizer.__init__
+
+    def made(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        before(self, params, defaults)
+        act(self)
+
+    def undo() -> None:
+        Optimizer.__init__ = before
+
+    # Nobody compiles the making of an optimizer.
+    Optimizer.__init__ = made
+    return Handle(undo)
+
+
+def runs_step_hooks(optimizer: Optimizer) -> bool:
+    """True if it is an optimizer of torch's and not a wrapper that forgot to be one: those run no hooks."""
+    return "_optimizer_step_post_hooks" in vars(optimizer)
+
+
+def _stepping() -> bool:
+    """True if an optimizer's step is under way in this thread."""
+    home = sys.modules[Optimizer.__module__].__file__
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == home:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,249 @@
+"""The one table of recorded names: unit, shape, meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from qkeel.registry import lookup
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One recorded number. Attention logits and entropies are in nats (natural logarithm)."""
+
+    unit: str
+    meaning: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadField:
+    """A number of each head. This row is all that the monitor, its table, the trackers and the report know about it.
+
+    fold: what stands for several heads, the most critical or their mean. count: which count of LogitStats says
+    that it was measured. column: its heading in the monitor's table, "" for none. per_layer: trackers get it for each
+    layer and not only for the whole model; a chart per head and field would be 30,720 charts for 80 layers of 64 heads,
+    and trackers are slow from 10,000 on.
+    """
+
+    unit: str
+    meaning: str
+    fold: Literal["max", "min", "mean"]
+    count: str = "n_queries"
+    column: str = ""
+    per_layer: bool = False
+
+
+# One line of metrics.jsonl, written every `log_every` steps. "Over the probe": the fixed held-out batch.
+STEP_FIELDS: dict[str, Field] = {
+    "step": Field("optimizer steps", "steps done when the line was written; 0 is before training"),
+    "tokens": Field("tokens", "training tokens seen"),
+    "lr": Field("1", "base learning rate of the step just done"),
+    "train_loss": Field("nats/token", "loss of the last training batch; null at step 0"),
+    "val_loss": Field("nats/token", "loss on held-out text; null where it was not evaluated"),
+    "grad_norm": Field("1", "global gradient norm before clipping; null at step 0"),
+    "max_logit": Field("nats", "largest signed attention logit, scaled, before cap: layers, heads, probe"),
+    "min_logit": Field("nats", "smallest signed attention logit, scaled, before cap"),
+    "max_abs_logit": Field("nats", "largest magnitude of an attention logit, scaled, before cap"),
+    "capped_max_logit": Field("nats", "largest attention logit after the cap; equals max_logit without one"),
+    "entropy": Field("nats", "attention entropy: mean over query rows, heads, layers"),
+    "cpu_seconds": Field("s", "process CPU time spent on the run so far"),
+    "tokens_per_second": Field("1/s", "training tokens a second since the last line, measuring and saving apart"),
+    "mfu": Field("share", "model operations a second over the device's peak in bf16; null where that is not known"),
+}
+
+NON_FINITE = "non_finite"  # named here: where it is 1 the other numbers of the head mean nothing
+
+# One value per layer and head in heads.f32. A number of a key head is repeated for every query head of its group.
+HEAD_FIELDS: dict[str, HeadField] = {
+    "max_logit": HeadField(
+        "nats", "largest signed attention logit, scaled, before cap", "max", column="max logit", per_layer=True
+    ),
+    "min_logit": HeadField("nats", "smallest signed attention logit, scaled, before cap", "min", count="n_pairs"),
+    "mean_logit": HeadField(
+        "nats", "mean attention logit over visible pairs, scaled, before cap", "mean", count="n_pairs"
+    ),
+    "capped_max_logit": HeadField("nats", "largest attention logit after the cap; max_logit without one", "max"),
+    "max_abs_logit": HeadField(
+        "nats", "largest magnitude of an attention logit, scaled, before cap", "max", count="n_pairs"
+    ),
+    "entropy": HeadField(
+        "nats", "mean attention entropy over query rows with a visible key", "mean", column="entropy", per_layer=True
+    ),
+    "entropy_min": HeadField("nats", "smallest attention entropy of a query row", "min"),
+    "normalized_entropy": HeadField(
+        "1", "mean of entropy / ln(visible keys) over rows with two or more", "mean", count="n_free"
+    ),
+    "query_norm": HeadField(
+        "1",
+        "mean L2 norm of queries as they enter the dot product",
+        "mean",
+        count="n_products",
+        column="|q|",
+        per_layer=True,
+    ),
+    "query_norm_max": HeadField(
+        "1", "largest L2 norm of a query as it enters the dot product", "max", count="n_products"
+    ),
+    "key_norm": HeadField(
+        "1",
+        "mean L2 norm of keys as they enter the dot product (of the head's group)",
+        "mean",
+        count="n_keys",
+        column="|k|",
+        per_layer=True,
+    ),
+    "key_norm_max": HeadField("1", "largest L2 norm of a key as it enters the dot product", "max", count="n_keys"),
+    "share_above": HeadField(
+        "share", "share of visible logits (signed, before cap) above the threshold", "max", count="n_pairs"
+    ),
+    "sink_share": HeadField(
+        "share", "mean attention weight on the first visible key, over rows with two or more", "mean", count="n_free"
+    ),
+    "qk_frobenius": HeadField(
+        "1", "Frobenius norm of Q Kᵀ over visible pairs, without the scale", "max", count="n_products"
+    ),
+    "cos_max": HeadField(
+        "1", "largest cosine between a query and a visible key", "max", count="n_products", column="cos max"
+    ),
+    "cos_mean": HeadField("1", "mean cosine between queries and visible keys", "mean", count="n_products"),
+    "logit_change_rms": HeadField(
+        "nats",
+        "root mean square change of the logits by one step, same input",
+        "max",
+        column="logit change",
+        per_layer=True,
+    ),
+    "logit_change_mean_abs": HeadField("nats", "mean absolute change of the logits by one step, same input", "max"),
+    "query_weight_norm": HeadField("1", "Frobenius norm of the head's query weight", "max"),
+    "key_weight_norm": HeadField("1", "Frobenius norm of the head's key weight", "max"),
+    "qk_spectral_norm": HeadField("1", "largest singular value of the product of query and key weight", "max"),
+    "gain_bound": HeadField("nats", "largest logit that the gains of the q/k norm allow", "max", per_layer=True),
+    "query_grad_rms": HeadField("1", "root mean square gradient of the head's query weight", "max"),
+    "key_grad_rms": HeadField("1", "root mean square gradient of the head's key weight", "max"),
+    NON_FINITE: HeadField("0 or 1", "whether logits or their entropy were NaN or infinite", "max"),
+    "grad_over_eps": HeadField("1", "smaller root mean square gradient of q and k over the optimizer's eps", "min"),
+}
+
+# The same split by token classes, where a model is watched with classes: "NAME/text" by class, "NAME/image->text" by
+# the classes of query and key. The first two are of a head as a whole.
+CLASS_FIELDS: dict[str, HeadField] = {
+    "query_competition": HeadField(
+        "1", "mean query norm of the longest token class over that of the shortest", "mean", column="|q| by class"
+    ),
+    "key_competition": HeadField(
+        "1", "mean key norm of the longest token class over that of the shortest", "mean", column="|k| by class"
+    ),
+    "class_max_logit": HeadField("nats", "largest signed logit of queries of one class and keys of another", "max"),
+    "class_mass": HeadField("share", "weight that queries of one class give to all keys of another, mean", "mean"),
+    "class_uniform_mass": HeadField("share", "class_mass if a query gave each visible key the same weight", "mean"),
+    "class_query_norm": HeadField("1", "mean L2 norm of the queries of a class", "mean"),
+    "class_key_norm": HeadField("1", "mean L2 norm of the keys of a class (of the head's group)", "mean"),
+}
+
+# More numbers of a watched model; "block_output_norm/LAYER" is that of one layer.
+VALUE_FIELDS: dict[str, Field] = {
+    "final_hidden_norm": Field("1", "mean L2 norm of the hidden states that enter the output layer"),
+    "block_output_norm": Field("1", "mean L2 norm of the hidden states that leave a block"),
+}
+
+# More numbers of a run whose task has them; "NAME/text" is that of tokens or targets of a class, "NAME/image>text" that
+# of queries of the one and keys of the other. They follow STEP_FIELDS in metrics.jsonl, and TABLE_COLUMNS in table.csv.
+TASK_FIELDS: dict[str, Field] = {
+    "val_loss": Field("nats/token", "loss on held-out targets of a kind; null where it was not evaluated"),
+    "val_accuracy": Field("share", "held-out images whose class has the largest logit"),
+    "query_norm": Field("1", "mean L2 norm of the class's queries as they enter the dot product, over heads, layers"),
+    "key_norm": Field("1", "mean L2 norm of the class's keys as they enter the dot product, over heads, layers"),
+    "max_logit": Field("nats", "largest signed attention logit of a query and a key class, scaled, before cap"),
+    "attention_mass": Field("share", "weight that queries of one class give keys of the other, over heads, layers"),
+    "uniform_mass": Field("share", "attention_mass if each query gave all visible keys the same weight"),
+    "last_block_norm": Field("1", "mean L2 norm of the class's hidden states that leave the last block"),
+    "mix": Field("name", "the mix of data in a multimodal study"),
+}
+
+# One row per run in a study's table.csv.
+TABLE_COLUMNS: dict[str, Field] = {
+    "remedy": Field("name", "spec string of the remedy"),
+    "lr": Field("1", "peak base learning rate"),
+    "seed": Field("1", "seed of weights and data order"),
+    "steps": Field("optimizer steps", "steps trained"),
+    "val_loss": Field("nats/token", "held-out loss after the last step"),
+    "max_logit": Field("nats", "largest max_logit over training"),
+    "end_max_logit": Field("nats", "max_logit after the last step"),
+    "end_entropy": Field("nats", "entropy after the last step"),
+    "alarm_step": Field("optimizer steps", "first logged step with max_logit > 100; empty if none"),
+    "collapsed": Field("bool", "see metrics.collapsed"),
+    "cpu_seconds": Field("s", "process CPU time of the run"),
+    "run_id": Field("name", "hash of the canonical configuration"),
+    "capped_max_logit": Field("nats", "largest capped_max_logit over training"),
+    "max_abs_logit": Field("nats", "largest max_abs_logit over training"),
+    "init_loss": Field("nats/token", "held-out loss before training"),
+    "spike_score": Field("share", "see metrics.spike_score"),
+    "block": Field("name", "mha | mla | gau"),
+    "optimizer": Field("name", "adamw | sgd | muon"),
+    "status": Field("name", "done | failed | started | missing"),
+}
+
+# One row per run × post-hoc method × test length in the table.csv of an extrapolation study.
+EXTRAPOLATION_COLUMNS: dict[str, Field] = {
+    "block": Field("name", "gau | mha1 | mha4: gated attention units, or attention and MLP with so many heads"),
+    "form": Field("name", "what attention computes: a preset"),
+    "posthoc": Field("name", "what was changed after training, see qkeel.spec.METHODS"),
+    "seed": Field("1", "seed of weights and data order"),
+    "train_length": Field("tokens", "context in training"),
+    "test_length": Field("tokens", "context in the test"),
+    "accuracy_train": Field("share", "next tokens predicted, as trained, the test's text cut into training lengths"),
+    "accuracy_nonrepeat": Field("share", "next tokens predicted on held-out text of the test length"),
+    "accuracy_repeat": Field("share", "the same where one training length of text is repeated up to the test length"),
+    "accuracy_last": Field("share", "next tokens predicted in the last training length of the text"),
+    "kept_nonrepeat": Field("1", "accuracy_nonrepeat / accuracy_train"),
+    "loss_train": Field("nats/token", "loss as trained, the test's text cut into training lengths"),
+    "loss_nonrepeat": Field("nats/token", "loss on held-out text of the test length"),
+    "max_logit": Field("nats", "largest max_logit over training"),
+    "run_id": Field("name", "hash of the canonical configuration"),
+    "accuracy_train_posthoc": Field("share", "accuracy_train under the post-hoc method"),
+    "accuracy_last_short": Field("share", "accuracy_last's tokens predicted from one training length of text alone"),
+    "cos_outside": Field("share", "visible pairs whose cos(q, k) lies outside the range their head met in training"),
+    "dilution": Field("share", "largest weight that one of test_length keys can get in the least able head"),
+    "needle": Field("share", "values of needles predicted when asked for; empty without needles in training"),
+    "needle_weight": Field("share", "mean weight of a question on its needle, in the head that gives it most"),
+    "needle_bound": Field("share", "largest weight that one of test_length keys can get in that head"),
+}
+
+
+def head_field(name: str) -> HeadField | None:
+    """The field of a number of each head, by token classes or not; None if there is none of the name.
+
+    >>> head_field("class_max_logit/image->text").fold
+    'max'
+    """
+    return HEAD_FIELDS.get(name) or CLASS_FIELDS.get(name.partition("/")[0])
+
+
+def layer_fields() -> tuple[str, ...]:
+    """The per-head numbers that trackers get for each layer.
+
+    >>> "max_logit" in layer_fields()
+    True
+    """
+    return tuple(name for name, field in HEAD_FIELDS.items() if field.per_layer)
+
+
+def explain_field(name: str) -> str:
+    """The meaning and unit of a recorded name.
+
+    >>> explain_field("end_entropy")
+    'entropy after the last step [nats]'
+    """
+    name = name.partition("/")[0]
+    table: dict[str, Field | HeadField] = {
+        **EXTRAPOLATION_COLUMNS,
+        **HEAD_FIELDS,
+        **CLASS_FIELDS,
+        **VALUE_FIELDS,
+        **TASK_FIELDS,
+        **STEP_FIELDS,
+        **TABLE_COLUMNS,
+    }
+    field = lookup("recorded field", table, name)
+    return f"{field.meaning} [{field.unit}]"

@@ -1,0 +1,198 @@
+"""Remedies that norm queries and keys: after the projections that make the heads, or else in the attention call."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar, Literal, cast
+
+from torch import nn
+
+from qkeel.errors import RefusedError
+from qkeel.handle import Handle
+from qkeel.kernels.contract import Refusal
+from qkeel.patching.instance_forward import put_in_place, take_out
+from qkeel.patching.module_tables import names_in_use, submodules_of
+from qkeel.remedies.attention.change_spec import ChangeSpec
+from qkeel.remedies.attention.exchange_calls import base_spec, exchange_calls, number
+from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, Part, heads_of
+from qkeel.remedies.attention.refusals import refuse_norm, refuse_scale, refuse_unseen
+from qkeel.remedies.attention.site_parameters import module_name
+from qkeel.remedies.base import Target, check_choice, where
+from qkeel.remedies.steps.join_optimizer import join
+from qkeel.sites.find import find_sites, is_normed
+from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.sites.weights.value_rows import value_slices
+from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, Learned, RMSNorm
+from qkeel.spec.norm import Gain, GainNorm, On, Over
+from qkeel.spec.scale import Scale
+from qkeel.spec.slot import Geometry
+
+KINDS: dict[str, type[GainNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
+
+
+class ChangeNorm(ChangeSpec):
+    """Gives q, k, v or some of them a norm; `sides` are those.
+
+    In other people's modules the norm comes after the projection: before the rotation, where a gain per dimension
+    belongs, and before a cache, which then holds normed keys. Where no module makes the heads (nn.MultiheadAttention
+    multiplies by its own weight; in latent attention keys are concatenated from two parts) the call is exchanged, for
+    norms that may as well come after the rotation.
+    """
+
+    sides: ClassVar[tuple[Part, ...]] = ("q", "k")
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def works_in_call(self) -> bool:
+        """True if the norm gives the same after the rotation, and for key heads that were repeated."""
+
+    def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+        values = value_slices(target.model, *target.example) if sites and "v" in self.sides else {}
+        plans = {site.name: self._plan(target, site, values.get(site.name, "")) for site in sites}
+        projected = {name: plan for name, plan in plans.items() if not isinstance(plan, Refusal)}
+        yield from _norm_projections(self, target, [s for s in sites if s.name in projected], projected)
+        called = [s for s in sites if s.name not in projected]
+        for site in called:
+            unseen = refuse_unseen(site)
+            if unseen is not None or not (self.works_in_call or isinstance(site.module, nn.MultiheadAttention)):
+                raise RefusedError(f"{self.name} at {where(site)}: {unseen or plans[site.name]}")
+        yield from exchange_calls((self, target.train_length), target, called)
+
+    def _plan(
+        self, target: Target, site: AttentionSite, values: tuple[HeadSlice, ...] | str
+    ) -> dict[Part, Heads] | Refusal:
+        """The modules that make the heads to be normed."""
+        plan: dict[Part, Heads] = {}
+        for part in self.sides:
+            ways = [(term.query if part == "q" else term.key)[-1] for term in site.terms]
+            if part == "v":
+                if isinstance(values, str):
+                    return Refusal(f"it is not known which weights make the values ({values})", "use qk_norm")
+                ways = list(values)
+            found = heads_of(target.model, site, part, ways)
+            if isinstance(found, Refusal):
+                return found
+            plan[part] = found
+        return plan
+
+
+def _norm_projections(
+    remedy: ChangeNorm, target: Target, sites: list[AttentionSite], plans: dict[str, dict[Part, Heads]]
+) -> Iterator[Handle]:
+    """Norms after the projections of several sites, then one pass which shows that all of them ran."""
+    placed: list[NormedProjection] = []
+    done: dict[int, str] = {}
+    for site in sites:
+        plan, name = plans[site.name], module_name(site)
+        owners = {id(heads.module): heads.module for heads in plan.values()}
+        if any(done.get(owner, name) != name for owner in owners):
+            raise RefusedError(f"{remedy.name} at {name}: its projections make heads of {done[next(iter(owners))]} too")
+        if all(owner in done for owner in owners):  # a second call of the same module
+            continue
+        done.update(dict.fromkeys(owners, name))
+        norms = _norms(remedy, target, site, plan)
+        yield _held(target, site, norms)
+        for module in owners.values():
+            parts: list[Part] = [part for part, heads in plan.items() if heads.module is module]
+            new = NormedProjection([plan[part] for part in parts], [norms[part] for part in parts])
+            put_in_place(new)
+            yield Handle(lambda new=new: take_out(new))
+            placed.append(new)
+    if placed:
+        _check_ran(remedy, target, sites, placed)
+
+
+def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: dict[Part, Heads]) -> dict[Part, HeadNorm]:
+    """The norm modules of a site; a change of the scale goes into that of q, or of k where q has none."""
+    base = base_spec(site)
+    spec = remedy.changed(AttentionSpec(scale=base.scale), target.train_length)
+    assert isinstance(spec.norm, GainNorm)
+    geometry = Geometry(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim)
+    first = next(iter(plan))
+    norms: dict[Part, HeadNorm] = {}
+    for part, heads in plan.items():
+        factor, learned = 1.0, None
+        if part == first and spec.scale != base.scale:
+            old = number(base.scale, site.head_dim)
+            learned = spec.scale if isinstance(spec.scale, Learned) else None
+            factor = 1 / old if learned is not None else number(spec.scale, site.head_dim) / old
+        like = next(heads.module.parameters())
+        norms[part] = HeadNorm(spec.norm, part, geometry, like, factor=factor, learned=learned)
+    return norms
+
+
+def _held(target: Target, site: AttentionSite, norms: dict[Part, HeadNorm]) -> Handle:
+    """The norms as parts of the site's module, q_norm and k_norm, their gains in the optimizer."""
+    module, name = site.module, module_name(site)
+    head = f"{name}." if name else ""
+    for part in norms:
+        if f"{part}_norm" in names_in_use(module):
+            raise RefusedError(f"{name or 'the model itself'} has something called {part}_norm already")
+    added = {f"{head}{part}_norm.{n}": p for part, norm in norms.items() for n, p in norm.named_parameters()}
+    joined = join(target.optimizer, added, target.parameter(site.query[0].parameter))
+    for part, norm in norms.items():
+        submodules_of(module)[f"{part}_norm"] = norm.train(module.training)
+
+    def undo() -> None:
+        for part in norms:
+            del submodules_of(module)[f"{part}_norm"]
+        for parameter in added.values():
+            parameter.grad = None
+        joined.remove()
+
+    return Handle(undo)
+
+
+def _check_ran(remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]) -> None:
+    """Raise unless in one pass on the example every norm runs and comes before the scores."""
+    for new in placed:
+        new.seen = []
+    try:
+        after = {site.name: site for site in find_sites(target.model, *target.example[0], **target.example[1])}
+    finally:
+        seen = [new.seen for new in placed]
+        for new in placed:
+            new.seen = None
+    names = [site.name for site in sites if site.name not in after or not is_normed(after[site.name])]
+    if names or any(sizes is None or set(sizes) != {new.size} for new, sizes in zip(placed, seen)):
+        raise RefusedError(
+            f"{remedy.name}: a norm on the output of the projections of {names or [site.name for site in sites]} does "
+            "not reach their scores: their weights are used by something else than the module that holds them"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NormOptions(ChangeNorm):
+    """The options of a norm with a gain; kind=l2 makes unit vectors, which need a scale other than 1/√d."""
+
+    kind: Literal["rms", "layer", "l2"] = "rms"
+    over: Over = "head"
+    gain: Gain = "dim"
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, "kind", self.kind, KINDS)
+        self.norm()  # checks the words
+
+    @abc.abstractmethod
+    def unit_scale(self, train_length: int | None) -> Scale:
+        """The scale of unit vectors in place of 1/√d."""
+
+    def norm(self) -> GainNorm:
+        """The norm that goes into the slot."""
+        return KINDS[self.kind](on=cast("On", "".join(self.sides)), over=self.over, gain=self.gain)
+
+    @property
+    def works_in_call(self) -> bool:
+        return self.kind != "layer" and self.over == "head" and self.norm().gain in ("none", "scalar")
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        refusal = refuse_norm(site, self.norm())
+        return refusal or (refuse_scale(self.name, base_spec(site).scale) if self.kind == "l2" else None)
+
+    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
+        scale = spec.scale.with_base(self.unit_scale(train_length)) if self.kind == "l2" else spec.scale
+        return spec.replace(norm=self.norm(), scale=scale)

@@ -1,0 +1,286 @@
+"""Attention calls inside a module's forward, replaced by qkeel's own attention under another spec.
+
+While the module's forward runs, a torch function mode exchanges `F.scaled_dot_product_attention`,
+`F.multi_head_attention_forward` and the softmax of attention that is written out. torch.compile traces it whole.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterable
+from typing import Protocol, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+
+from qkeel.errors import RefusedError
+from qkeel.functional.norms import wide
+from qkeel.ops import run, run_with_weights
+from qkeel.patching.compiler_state import compile_again
+from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_out
+from qkeel.patching.module_tables import hooks_before
+from qkeel.remedies.base import Args, Kwargs
+from qkeel.sites.calls.mask_functions import HIDES
+from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
+from qkeel.sites.see.sdpa import hiding, mha_mask
+from qkeel.spec import AttentionSpec
+from qkeel.spec.call import AttentionCall, make_call
+from qkeel.spec.normalizer import Normalizer
+from qkeel.spec.slot import Geometry, Params
+
+_SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.softmax)
+
+
+@final
+class ChangedCalls(InstanceForward):
+    """Runs a module's forward with its attention calls under other specs, found by the scale of each call.
+
+    `bases` are the module's own specs, `changes` what is made of them, `specs` the result, and `names` the parameters
+    that these need. `low`: a written-out logit at or under it is one that a mask hides. `seen`: while it is a list, the
+    calls of each forward are noted in it, with the largest hidden logit of those written out.
+    """
+
+    def __init__(self, module: nn.Module, geometry: Geometry) -> None:
+        super().__init__(module)
+        self.geometry = geometry
+        self.bases: dict[float, AttentionSpec] = {}
+        self.specs: dict[float, AttentionSpec] = {}
+        self.changes: list[Change] = []
+        self.names: tuple[str, ...] = ()
+        self.low = HIDES
+        self.seen: list[list[float | None]] | None = None
+
+    def change(self, changes: list[Change]) -> None:
+        """Run under the specs that these changes make, one after the other; without any, restore the forward."""
+        specs = {scale: changed(base, changes) for scale, base in self.bases.items()}
+        one, g = next(iter(specs.values())), self.geometry
+        self.names = tuple(one.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim))
+        if changes and not self.changes:
+            put_in_place(self)
+            if isinstance(self.module, nn.MultiheadAttention):
+                self.module.register_forward_pre_hook(_not_the_fast_path)
+                compile_again()  # code compiled for the fast path does not notice that hook
+        self.changes, self.specs = changes, specs
+        if not changes:
+            take_out(self)
+            hooks = hooks_before(self.module)
+            for key in [key for key, hook in hooks.items() if hook is _not_the_fast_path]:
+                del hooks[key]
+                compile_again()  # code compiled for the fast path does not notice that hook
+
+    def run(self, args: Args, kwargs: Kwargs) -> object:
+        """The module's forward."""
+        if self.seen is not None:
+            self.seen.append([])
+        with _Exchange(self):
+            return self.replaced(args, kwargs)
+
+    def note(self, hidden: float | None = None) -> None:
+        """Count a call; `hidden`: the largest logit hidden in one that is written out."""
+        if self.seen is not None:
+            self.seen[-1].append(hidden)
+
+    def params(self) -> Params:
+        """The tensors that the specs need, which are parameters of the module."""
+        return {name: getattr(self.module, name) for name in self.names}
+
+    def spec(self, scale: float) -> AttentionSpec:
+        """The spec of a call with that scale."""
+        if scale not in self.specs:
+            raise RefusedError(
+                f"attention was called with the scale {scale:g}, on the example with {sorted(self.specs)}; apply the "
+                "remedy with an example that shows it as it will be used"
+            )
+        return self.specs[scale]
+
+    # --- F.scaled_dot_product_attention
+
+    def fused(self, args: Args, kwargs: Kwargs) -> Tensor:
+        """One call of F.scaled_dot_product_attention."""
+        self.note()
+        q, k, v, mask, dropout, causal, scale = _sdpa_arguments(args, kwargs)
+        if q.is_nested or q.ndim != 4:
+            raise RefusedError(
+                f"expected attention of q [b h t d], got {'nested tensors' if q.is_nested else tuple(q.shape)}; its "
+                "heads are not known"
+            )
+        spec = self.spec(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
+        heads, packed = self.geometry.n_heads, q.shape[1:3]
+        if q.shape[1] != heads and q.shape[1] * q.shape[2] == heads:
+            # One token, the heads of a group in the place of tokens (transformers, when it decodes).
+            q = q.reshape(q.shape[0], heads, 1, q.shape[3])
+            if mask is not None and tuple(mask.shape[1:3]) == tuple(packed):
+                mask = mask.reshape(mask.shape[0], heads, 1, mask.shape[3])
+            return run(self._call(spec, (q, k, v), mask, causal=False, dropout=dropout)).unflatten(1, packed).squeeze(3)
+        return run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
+
+    def _call(
+        self,
+        spec: AttentionSpec,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        dropout: float,
+    ) -> AttentionCall:
+        q, k, v = qkv
+        t, s = q.shape[2], k.shape[2]
+        mask = hiding(mask)
+        pos_q, pos_k = None, None
+        if causal and t != s:  # torch's flag aligns to the first key
+            pos_q, pos_k = torch.arange(t, device=q.device), torch.arange(s, device=q.device)
+        elif not causal and spec.scale.follows_position:
+            pos_q = _last_seen(mask, t, s, q.device, check=self.seen is not None)
+        return make_call(
+            spec, q, k, v, params=self.params(), causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout
+        )
+
+    # --- softmax(scale · q kᵀ + mask), written out
+
+    def written(self, args: Args, kwargs: Kwargs) -> Tensor:
+        """The softmax of logits that were computed before it."""
+        x: Tensor = args[0] if args else kwargs["input"]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
+        heads = self.geometry.n_heads
+        if dim not in (-1, x.ndim - 1) or x.ndim not in (3, 4) or (x.ndim == 3 and x.shape[0] % heads):
+            raise RefusedError(
+                f"expected scores [b h t s] normalised over the keys, got a softmax over dimension {dim} of "
+                f"{tuple(x.shape)}; its heads are not known"
+            )
+        z = (x if x.ndim == 4 else x.unflatten(0, (-1, heads))).to(wide(dtype or x.dtype))
+        low = max(self.low, torch.finfo(x.dtype).min / 2)
+        visible = z > low
+        if self.seen is not None:
+            self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
+        ((scale, spec),) = self.specs.items()
+        z = torch.where(visible, z, 0.0)
+        if spec.scale != self.bases[scale].scale:
+            z = z * self._ratio(spec, scale, visible)
+        weights = softmax(spec.cap.apply(z), -1, visible, spec.normalizer, self.params())
+        return weights.to(dtype or x.dtype).reshape(x.shape)
+
+    def _ratio(self, spec: AttentionSpec, scale: float, visible: Tensor) -> float | Tensor:
+        """The new factor on q·k over the one that is in the logits already."""
+        pos_q = _same_for_all_heads(visible, self.seen is not None).sum(-1) - 1
+        return spec.scale.factor(pos_q, self.geometry.head_dim, self.params()) / scale
+
+    # --- F.multi_head_attention_forward
+
+    def multi_head(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor | None]:
+        """Torch's own attention of nn.MultiheadAttention, from its arguments."""
+        self.note()
+        if len(args) != 13:
+            raise RefusedError("multi_head_attention_forward was called in a way that nn.MultiheadAttention does not")
+        query, key, value, _, heads, weight, bias, bias_k, bias_v, zero, dropout, out_weight, out_bias = args
+        if bias_k is not None or bias_v is not None or zero or kwargs.get("static_k") is not None:
+            raise RefusedError("nn.MultiheadAttention with add_bias_kv, add_zero_attn or static keys can't be changed")
+        batched = query.ndim == 3
+        inputs = [x if batched else x[:, None] for x in (query, key, value)]
+        q, k, v = (_heads(x, heads) for x in _projected(inputs, weight, bias, kwargs))
+        (b, h, t, d), s = q.shape, k.shape[2]
+        given = {"attn_mask": kwargs.get("attn_mask"), "key_padding_mask": kwargs.get("key_padding_mask")}
+        if given["key_padding_mask"] is not None and not batched:
+            given["key_padding_mask"] = given["key_padding_mask"][None]
+        mask = mha_mask(given, (b, h, t, s))
+        p = dropout if kwargs.get("training", True) else 0.0
+        call = self._call(self.spec(1 / math.sqrt(d)), (q, k, v), mask, causal=False, dropout=p)
+        out, weights = run_with_weights(call) if kwargs.get("need_weights", True) else (run(call), None)
+        out = F.linear(out.permute(2, 0, 1, 3).reshape(t, b, h * d), out_weight, out_bias)
+        if weights is not None and kwargs.get("average_attn_weights", True):
+            weights = weights.mean(dim=1)
+        if not batched:
+            out, weights = out.squeeze(1), None if weights is None else weights.squeeze(0)
+        return out, weights
+
+
+class _Exchange(TorchFunctionMode):
+    """Passes calls of attention functions on to a module's changed calls."""
+
+    def __init__(self, calls: ChangedCalls) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(
+        self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self.calls.fused(args, kwargs)
+        if func in _SOFTMAX:
+            return self.calls.written(args, kwargs)
+        if func is F.multi_head_attention_forward:
+            return self.calls.multi_head(args, kwargs)
+        if isinstance(func, types.FunctionType) and getattr(Tensor, func.__name__, None) is func:
+            # As a method: Dynamo does not follow super() inside a method that is called as a function.
+            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _not_the_fast_path(module: nn.Module, args: object) -> None:
+    """A hook without a purpose: with one, nn.TransformerEncoderLayer computes its attention in the open."""
+
+
+class SpecChange(Protocol):
+    """A remedy that gives attention another spec."""
+
+    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
+        """The spec with this remedy in it."""
+        ...
+
+
+Change = tuple[SpecChange, int | None]  # and the tokens per training sequence, where it needs them
+
+
+def changed(base: AttentionSpec, changes: Iterable[Change]) -> AttentionSpec:
+    """A spec after changes."""
+    for remedy, train_length in changes:
+        base = remedy.changed(base, train_length)
+    return base
+
+
+def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params: Params) -> Tensor:
+    """The weights of logits. It is a torch function of that name, so that a Monitor takes it for a softmax."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(softmax, (x,), x, dim, visible, normalizer, params)
+    return normalizer.weights(x, visible, params)
+
+
+def _sdpa_arguments(args: Args, kwargs: Kwargs) -> Args:
+    given = sdpa_arguments(args, kwargs)
+    return tuple(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
+
+
+def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:
+    """The visible keys [b t s] of [b h t s]; with `check` an error where they differ from head to head."""
+    if check and not bool((seen == seen[:, :1]).all()):
+        raise RefusedError(
+            "the mask hides different keys from different heads, so a query has no one number of visible keys"
+        )
+    return seen[:, 0]
+
+
+def _last_seen(mask: Tensor | None, t: int, s: int, device: torch.device, *, check: bool) -> Tensor:
+    """[b|1 t]: the number of keys that each query sees, less one: its position where it sees all before it."""
+    if mask is None:
+        return torch.full((t,), s - 1, device=device)
+    seen = mask if mask.dtype == torch.bool else mask > HIDES
+    return _same_for_all_heads(seen, check).expand(-1, t, s).sum(-1) - 1
+
+
+def _projected(x: list[Tensor], weight: Tensor, bias: Tensor | None, kwargs: Kwargs) -> list[Tensor]:
+    """The q, k, v of nn.MultiheadAttention."""
+    if kwargs.get("use_separate_proj_weight", False):
+        weights = [kwargs[f"{part}_proj_weight"] for part in "qkv"]
+    else:
+        weights = list(weight.chunk(3))
+    biases = [None] * 3 if bias is None else list(bias.chunk(3))
+    return [F.linear(a, w, c) for a, w, c in zip(x, weights, biases)]
+
+
+def _heads(x: Tensor, n: int) -> Tensor:
+    """[t b (h d)] as [b h t d]."""
+    return x.unflatten(-1, (n, -1)).permute(1, 2, 0, 3)

@@ -1,0 +1,189 @@
+"""Norms on the output of the modules that make the heads, before the rotation and before keys go into a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.kernels.contract import Refusal
+from qkeel.patching.instance_forward import InstanceForward
+from qkeel.remedies.attention.refusals import refuse_heads
+from qkeel.remedies.base import Args, Kwargs
+from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.spec import Learned
+from qkeel.spec.norm import GainNorm
+from qkeel.spec.slot import Geometry
+
+Part = Literal["q", "k", "v"]
+
+
+@final
+class HeadNorm(nn.Module):
+    """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d]; `weight` is the gain.
+
+    Source: as the norm slot of a spec; the factor carries a change of the logit's scale, on the query side only.
+    """
+
+    def __init__(
+        self, norm: GainNorm, part: Part, geometry: Geometry, like: Tensor, *, factor: float, learned: Learned | None
+    ) -> None:
+        super().__init__()
+        self.norm, self.factor = norm, factor
+        self.heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
+        self.gain = norm.gain
+        gains = norm.init_params(geometry)
+        gain = gains.get(f"{part}_norm")
+        scale = None if learned is None else learned.init_params(geometry)["logit_scale"].squeeze(-1)
+        self.weight = None if gain is None else nn.Parameter(gain.to(like))
+        self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x [... h d] normed, in its dtype."""
+        if self.norm.over == "layer":
+            y = self.norm.normalise(x.flatten(-2)).unflatten(-1, x.shape[-2:])
+        else:
+            y = self.norm.normalise(x)
+        if self.weight is not None:
+            weight = 1 + self.weight if self.gain == "one_plus_dim" else self.weight
+            y = y * weight.to(y.dtype)
+        if self.logit_scale is not None:
+            return y * (self.factor * self.logit_scale).to(y.dtype)
+        return y if self.factor == 1.0 else y * self.factor
+
+    def extra_repr(self) -> str:
+        """The norm, in print(model)."""
+        return repr(self.norm)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Heads:
+    """The source of q, k or v: features `index` [n d] of the output of a module, `size` of them in all."""
+
+    module: nn.Module
+    name: str
+    index: Tensor
+    size: int
+
+
+def heads_of(model: nn.Module, site: AttentionSite, part: Part, ways: Iterable[HeadSlice]) -> Heads | Refusal:
+    """The one module whose output holds whole heads of q, k or v, or why there is none.
+
+    Args:
+        ways: for each term the last weight before the score.
+    """
+    side = {"q": "queries", "k": "keys", "v": "values"}[part]
+    slices: list[HeadSlice] = []
+    for s in ways:
+        if not any(s.parameter == other.parameter and s.same(other) for other in slices):
+            slices.append(s)
+    if not slices:
+        return refuse_heads(f"it is not known which weights make the {side} ({site.why})")
+    name, index = _common_module(slices)
+    module, made = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
+    if site.module in module.modules():
+        return refuse_heads(f"the {side} are no one module's output: they are made by {made}")
+    heads = site.n_heads if part == "q" else site.n_kv_heads
+    if index is None or index.shape[0] != heads or (part != "v" and index.shape[1] != site.head_dim):
+        return refuse_heads(f"no module makes whole heads of the {side}, {heads} of {site.head_dim}: {made} do")
+    size = model.get_parameter(slices[0].parameter).shape[slices[0].axis]
+    return Heads(module=module, name=name, index=index, size=size)
+
+
+def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
+    """The innermost module that holds all these weights, and the features of each head in its output, if it has them.
+    They are those of one weight, concatenated, or the same of several (an adapter's are added to its base's)."""
+    paths = [_owner(s.parameter).split(".") for s in slices]
+    name = ".".join(p[0] for p in itertools.takewhile(lambda p: len(set(p)) == 1, zip(*paths)))
+    if len({s.index.shape[0] for s in slices}) > 1:
+        return name, None
+    if len({s.parameter for s in slices}) > 1:
+        return name, slices[0].index if all(s.same(slices[0]) for s in slices) else None
+    index = torch.cat([s.index for s in slices], dim=1).sort(dim=1).values
+    return name, index
+
+
+def _owner(parameter: str) -> str:
+    """The module that computes with a parameter."""
+    owner, made, _ = parameter.partition(".parametrizations.")
+    return owner if made else parameter.rpartition(".")[0]
+
+
+@final
+class NormedProjection(InstanceForward):
+    """A projection whose output's heads are normed: q alone, or q, k (and v) of a fused one."""
+
+    def __init__(self, heads: list[Heads], norms: list[HeadNorm]) -> None:
+        super().__init__(heads[0].module)
+        self.norms = norms
+        self.size = heads[0].size
+        self.seen: list[int] | None = None
+        self.cuts = _cuts([h.index for h in heads], self.size)
+        if self.cuts is None:
+            home = next(self.module.parameters()).device
+            for norm, one in zip(norms, heads):
+                norm.register_buffer("features", one.index.to(home), persistent=False)
+
+    def run(self, args: Args, kwargs: Kwargs) -> Tensor:
+        """The projection's output, normed."""
+        out = self.replaced(args, kwargs)
+        if self.seen is not None:
+            self.seen.append(out.shape[-1] if isinstance(out, Tensor) else 0)
+        if self.cuts is None:
+            for norm in self.norms:
+                index = norm.get_buffer("features")
+                out = out.index_copy(-1, index.flatten(), norm(out[..., index]).flatten(-2))
+            return out
+        if self.cuts.groups == 1:
+            parts = out.split(self.cuts.sizes, dim=-1)
+            return _joined([self._block(p, i) for p, i in zip(parts, self.cuts.owners)])
+        parts = out.unflatten(-1, (self.cuts.groups, -1)).split(self.cuts.sizes, dim=-1)
+        return _joined([p if i < 0 else self.norms[i](p) for p, i in zip(parts, self.cuts.owners)]).flatten(-2)
+
+    def _block(self, x: Tensor, i: int) -> Tensor:
+        """Heads one after the other, [... h d] in one dimension."""
+        return x if i < 0 else self.norms[i](x.unflatten(-1, (self.norms[i].heads, -1))).flatten(-2)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Cuts:
+    """Features in `groups` of the same kind, each cut into `sizes`; `owners` are the norms of the cuts, -1 for none."""
+
+    groups: int
+    sizes: list[int]
+    owners: list[int]
+
+
+def _cuts(index: list[Tensor], size: int) -> _Cuts | None:
+    """The cuts that give each norm its features [... h d] as a view; None if heads lie otherwise."""
+    runs = []
+    for i, one in enumerate(index):
+        (n, r), first = one.shape, int(one[0, 0])
+        step = int(one[1, 0]) - first if n > 1 else r
+        if not torch.equal(one.cpu(), first + step * torch.arange(n)[:, None] + torch.arange(r)):
+            return None
+        runs.append((first, n, r, step, i))
+    blocks = all(step == r for _, _, r, step, _ in runs)
+    n, step = runs[0][1], runs[0][3]
+    if not blocks and not all((m, s, m * s) == (n, step, size) for _, m, _, s, _ in runs):
+        return None
+    sizes, owners, at = [], [], 0
+    for first, m, r, _, i in sorted(runs):
+        length = m * r if blocks else r
+        if first < at:
+            return None
+        sizes += [first - at, length]
+        owners += [-1, i]
+        at = first + length
+    sizes.append((size if blocks else step) - at)
+    owners.append(-1)
+    kept = [(s, o) for s, o in zip(sizes, owners) if s]
+    return _Cuts(groups=1 if blocks else n, sizes=[s for s, _ in kept], owners=[o for _, o in kept])

@@ -1,0 +1,66 @@
+"""Parameters that a remedy puts on a site's module, under plain names, and takes off again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from qkeel.errors import RefusedError
+from qkeel.handle import Handle
+from qkeel.patching.module_tables import buffers_of, parameters_of, submodules_of
+from qkeel.remedies.base import Target
+from qkeel.remedies.steps.join_optimizer import join
+from qkeel.sites.site import AttentionSite
+from qkeel.spec import AttentionSpec
+from qkeel.spec.slot import Geometry, Params
+
+
+def change_parameters(
+    target: Target, site: AttentionSite, old: AttentionSpec, new: AttentionSpec, geometry: Geometry
+) -> Handle:
+    """The parameters that a new spec needs, on the site's module, and no longer those that only the old one did."""
+    sizes = (geometry.n_heads, geometry.n_kv_heads, geometry.head_dim)
+    had, needed = old.init_params(*sizes), new.init_params(*sizes)
+    return add_parameters(
+        target,
+        site,
+        {n: value for n, value in needed.items() if n not in had},
+        drop=[n for n in had if n not in needed],
+    )
+
+
+def add_parameters(target: Target, site: AttentionSite, values: Params, drop: Iterable[str] = ()) -> Handle:
+    """New parameters on a site's module, by plain names, in the optimizer too; the handle takes them off."""
+    module = site.module
+    like = target.parameter(site.query[0].parameter) if site.terms else next(target.model.parameters())
+    taken = [n for n in values if n in parameters_of(module) or n in submodules_of(module) or n in buffers_of(module)]
+    if taken:
+        raise RefusedError(f"{site.name or 'the model'} has something called {taken[0]} already")
+    added = {n: nn.Parameter(value.to(like)) for n, value in values.items()}
+    dropped = {n: parameters_of(module)[n] for n in drop}
+    before, head = dict(parameters_of(module)), f"{module_name(site)}." if module_name(site) else ""
+    joined = join(target.optimizer, {head + n: p for n, p in added.items()}, like)
+    _swap(module, dropped, added)
+
+    def undo() -> None:
+        _swap(module, added, dropped)
+        now = dict(parameters_of(module))
+        parameters_of(module).clear()
+        parameters_of(module).update({n: now[n] for n in (*before, *now) if n in now})
+        joined.remove()
+
+    return Handle(undo)
+
+
+def module_name(site: AttentionSite) -> str:
+    """The name of the site's module: that of the site without the number of its call."""
+    return site.name.partition("#")[0]
+
+
+def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mapping[str, nn.Parameter | None]) -> None:
+    for name, parameter in out.items():
+        del parameters_of(module)[name]
+        if parameter is not None:
+            parameter.grad = None  # out of reach of zero_grad, so an optimizer would step by it again and again
+    parameters_of(module).update(into)

@@ -1,0 +1,210 @@
+"""Pre-norm blocks of a model, recognised by what flows through them, and norms put behind their branches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.errors import RefusedError
+from qkeel.handle import Handle
+from qkeel.nn.block import Block
+from qkeel.patching.module_tables import submodules_of
+from qkeel.remedies.base import Target, where
+from qkeel.sites.probe import copied, undisturbed
+from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.site import AttentionSite
+
+ModuleOutput = Tensor | tuple[Tensor, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Branch:
+    """A branch x + F(N(x)) of a block: the children F and N, and the name of a norm of F's output."""
+
+    block: nn.Module
+    name: str  # of the block in the model
+    function: str
+    norm: str
+    post: str
+    width: int
+
+    def post_norm(self, norm: nn.Module) -> Handle:
+        """Makes it x + norm(F(...)), the norm a child of the block under `post`."""
+        if isinstance(self.block, Block):
+            return swap(self.block, self.post, norm)
+        hook = self.block.get_submodule(self.function).register_forward_hook(_PostNorm(norm))
+        self.block.register_module(self.post, norm)
+
+        def undo() -> None:
+            hook.remove()
+            del submodules_of(self.block)[self.post]
+
+        return Handle(undo)
+
+
+def swap(block: nn.Module, name: str, module: nn.Module) -> Handle:
+    """Another module in a block's place of that name."""
+    old = submodules_of(block)[name]
+    submodules_of(block)[name] = module
+
+    def undo() -> None:
+        submodules_of(block)[name] = old
+
+    return Handle(undo)
+
+
+def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
+    """Both branches of the block around each site, if that is x + A(N₁(x)), then x + M(N₂(x)).
+
+    qkeel's own blocks say so. Of others one forward pass on the example, in evaluation, is compared with that formula.
+
+    Raises:
+        RefusedError: a site whose block is not of that form; the message says which and what was expected.
+    """
+    blocks = {id(m.attention): (name, m) for name, m in target.model.named_modules() if isinstance(m, Block)}
+    foreign = [site for site in target.sites if id(site.module) not in blocks]
+    seen = _observed(target, foreign) if foreign and any(target.example) else {}
+    branches: dict[tuple[str, str], Branch] = {}
+    for site in target.sites:
+        own = blocks.get(id(site.module))
+        found = _own(*own, site, remedy) if own is not None else _fitting(site, seen)
+        if found is None:
+            raise RefusedError(
+                f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
+                "with A, M and both norms direct children of it, and saw none around this attention (post-norm, "
+                "parallel and fused blocks are of another form; blocks that are not qkeel's show theirs on an example "
+                "batch: apply(..., example=batch)); build the model with the order you mean"
+            )
+        branches.update({(b.name, b.function): b for b in found})
+    return list(branches.values())
+
+
+def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Branch, Branch]:
+    if block.norm_order != "pre":
+        raise RefusedError(
+            f"{remedy} at {site.name}: it re-orders pre-norm blocks, and {name or 'this block'} is "
+            f"{block.norm_order}-norm; keep it, or build the model again"
+        )
+    width = next(block.mlp_norm.parameters()).shape[-1]
+
+    def branch(function: str) -> Branch:
+        norm, post = f"{function}_norm", f"{function}_post_norm"
+        return Branch(block=block, name=name, function=function, norm=norm, post=post, width=width)
+
+    return branch("attention"), branch("mlp")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Calls:
+    """The inputs and outputs of a block and each of its children, first tensors only."""
+
+    block: nn.Module
+    x: Tensor | None = None
+    y: Tensor | None = None
+    children: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)
+
+    def inside(self, name: str, inputs: object, output: object) -> None:
+        x, y = _first(inputs), _first(output)
+        if x is not None and y is not None:
+            self.children.setdefault(name, []).append((x, y))
+
+    def whole(self, inputs: object, output: object) -> None:
+        self.x, self.y = _first(inputs), _first(output)
+
+
+def _observed(target: Target, sites: list[AttentionSite]) -> dict[str, _Calls]:
+    """Calls of every module around a site, by name."""
+    names = {name for site in sites for name in _ancestors(site.name.partition("#")[0])}
+    seen = {name: _Calls(target.model.get_submodule(name)) for name in sorted(names)}
+    hooks = []
+    for calls in seen.values():
+        for child, module in calls.block.named_children():
+
+            def note(
+                _: nn.Module, args: object, kwargs: object, out: object, calls: _Calls = calls, child: str = child
+            ) -> None:
+                calls.inside(child, (args, kwargs), out)
+
+            hooks.append(module.register_forward_hook(note, with_kwargs=True))
+
+        def ended(_: nn.Module, args: object, kwargs: object, out: object, calls: _Calls = calls) -> None:
+            calls.whole((args, kwargs), out)
+
+        hooks.append(calls.block.register_forward_hook(ended, with_kwargs=True))
+    modes = [(m, m.training) for m in target.model.modules()]
+    args, kwargs = target.example
+    try:
+        target.model.eval()
+        with torch.no_grad(), undisturbed(target.model):
+            target.model(*copied(args), **copied(dict(kwargs)))
+    finally:
+        for module, training in modes:
+            module.training = training
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _fitting(site: AttentionSite, seen: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
+    """The branches of the innermost block around a site that computes the formula."""
+    name = site.name.partition("#")[0]
+    for parent in (p for p in _ancestors(name) if p in seen):
+        child = name.removeprefix(f"{parent}.").partition(".")[0]
+        found = _matched(parent, seen[parent], child)
+        if found is not None:
+            return found
+    return None
+
+
+def _matched(name: str, calls: _Calls, attention: str) -> tuple[Branch, Branch] | None:
+    once = {child: pairs[0] for child, pairs in calls.children.items() if len(pairs) == 1}
+    if calls.x is None or calls.y is None or attention not in once:
+        return None
+    a_in, a_out = once[attention]
+    first = [c for c, (x, y) in once.items() if y is a_in and c != attention and _same(x, calls.x)]
+    middle = calls.x + a_out if a_out.shape == calls.x.shape else None
+    if len(first) != 1 or middle is None:
+        return None
+    for norm, (x, y) in once.items():
+        for mlp, (m_in, m_out) in once.items():
+            distinct = len({norm, mlp, first[0], attention}) == 4
+            if distinct and m_in is y and _same(x, middle) and _same(middle + m_out, calls.y):
+                pairs = ((attention, first[0], "attention_post_norm"), (mlp, norm, "mlp_post_norm"))
+                one, two = (
+                    Branch(block=calls.block, name=name, function=f, norm=n, post=p, width=calls.x.shape[-1])
+                    for f, n, p in pairs
+                )
+                return one, two
+    return None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-5, atol=1e-6)))
+
+
+def _first(value: object) -> Tensor | None:
+    return next((x for x in tensors(value) if x.is_floating_point()), None)
+
+
+@final
+class _PostNorm:
+    """A forward hook that norms the first output of a branch; the norm is a child of the block, and copied with it."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+
+    def __call__(self, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
+        if isinstance(output, tuple):
+            return (self.norm(output[0]), *output[1:])
+        return self.norm(output)

@@ -1,0 +1,176 @@
+"""Remedies that exchange the object in one slot of attention's spec: a cap, a scale or a normaliser.
+
+A new one is a class of this form and a row in the table of `apply`: its fields are its options, `slot` is what it
+exchanges, and `value` is the object that it puts there. Whether the slot is free, parameters, the call in other
+people's models and undoing are the work of `ChangeSpec`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar, Literal, final
+
+from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.functional.scaling import sigmoid_bias
+from qkeel.handle import Handle
+from qkeel.kernels.contract import Refusal
+from qkeel.remedies.attention.change_spec import ChangeSpec, known_length
+from qkeel.remedies.attention.exchange_calls import refuse_added_scores
+from qkeel.remedies.attention.refusals import SlotName, refuse_taken
+from qkeel.remedies.base import Target, check_flag, check_number
+from qkeel.sites.site import AttentionSite
+from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick
+from qkeel.spec.cap import Cap
+from qkeel.spec.normalizer import Normalizer
+from qkeel.spec.scale import FloorLogTemperature, Scale
+
+
+class OneSlot(ChangeSpec):
+    """Exchanges the object in one slot where the model's own is there, not that of another remedy."""
+
+    slot: ClassVar[SlotName]
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def value(self, old: AttentionSpec, train_length: int | None) -> Cap | Normalizer | Scale:
+        """The object that goes into the slot of the old spec."""
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return refuse_taken(site, self.slot) or ChangeSpec.supports(self, site)
+
+    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
+        return spec.replace(**{self.slot: self.value(spec, train_length)})
+
+    def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
+        if self.slot == "scale":  # a factor on q·k, not on what is added to it
+            refuse_added_scores(self.name, target, sites)
+        yield from ChangeSpec.change_others(self, target, sites)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SoftcapRemedy(OneSlot):
+    """Bends logits so that none exceeds `cap`; what is before the cap may still grow."""
+
+    cap: float = 50.0
+
+    name, slot = "softcap", "cap"
+    line = "bends logits with cap·tanh(z/cap); what is before the cap may still grow"
+    source = "Gemma 2, arXiv 2408.00118"
+
+    def __post_init__(self) -> None:
+        check_number(self.name, "cap", self.cap)
+
+    def value(self, old: AttentionSpec, train_length: int | None) -> Softcap:
+        return Softcap(self.cap)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogNRemedy(OneSlot):
+    """Logits z ← z · ln(n)/ln(L): n keys that the query sees, L = `length`, by default the training length.
+
+    clip=true never lowers a logit: max(1, ln n/ln L), for models trained without it. In own modules n = position + 1.
+    learned=head or layer: z ← z · s · ln(n), s learned and 1/ln(L) at the start (scalable softmax).
+    """
+
+    length: int | None = None
+    clip: bool = False
+    learned: Literal["none", "layer", "head"] = "none"
+
+    name, slot = "log_n", "scale"
+    line = "scales logits by ln n/ln L, so that attention stays as sharp over more keys"
+    source = "Su 2021, kexue.fm 8823 and 9859; scalable softmax: Nakanishi 2025, arXiv 2501.19399"
+
+    def __post_init__(self) -> None:
+        if self.length is not None:
+            check_number(self.name, "length", self.length)
+        check_flag(self.name, "clip", self.clip)
+        # LogN checks that there is a logarithm to divide by, and the words.
+        LogN(train_length=2 if self.length is None else self.length, clip=self.clip, learned=self.learned)
+
+    def value(self, old: AttentionSpec, train_length: int | None) -> Scale:
+        length = known_length(self.length, train_length, "log_n divides by ln L")
+        return LogN(inner=old.scale, train_length=length, clip=self.clip, learned=self.learned)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTemperature(OneSlot):
+    """Logits z ← z · (1 + alpha·ln(1 + ⌊n/floor⌋)): n keys that the query sees. alpha=0 changes nothing."""
+
+    alpha: float = 0.1
+    floor: int = 8192
+
+    name, slot = "attention_temperature", "scale"
+    line = "scales logits by 1 + α ln(1 + ⌊n/floor⌋), a temperature for long contexts only"
+    source = "Llama 4 as shipped in transformers 5.23 (attn_scale, floor_scale)"
+
+    def __post_init__(self) -> None:
+        check_number(self.name, "alpha", self.alpha, zero=True)
+        check_number(self.name, "floor", self.floor)
+        if int(self.floor) != self.floor:
+            raise InvalidValueError(f"expected a whole number for floor of {self.name}, got {self.floor}")
+
+    def value(self, old: AttentionSpec, train_length: int | None) -> Scale:
+        return FloorLogTemperature(inner=old.scale, alpha=self.alpha, floor=int(self.floor))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidRemedy(OneSlot):
+    """Weights = σ(z + b), b = -ln L with L = `length`, by default the training length; learned=true: b per head."""
+
+    length: int | None = None
+    learned: bool = False
+
+    name, slot = "sigmoid", "normalizer"
+    line = "replaces softmax by a sigmoid with a bias, so that keys do not compete"
+    source = "Ramapuram et al. 2024, arXiv 2409.04431, equation 3"
+
+    def __post_init__(self) -> None:
+        if self.length is not None:
+            check_number(self.name, "length", self.length)
+        check_flag(self.name, "learned", self.learned)
+
+    def value(self, old: AttentionSpec, train_length: int | None) -> Sigmoid:
+        length = known_length(self.length, train_length, "sigmoid starts its bias at -ln L")
+        return Sigmoid(bias=sigmoid_bias(length), learned=self.learned)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SoftpickRemedy(OneSlot):
+    """Weights = relu(e^z - 1) / (Σ|e^z - 1| + ε): rows sum to at most 1, so a query may attend to no key."""
+
+    name, slot = "softpick", "normalizer"
+    line = "replaces softmax by a rectified one whose rows sum to at most 1"
+    source = "Zuhri et al. 2025, arXiv 2504.20966, equation 5"
+
+    def value(self, old: AttentionSpec, train_length: int | None) -> Softpick:
+        return Softpick()
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SinkRemedy(OneSlot):
+    """Weights = e^z / (e^s + Σ e^z), s learned per head from `init`; learned=false: the constant, 0 is "off by one"."""
+
+    learned: bool = True
+    init: float = 0.0
+
+    name, slot = "sink", "normalizer"
+    line = "adds a sink to the softmax, so that a query may attend to no key"
+    source = "gpt-oss as shipped in transformers 5.23; Miller 2023, Attention is off by one"
+
+    def __post_init__(self) -> None:
+        check_flag(self.name, "learned", self.learned)
+        if isinstance(self.init, bool) or not isinstance(self.init, (int, float)):
+            raise InvalidTypeError(f"expected a number for init of {self.name}, got {self.init!r}")
+        Sink(init=float(self.init))  # checks the number
+
+    def value(self, old: AttentionSpec, train_length: int | None) -> Sink:
+        return Sink(learned=self.learned, init=float(self.init))

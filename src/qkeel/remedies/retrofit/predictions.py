@@ -1,0 +1,82 @@
+"""The predictions of a model on batches: distributions to compare, and the loss of the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.errors import RefusedError
+from qkeel.functional.norms import wide
+from qkeel.remedies.retrofit.cost import Gap
+from qkeel.sites.example import Arguments
+from qkeel.sites.probe import copied
+from qkeel.sites.see.running_modules import tensors
+
+
+def predictions(model: nn.Module, batch: Arguments) -> Tensor:
+    """The first floating-point output [b t vocabulary], or whatever has two dimensions or more."""
+    returned = model(*copied(batch[0]), **copied(batch[1]))
+    plain = tuple(returned.values()) if isinstance(returned, dict) else returned
+    found = next((x for x in tensors(plain) if x.is_floating_point() and x.ndim > 1), None)
+    if found is None:
+        raise RefusedError(
+            f"expected a {type(model).__name__} that returns logits [batch tokens vocabulary], to compare before and "
+            "after; its output holds no such tensor"
+        )
+    return found
+
+
+def divergence(old: Tensor, new: Tensor, batch: Arguments) -> Tensor:
+    """The mean over tokens of KL(old ‖ new); padded ones, by an attention_mask, left out."""
+    p, q = (torch.log_softmax(z.to(wide(z.dtype)), -1) for z in (old, new))
+    kl = (p.exp() * (p - q)).sum(-1)
+    mask = batch[1].get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == kl.shape:
+        return (kl * mask).sum() / mask.sum().clamp_min(1)
+    return kl.mean()
+
+
+def next_token_loss(logits: Tensor, batch: Arguments) -> float | None:
+    """Cross-entropy of each next token of the batch's own tokens; None if it has none."""
+    tokens = next((x for x in tensors(batch) if not x.is_floating_point() and x.ndim == 2), None)
+    if tokens is None or logits.shape[:2] != tokens.shape or tokens.shape[1] < 2 or logits.ndim != 3:
+        return None
+    targets = tokens[:, 1:].long()
+    mask = batch[1].get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape:
+        targets = targets.masked_fill(mask[:, 1:] == 0, -100)
+    predicted = logits[:, :-1].flatten(0, 1)
+    return float(nn.functional.cross_entropy(predicted.to(wide(predicted.dtype)), targets.flatten()))
+
+
+class Reference:
+    """The old model's predictions on the batches, and the gap of a new one."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, batches: Sequence[Arguments]) -> None:
+        self.model, self.batches = model, batches
+        self.old = [predictions(model, batch) for batch in batches]
+        self.losses = [next_token_loss(z, batch) for z, batch in zip(self.old, batches)]
+
+    @property
+    def loss(self) -> float | None:
+        """The old model's loss."""
+        return _mean(self.losses)
+
+    @torch.no_grad()
+    def gap(self, some: int | None = None) -> Gap:
+        """Of the model as it is now, on the first `some` batches or all."""
+        kls, losses = [], []
+        for old, was, batch in list(zip(self.old, self.losses, self.batches))[:some]:
+            new = predictions(self.model, batch)
+            kls.append(float(divergence(old, new, batch)))
+            loss = next_token_loss(new, batch)
+            losses.append(None if loss is None or was is None else loss - was)
+        return Gap(kl=sum(kls) / len(kls), loss=_mean(losses))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -1,0 +1,238 @@
+"""The mechanism behind per-head learning rates: every optimizer step of some weights, scaled per head."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from qkeel.handle import Handle
+from qkeel.remedies.base import Target
+from qkeel.remedies.steps.decay_factors import DecayFactors
+from qkeel.remedies.steps.fused_adam import AdamPass
+from qkeel.remedies.steps.head_groups import HeadGroups, Measure, frobenius_norm
+from qkeel.remedies.steps.head_views import HeadView, views_by_tensor
+from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.steps.linearity import ParamGroup, check_linear
+from qkeel.remedies.steps.mixed_precision import found_inf, innermost
+from qkeel.remedies.steps.replaced_weights import ReplacementCheck
+
+Rates = Callable[[Tensor], Tensor]
+
+
+def head_steps(
+    target: Target, remedy: str, weights: HeadWeights, *, measure: Measure | None = None, decay: bool = True
+) -> HeadSteps:
+    """Returns what scales the optimizer's steps of these weights per head.
+
+    Args:
+        remedy: its name, for errors.
+        weights: those of the target.
+        measure: gives a number per head of [… n r m], which the rates are made of; there are ones where it is None.
+        decay: whether decoupled weight decay is scaled with the rest of the step.
+
+    Raises:
+        RefusedError: the optimizer is missing, does not step these weights, or its step is not linear in the rate.
+    """
+    optimizer = innermost(target.need_optimizer(remedy))
+    tensors = check_linear(optimizer, remedy, weights, decay=decay)
+    by_tensor = views_by_tensor(tensors, weights.slices)
+    # A float32 copy, where there is one, is what is measured too: the weight is its rounding.
+    read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
+    return HeadSteps(
+        optimizer,
+        ReplacementCheck(target.model, remedy, weights.names),
+        _Heads(weights, read, [view for _, _, views in by_tensor for view in views], measure),
+        decay=None if decay else DecayFactors(optimizer, tensors, weights.counts, _decay_rate),
+        adam=AdamPass.of(optimizer, by_tensor, weights.slices, plain=not decay),
+    )
+
+
+@final
+class HeadSteps:
+    """Scales every optimizer step of the weights, per head.
+
+    w ← w_old + f · (w_new - w_old): the whole step, decoupled weight decay included. With `decay` that keeps its
+    full size: w ← (1 - ηλ) · w_old + f · (w_new - (1 - ηλ) · w_old). Factor 1 leaves the new weight bit for bit. Exact
+    for every optimizer linear in the learning rate. Frozen weights are measured only.
+
+    The numbers of all heads are one row, entry after entry of the weights, and so are the factors. How many operators
+    a step takes does not depend on how many weights or heads there are, except that frozen weights, and heads whose
+    rows have no pattern, are measured one by one. Nothing is read back to the host. The one copy of the rows of heads
+    lives only inside the step; on a CPU its memory is kept for the next.
+
+    Torch's fused Adam and AdamW on a CPU need neither copy nor rescaling: `adam` takes their step over. With
+    `frobenius_norm` it also returns the measure, so a change of a weight through `.data`, which torch does not count,
+    is noticed a step late.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        replaced: ReplacementCheck,
+        heads: _Heads,
+        *,
+        decay: DecayFactors | None,
+        adam: AdamPass | None,
+    ) -> None:
+        self._optimizer, self._replaced, self._heads = optimizer, replaced, heads
+        self._decay, self._adam = decay, adam
+        self._factors: Tensor | None = None  # of the step under way
+
+    def sizes(self) -> Tensor:
+        """The measure of all heads [h] now, to the bit as in a step."""
+        with torch.no_grad():
+            found = self._heads.copy() if self._ready_adam() is None else self._heads.measure({})
+        self._heads.forget()
+        return found
+
+    def scale(self, rates: Rates) -> Handle:
+        """Scale steps by what `rates` makes of the measure before each [h], until the handle is removed. The scaling
+        comes before every other post hook of the step (a clip, an average), in whatever order they came."""
+
+        @torch.no_grad()
+        def before(*_: object) -> None:
+            self._replaced.check()
+            self._begin(rates)
+
+        @torch.no_grad()
+        def after(optimizer: Optimizer, *_: object) -> None:
+            self._end(found_inf(optimizer))
+
+        first, last = self._optimizer.register_step_pre_hook(before), self._optimizer.register_step_post_hook(after)
+        hooks = last.hooks_dict_ref()
+        assert hooks is not None
+        hooks.move_to_end(last.id, last=False)
+
+        def undo() -> None:
+            first.remove()
+            last.remove()
+            self._clear()
+
+        return Handle(undo)
+
+    def _ready_adam(self) -> AdamPass | None:
+        """The pass that takes the coming step over, if there is one and it can."""
+        return self._adam if self._adam is not None and self._adam.ready() else None
+
+    def _clear(self) -> None:
+        """Forget the step."""
+        self._factors = None
+        self._heads.forget()
+        if self._adam is not None:
+            self._adam.end()
+
+    def _begin(self, rates: Rates) -> None:
+        """Measure and copy, or take the step over."""
+        self._clear()  # of a step that raised
+        adam = self._ready_adam()
+        if adam is None:
+            sizes = self._heads.copy()
+        else:
+            sizes = self._heads.measure(adam.norms() if self._heads.measures_norms else {})
+        factors = F.pad(rates(sizes), (0, 1), value=1.0)
+        if adam is not None:
+            adam.begin(factors)
+            return
+        self._factors = factors
+        if self._decay is not None:
+            self._decay.read(factors.dtype, factors.device)
+
+    def _end(self, infinite: Tensor | None) -> None:
+        """Scale. Nothing is saved when a subclass's step calls its parent's: both run hooks, the inner was the step."""
+        if self._factors is not None:
+            decay = None if self._decay is None else self._decay.row(lambda w: w.grad is not None, infinite)
+            self._heads.scale_step(self._factors, decay)
+        self._clear()
+
+
+def _decay_rate(group: ParamGroup) -> float | Tensor:
+    """η·λ now; 0 without weight decay."""
+    return group.get("lr", 0.0) * group.get("weight_decay", 0.0)
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype that holds numbers of all of them, float32 at least."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+@final
+class _Heads:
+    """The heads of all entries in one row: the tensor each is measured on, and the groups that scale their steps.
+
+    Args:
+        read: the tensor that each entry is measured on.
+        stepped: views of everything that the optimizer steps.
+        measure: as for `head_steps`.
+    """
+
+    def __init__(
+        self, weights: HeadWeights, read: Sequence[Tensor], stepped: Sequence[HeadView], measure: Measure | None
+    ) -> None:
+        self._slices, self._read, self._measure = weights.slices, read, measure
+        self._stepped = [(view, view.weight) for view in stepped]
+        counts = self._counts = weights.counts
+        self._groups = HeadGroups(lambda view: view.places(counts))
+        # The view of a single slice is measured by its copy.
+        self._measured = {view.shares[0][0]: k for k, view in enumerate(stepped) if not view.whole}
+        self._others = [i for i in range(len(read)) if i not in self._measured]
+        self._order, self._dtype = torch.empty(0, dtype=torch.int64), _widest(read)
+
+    @property
+    def measures_norms(self) -> bool:
+        """True if the measure is the Frobenius norm, which a pass of Adam knows too."""
+        return self._measure is frobenius_norm
+
+    def copy(self) -> Tensor:
+        """Copy what is stepped, and return the measure of all heads [h]."""
+        if self._groups.update(self._stepped):
+            self._order, self._dtype = self._positions(), _widest(self._read)
+        found = [x for group in self._groups.all for x in group.copy(self._measure)]
+        if self._measure is None:
+            return self._ones()
+        found.extend(self._one(self._measure, i) for i in self._others)
+        return self._row(found)[self._order]
+
+    def measure(self, known: Mapping[int, Tensor]) -> Tensor:
+        """The same without a copy, entry by entry; some may be known."""
+        if self._measure is None:
+            return self._ones()
+        found = [known[i] if i in known else self._one(self._measure, i) for i in range(len(self._slices))]
+        return self._row(found)
+
+    def scale_step(self, factors: Tensor, decay: Tensor | None) -> None:
+        """Scale the step, after the decay of what it started from."""
+        for group in self._groups.all:
+            if decay is not None:
+                group.decay(decay)
+            group.interpolate(factors)
+
+    def forget(self) -> None:
+        """Drop the copies."""
+        for group in self._groups.all:
+            group.forget()
+
+    def _row(self, found: Sequence[Tensor]) -> Tensor:
+        """All on the first weight's device."""
+        device = self._read[0].device
+        return torch.cat([x.to(device) for x in found])
+
+    def _one(self, measure: Measure, i: int) -> Tensor:
+        return measure(self._slices[i].heads(self._read[i].detach()))
+
+    def _ones(self) -> Tensor:
+        return torch.ones(sum(self._counts), dtype=self._dtype, device=self._read[0].device)
+
+    def _positions(self) -> Tensor:
+        """The place of each head among the numbers of all groups, and behind them those measured one by one."""
+        after = sum(len(view) for group in self._groups.all for view in group.views)
+        firsts = {i: self._groups.firsts[k] for i, k in self._measured.items()}
+        for i in self._others:
+            firsts[i], after = after, after + self._counts[i]
+        order = torch.cat([torch.arange(n) + firsts[i] for i, n in enumerate(self._counts)])
+        return order.to(self._read[0].device)

@@ -1,0 +1,54 @@
+"""Remedies that act on optimizer steps, and the sites at which steps of weights say nothing about the logit."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from qkeel.kernels.contract import Refusal
+from qkeel.patching.module_tables import submodules_of
+from qkeel.remedies.base import Remedy
+from qkeel.sites.find import is_normed
+from qkeel.sites.site import AttentionSite
+
+
+class StepRemedy(Remedy):
+    """Acts through hooks of the optimizer; a copy of the model is without it. It needs to know which rows of which
+    weights make the heads of a site."""
+
+    on_steps: ClassVar[bool] = True
+
+    __slots__ = ()
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        return self.holds(site) or refuse_unknown_weights(site)
+
+
+def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
+    """The refusal where the weights that make the heads are not known."""
+    if site.terms:
+        return None
+    return Refusal(
+        f"it is not known which rows of which weights make its heads: {site.why or 'no reason was reported'}",
+        "apply the remedy to a part of the model without this attention",
+    )
+
+
+def refuse_normed(site: AttentionSite, reason: str, way_out: str) -> Refusal | None:
+    """The refusal where a norm on q or k makes the logit independent of the size of the weights."""
+    return Refusal(reason, way_out) if is_normed(site) else None
+
+
+def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | None:
+    """The refusal where the weight that makes the logit is computed from the one that is stored.
+
+    Parametrizations show in the weight's name. DoRA divides by a norm of its weights that no gradient passes, so only
+    the magnitudes that it learns instead show it.
+    """
+    dora = any(
+        submodules_of(module).get("lora_magnitude_vector")
+        and any(f".{name}." in s.parameter for s in (*site.query, *site.key))
+        for name, module in site.module.named_modules()
+    )
+    if not (dora or site.reparametrised):
+        return None
+    return Refusal(f"the weight that makes the logit is computed from another, so {consequence}", "use one of the two")

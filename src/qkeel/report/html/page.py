@@ -1,0 +1,109 @@
+"""The skeleton of every page: header with its findings, sections, footer. A page is a title and the list of these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from qkeel.report.html.markup import Markup, join, tag
+from qkeel.report.html.shell import document
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence of the first screen. `kind`: lead (what to remember), note, caution (what limits it)."""
+
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """One part of a page under its heading; left out where it has no content."""
+
+    name: str
+    title: str
+    content: Markup
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Everything that a page says.
+
+    `data` is what its charts draw with the script `drawing` of report/assets; None: it has no charts. `mark` sets names
+    in findings apart. `in_place`: a live page replaces its sections one by one, all but the charts; else as a whole.
+    """
+
+    title: str
+    sections: Sequence[Section]
+    meta: str = ""
+    findings: Sequence[Finding] = ()
+    data: Mapping[str, object] | None = None
+    drawing: str = ""
+    mark: Callable[[str], str] = str
+    made: str = "Made by qkeel."
+    in_place: bool = False
+
+    def html(self, *, live: str = "") -> str:
+        """Returns the text of the page; `live`: see shell.document."""
+        main = tag("main", {}, *(self._section(section) for section in self.sections if section.content))
+        body = join([self._header(), main, self._footer()])
+        return document(self.title, body, self.data, (self.drawing,) if self.drawing else (), live=live)
+
+    def _header(self) -> Markup:
+        leads = [tag("p", {"class": "lead"}, self.mark(f.text)) for f in self.findings if f.kind == "lead"]
+        rest = [f for f in self.findings if f.kind != "lead"]
+        return tag(
+            "header",
+            {"data-live": "header"} if self.in_place else {},
+            tag("p", {"class": "brand"}, "qkeel"),
+            tag("h1", {}, self.title),
+            tag("p", {"class": "meta"}, self.meta) if self.meta else "",
+            tag("div", {"class": "summary"}, tag("div", {}, *leads) if leads else "", finding_list(rest, self.mark)),
+        )
+
+    def _section(self, section: Section) -> Markup:
+        live = {"data-live": section.name} if self.in_place and section.name != "charts" else {}
+        title = tag("h2", {}, section.title) if section.title else ""
+        return tag("section", {"id": f"section-{section.name}", "class": "part", **live}, title, section.content)
+
+    def _footer(self) -> Markup:
+        script = tag("p", {}, "The charts need JavaScript; the tables are complete without it.")
+        charts = tag("noscript", {}, script) if self.data is not None else ""
+        return tag("footer", {}, charts, tag("p", {}, f"{self.made} This file loads nothing."))
+
+
+def finding_list(findings: Sequence[Finding], mark: Callable[[str], str] = str) -> Markup:
+    """Returns findings as a list; empty without any."""
+    items = [tag("li", {"class": finding.kind}, mark(finding.text)) for finding in findings]
+    return tag("ul", {"class": "findings"}, *items) if items else Markup("")
+
+
+def empty_note(text: str) -> Markup:
+    """Returns the note of a page that has nothing to show."""
+    return tag("p", {"class": "empty"}, text)
+
+
+def note(text: str) -> Markup:
+    """Returns a note that says how to read what follows it."""
+    return tag("p", {"class": "note"}, text)
+
+
+def details(title: str, content: Markup) -> Markup:
+    """Returns content that is shown when its title is pressed."""
+    return tag("details", {}, tag("summary", {}, title), content)
+
+
+def facts(found: Mapping[str, str | Sequence[str]], *, code: bool = False) -> Markup:
+    """Returns a list of names, each with a sentence or with several values; empty without any. `code`: field names."""
+    lines: list[Markup] = []
+    for name, value in found.items():
+        values = [value] if isinstance(value, str) else [tag("span", {"class": "value"}, one) for one in value]
+        lines += [tag("dt", {}, tag("code", {}, name) if code else name), tag("dd", {}, join(values, " "))]
+    return tag("dl", {"class": "facts"}, *lines) if lines else Markup("")
+
+
+def command_block(text: str) -> Markup:
+    """Returns a command with a button that copies it."""
+    button = tag("button", {"type": "button", "class": "copy", "hidden": None}, "Copy")
+    return join([tag("pre", {"class": "command-text"}, text), button])

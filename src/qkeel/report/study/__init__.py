@@ -1,0 +1,1 @@
+"""The page of a study, or of single runs of the lab."""

@@ -1,0 +1,242 @@
+"""Run directories and studies as plain data. Reading changes nothing on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkeel.errors import InvalidTypeError, RunDirectoryError
+from qkeel.metrics import Row, collapsed
+from qkeel.records import Heads, RunDirectory, RunStatus, read_json
+
+BASELINE = "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """One run.
+
+    `source` names the directory it was given in; `row` is its line of the table, None unless it finished; `long` are
+    its lines of extrapolation.jsonl; `remedy` is the form of attention where a study compares those.
+    """
+
+    path: Path
+    source: str
+    run_id: str
+    remedy: str
+    lr: float
+    seed: int
+    role: str = "grid"
+    status: RunStatus
+    row: Row | None = None
+    metrics: Sequence[Row] = ()
+    heads: Heads | None = None
+    long: Sequence[Row] = ()
+    config: Row = dataclasses.field(default_factory=dict)
+    env: Row = dataclasses.field(default_factory=dict)
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StudyData:
+    """The runs that a page shows. `name` is empty where there is no study.json with the runs."""
+
+    name: str
+    command: str
+    remedies: Sequence[str]
+    runs: Sequence[RunData]
+
+    def rows(self, role: str = "grid") -> list[Row]:
+        """Returns the table lines of the finished runs of a role."""
+        return [run.row for run in self.runs if run.row is not None and run.role == role]
+
+    def parts(self) -> dict[str, StudyData]:
+        """Returns the parts of the study by name: runs of other models or optimizers; empty where all are one grid.
+        Each is a study whose runs are its grid. The remedies keep their order, hence their colours."""
+        roles = dict.fromkeys(run.role for run in self.runs if run.role not in ("grid", "drift"))
+        return {
+            role: dataclasses.replace(
+                self, runs=[dataclasses.replace(run, role="grid") for run in self.runs if run.role == role]
+            )
+            for role in roles
+        }
+
+    def lrs(self) -> list[float]:
+        """The learning rates of the grid's finished runs."""
+        return sorted({row["lr"] for row in self.rows()})
+
+    def loss_unit(self) -> str:
+        """The unit nats/byte or nats/token, as the corpus says; nats/token where the runs do not agree."""
+        corpora = [run.env.get("corpus") for run in self.runs]
+        units = {corpus["loss_unit"] for corpus in corpora if isinstance(corpus, dict) and corpus.get("loss_unit")}
+        return f"nats/{units.pop()}" if len(units) == 1 else "nats/token"
+
+
+def collect(paths: str | Path | Iterable[str | Path]) -> StudyData:
+    """Reads a study directory, a run directory, or several of either.
+
+    Raises: RunDirectoryError if a path is neither, or if a file in it is damaged.
+    """
+    studies = [_open(path) for path in as_paths(paths)]
+    runs = _distinct(list({run.path.resolve(): run for study in studies for run in study.runs}.values()))
+    names = list(dict.fromkeys(study.name for study in studies if study.name))
+    commands = list(dict.fromkeys(study.command for study in studies if study.command))
+    stated = [remedy for study in studies for remedy in study.remedies]
+    used = {run.remedy for run in runs}
+    order = dict.fromkeys([*(r for r in stated if r in used), *(run.remedy for run in runs)])
+    remedies = sorted(order, key=lambda remedy: remedy != BASELINE)  # stable: the baseline first, the rest as given
+    return StudyData(name=" + ".join(names), command="\n".join(commands), remedies=remedies, runs=runs)
+
+
+def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Returns one path or several as a list, each once."""
+    several = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    for path in several:
+        if not isinstance(path, (str, Path)):
+            raise InvalidTypeError(
+                f"expected a path or a list of paths, got {type(path).__name__} in it; "
+                "give the directory of a study or of a run"
+            )
+    if not several:
+        raise RunDirectoryError("expected at least one study or run directory, got an empty list; name one")
+    return list(dict.fromkeys(Path(path) for path in several))
+
+
+def _open(path: Path) -> StudyData:
+    if (path / "study.json").exists():
+        return _study(path)
+    directory = RunDirectory(path)
+    if directory.status is RunStatus.MISSING:
+        found = "a file" if path.is_file() else "a directory without either" if path.is_dir() else "no such directory"
+        raise RunDirectoryError(
+            f"cannot read {path}: expected the directory of a study or of a run, with study.json or config.json, "
+            f"got {found}. Give the directory that `qkeel study` or `qkeel run` printed; of a folder of runs, each run."
+        )
+    run = _run(directory, {}, path.name)
+    return StudyData(name="", command="", remedies=[run.remedy], runs=[run])
+
+
+def _study(path: Path) -> StudyData:
+    file = path / "study.json"
+    about = _mapping(read_json(file), file)
+    entries = about.get("runs")
+    if not isinstance(entries, list):
+        raise RunDirectoryError(f"{file} lists no runs; expected a 'runs' list. Run the study's command again.")
+    runs = []
+    for entry in entries:
+        planned = _mapping(entry, file)
+        _need(planned, ("run_id", "remedy", "lr", "seed"), file)
+        runs.append(_run(RunDirectory(path / "runs" / str(planned["run_id"])), planned, path.name))
+    remedies = [str(remedy) for remedy in about.get("remedies") or ()]
+    name, command = about.get("study") or path.name, about.get("command") or ""
+    return StudyData(name=str(name), command=str(command), remedies=remedies, runs=runs)
+
+
+def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
+    status, path = directory.status, directory.path
+    config = {} if status is RunStatus.MISSING else _mapping(directory.config(), path / "config.json")
+    if not planned:
+        file = path / "config.json"
+        _need(config, ("remedy", "optim", "seed"), file)
+        optim = _mapping(config["optim"], file)
+        _need(optim, ("lr",), file)
+        planned = {"run_id": path.name, "remedy": config["remedy"], "seed": config["seed"], "lr": optim["lr"]}
+    try:
+        lr, seed = float(planned["lr"]), int(planned["seed"])
+    except (TypeError, ValueError) as error:
+        raise RunDirectoryError(f"{path}: expected numbers for lr and seed, got {dict(planned)}") from error
+    run = RunData(
+        path=path,
+        source=source,
+        run_id=str(planned["run_id"]),
+        remedy=str(planned["remedy"]),
+        lr=lr,
+        seed=seed,
+        role=str(planned.get("role") or "grid"),
+        status=status,
+        config=config,
+    )
+    return run if status is RunStatus.MISSING else _with_results(run, directory)
+
+
+def _with_results(run: RunData, directory: RunDirectory) -> RunData:
+    path = directory.path
+    metrics = directory.metrics()
+    for record in metrics:
+        _need(record, ("step",), path / "metrics.jsonl")
+    row = None
+    if run.status is RunStatus.DONE:
+        row = _row(_mapping(directory.summary(), path / "summary.json"), run)
+    env = _mapping(directory.env(), path / "env.json") if (path / "env.json").exists() else {}
+    heads = None
+    if (path / "heads.json").exists():
+        try:
+            heads = directory.heads()
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunDirectoryError(
+                f"{path / 'heads.json'} does not describe heads.f32 ({error!r}); expected fields, n_layers and "
+                "n_heads. Delete the directory to run again, or restore the file."
+            ) from error
+    error = directory.failure() if run.status is RunStatus.FAILED else ""
+    long = directory.long_contexts()
+    for line in long:
+        _need(line, ("posthoc", "test_length"), path / "extrapolation.jsonl")
+    return dataclasses.replace(run, metrics=metrics, row=row, env=env, heads=heads, long=long, error=error)
+
+
+def _row(summary: Row, run: RunData) -> Row:
+    """The run's table line: names from the study, missing numbers as NaN, `collapsed` decided."""
+    row = dict(summary)
+    row.update(remedy=run.remedy, lr=run.lr, seed=run.seed, run_id=run.run_id, status=str(run.status))
+    for name in ("val_loss", "max_logit", "end_max_logit", "end_entropy", "init_loss", "cpu_seconds", "spike_score"):
+        row[name] = _float(row.get(name))
+    alarm, steps = row.get("alarm_step"), row.get("steps")
+    row["alarm_step"] = int(alarm) if isinstance(alarm, (int, float)) and math.isfinite(alarm) else None
+    row["steps"] = int(steps) if isinstance(steps, (int, float)) else None
+    if not isinstance(row.get("collapsed"), bool):
+        start = math.inf if math.isnan(row["init_loss"]) else row["init_loss"]
+        row["collapsed"] = collapsed(row["end_entropy"], row["val_loss"], start)
+    return row
+
+
+def _distinct(runs: Sequence[RunData]) -> list[RunData]:
+    """Runs that share remedy, LR and seed, of unlike models for example, are labelled with their directory."""
+    for label in (lambda run: run.source, lambda run: run.run_id):
+        times = Counter(_cell(run) for run in runs)
+        runs = [_labelled(run, label(run)) if times[_cell(run)] > 1 else run for run in runs]
+    return list(runs)
+
+
+def _cell(run: RunData) -> tuple[str, float, int, str]:
+    return run.remedy, run.lr, run.seed, run.role
+
+
+def _labelled(run: RunData, label: str) -> RunData:
+    remedy = f"{run.remedy} ({label})"
+    return dataclasses.replace(run, remedy=remedy, row=None if run.row is None else {**run.row, "remedy": remedy})
+
+
+def _float(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def _mapping(value: object, file: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RunDirectoryError(
+            f"{file} holds {type(value).__name__} where an object was expected; it was not written by qkeel or was "
+            "damaged later. Restore it, or delete the directory and run again."
+        )
+    return value
+
+
+def _need(value: Row, names: Iterable[str], file: Path) -> None:
+    missing = [name for name in names if value.get(name) is None]
+    if missing:
+        raise RunDirectoryError(
+            f"{file} lacks {', '.join(missing)}; it was not written by qkeel or was damaged later. "
+            "Restore it, or delete the directory and run again."
+        )

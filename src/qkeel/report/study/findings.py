@@ -1,0 +1,275 @@
+"""The sentences at the top of a study's page. Each is computed from numbers and left out where they lack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from qkeel.errors import QkeelError
+from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row, alarm_step
+from qkeel.records import RunStatus
+from qkeel.registry import Term, parse
+from qkeel.report.html.formats import count, listing, loss, number, rate, signed
+from qkeel.report.html.page import Finding
+from qkeel.report.study.collect import BASELINE, RunData, StudyData
+from qkeel.report.study.compare import Gain, Spread, gain, gains, losses, spread
+
+
+def findings(study: StudyData) -> list[Finding]:
+    """Returns the sentences of the page's first screen."""
+    rows = study.rows()
+    found = _drift(study)
+    if len({row["remedy"] for row in rows}) > 1:
+        found += _headline(study, rows) + _ties(study, rows) + _losses_against_baseline(study, rows)
+    if len(rows) > 1:
+        found += _collapse(study, rows) + _best(study, rows)
+    elif not found:
+        found += [text for run in study.runs for text in _single(run, study.loss_unit())]
+    return found + _seeds(study, rows) + _unfinished(study)
+
+
+def _over(total: Spread) -> str:
+    """The range of a difference, in words."""
+    if total.n == 1:
+        return "one seed"
+    return f"{signed(total.low)} to {signed(total.high)} over {count(total.n, 'seed')}"
+
+
+def _drift(study: StudyData) -> list[Finding]:
+    runs = [run for run in study.runs if run.role == "drift" and run.row is not None and run.metrics]
+    if not runs:
+        return []
+    runs.sort(key=lambda run: (study.remedies.index(run.remedy), run.seed))
+    first = runs[0]
+    parts = [_drift_clause(run, alone=len(runs) == 1) for run in runs]
+    where = f"Over {count(int(first.metrics[-1]['step']), 'step')} at LR {rate(first.lr)}"
+    held = listing([f"{loss(run.row['val_loss'])} ({run.remedy})" for run in runs if run.row])
+    seeds = len({run.seed for run in runs})
+    tail = f" Held-out loss at the end: {held}; {'one seed' if seeds == 1 else count(seeds, 'seed')}."
+    return [Finding("lead", f"{where}, {', while '.join(parts)}.{tail}")]
+
+
+def _drift_clause(run: RunData, *, alone: bool) -> str:
+    row = run.row or {}
+    peak = number(row["max_logit"], 2)
+    alarm = alarm_step(run.metrics)
+    start = run.metrics[0].get("max_logit")
+    name = f"the largest attention logit of {run.remedy}" if alone or run.remedy == BASELINE else run.remedy
+    if alarm is None:
+        return f"{name} stays at or below {peak}"
+    return (
+        f"{name} grows from {number(start, 2)} to {peak} and passes the alarm line of "
+        f"{number(ALARM_THRESHOLD)} by step {alarm:,}"
+    )
+
+
+def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
+    if not any(row["remedy"] == BASELINE for row in rows):
+        text = f"No run without a remedy ({BASELINE}) has finished, so no gain can be given: "
+        text += f"add {BASELINE} to the remedies."
+        return [Finding("caution", text)]
+    found = [g for r in study.remedies if r != BASELINE for g in gains(rows, r, BASELINE).values()]
+    found = [g for g in found if math.isfinite(g.spread.mean)]
+    if not found:
+        return [Finding("caution", f"No seed has finished both with a remedy and with {BASELINE} at the same LR.")]
+    clear = [g for g in found if g.clear and g.spread.mean > 0]
+    single = [g for g in found if g.within is None and g.spread.mean > 0]  # of one seed, which the sentence says
+    if not clear and not single:
+        beats = "by more than the seed spread at any LR" if any(g.within is not None for g in found) else "at any LR"
+        text = f"No remedy's held-out loss beats that of {BASELINE} {beats}."
+        return [Finding("lead", text), *_logits(rows, found)]
+    best = max(clear or single, key=lambda g: g.spread.mean)
+    better = f"its held-out loss is {loss(best.spread.mean)} nats better ({_over(best.spread)})"
+    low = gains(rows, best.remedy, BASELINE)[min(g.lr for g in found if g.remedy == best.remedy)]
+    at_low = f"; at LR {rate(low.lr)} it {_cost(low)}" if low.lr < best.lr else ""
+    return [
+        Finding("lead", f"At LR {rate(best.lr)}, {_held(rows, best)}, and {better}{at_low}."),
+        *_peers(rows, best, found),
+    ]
+
+
+def _held(rows: Sequence[Row], one: Gain) -> str:
+    mine, theirs = (
+        spread([row["max_logit"] for row in rows if row["remedy"] == name and row["lr"] == one.lr]).high
+        for name in (one.remedy, one.baseline)
+    )
+    if mine < theirs:
+        held = f"{one.remedy} holds the largest attention logit at {number(mine, 2)}"
+        return f"{held} where {one.baseline} reaches {number(theirs, 2)}"
+    return f"the largest attention logit of {one.remedy} is {number(mine, 2)} ({one.baseline}: {number(theirs, 2)})"
+
+
+def _cost(one: Gain) -> str:
+    figures = f"{signed(one.spread.mean)} nats, {_over(one.spread)}"
+    if one.within is None:
+        return f"differs by {figures}"
+    if one.within:
+        return f"costs nothing measurable ({figures}: within seed spread)"
+    return f"{'is also better' if one.spread.mean > 0 else 'costs loss'} ({figures})"
+
+
+def _logits(rows: Sequence[Row], found: Sequence[Gain]) -> list[Finding]:
+    top = max(g.lr for g in found)
+    here = {g.remedy: g for g in found if g.lr == top}
+    peak = {r: spread([row["max_logit"] for row in rows if row["remedy"] == r and row["lr"] == top]).high for r in here}
+    lowest = here[min(peak, key=lambda remedy: peak[remedy])]
+    return [Finding("note", f"At LR {rate(top)}, {_held(rows, lowest)}.")]
+
+
+def _peers(rows: Sequence[Row], best: Gain, found: Sequence[Gain]) -> list[Finding]:
+    """The remedies that are within seed spread of the best one where it is best."""
+    equal = []
+    for other in found:
+        if other.lr == best.lr and other.remedy != best.remedy:
+            apart = gain(rows, other.remedy, best.remedy, best.lr)
+            if apart is not None and apart.within:
+                equal.append(f"{other.remedy} ({signed(other.spread.mean)})")
+    if not equal:
+        return []
+    verb = "is" if len(equal) == 1 else "are"
+    return [
+        Finding(
+            "note", f"There, {listing(equal)} {verb} within seed spread of {best.remedy} ({signed(best.spread.mean)})."
+        )
+    ]
+
+
+def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
+    """Per-head learning rates (lalr) against the ablation that lowers them for all heads alike (qk_lr)."""
+    found = []
+    for remedy, ablation in _ablations(study.remedies):
+        groups: dict[str, list[str]] = {"tie": [], "ahead": [], "behind": [], "unknown": []}
+        for lr, one in gains(rows, remedy, ablation).items():
+            if one.within is None:
+                groups["unknown"].append(f"{rate(lr)} ({signed(one.spread.mean)} nats)")
+            else:
+                side = "tie" if one.within else "ahead" if one.spread.mean > 0 else "behind"
+                groups[side].append(rate(lr) if one.within else f"{rate(lr)} ({signed(one.spread.mean)} nats)")
+        parts = [
+            f"tie at LR {listing(groups['tie'])} (within seed spread)" if groups["tie"] else "",
+            f"differ at LR {listing(groups['ahead'])}, {remedy} ahead" if groups["ahead"] else "",
+            f"differ at LR {listing(groups['behind'])}, {ablation} ahead" if groups["behind"] else "",
+            f"differ at LR {listing(groups['unknown'])}, on one seed" if groups["unknown"] else "",
+        ]
+        if any(parts):
+            text = f"{remedy} and its ablation {ablation} {'; '.join(p for p in parts if p)}."
+            found.append(Finding("note" if not groups["tie"] else "caution", text))
+    return found
+
+
+def _ablations(remedies: Sequence[str]) -> list[tuple[str, str]]:
+    """Each lalr with the qk_lr of the same number (tau=0.1, factor=0.1), or with every one if none has it."""
+    terms = [(remedy, term) for remedy in remedies if (term := _term(remedy)) is not None]
+    left = [(remedy, list(term.options.values())) for remedy, term in terms if term.name == "lalr"]
+    right = [(remedy, list(term.options.values())) for remedy, term in terms if term.name == "qk_lr"]
+    same = [(a, b) for a, x in left for b, y in right if x == y]
+    return same or [(a, b) for a, _ in left for b, _ in right]
+
+
+def _term(remedy: str) -> Term | None:
+    try:
+        terms = parse(remedy)
+    except QkeelError:  # a label that is no spec string is no ablation either
+        return None
+    return terms[0] if len(terms) == 1 else None
+
+
+def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
+    """The remedies that are clearly worse than doing nothing."""
+    worse = [
+        f"{g.remedy} at LR {rate(g.lr)} ({signed(g.spread.mean)} nats)"
+        for remedy in study.remedies
+        for g in gains(rows, remedy, BASELINE).values()
+        if g.clear and g.spread.mean < 0
+    ]
+    return [Finding("note", f"Worse than {BASELINE} by more than the seed spread: {listing(worse)}.")] if worse else []
+
+
+def _collapse(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
+    fallen: dict[str, list[str]] = {}
+    for remedy in study.remedies:
+        for lr in study.lrs():
+            here = [row for row in rows if row["remedy"] == remedy and row["lr"] == lr]
+            bad = sum(row["collapsed"] for row in here)
+            if bad:
+                share = "" if bad == len(here) else f" ({bad} of {len(here)} seeds)"
+                fallen.setdefault(remedy, []).append(rate(lr) + share)
+    test = f"mean entropy under {COLLAPSE_ENTROPY} nats, or no better than before training"
+    if not fallen:
+        return [Finding("note", f"No finished run collapsed ({test}).")]
+    parts = [f"{remedy} at LR {listing(lrs)}" for remedy, lrs in fallen.items()]
+    return [Finding("note", f"Attention collapsed ({test}) with {'; '.join(parts)}.")]
+
+
+def _best(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
+    cells = {
+        (remedy, lr): spread(list(losses(rows, remedy, lr).values()))
+        for remedy in study.remedies
+        for lr in study.lrs()
+        if losses(rows, remedy, lr)
+    }
+    finite = {cell: total for cell, total in cells.items() if math.isfinite(total.mean)}
+    if not finite:
+        return [Finding("caution", "No finished run has a finite held-out loss.")]
+    remedy, lr = min(finite, key=lambda cell: finite[cell].mean)
+    text = f"Lowest held-out loss: {loss(finite[remedy, lr].mean)} {study.loss_unit()}, {remedy} at LR {rate(lr)}"
+    close = [g.baseline for r in study.remedies if r != remedy and (g := gain(rows, remedy, r, lr)) and g.within]
+    text += f" ({listing(close)} within seed spread)" if close else ""
+    others = {cell: total for cell, total in finite.items() if cell[0] == BASELINE}
+    if others and remedy != BASELINE:
+        cell = min(others, key=lambda c: others[c].mean)
+        text += f"; the lowest of {BASELINE} is {loss(others[cell].mean)}, at LR {rate(cell[1])}"
+    return [Finding("note", text + ".")]
+
+
+def _single(run: RunData, unit: str) -> list[Finding]:
+    if run.row is None:
+        return []
+    row = run.row
+    name = f"{run.remedy} at LR {rate(run.lr)}, seed {run.seed}"
+    steps = "" if row["steps"] is None else f" after {count(row['steps'], 'step')}"
+    before = "" if math.isnan(row["init_loss"]) else f"; it was {loss(row['init_loss'])} before training"
+    alarm = row["alarm_step"]
+    line = f"the alarm line of {number(ALARM_THRESHOLD)}"
+    passed = f"never passed {line}" if alarm is None else f"passed {line} by step {alarm:,}"
+    entropy = f"mean attention entropy ended at {number(row['end_entropy'])} nats"
+    state = "attention collapsed" if row["collapsed"] else "attention did not collapse"
+    return [
+        Finding("lead", f"{name}: held-out loss {loss(row['val_loss'])} {unit}{steps}{before}."),
+        Finding("note", f"The largest attention logit reached {number(row['max_logit'])} and {passed}."),
+        Finding("note", f"{entropy[0].upper()}{entropy[1:]}; {state}."),
+    ]
+
+
+def _seeds(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
+    if len({row["remedy"] for row in rows}) < 2:
+        return []
+    seeds = {row["seed"] for row in rows}
+    if len(seeds) == 1:
+        return [Finding("caution", "One seed: the seed spread is unknown, so small differences mean nothing.")]
+    text = f"Differences are paired by seed: mean, then smallest to largest over {len(seeds)} seeds."
+    return [Finding("caution", text)]
+
+
+def _unfinished(study: StudyData) -> list[Finding]:
+    words = {RunStatus.FAILED: "failed", RunStatus.STARTED: "unfinished", RunStatus.MISSING: "missing"}
+    tally = {word: sum(run.status is status for run in study.runs) for status, word in words.items()}
+    parts = [f"{n} {word}" for word, n in tally.items() if n]
+    if not parts:
+        return []
+    if len(study.runs) == 1:
+        return [Finding("lead", _stopped(study.runs[0]))]
+    text = f"{listing(parts)} of {count(len(study.runs), 'run')}: "
+    text += "they are in no table and in no loss figure, and are listed below."
+    if not any(run.row for run in study.runs):
+        text = f"No run has finished yet ({listing(parts)} of {count(len(study.runs), 'run')})."
+    return [Finding("caution", text)]
+
+
+def _stopped(run: RunData) -> str:
+    name = f"{run.remedy} at LR {rate(run.lr)}, seed {run.seed}"
+    where = f"after step {int(run.metrics[-1]['step']):,}" if run.metrics else "before its first record"
+    if run.status is not RunStatus.FAILED:
+        return f"{name} is not finished: what follows ends {where}."
+    lines = run.error.strip().splitlines()
+    return f"{name} failed {where}" + (f": {lines[-1].strip()}" if lines else ".")

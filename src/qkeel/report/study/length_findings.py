@@ -1,0 +1,193 @@
+"""Length extrapolation: its sentences, and the table of measured and published numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from qkeel.metrics import Row
+from qkeel.report.html.formats import count, listing
+from qkeel.report.html.markup import Markup, join
+from qkeel.report.html.page import Finding, note
+from qkeel.report.html.table import NOTHING, cell, columns, table, table_row, words
+from qkeel.report.study import published
+from qkeel.report.study.collect import StudyData
+from qkeel.report.study.compare import Spread, spread
+from qkeel.report.study.tables import spread_cell, swatch
+
+_ACCURACIES = {
+    "accuracy_train": "At the training length",
+    "accuracy_train_posthoc": "There, post hoc",
+    "accuracy_nonrepeat": "Long",
+    "accuracy_last": "Last stretch",
+    "accuracy_last_short": "That stretch alone",
+    "accuracy_repeat": "Repeated",
+    "needle": "Needle",
+}
+_MECHANISM = {"cos_outside": "Angles outside", "dilution": "Largest weight"}
+_NEEDLE = ("needle_weight", "needle_bound")
+_VALUES = (*_ACCURACIES, *_MECHANISM, "kept_nonrepeat", *_NEEDLE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """One form under one method at one length, over its seeds."""
+
+    form: str
+    method: str
+    length: int
+    values: dict[str, Spread]
+
+    @property
+    def kept(self) -> float:
+        """The share of the accuracy that is kept, mean over seeds."""
+        return self.values["kept_nonrepeat"].mean
+
+
+def is_long(study: StudyData) -> bool:
+    """True if runs of the study were measured at other lengths than their own."""
+    return any(run.long for run in study.runs)
+
+
+def measured(study: StudyData) -> list[Measured]:
+    """Returns every form, method and length that has a number, in the study's order."""
+    found: dict[tuple[str, str, int], list[Row]] = {}
+    for form in study.remedies:
+        for run in (run for run in study.runs if run.remedy == form):
+            for line in run.long:
+                if line.get("kept_nonrepeat") is not None:
+                    found.setdefault((form, str(line["posthoc"]), int(line["test_length"])), []).append(line)
+    return [
+        Measured(
+            *key,
+            {
+                name: spread([line[name] for line in lines])
+                for name in _VALUES
+                if all(line.get(name) is not None for line in lines)
+            },
+        )
+        for key, lines in found.items()
+    ]
+
+
+def train_length(study: StudyData) -> int | None:
+    """Returns the context in training, where all runs have the same."""
+    lengths = {run.config["data"]["context"] for run in study.runs if run.config}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def findings(study: StudyData) -> list[Finding]:
+    """Returns the share kept by each form as trained, its order against the published one, and what limits both."""
+    rows = measured(study)
+    if not rows:
+        return []
+    longest = max(row.length for row in rows)
+    plain = sorted((row for row in rows if row.length == longest and row.method == "none"), key=lambda r: -r.kept)
+    held = listing([f"{row.form} {row.kept:.2f}" for row in plain])
+    short = train_length(study)
+    seeds = max(row.values["kept_nonrepeat"].n for row in rows)
+    found = []
+    if plain:
+        text = f"Trained on {short} tokens and tested on {longest}, as trained: the share of accuracy kept is {held}; "
+        found.append(Finding("lead", text + f"{count(seeds, 'seed')}."))
+    reading = [row for row in plain if "accuracy_last_short" in row.values]
+    if reading:
+        gained = [100 * (row.values["accuracy_last"].mean - row.values["accuracy_last_short"].mean) for row in reading]
+        said = listing([f"{row.form} {points:+.1f}" for row, points in zip(reading, gained)])
+        found.append(Finding("note", f"What the last {short} tokens gain from all before them, in points: {said}."))
+    found += _needles_found(rows, longest)
+    agree, pairs = agreement([row for row in rows if row.length == longest])
+    if pairs:
+        text = f"{agree} of {pairs} pairs of form and method have the published order of the share kept"
+        found.append(Finding("note", f"{text} ({published.SOURCE}, 512 → 4096, 100M parameters); nothing is fitted."))
+    if seeds == 1:
+        found.append(Finding("caution", "One seed: differences of a few points may be chance."))
+    return found
+
+
+def _needles_found(rows: Sequence[Measured], longest: int) -> list[Finding]:
+    """Findings on retrieval from short and from long texts."""
+    share = {(row.form, row.method, row.length): row.values["needle"].mean for row in rows if "needle" in row.values}
+    short = min((length for _, _, length in share), default=longest)
+    said = [
+        f"{form}{_under(method)} {100 * share[form, method, short]:.0f} and {100 * at:.0f}"
+        for (form, method, length), at in share.items()
+        if length == longest and (form, method, short) in share
+    ]
+    if not said or short == longest:
+        return []
+    return [Finding("note", f"Needles found among {short} and among {longest} tokens, in %: {listing(said)}.")]
+
+
+def _under(method: str) -> str:
+    return "" if method == "none" else f" under {method}"
+
+
+def agreement(rows: Sequence[Measured]) -> tuple[int, int]:
+    """Returns how many pairs have the published order, and how many are in both tables and unequal when published."""
+    known = [(row.kept, theirs) for row in rows if (theirs := published.kept(row.form, row.method)) is not None]
+    pairs = [(a, b) for a, b in itertools.combinations(known, 2) if a[1] != b[1]]
+    return sum((a[0] > b[0]) == (a[1] > b[1]) for a, b in pairs), len(pairs)
+
+
+def comparison(study: StudyData) -> Markup:
+    """Returns a table of forms, methods and lengths: accuracies in %, share kept, and the published share."""
+    rows = measured(study)
+    if not rows:
+        return Markup("")
+    shown = [name for name in _VALUES if any(name in row.values for row in rows)]
+    titles = {**_ACCURACIES, "kept_nonrepeat": "Kept", **_MECHANISM}
+    head = columns("Form", "Post hoc", kind="text")
+    head += columns("Length", *(title for name, title in titles.items() if name in shown), "Published: kept")
+    text = (
+        "Next tokens predicted, in %, means over seeds, range below. Kept: long over training length as trained. "
+        "Last stretch: the last training length of a text, with all before it and alone: what is gained by reading on. "
+        "Angles outside: visible pairs, in %, whose cos(q, k) lies outside the range that their head met in training. "
+        "Largest weight: what one key among so many can get in the least able head, at best. "
+        f"Published: {published.SOURCE}, GAU, {published.TRAIN_LENGTH} → {published.TEST_LENGTH}; "
+        "orders can be compared, sizes cannot."
+    )
+    body = [_line(study, one, [name for name in titles if name in shown]) for one in rows]
+    inner = table("Accuracy at other lengths, measured and published", head, body, sortable=True)
+    return join([note(text), inner, _needles(study, rows)])
+
+
+def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
+    """One line per form and method: needles found by length of the text, and the attention they get in the longest."""
+    known = {(row.form, row.method, row.length): row.values for row in rows if "needle" in row.values}
+    if not known:
+        return Markup("")
+    spans = sorted({length for _, _, length in known})
+    head = columns("Form", "Post hoc", kind="text")
+    head += columns(*(f"At {length:,}" for length in spans), "Weight on it", "At most")
+    text = (
+        "Values predicted when their key is asked for at the end of a text, in %, means over seeds, range below; "
+        "a guess finds one in eight. Weight on it: of the question, in the longest text, in the head that gives most. "
+        "At most: what the norms of that head's queries and keys allow one key among so many."
+    )
+    body = []
+    for form, method in dict.fromkeys(key[:2] for key in known):
+        cells = [_cell(known.get((form, method, length), {}).get("needle"), "needle") for length in spans]
+        last = known.get((form, method, spans[-1]), {})
+        cells += [_cell(last.get(name), name) for name in _NEEDLE]
+        body.append(table_row(swatch(study, form), words(method), *cells))
+    return join([note(text), table("Needles found", head, body, sortable=True)])
+
+
+def _line(study: StudyData, one: Measured, names: Sequence[str]) -> Markup:
+    theirs = published.kept(one.form, one.method)
+    return table_row(
+        swatch(study, one.form),
+        words(one.method),
+        cell(f"{one.length:,}", one.length),
+        *(_cell(one.values.get(name), name) for name in names),
+        NOTHING if theirs is None else cell(f"{theirs:.2f}", theirs),
+    )
+
+
+def _cell(value: Spread | None, name: str) -> Markup:
+    if value is None:
+        return NOTHING
+    times, places = (100, 3 if name == "cos_outside" else 1) if name not in ("kept_nonrepeat", "dilution") else (1, 2)
+    return spread_cell(value, lambda x: f"{times * x:.{places}f}")

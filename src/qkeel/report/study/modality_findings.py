@@ -1,0 +1,290 @@
+"""Text and images in one sequence: which of the folklore's claims held, and the numbers by modality."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from qkeel.report.html.formats import count, listing, number, rate
+from qkeel.report.html.page import Finding
+from qkeel.report.study.collect import BASELINE, RunData, StudyData
+from qkeel.report.study.effects import HELD, Effect, less, times
+
+REMEDY = "qk_norm"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim about mixed modalities, what was measured, and the effect against the seed spread."""
+
+    name: str
+    measured: str
+    effect: Effect
+
+    @property
+    def held(self) -> bool:
+        """True if the effect is larger than the seed spread."""
+        return self.effect.verdict == HELD
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        return f"{self.name}: {self.measured}: {self.effect.said()}."
+
+
+def is_multimodal(study: StudyData) -> bool:
+    """True if runs of the study were measured by modality."""
+    return any("query_norm/image" in record for run in study.runs for record in run.metrics[-1:])
+
+
+def findings(study: StudyData) -> list[Finding]:
+    """The answer, then claim by claim."""
+    found = claims(study)
+    if not found:
+        return [Finding("caution", "No claim can be judged yet: too few of the runs have finished.")]
+    held = [claim for claim in found if claim.held]
+    answer = _answer(study)
+    text = f"Why do mixed modalities blow up? {answer}" if answer else ""
+    tally = f"{len(held)} of {count(len(found), 'claim')} held by more than the seed spread."
+    notes = [Finding("note", claim.text) for claim in sorted(found, key=lambda claim: not claim.held)]
+    return [Finding("lead", f"{text}{tally}"), *notes, *_cautions(study)]
+
+
+def _cautions(study: StudyData) -> Iterator[Finding]:
+    seeds = {run.seed for run in study.runs}
+    if len(seeds) == 1:
+        yield Finding("caution", "One seed: the seed spread is unknown, so no claim can be judged.")
+    left = sum(run.row is None for run in study.runs)
+    if left:
+        yield Finding("caution", f"{left} of {count(len(study.runs), 'run')} have no result; they are in no figure.")
+    yield Finding(
+        "caution",
+        "One small model on small images: what is not shown here may be true at another size, and the reverse. "
+        "Norms and logits are measured on one probe, the same for every mix.",
+    )
+
+
+def _answer(study: StudyData) -> str:
+    regimes = [c for c in _variance(study) if c.measured.split(" is ")[0].endswith("the largest logit")]
+    if regimes:
+        return "".join(f"{c.name}: {c.measured}, {c.effect.said()}. " for c in regimes)
+    text, mixes, rates = _text(study), _mixes(study), _rates(study)
+    if not mixes or len(rates) < 2:
+        return ""
+    low, high = rates[0], rates[-1]
+    parts = ([("text alone", text)] if text else []) + [(name, part) for name, part in mixes.items()][:3]
+    grown = []
+    for name, part in parts:
+        one = times(_of(part, BASELINE, high, "max_logit"), _of(part, BASELINE, low, "max_logit"))
+        grown += [f"{number(one.mean, 2)}× in {name}"] if one else []
+    mixed = [e for part in mixes.values() if (e := _against_text(study, part, high))]
+    said = f"From LR {rate(low)} to {rate(high)} the largest logit grows {listing(grown)}. " if grown else ""
+    if mixed:
+        more = f"Mixing multiplies it by {listing([e.text() for e in mixed])} at LR {rate(high)}"
+        clear = all(e.verdict == HELD for e in mixed)
+        so = "more than seeds differ" if clear else "inside the seed spread: here the rate does it, not the mixing"
+        said += f"{more}, {so}. "
+    cured = [e for part in mixes.values() if (e := _cured(part, high))] if len(mixes) <= 3 else []
+    return said + (f"{REMEDY} cuts it by {listing([e.text() for e in cured])}. " if cured else "")
+
+
+def claims(study: StudyData) -> list[Claim]:
+    """Those that the study's runs can judge."""
+    makers = (_norms, _drift, _mass, _mixing, _alarm, _cure, _hidden, _variance)
+    return [claim for make in makers for claim in make(study)]
+
+
+def _norms(study: StudyData) -> Iterator[Claim]:
+    """Judged against a model of text alone under the same probe, where there is one: it never saw an image."""
+    text = _text(study)
+    for name, part, lr in _each(study, _rates(study)[:1]):
+        for kind, words in (("query", "queries"), ("key", "keys")):
+            one = _ratio(part, BASELINE, lr, f"{kind}_norm")
+            if one is None:
+                continue
+            what = f"at LR {rate(lr)} image {words} are {one.text()} text {words}"
+            ratios = [_shares(p, BASELINE, lr, f"{kind}_norm") for p in (part, text) if p is not None]
+            against = times(*ratios) if len(ratios) == 2 else None
+            if against is not None:
+                what += f", which is {against.text()} what a model of text alone makes of them"
+            yield Claim(f"Mixing makes image {words} longer ({name})", what, against or one)
+
+
+def _drift(study: StudyData) -> Iterator[Claim]:
+    for name, part, lr in _each(study, _rates(study)):
+        start = _shares(part, BASELINE, lr, "query_norm", at=0)
+        one = times(_shares(part, BASELINE, lr, "query_norm"), start, same_run=True)
+        if one is not None:
+            what = f"at LR {rate(lr)} the ratio of image to text queries ends {one.text()} what it was before training"
+            yield Claim(f"Norms compete, so their ratio grows ({name})", what, one)
+
+
+def _mass(study: StudyData) -> Iterator[Claim]:
+    for name, part, lr in _each(study, _rates(study)[:1]):
+        above = _of(part, BASELINE, lr, "attention_mass/text>image")
+        one = times(above, _of(part, BASELINE, lr, "uniform_mass/text>image"), same_run=True)
+        if one is not None:
+            what = f"at LR {rate(lr)} text gives images {one.text()} the weight that even attention would"
+            yield Claim(f"Images draw the attention of text ({name})", what, one)
+
+
+def _mixing(study: StudyData) -> Iterator[Claim]:
+    for name, part, lr in _each(study, _rates(study)):
+        one = _against_text(study, part, lr)
+        if one is not None:
+            tops = [number(_middle(_of(p, BASELINE, lr, "max_logit").values()), 2) for p in (part, _text(study)) if p]
+            what = (
+                f"at LR {rate(lr)} the largest logit is {one.text()} that of text alone ({tops[0]} against {tops[1]})"
+            )
+            yield Claim(f"Mixing makes logits grow ({name})", what, one)
+
+
+def _alarm(study: StudyData) -> Iterator[Claim]:
+    text = _text(study)
+    for name, part, lr in _each(study, _rates(study)[-1:]) if text else ():
+        steps = [_of(p, BASELINE, lr, "alarm_step") for p in (part, text) if p is not None]
+        one = less(*steps)
+        if one is not None:
+            means = [f"{_middle(s.values()):.0f}" for s in steps]
+            what = f"at LR {rate(lr)} the alarm comes at step {means[0]} against {means[1]} in text alone"
+            yield Claim(f"Mixed training fails earlier ({name})", what, one)
+
+
+def _cured(part: StudyData, lr: float) -> Effect | None:
+    return times(_of(part, BASELINE, lr, "max_logit"), _of(part, REMEDY, lr, "max_logit"))
+
+
+def _cure(study: StudyData) -> Iterator[Claim]:
+    for name, part, lr in _each(study, _rates(study)[-1:]):
+        one = _cured(part, lr)
+        if one is not None:
+            what = f"at LR {rate(lr)} the largest logit of {BASELINE} is {one.text()} that of {REMEDY}"
+            yield Claim(f"QK-norm holds the logits ({name})", what, one)
+        image = less(_of(part, REMEDY, lr, "val_loss/image"), _of(part, BASELINE, lr, "val_loss/image"))
+        if image is not None:
+            what = f"at LR {rate(lr)} the image loss of {REMEDY} is {image.text()} nats better than that of {BASELINE}"
+            yield Claim(f"QK-norm saves the images ({name})", what, image)
+
+
+def _hidden(study: StudyData) -> Iterator[Claim]:
+    others = [r for r in study.remedies if "swin_norm" in r]
+    for name, part, lr in _each(study, _rates(study)[-1:]):
+        norm = _of(part, REMEDY, lr, "last_block_norm/image")
+        effects = {r: times(norm, _of(part, r, lr, "last_block_norm/image")) for r in others}
+        for remedy, one in effects.items():
+            if one is not None:
+                what = (
+                    f"at LR {rate(lr)} hidden states leave the last block {one.text()} as long with it as with {remedy}"
+                )
+                yield Claim(f"QK-norm alone leaves the hidden norm to grow ({name})", what, one)
+
+
+def _variance(study: StudyData) -> Iterator[Claim]:
+    """Image embeddings of the largest variance against 1 at the lowest rate, by where the norms of the blocks stand."""
+    cells, lrs = _cells(study), _rates(study)[:1]
+    top = max((variance for _, _, variance in cells), default=1.0)
+    for order in dict.fromkeys(order for order, _, _ in cells) if top > 1 else ():
+        for lr in lrs:
+            for what, read in _READ.items():
+                one = times(*(_over_shares(cells, order, v, lr, read) for v in (top, 1.0)))
+                if one is not None:
+                    one = dataclasses.replace(one, unit="pair")
+                    said = f"at LR {rate(lr)} {what} is {one.text()} that at variance 1"
+                    yield Claim(f"Variance ×{top:g} of images, {_NAMES.get(order, order)}", said, one)
+
+
+_NAMES = {"pre": "norms before attention", "none": "no norms in the blocks"}
+Read = Callable[[StudyData, float], dict[int, float]]
+Cells = Mapping[tuple[str, float, float], StudyData]
+
+
+def _cells(study: StudyData) -> Cells:
+    """The parts by norm order, image share and image variance."""
+    found = {}
+    for part in study.parts().values():
+        config = part.runs[0].config
+        images, model = config.get("images"), config.get("model")
+        if isinstance(images, dict) and isinstance(model, dict) and images.get("image_share", 0) > 0:
+            found[model["norm_order"], float(images["image_share"]), float(images.get("image_variance", 1.0))] = part
+    return found
+
+
+def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: Read) -> dict[int, float]:
+    """One number per image share and seed, numbered so that two variances meet at the same."""
+    shares = sorted({share for _, share, _ in cells})
+    found = {}
+    for i, share in enumerate(shares):
+        part = cells.get((order, share, variance))
+        for seed, value in (read(part, lr) if part else {}).items():
+            found[1000 * i + seed] = value
+    return found
+
+
+_READ: dict[str, Read] = {
+    "before training the ratio of image to text query norms": lambda part, lr: _shares(
+        part, BASELINE, lr, "query_norm", at=0
+    ),
+    "after training the ratio of image to text query norms": lambda part, lr: _shares(part, BASELINE, lr, "query_norm"),
+    "text's own query norm after training": lambda part, lr: _of(part, BASELINE, lr, "query_norm/text"),
+    "the largest logit between text and text at the end": lambda part, lr: _of(
+        part, BASELINE, lr, "max_logit/text>text"
+    ),
+    "the largest logit": lambda part, lr: _of(part, BASELINE, lr, "max_logit"),
+}
+
+
+def _against_text(study: StudyData, part: StudyData, lr: float) -> Effect | None:
+    text = _text(study)
+    return text and times(_of(part, BASELINE, lr, "max_logit"), _of(text, BASELINE, lr, "max_logit"))
+
+
+def _ratio(part: StudyData, remedy: str, lr: float, name: str) -> Effect | None:
+    above, below = (_of(part, remedy, lr, f"{name}/{side}") for side in ("image", "text"))
+    return times(above, below, same_run=True)
+
+
+def _shares(part: StudyData, remedy: str, lr: float, name: str, at: int = -1) -> dict[int, float]:
+    above, below = (_of(part, remedy, lr, f"{name}/{side}", at) for side in ("image", "text"))
+    return {seed: above[seed] / below[seed] for seed in above.keys() & below.keys() if below[seed]}
+
+
+def _each(study: StudyData, lrs: Iterable[float]) -> Iterator[tuple[str, StudyData, float]]:
+    """Every mix with images at every rate; nothing for a grid of more mixes than can be read one by one."""
+    mixes = _mixes(study)
+    for name, part in mixes.items() if len(mixes) <= 4 else ():
+        for lr in lrs:
+            yield name, part, lr
+
+
+def _text(study: StudyData) -> StudyData | None:
+    return next((part for part in study.parts().values() if not _share(part.runs[0])), None)
+
+
+def _mixes(study: StudyData) -> dict[str, StudyData]:
+    return {name: part for name, part in study.parts().items() if _share(part.runs[0])}
+
+
+def _share(run: RunData) -> float:
+    images = run.config.get("images")
+    return float(images.get("image_share", 0)) if isinstance(images, dict) else 0.0
+
+
+def _rates(study: StudyData) -> list[float]:
+    return sorted({run.lr for run in study.runs if run.row is not None})
+
+
+def _of(part: StudyData, remedy: str, lr: float, name: str, at: int = -1) -> dict[int, float]:
+    """A number of the finished runs by seed: of the table, or of a record of metrics.jsonl."""
+    found = {}
+    for run in part.runs:
+        if run.remedy == remedy and run.lr == lr and run.row is not None and run.metrics:
+            value = run.row.get(name) if name in ("max_logit", "alarm_step") else run.metrics[at].get(name)
+            if isinstance(value, (int, float)) and not math.isnan(value):
+                found[run.seed] = float(value)
+    return found
+
+
+def _middle(values: Iterable[float]) -> float:
+    several = sorted(values)
+    return several[len(several) // 2]

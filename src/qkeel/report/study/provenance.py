@@ -1,0 +1,152 @@
+"""The sections below the charts: each remedy's formula and source, provenance, definitions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row
+from qkeel.records import EXTRAPOLATION_COLUMNS, STEP_FIELDS, TABLE_COLUMNS, TASK_FIELDS
+from qkeel.report.html.formats import count, number
+from qkeel.report.html.markup import Markup, join, tag
+from qkeel.report.html.page import command_block, details, facts
+from qkeel.report.study.collect import RunData, StudyData
+from qkeel.report.study.tables import swatch
+
+_MOST_VALUES = 8  # of one kind; more are counted
+ARXIV = re.compile(r"\b(\d{4}\.\d{4,5})\b")
+
+
+def remedies(study: StudyData) -> Markup:
+    """Returns for each remedy what it does, the formula in use and its source."""
+    items = []
+    for remedy in study.remedies:
+        env = next((run.env for run in study.runs if run.remedy == remedy and run.env.get("formula")), None)
+        if env is not None:
+            items.append(_remedy(study, remedy, env))
+    return tag("div", {"class": "remedies"}, *items) if items else Markup("")
+
+
+def _remedy(study: StudyData, remedy: str, env: Row) -> Markup:
+    own = any(run.remedy == remedy and run.config.get("remedy") == remedy for run in study.runs)
+    # Of an attention form only the formula is its own; line and source are those of the remedy "none".
+    line, source = (str(env.get(name) or "") if own else "" for name in ("remedy_line", "remedy_source"))
+    return tag(
+        "section",
+        {"class": "remedy"},
+        tag("h3", {}, swatch(study, remedy)),
+        tag("p", {}, line) if line else "",
+        tag("pre", {}, str(env["formula"]).strip("\n")),
+        tag("p", {"class": "source"}, "Source: ", _linked(source)) if source else "",
+    )
+
+
+def _linked(source: str) -> Markup:
+    """A source with arXiv numbers as links; nothing is loaded until one is followed."""
+    parts: list[str] = []
+    for i, part in enumerate(ARXIV.split(source)):
+        link = tag("a", {"href": f"https://arxiv.org/abs/{part}", "rel": "noreferrer"}, part)
+        parts.append(link if i % 2 else part)
+    return join(parts)
+
+
+def provenance(study: StudyData) -> Markup:
+    """Returns versions, machine, corpus, model, and the commands that make the page's runs again."""
+    reads: list[tuple[str, Callable[[RunData], object]]] = [
+        ("qkeel", lambda run: run.env.get("qkeel")),
+        ("Python", lambda run: run.env.get("python")),
+        ("torch", lambda run: run.env.get("torch")),
+        ("Device", lambda run: " ".join(str(run.env[k]) for k in ("device", "dtype") if run.env.get(k))),
+        ("Corpus", lambda run: _corpus(run.env.get("corpus"))),
+        ("Corpus SHA-256", lambda run: _of(run.env.get("corpus"), "sha256")),
+        ("Model", lambda run: _settings(run.config.get("model"))),
+        ("Parameters", lambda run: _parameters(run.env.get("n_parameters"))),
+        ("Optimizer", lambda run: _settings(run.config.get("optim"), leave=("lr",))),
+        ("Steps", lambda run: f"{run.config['steps']:,}" if isinstance(run.config.get("steps"), int) else None),
+    ]
+    found = {}
+    for name, read in reads:
+        values = list(dict.fromkeys(str(value) for run in study.runs if (value := read(run))))
+        if values:
+            more = [f"and {count(len(values) - _MOST_VALUES, 'more value')}"] if len(values) > _MOST_VALUES else []
+            found[name] = [*values[:_MOST_VALUES], *more]
+    return join([facts(found), _commands(study)])
+
+
+def unlike(study: StudyData) -> str:
+    """Returns what differs between runs of one grid, so that their losses cannot be compared; empty if nothing does."""
+    runs = [run for run in study.runs if run.row is not None and run.role != "drift"]
+    reads: Mapping[str, Callable[[RunData], object]] = {
+        "corpus": lambda run: _of(run.env.get("corpus"), "sha256"),
+        "steps": lambda run: run.config.get("steps"),
+        "model": lambda run: json.dumps(_compared(run), sort_keys=True, default=str),
+        "dtype": lambda run: run.env.get("dtype"),
+    }
+    return ", ".join(name for name, read in reads.items() if len({read(run) for run in runs}) > 1)
+
+
+def _compared(run: RunData) -> object:
+    """The model's settings that must be alike: all, but the attention where it is what the study compares."""
+    model = run.config.get("model")
+    if isinstance(model, dict) and run.config.get("remedy") != run.remedy and run.long:
+        return {k: v for k, v in model.items() if k != "attention"}
+    return model
+
+
+def _commands(study: StudyData) -> Markup:
+    own = dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command"))
+    text = study.command or "\n".join(own)
+    if not text:
+        return Markup("")
+    return tag("div", {"class": "command"}, tag("h3", {}, "Make it again"), tag("div", {}, command_block(text)))
+
+
+def _corpus(corpus: object) -> str | None:
+    if not isinstance(corpus, dict):
+        return None
+    parts = [str(corpus.get("name") or "")]
+    for key, word in (("train_tokens", "training tokens"), ("heldout_tokens", "held out"), ("vocab_size", "symbols")):
+        if isinstance(corpus.get(key), int):
+            parts.append(f"{corpus[key]:,} {word}")
+    return ", ".join(part for part in parts if part)
+
+
+def _of(value: object, key: str) -> object:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _parameters(value: object) -> str | None:
+    return f"{value:,}" if isinstance(value, int) else None
+
+
+def _settings(value: object, leave: tuple[str, ...] = ()) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    return ", ".join(f"{k} {_word(v)}" for k, v in value.items() if k not in leave and v is not None)
+
+
+def _word(value: object) -> str:
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+
+
+def definitions() -> Markup:
+    """Returns the definition of each number on the page."""
+    own = {
+        "Collapsed": f"The mean attention entropy is under {COLLAPSE_ENTROPY} nats after the last step, or the "
+        "held-out loss is NaN or no better than before training.",
+        "Alarm line": f"A largest attention logit above {number(ALARM_THRESHOLD)} nats. Alarm step: the first logged "
+        "step above it; in the ranking, the earliest over LRs and seeds.",
+        "LR sensitivity": "Mean over learning rates of the held-out loss minus the smallest one, per seed; then mean "
+        "and range over seeds. Clipped: losses above the loss of initialisation count as that (Wortsman et al. 2023, "
+        "arXiv 2309.14322).",
+        "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
+        "batches. Positive: the remedy is better. Grey: within seed spread, or one seed only.",
+        "Within seed spread": "The mean difference is no larger than its own range over the seeds, or than the range "
+        "that either remedy's own loss has over the seeds.",
+        "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed.",
+        "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
+    }
+    names = {**EXTRAPOLATION_COLUMNS, **TASK_FIELDS, **STEP_FIELDS, **TABLE_COLUMNS}
+    recorded = {name: f"{field.meaning} [{field.unit}]" for name, field in names.items()}
+    return join([facts(own), details("Every recorded field", facts(recorded, code=True))])

@@ -1,0 +1,152 @@
+"""The page about a study, or about single runs of the lab: the list of its sections."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from qkeel.report.html.figure import Chart, choices
+from qkeel.report.html.formats import count, listing, rate
+from qkeel.report.html.markup import Markup, join, tag
+from qkeel.report.html.page import Finding, Page, Section, empty_note, finding_list, note
+from qkeel.report.study import accuracy_findings, length_findings, modality_findings, provenance, tables
+from qkeel.report.study.chart_data import chart_data
+from qkeel.report.study.charts import charts, figures
+from qkeel.report.study.collect import StudyData
+from qkeel.report.study.findings import findings
+from qkeel.report.study.modality_table import by_modality
+
+TITLES = {
+    "extrapolation": "Length extrapolation",
+    "lr": "Learning-rate study",
+    "demo": "Learning-rate demo",
+    "mla": "Latent-attention study",
+    "multimodal": "Text and images in one sequence",
+}
+
+
+def study_page(study: StudyData) -> Page:
+    """Returns the page about a study or about runs of the lab."""
+    drawn = {name: part for name, part in study.parts().items() if charts(part)}
+    # Of a study in parts those charts that every part can fill; charts.js draws one part at a time.
+    each = [charts(part) for part in drawn.values()] or [charts(study)]
+    present = [chart for chart in each[0] if all(chart in others for others in each)]
+    data = {"parts": {name: chart_data(part) for name, part in drawn.items()}} if drawn else chart_data(study)
+    return Page(
+        title=heading(study),
+        meta=_meta(study),
+        findings=_findings(study),
+        mark=lambda text: _named(text, study.remedies),
+        sections=_sections(study, present),
+        data=data if present else None,
+        drawing="charts.js",
+        made=_made(study),
+    )
+
+
+def _sections(study: StudyData, present: Sequence[Chart]) -> list[Section]:
+    parts = study.parts()
+    choice = choices("part") if parts and present else ""
+    return [
+        Section("nothing", "Nothing to draw yet", Markup("") if present else _nothing(study)),
+        Section("charts", "Charts", join([choice, figures(study, present)])),
+        Section(
+            "modality", "By modality", by_modality(study) if modality_findings.is_multimodal(study) else Markup("")
+        ),
+        Section("accuracy", "Accuracy", accuracy_findings.table_of(study)),
+        Section("ranking", "Ranking", _ranking(study)),
+        *(Section(f"part-{i}", name, _part(part)) for i, (name, part) in enumerate(parts.items())),
+        Section("without", "Runs without a result", tables.without_result(study)),
+        Section(
+            "remedies",
+            "What each form computes" if length_findings.is_long(study) else "What each remedy does",
+            provenance.remedies(study),
+        ),
+        Section("runs", "Every run", tables.every_run(study)),
+        Section("provenance", "Provenance", provenance.provenance(study)),
+        Section("definitions", "Definitions", provenance.definitions()),
+    ]
+
+
+def heading(study: StudyData) -> str:
+    """Returns what the page is about, in a few words."""
+    if study.name:
+        return TITLES.get(study.name, f"{study.name[0].upper()}{study.name[1:]} study")
+    if len(study.runs) == 1:
+        run = study.runs[0]
+        return f"{run.remedy} at LR {rate(run.lr)}"
+    return f"{len(study.runs)} runs compared"
+
+
+def _findings(study: StudyData) -> list[Finding]:
+    """The first screen's; of a study in parts the lead of each part, the rest stands with the part."""
+    if modality_findings.is_multimodal(study):
+        return modality_findings.findings(study)
+    parts = study.parts()
+    if parts:
+        leads = {name: [f for f in _read(part) if f.kind == "lead"] for name, part in parts.items()}
+        return [Finding(f.kind, f"{name}: {f.text}") for name, found in leads.items() for f in found]
+    differs = provenance.unlike(study)
+    text = f"These runs differ in {differs}: their losses are not comparable."
+    return [*([Finding("caution", text)] if differs else []), *_read(study)]
+
+
+def _read(study: StudyData) -> list[Finding]:
+    """The findings of a study: about long contexts, where they were measured, else about remedies."""
+    if length_findings.is_long(study):
+        return length_findings.findings(study)
+    return [*findings(study), *accuracy_findings.findings(study)]
+
+
+def _named(text: str, remedies: Sequence[str]) -> Markup:
+    """The sentence with the names of remedies set apart: 'none' is one."""
+    names = "|".join(re.escape(name) for name in sorted(remedies, key=len, reverse=True))
+    parts = re.split(rf"(?<![\w:])({names})(?![\w:=])", text) if names else [text]
+    return join(tag("span", {"class": "name"}, part) if i % 2 else part for i, part in enumerate(parts))
+
+
+def _meta(study: StudyData) -> str:
+    """The size of the study in one line."""
+    if len(study.runs) == 1:
+        run = study.runs[0]
+        steps = run.row["steps"] if run.row else None
+        return f"seed {run.seed} · {run.status if steps is None else count(steps, 'step')} · run {run.run_id}"
+    grid = [run for run in study.runs if run.role != "drift"]
+    longer = len(study.runs) - len(grid)
+    sizes = [
+        count(len(study.runs), "run"),
+        count(len({run.remedy for run in grid}), "variant") if grid else "",
+        count(len({run.lr for run in grid}), "learning rate") if grid else "",
+        count(len({run.seed for run in grid}), "seed") if grid else "",
+        f"{count(longer, 'longer run')} for drift" if longer else "",
+    ]
+    return " · ".join(size for size in sizes if size)
+
+
+def _part(part: StudyData) -> Markup:
+    """One part of a study: its findings besides the lead, and its ranking."""
+    mine = [f for f in _read(part) if f.kind != "lead"]
+    return join([finding_list(mine, lambda text: _named(text, part.remedies)), _ranking(part)])
+
+
+def _ranking(study: StudyData) -> Markup:
+    if length_findings.is_long(study):
+        return Markup("") if study.parts() else length_findings.comparison(study)
+    table = tables.ranking(study)
+    text = (
+        "The table is sorted by LR sensitivity, clipped; press a heading to sort by it. "
+        f"Losses and gains are in {study.loss_unit()}, means over seeds with the range below. "
+        "Grey gains are within seed spread or rest on one seed."
+    )
+    return join([note(text), table]) if table else table
+
+
+def _nothing(study: StudyData) -> Markup:
+    where = f"None of the {count(len(study.runs), 'run')} has written a record." if study.runs else "No run is listed."
+    again = " Run the command below again: finished runs are kept, the others go on." if study.command else ""
+    return empty_note(f"{where}{again} Then make this page again.")
+
+
+def _made(study: StudyData) -> str:
+    versions = sorted({str(run.env["qkeel"]) for run in study.runs if run.env.get("qkeel")})
+    return f"Made by qkeel from runs of version {listing(versions)}." if versions else "Made by qkeel."

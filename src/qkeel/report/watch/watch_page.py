@@ -1,0 +1,208 @@
+"""The page about watched models, as a list of sections: alarms with their remedy, charts, layers, what was watched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from qkeel.metrics import Row
+from qkeel.records import fold_heads, head_field
+from qkeel.report.html.figure import Chart, choices
+from qkeel.report.html.formats import count, listing, number
+from qkeel.report.html.markup import Markup, join, tag
+from qkeel.report.html.page import Page, Section, command_block, details, empty_note, facts
+from qkeel.report.html.table import NOTHING, cell, columns, measured, table, table_row, words
+from qkeel.report.watch.watch_charts import RUNS, charts
+from qkeel.report.watch.watch_classes import class_tables
+from qkeel.report.watch.watch_data import chart_data
+from qkeel.report.watch.watch_findings import findings, movement, place
+from qkeel.report.watch.watched_run import Watched
+
+COLUMNS = {
+    "max_logit": "Largest logit",
+    "min_logit": "Smallest logit",
+    "entropy": "Entropy",
+    "entropy_min": "Lowest row entropy",
+    "query_norm": "|q|",
+    "key_norm": "|k|",
+    "cos_max": "Largest cosine",
+    "logit_change_rms": "Logit change",
+    "gain_bound": "Bound by gains",
+}
+_FOLDS = {"max": "the largest head", "min": "the smallest head", "mean": "the mean over heads"}
+
+
+def watch_page(runs: Sequence[Watched]) -> Page:
+    """Returns the page about watched runs."""
+    present = charts(runs)
+    empty = Markup("") if present else empty_note("Nothing is recorded yet: no forward pass in training mode was seen.")
+    return Page(
+        title=heading(runs),
+        meta=_meta(runs),
+        findings=findings(runs),
+        sections=[
+            Section("nothing", "Nothing to draw yet", empty),
+            Section("alarms", "Alarms", _alarms(runs)),
+            Section("charts", "Charts", _charts(runs, present)),
+            Section("compared", "The runs", _compared(runs)),
+            Section("classes", "Token classes, last sample", class_tables(runs)),
+            Section("layers", "Layer by layer, last sample", _layers(runs)),
+            Section("watched", "What was watched", _facts(runs)),
+            Section("definitions", "Definitions", _definitions(runs)),
+        ],
+        data=chart_data(runs) if present else None,
+        drawing="watch.js",
+        in_place=True,
+    )
+
+
+def heading(runs: Sequence[Watched]) -> str:
+    """Returns what was watched, in a few words."""
+    models = list(dict.fromkeys(str(run.about.get("model") or "model") for run in runs))
+    several = f"{count(len(runs), 'watched run')} of " if len(runs) > 1 else ""
+    return f"{several}{listing(models)}" + ("" if several else ", watched")
+
+
+def _meta(runs: Sequence[Watched]) -> str:
+    if len(runs) > 1:
+        return " · ".join(f"{run.name}: {count(len(run.records), 'sample')}" for run in runs)
+    run = runs[0]
+    about = run.about
+    size = about.get("parameters")
+    parts = [
+        count(size, "parameter") if isinstance(size, int) else "",
+        count(len(run.layers or about.get("sites") or ()), "attention layer"),
+        str(about["optimizer"]) if isinstance(about.get("optimizer"), str) else "",
+        count(run.steps[-1], "step") if run.records else "",
+        count(len(run.records), "sample"),
+        f"run {run.name}",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _alarms(runs: Sequence[Watched]) -> Markup:
+    items = [_alarm(alarm, run.name if len(runs) > 1 else "") for run in runs for alarm in run.alarms]
+    return tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+
+
+def _alarm(alarm: Row, run: str) -> Markup:
+    severity = str(alarm.get("severity"))
+    trend = f"; {alarm['trend']}" if alarm.get("trend") else ""
+    where = f"step {alarm['step']:,}{place(alarm)}" + (f", {run}" if run else "")
+    value = alarm.get("value")
+    shown = f"value {number(value)}" if isinstance(value, (int, float)) else ""
+    source = f"Rule: {alarm.get('rule')}, {shown}. Source: {alarm.get('source') or '–'}"
+    return tag(
+        "li",
+        {"class": f"alarm-{severity}"},
+        tag("p", {}, tag("strong", {"class": "severity"}, severity), f" {where}: {alarm.get('meaning')}{trend}."),
+        tag("div", {"class": "remedy-line"}, command_block(str(alarm.get("remedy") or ""))),
+        tag("p", {"class": "source"}, source),
+    )
+
+
+def _charts(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
+    first = [chart.figure() for chart in present if chart is RUNS]  # of all runs; the others are of the chosen one
+    choice = choices("run") if sum(bool(run.records) for run in runs) > 1 else ""
+    return join([*first, choice, *(chart.figure() for chart in present if chart is not RUNS)])
+
+
+def _compared(runs: Sequence[Watched]) -> Markup:
+    if len(runs) < 2:
+        return Markup("")
+    head = columns("Run", kind="text")
+    head += columns("Steps", "Alarms", "First alarm", "Largest logit, last", "… of the run")
+    head += [*columns("Moves", kind="text"), *columns("Entropy, last", "Training loss, last")]
+    return table("The watched runs", head, [_compared_line(run) for run in runs], sortable=True)
+
+
+def _compared_line(run: Watched) -> Markup:
+    logits = run.overall("max_logit")
+    peak = float(np.fmax.reduce(logits, initial=np.nan))
+    return table_row(
+        run.name,
+        cell(f"{run.steps[-1]:,}", run.steps[-1]) if run.records else cell("–", -1),
+        cell(str(len(run.alarms)), len(run.alarms)),
+        cell(f"{run.alarms[0]['step']:,}", run.alarms[0]["step"]) if run.alarms else NOTHING,
+        _last(logits),
+        cell(number(peak), peak),
+        words(movement(run) if run.records else ""),
+        _last(run.overall("entropy")),
+        _last(run.overall("train_loss")),
+    )
+
+
+def _last(values: np.ndarray) -> Markup:
+    return measured(float(values[-1]) if len(values) else math.nan)
+
+
+def _layers(runs: Sequence[Watched]) -> Markup:
+    """One line per layer of the last sample, of each run."""
+    parts = []
+    for run in runs:
+        if not run.records or not run.layers:
+            continue
+        shown = [n for n in COLUMNS if n in run.heads.values and not np.isnan(run.heads.values[n][-1]).all()]
+        folded = {name: fold_heads(name, run.heads.values[name][-1]) for name in shown}
+        head = [*columns("Layer", kind="text"), *columns(*(COLUMNS[name] for name in shown))]
+        body = [_layer(run, i, folded) for i in range(len(run.layers))]
+        inner = table(f"Layers of {run.name} at step {run.steps[-1]:,}", head, body, sortable=True)
+        title = f"{run.name}, step {run.steps[-1]:,}" if len(runs) > 1 else f"Step {run.steps[-1]:,}"
+        parts.append(details(f"{title}: {count(len(run.layers), 'layer')}", inner))
+    return join(parts)
+
+
+def _layer(run: Watched, i: int, folded: Mapping[str, np.ndarray]) -> Markup:
+    cells = []
+    for name, values in folded.items():
+        heads = run.heads.values[name][-1][i]
+        field = head_field(name)
+        fold = "mean" if field is None else field.fold
+        which = ""
+        if fold != "mean" and not np.isnan(heads).all():
+            which = f"head {int(np.nanargmax(heads) if fold == 'max' else np.nanargmin(heads))}"
+        cells.append(measured(float(values[i]), which))
+    return table_row(run.layers[i], *cells)
+
+
+def _facts(runs: Sequence[Watched]) -> Markup:
+    """The facts that each directory records of its run, name by name."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        versions = run.env.get("versions")
+        recorded = {k: v for k, v in run.about.items() if k not in ("kind", "sites", "fields")}
+        recorded |= versions if isinstance(versions, dict) else {}
+        for name, value in {**recorded, "command": run.env.get("command"), "directory": str(run.path)}.items():
+            if value is not None and value != "":
+                found.setdefault(name.replace("_", " "), {})[_word(value)] = None
+    return join([facts({name: list(values) for name, values in found.items()}), *(_sites(run) for run in runs)])
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_word(inner)}" for key, inner in value.items())
+    return ", ".join(map(_word, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _sites(run: Watched) -> Markup:
+    sites = [site for site in run.about.get("sites") or () if isinstance(site, dict)]
+    if not sites:
+        return Markup("")
+    names = list(dict.fromkeys(key for site in sites for key in site))
+    head = columns(*(name.replace("_", " ") for name in names), kind="text")
+    body = [tag("tr", {}, *(words(_word(site.get(name, ""))) for name in names)) for site in sites]
+    inner = table(f"Attention layers of {run.name}", head, body)
+    return details(f"{run.name}: {count(len(sites), 'attention layer')}", inner)
+
+
+def _definitions(runs: Sequence[Watched]) -> Markup:
+    recorded = dict.fromkeys(name.partition("/")[0] for run in runs for name in run.measured())
+    fields = {name: field for name in recorded if (field := head_field(name)) is not None}
+    found = {n: f"{field.meaning} [{field.unit}]; of a layer: {_FOLDS[field.fold]}" for n, field in fields.items()}
+    return facts(found, code=True)

@@ -1,0 +1,168 @@
+"""ScoresCall: a hand-written attention as it was seen, and the statistics of what went into its softmax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from qkeel.errors import ShapeError
+from qkeel.functional.norms import wide
+from qkeel.functional.statistics.class_stats import TokenClasses, joined_classes
+from qkeel.functional.statistics.logit_change import LogitChange, change_rows, reduce_changes
+from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
+from qkeel.functional.statistics.rows import (
+    RowStats,
+    Seen,
+    extreme_logits,
+    logit_rows,
+    no_product_rows,
+    product_rows,
+    reduce_rows,
+    softmax_rows,
+)
+from qkeel.functional.statistics.sampling import chosen_rows
+from qkeel.kernels.stats.per_head import BLOCK
+from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoresCall:
+    """Logits [b h t s] before the cap, `capped` ones as the softmax took them, and which pairs are hidden.
+
+    Where no cap was seen both are one tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key.
+    q [b h t d] and k [b g s d] are those that were multiplied, or None where these are unknown: they carry
+    norms, angles and weights, the logits are never computed from them. `headless` marks a call of one head of
+    several. `query_mask` [b t]: False leaves a query row out of the statistics; `classes` splits them.
+    """
+
+    spec: AttentionSpec
+    logits: Float[Tensor, "b h t s"]
+    capped: Float[Tensor, "b h t s"]
+    hidden: Bool[Tensor, "#b #h #t #s"] | None
+    q: Float[Tensor, "b h t d"] | None
+    k: Float[Tensor, "b g s d"] | None
+    headless: bool = False
+    query_mask: Bool[Tensor, "b t"] | None = None
+    classes: TokenClasses | None = None
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        """Batch size b and number of queries t."""
+        return self.logits.shape[0], self.logits.shape[2]
+
+    @property
+    def query_device(self) -> torch.device:
+        """The device of the logits."""
+        return self.logits.device
+
+
+@torch.no_grad()
+def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitStats:
+    """Exact LogitStats of a hand-written call; weights are those of the softmax over the visible keys, sinks left out.
+
+    What needs q or k (norms, angles, qk_frobenius) is not measured where they are unknown: n_keys or n_products is 0.
+    """
+    kind = wide(call.logits.dtype)
+    q, k = (None if x is None else x.to(kind) for x in (call.q, call.k))
+    q_norm, k_norm = (None if x is None else x.norm(dim=-1) for x in (q, k))
+    each = None if k is None else k.repeat_interleave(call.logits.shape[1] // k.shape[1], dim=1)
+    classes = None if call.classes is None else call.classes.keys(call.logits.new_zeros((), dtype=kind))
+    parts = []
+    for rows in _blocks(call):
+        z, seen = _logits(call, rows)
+        angle = no_product_rows(z.amax(-1))
+        if q is not None and each is not None and q_norm is not None and k_norm is not None:
+            products = seen.blank_(q[:, :, rows] @ each.mT)
+            angle = product_rows(products, 1.0, q_norm[:, :, rows], k_norm, seen)
+        found = logit_rows(z, seen, threshold, classes)
+        if call.capped is not call.logits:
+            z = seen.lower_(seen.blank_(call.capped[:, :, rows].to(kind, copy=True)))
+        parts.append(RowStats(**angle, **found, **softmax_rows(z, seen, classes)))
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, _keys_seen(call), call.classes)
+
+
+@torch.no_grad()
+def scores_change(
+    before: ScoresCall, after: ScoresCall, *, n_queries: int | None = None, generator: torch.Generator | None = None
+) -> LogitChange:
+    """The change of the logits before the cap between two calls of the same batch; see logit_change of the kernels. A
+    difference of logits: their rounding is in it."""
+    if before.logits.shape != after.logits.shape:
+        raise ShapeError(
+            f"expected two calls of the same batch, got scores {tuple(before.logits.shape)} and then "
+            f"{tuple(after.logits.shape)}"
+        )
+    rows = chosen_rows(after.query_shape[1], n_queries, generator)
+    if rows is not None:
+        before, after = (_with_rows(call, rows.to(call.query_device)) for call in (before, after))
+    parts = []
+    for block in _blocks(after):
+        z, seen = _logits(after, block)
+        parts.append(change_rows(z - seen.blank_(before.logits[:, :, block].to(z.dtype, copy=True)), seen))
+    return reduce_changes(parts, after.query_mask)
+
+
+@torch.no_grad()
+def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, h], Float[Tensor, h]]:
+    """The max_logit and min_logit [h] of `scores_stats`, and nothing else."""
+    extrema = []
+    for rows in _blocks(call):
+        z, seen = _logits(call, rows)
+        extrema.append(extreme_logits(z, seen, None if call.query_mask is None else call.query_mask[:, rows]))
+    top, low = zip(*extrema)
+    return torch.stack(top).amax(0), torch.stack(low).amin(0)
+
+
+def _with_rows(call: ScoresCall, rows: Tensor) -> ScoresCall:
+    """The call with these query rows only."""
+    logits = call.logits[:, :, rows]
+    return dataclasses.replace(
+        call,
+        logits=logits,
+        capped=logits if call.capped is call.logits else call.capped[:, :, rows],
+        hidden=call.hidden if call.hidden is None or call.hidden.shape[2] == 1 else call.hidden[:, :, rows],
+        q=None if call.q is None else call.q[:, :, rows],
+        query_mask=None if call.query_mask is None else call.query_mask[:, rows],
+        classes=None if call.classes is None else call.classes.rows(rows),
+    )
+
+
+def _blocks(call: ScoresCall) -> Iterator[slice]:
+    b, h, t, s = call.logits.shape
+    rows = max(1, BLOCK // max(1, b * h * s))
+    for start in range(0, t, rows):
+        yield slice(start, min(t, start + rows))
+
+
+def _logits(call: ScoresCall, rows: slice) -> tuple[Tensor, Seen]:
+    """A blanked copy of the logits of some rows, and which keys are visible there."""
+    n = call.logits.shape[3]
+    hidden = call.hidden
+    if hidden is not None and hidden.shape[2] > 1:
+        hidden = hidden[:, :, rows]
+    seen = Seen(None, n, n) if hidden is None else Seen(~hidden, 0, n)
+    return seen.blank_(call.logits[:, :, rows].to(wide(call.logits.dtype), copy=True)), seen
+
+
+def _keys_seen(call: ScoresCall) -> Tensor:
+    """A mask of the keys [b g s] that some counted row sees; [b h s] where the keys are unknown."""
+    b, h, _, s = call.logits.shape
+    groups = h if call.k is None else call.k.shape[1]
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.logits.device)
+    if call.hidden is not None:
+        visible = ~call.hidden
+    if call.query_mask is not None:
+        visible = visible & call.query_mask[:, None, :, None]
+    return visible.any(-2).expand(b, h, s).unflatten(1, (groups, -1)).any(2)
+
+
+def cat_heads(parts: list[LogitStats]) -> LogitStats:
+    """The statistics of calls of one head each as those of one site."""
+    whole = {name: torch.cat([getattr(p, name) for p in parts]) for name in TENSORS}
+    formulas = {name: torch.cat([p.formulas[name] for p in parts]) for name in parts[0].formulas}
+    return LogitStats(**whole, classes=joined_classes([p.classes for p in parts]), formulas=formulas)

@@ -1,0 +1,1 @@
+"""Attention written out by hand, followed from q kᵀ to its softmax."""

@@ -1,0 +1,121 @@
+"""The readers of flex_attention, flash-attn's functions and torch's varlen_attn: their arguments as AttentionCalls.
+
+flash-attn's layouts: q [b t h d], or [total h d] with the cumulative lengths of the sequences; qkv [... 3 h d] and
+kv [... 2 h d] where they come packed. Arguments are read by name, so versions may differ in their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from qkeel.errors import QkeelError
+from qkeel.patching.modes import Kwargs
+from qkeel.sites.calls.head_layout import fewest_keys
+from qkeel.sites.calls.mask_functions import PackedCall, band_call, flex_call, packed_call
+from qkeel.sites.see.foreign_functions import FLASH
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
+
+# Arguments that change what is computed, and at which values they don't.
+_UNREAD: dict[str, tuple[object, ...]] = {
+    "attention_chunk": (None, 0),
+    "block_table": (None,),
+    "learnable_sink": (None,),
+    "mask_mod": (None,),
+    "page_table": (None,),
+    "qv": (None,),
+    "score_mod": (None,),
+    "seqused_k": (None,),
+    "seqused_q": (None,),
+}
+
+
+class UnreadError(QkeelError, NotImplementedError):
+    """A call with an option that can't be accounted for exactly."""
+
+
+def qkeel_call(given: Kwargs) -> AttentionCall:
+    """Reads qkeel.ops.run(call, impl) and its like: the call as it is, its keys as few as differ."""
+    call = given["call"]
+    return dataclasses.replace(call, k=fewest_keys(call.k))
+
+
+def flex(given: Kwargs) -> AttentionCall:
+    """Reads flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, ...)."""
+    q, k = given["query"], given["key"]
+    k = fewest_keys(k.expand(q.shape[0], *k.shape[1:]))
+    return flex_call(_spec(q, given["scale"], 0.0), q, k, given["score_mod"], given["block_mask"])
+
+
+def flash(given: Kwargs) -> AttentionCall | PackedCall:
+    """Reads flash_attn_func and its relatives, and torch.nn.attention.varlen.varlen_attn."""
+    for name, harmless in _UNREAD.items():
+        value = given.get(name)
+        if isinstance(value, Tensor) or value not in harmless:
+            raise UnreadError(name)
+    q, k = _q_and_k(given)
+    scale = given.get("softmax_scale", given.get("scale"))
+    spec = _spec(q, scale, given.get("softcap") or 0.0)
+    slopes = given.get("alibi_slopes")
+    if slopes is not None and spec.cap != NoCap():
+        raise UnreadError("alibi_slopes with softcap: a bias after the cap")
+    causal, window = bool(given.get("causal", False)), _window(given.get("window_size"))
+    ends = [_first(given, ("cu_seqlens_q", "cu_seqlens", "cu_seq_q")), _first(given, ("cu_seqlens_k", "cu_seq_k"))]
+    if ends[0] is None:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return band_call(spec, q, k, causal=causal, window=window, slopes=slopes)
+    starts_q = ends[0].tolist()
+    starts_k = starts_q if ends[1] is None else ends[1].tolist()
+    each = [slopes] * len(starts_q) if slopes is None or slopes.ndim == 1 else list(slopes)
+    calls = []
+    for slope, start, end, first, last in zip(each, starts_q, starts_q[1:], starts_k, starts_k[1:]):
+        if end > start and last > first:
+            one, other = (x.transpose(0, 1)[None] for x in (q[start:end], k[first:last]))
+            calls.append((start, band_call(spec, one, other, causal=causal, window=window, slopes=slope)))
+    if not calls:
+        raise UnreadError("no sequence with a token in it")
+    return packed_call(calls, q, k)
+
+
+def _first(given: Kwargs, names: tuple[str, ...]) -> Tensor | None:
+    return next((given[n] for n in names if given.get(n) is not None), None)
+
+
+def _spec(q: Tensor, scale: float | None, softcap: float) -> AttentionSpec:
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    return AttentionSpec(scale=Fixed(factor), cap=Softcap(float(softcap)) if softcap else NoCap())
+
+
+def _q_and_k(given: Kwargs) -> tuple[Tensor, Tensor]:
+    if "qkv" in given:
+        q, k, _ = given["qkv"].unbind(-3)
+        return q, k
+    q = _first(given, ("q", "query"))
+    k = given["kv"].unbind(-3)[0] if "kv" in given else _first(given, ("k", "key"))
+    if torch.is_tensor(q) and torch.is_tensor(k) and q.is_floating_point():
+        return q, k
+    raise UnreadError("q and k of its arguments")
+
+
+def _window(size: object) -> tuple[int, int]:
+    """(left, right), -1 for no bound, of a pair with None or -1 for none."""
+    if size is None:
+        return -1, -1
+    if isinstance(size, int):
+        return size, size
+    left, right = (-1 if x is None else int(x) for x in size)  # type: ignore[attr-defined]
+    return left, right
+
+
+# The reader of each function that foreign_functions observes.
+FLASH_AND_FLEX: Mapping[str, Callable[[Kwargs], AttentionCall | PackedCall]] = {
+    "run": qkeel_call,
+    "run_with_weights": qkeel_call,
+    "flex_attention": flex,
+    "varlen_attn": flash,
+    **dict.fromkeys(FLASH, flash),
+}

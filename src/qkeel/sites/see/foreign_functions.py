@@ -1,0 +1,139 @@
+"""Attention functions that are no torch functions, seen by exchanging their code while somebody observes.
+
+flex_attention and flash-attn's functions are plain Python: a torch function mode does not see them called. See
+`patching.exchanged_code` for how every alias of such a function is seen.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextvars
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from qkeel.patching.compiler_state import recomputing
+from qkeel.patching.exchanged_code import ExchangedCode, exchange
+from qkeel.patching.modes import FunctionMode
+
+# Names under which flash-attn, its Hopper version, the versions on the hub and wrappers around them offer it.
+FLASH = (
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+)
+_ONE_HOME = (
+    ("qkeel.ops", "run"),  # attention that a remedy put in the place of a model's own
+    ("qkeel.ops", "run_with_weights"),
+    ("torch.nn.attention.flex_attention", "flex_attention"),
+    ("torch.nn.attention.varlen", "varlen_attn"),
+)
+
+
+class CallObserver(FunctionMode, abc.ABC):
+    """A function mode that also gets the calls of foreign functions. `probing`: it walks gradients from q and k."""
+
+    probing: bool
+
+    @abc.abstractmethod
+    def called(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """The function `name` was called with these arguments (all of them, by name) and has returned."""
+
+    @abc.abstractmethod
+    def not_observable(self, name: str, error: Exception) -> None:
+        """The function `name` can't be observed."""
+
+    @abc.abstractmethod
+    def suspended(self) -> AbstractContextManager[None]:
+        """While it lasts the observer's modes see nothing."""
+
+
+# Per thread. Empty while an observed function runs: what it calls in turn is part of it.
+_OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.ContextVar("qkeel_observers", default=())
+
+
+@contextmanager
+def observed_by(observer: CallObserver) -> Iterator[None]:
+    """While it lasts `observer` gets this thread's calls. Functions of modules not yet imported are missed."""
+    with ExitStack() as undo:
+        for function in list(_functions()):
+            try:
+                undo.callback(exchange(function, _call, _UNCOMPILED).release)
+            except (SyntaxError, TypeError, ValueError) as error:  # code of an unforeseen form
+                observer.not_observable(function.__name__, error)
+        _OBSERVERS.set((*_OBSERVERS.get(), observer))
+        undo.callback(lambda: _OBSERVERS.set(tuple(o for o in _OBSERVERS.get() if o is not observer)))
+        yield
+
+
+def _functions() -> Iterator[types.FunctionType]:
+    """Attention functions of modules that are loaded: one that is not, nobody can call."""
+    seen: set[int] = set()
+    places = [(sys.modules.get(home), name) for home, name in _ONE_HOME]
+    for home in [home for home in sys.modules if "flash_att" in home]:
+        places += [(sys.modules.get(home), name) for name in FLASH]
+    for module, name in places:
+        function = None if module is None else vars(module).get(name)
+        if isinstance(function, types.FunctionType) and id(function) not in seen:
+            seen.add(id(function))
+            yield function
+
+
+def _call(function: ExchangedCode, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """One call of an observed function."""
+    observers = _OBSERVERS.get()
+    if not observers or recomputing():
+        return function.original(*args, **kwargs)
+    undo = function.uncompiled(_suspended, observers)
+    try:
+        given, named = function.uncompiled(_without_graph, observers, args, kwargs)
+        out = function.original(*given, **named)
+    finally:
+        function.uncompiled(undo.close)
+    function.uncompiled(_report, function.function, observers, args, kwargs)
+    return out
+
+
+_UNCOMPILED = (_call.__code__, recomputing.__code__)
+
+
+def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
+    """Until it is closed, nobody observes what an observed function does inside."""
+    with ExitStack() as undo:
+        _OBSERVERS.set(())
+        undo.callback(_OBSERVERS.set, observers)
+        for observer in reversed(observers):
+            undo.enter_context(observer.suspended())
+        return undo.pop_all()
+
+
+def _without_graph(
+    observers: tuple[CallObserver, ...], args: list[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments; without a graph in a probe: no walk goes through attention, and flex_attention on a CPU refuses
+    inputs that need a gradient."""
+    if not any(o.probing for o in observers):
+        return args, kwargs
+    return [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
+
+
+def _report(
+    function: Callable[..., Any], observers: tuple[CallObserver, ...], args: list[Any], kwargs: dict[str, Any]
+) -> None:
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    with _suspended(observers):
+        for observer in observers:
+            observer.called(function.__name__, bound.arguments)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

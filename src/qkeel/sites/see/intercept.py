@@ -1,0 +1,210 @@
+"""The interceptor of attention calls: it sees every attention that a forward pass computes, of any model.
+
+The Interceptor is a torch function mode, so `torch.nn.TransformerEncoder`'s eval fast path is off while it is
+active: torch turns it off under any function mode. The results then are those of
+`torch.backends.mha.set_fastpath_enabled(False)`, which differ from the fast path's by rounding; training never takes
+the fast path. Of visibility and the last bit in evaluation, visibility was chosen here: inside the fast path one opaque
+operator would have to be read apart. A Tap observes such models in an extra pass, so that theirs keep both.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from qkeel.nn.spec_module import SpecModule
+from qkeel.patching.compiler_state import in_vmap
+from qkeel.patching.modes import Args, Function, Kwargs, OperatorMode, function_name, suspended
+from qkeel.sites.by_hand import DescribedSiteHooks
+from qkeel.sites.calls.logit_statistics import Seen
+from qkeel.sites.calls.scores import ScoresCall
+from qkeel.sites.handwritten.follow import Handwritten
+from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError
+from qkeel.sites.see.foreign_functions import CallObserver, observed_by
+from qkeel.sites.see.running_modules import Frame, ModuleStack
+from qkeel.sites.see.sdpa import SDPA
+from qkeel.sites.site import AttentionSite
+
+# Per thread: whether an interceptor computes something itself, which is nobody's attention.
+_READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sighting:
+    """One attention call of a forward pass.
+
+    Args:
+        frame: the call of the module that made it.
+        ordinal: which one it is of those that its module made in this call.
+        how: the function it was seen in, "softmax" for a hand-written one.
+        call: what was seen.
+        below: whether only an Interceptor with dispatch=True sees it.
+    """
+
+    frame: Frame
+    ordinal: int
+    how: str
+    call: Seen
+    below: bool = False
+
+    @property
+    def name(self) -> str:
+        """The site's name: that of the module, "#2" appended for its second call."""
+        return self.frame.name if self.ordinal == 0 else f"{self.frame.name}#{self.ordinal + 1}"
+
+    @property
+    def headless(self) -> bool:
+        """True if it is one of several heads that are computed one by one."""
+        return isinstance(self.call, ScoresCall) and self.call.headless
+
+
+class Interceptor(CallObserver):
+    """Reports every attention call of `model` between `__enter__` and `__exit__`.
+
+    Seen are torch's fused functions, products of two activations that reach a softmax, flex_attention, varlen_attn and
+    flash-attn's functions. Calls inside qkeel's own modules are left to their observers.
+
+    Args:
+        model: the model.
+        report: gets every call.
+        probing: keep the graph behind q and k.
+        dispatch: see also what torch.jit.script and torch.func.vmap hide from a function mode, at the price of a
+            callback per operator.
+        described: sites to be read as their descriptions say; nothing else is reported inside them.
+        on_fault: gets any exception in here or in `report`, which then never reaches the model's forward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        report: Callable[[Sighting], None],
+        *,
+        probing: bool = False,
+        dispatch: bool = False,
+        described: Sequence[AttentionSite] = (),
+        on_fault: Callable[[Exception], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.stack = ModuleStack(model, keep_inputs=probing, on_fault=on_fault)
+        self.probing = probing
+        self.unread: collections.Counter[str] = collections.Counter()
+        self._on_fault = on_fault
+        self._report = report
+        self._below = OperatorMode(self._read_below) if dispatch else None
+        self._inside = 0
+        self._is_below = False
+        self._described = {site.name for site in described}
+        self._hooks = [DescribedSiteHooks(site, self._described_call) for site in described]
+        self._undo = ExitStack()
+        self.handwritten = Handwritten(lambda frame, call: self._saw(frame, "softmax", call))
+
+    def __enter__(self) -> Interceptor:
+        with ExitStack() as undo:
+            for hooks in self._hooks:
+                undo.enter_context(hooks)
+            undo.callback(self.handwritten.tags.clear)
+            undo.enter_context(self.stack)
+            undo.enter_context(observed_by(self))
+            if self._below is not None:
+                undo.enter_context(self._below)
+            super().__enter__()
+            undo.callback(super().__exit__, None, None, None)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+    def call(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
+        """Calls the function and reads what it computed."""
+        if torch.compiler.is_compiling() or _READING.get():
+            return function(*args, **kwargs)
+        name = function_name(function)
+        if name == "get":
+            return function(*args, **kwargs)
+        if in_vmap():
+            if self._below is None:
+                self.unread["torch.func.vmap"] += 1
+            return function(*args, **kwargs)
+        self._inside += 1
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        if name in SDPA or self.handwritten.minds(name):
+            self._guarded(lambda: self._read(name, args, kwargs, out))
+        return out
+
+    def suspended(self) -> AbstractContextManager[None]:
+        return suspended(self, self._below)
+
+    def called(self, name: str, arguments: Kwargs) -> None:
+        self._guarded(lambda: self._read_foreign(name, arguments))
+
+    def not_observable(self, name: str, error: Exception) -> None:
+        self.unread[f"{name}, which can't be watched ({error})"] += 1
+
+    def _guarded(self, read: Callable[[], None]) -> None:
+        token = _READING.set(True)
+        try:
+            # With gradients only where someone will walk from q and k back to the weights.
+            with torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
+                read()
+        except Exception as error:
+            if self._on_fault is None:
+                raise
+            self._on_fault(error)
+        finally:
+            _READING.reset(token)
+
+    def _read(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
+        top = self.stack.top
+        fused = SDPA.get(name)
+        if fused is None:
+            self.handwritten.follow(name, top, args, kwargs, out)
+        elif not self._elsewhere(top):
+            self._saw(top, name, fused(top, args, kwargs))
+
+    def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
+        if self._inside or _READING.get():
+            return
+        self._is_below = True
+        try:
+            self._guarded(lambda: self._read(name, args, kwargs, out))
+        finally:
+            self._is_below = False
+
+    def _read_foreign(self, name: str, arguments: Kwargs) -> None:
+        top = self.stack.top
+        if self._elsewhere(top):
+            return
+        try:
+            call = FLASH_AND_FLEX[name](arguments)
+        except UnreadError as error:
+            self.unread[f"{name} with {error}"] += 1
+            return
+        self._saw(top, name, call)
+
+    def _saw(self, frame: Frame, how: str, call: Seen) -> None:
+        if self._elsewhere(frame):
+            return
+        ordinal, frame.calls = frame.calls, frame.calls + 1
+        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=self._is_below))
+
+    def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
+        def report() -> None:
+            frame = Frame(name=site.name, module=site.module, parent=self.stack.top)
+            self._report(Sighting(frame=frame, ordinal=0, how="description", call=read()))
+
+        self._guarded(report)
+
+    def _elsewhere(self, frame: Frame) -> bool:
+        """True if this is the inside of an attention that is reported otherwise."""
+        return any(isinstance(f.module, SpecModule) or f.name in self._described for f in frame.line())

@@ -1,0 +1,134 @@
+"""The module that is running, known by forward hooks while a probe or a sampled forward runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as every
+from torch.utils.hooks import RemovableHandle
+
+from qkeel.patching.modes import Args, Kwargs
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Frame:
+    """One running call of a module. `inputs` are its tensor arguments, kept only where they are asked for.
+
+    `batch` is the first size of its first tensor argument, `calls` how many attentions it has made so far.
+    """
+
+    name: str
+    module: nn.Module
+    parent: Frame | None
+    batch: int = 0
+    inputs: tuple[Tensor, ...] = ()
+    calls: int = 0
+
+    def line(self) -> list[Frame]:
+        """This frame and those that called it, innermost first."""
+        frames: list[Frame] = [self]
+        while (parent := frames[-1].parent) is not None:
+            frames.append(parent)
+        return frames
+
+    def shared_with(self, other: Frame) -> Frame:
+        """The innermost frame that holds both: that of an attention whose softmax is a module of its own."""
+        mine = {id(f) for f in self.line()}
+        return next((f for f in other.line() if id(f) in mine), self)
+
+
+class ModuleStack:
+    """The innermost running module of a model, between `__enter__` and `__exit__`.
+
+    Module calls are seen by per-module hooks, so that nothing outside the model is touched (scripted modules take no
+    hooks; where there is one, a global hook sees its calls). A module that runs inside compiled or scripted code
+    is not seen.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, keep_inputs: bool = False, on_fault: Callable[[Exception], None] | None = None
+    ) -> None:
+        """Hooks onto the modules; `on_fault` gets what goes wrong in the hooks, never the model's forward pass."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._modules = list(model.modules())
+        self._keep = keep_inputs
+        self._on_fault = on_fault
+        self._hooks: list[RemovableHandle] = []
+        self.root = Frame(name="", module=model, parent=None)
+        self.top = self.root
+
+    def __enter__(self) -> Self:
+        scripted = [m for m in self._modules if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            self._hooks.append(every.register_module_forward_pre_hook(self._safe(self._push_scripted)))
+            self._hooks.append(every.register_module_forward_hook(self._safe(self._pop_scripted), always_call=True))
+        for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
+            push, pop = self._safe(self.push), self._safe(self._pop)
+            self._hooks.append(module.register_forward_pre_hook(push, with_kwargs=True, prepend=True))
+            self._hooks.append(module.register_forward_hook(pop, always_call=True))
+        return self
+
+    def begun(self, args: Args, kwargs: Kwargs) -> None:
+        """Before `__enter__`: the model's own call has begun already, and its end is of no interest."""
+        self._modules = [m for m in self._modules if m is not self.root.module]
+        self.push(self.root.module, args, kwargs)
+
+    def _safe(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def safe(*args: Any) -> None:
+            try:
+                hook(*args)
+            except Exception as error:
+                if self._on_fault is None:
+                    raise
+                self._on_fault(error)
+
+        return safe
+
+    def __exit__(self, *exc: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.top = self.root
+
+    def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """A call of this module begins."""
+        inputs = tuple(tensors((args, kwargs)))
+        batch = next((x.shape[0] for x in inputs if x.ndim > 1), 0)
+        self.top = Frame(
+            name=self._names[id(module)],
+            module=module,
+            parent=self.top,
+            batch=batch,
+            inputs=inputs if self._keep else (),
+        )
+
+    def _push_scripted(self, module: nn.Module, args: Args) -> None:
+        if isinstance(module, torch.jit.ScriptModule) and id(module) in self._names:
+            self.push(module, args, {})
+
+    def _pop_scripted(self, module: nn.Module, args: object, output: object) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            self._pop(module, args, output)
+
+    def _pop(self, module: nn.Module, args: object, output: object) -> None:
+        # A frame above this one was left by an exception inside a module without hooks.
+        for frame in self.top.line():
+            if frame.module is module and frame.parent is not None:
+                self.top = frame.parent
+                return
+
+
+def tensors(value: object) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)

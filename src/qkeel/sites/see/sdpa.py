@@ -1,0 +1,158 @@
+"""Torch's fused attention functions as AttentionCalls: q, k and mask are their arguments."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.private_operators import SDPA_KERNELS, Operator, argument_names
+from qkeel.sites.calls.head_layout import fewest_keys, head_counts, layout
+from qkeel.sites.calls.logit_statistics import Seen
+from qkeel.sites.calls.mask_functions import HIDES, packed_call
+from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
+from qkeel.sites.see.running_modules import Frame
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed
+from qkeel.spec.call import make_call
+
+Reader = Callable[[Frame, Args, Kwargs], Seen]
+
+_MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
+
+
+def sdpa(frame: Frame, args: Args, kwargs: Kwargs) -> Seen:
+    """Reads a call of F.scaled_dot_product_attention."""
+    return _sdpa(frame, sdpa_arguments(args, kwargs))
+
+
+def _sdpa(frame: Frame, given: Kwargs) -> Seen:
+    q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
+    scale = given.get("scale")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if q.is_nested:
+        pairs = [(a[None], b[None]) for a, b in zip(q.unbind(), k.unbind())]
+        calls = [make_call(AttentionSpec(scale=Fixed(scale)), a, b, b, causal=causal) for a, b in pairs]
+        whole = [torch.cat([x[i][0].transpose(0, 1) for x in pairs]) for i in (0, 1)]
+        starts = itertools.accumulate((a.shape[2] for a, _ in pairs[:-1]), initial=0)
+        return packed_call(zip(starts, calls), *whole)
+    return _call(frame, q, k, scale, given.get("attn_mask"), causal=causal)
+
+
+def _kernel(operator: Operator) -> Reader:
+    """Reads a call of an operator behind F.scaled_dot_product_attention, its arguments named by its schema."""
+
+    def read(frame: Frame, args: Args, kwargs: Kwargs) -> Seen:
+        given = {**dict(zip(argument_names(operator), args)), **kwargs}
+        return _sdpa(frame, {**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))})
+
+    return read
+
+
+def _call(frame: Frame, q: Tensor, k: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> AttentionCall:
+    """The call of q and k [... t d]; `causal` as SDPA has it: query i sees the keys up to i, however many there are."""
+    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]) if q.ndim > 4 or q.ndim < 4 else q.shape[:2]
+    t, s = q.shape[-2], k.shape[-2]
+    how = layout(torch.Size((*lead, t, s)), _hints(frame), frame.batch)
+    if q.ndim == 4:
+        q4, k4 = q, k.expand(q.shape[0], *k.shape[1:])
+    else:
+        q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
+    if mask is not None and q.ndim != 4:
+        mask = how.apply(mask.expand(*lead, t, s))
+    k4 = fewest_keys(k4)
+    pos = (torch.arange(t, device=q.device), torch.arange(s, device=q.device)) if causal and t != s else (None, None)
+    spec = AttentionSpec(scale=Fixed(scale))
+    return make_call(
+        spec,
+        q4,
+        k4,
+        k4,
+        causal=causal,
+        mask=hiding(mask if mask is None else mask.detach()),
+        pos_q=pos[0],
+        pos_k=pos[1],
+    )
+
+
+def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | None:
+    """The mask as [b|1 h|1 t|1 s], an additive one with -inf where it hides."""
+    if mask is None:
+        return None
+    while mask.ndim < 4:
+        mask = mask[None]
+    return mask if mask.dtype == torch.bool else mask.masked_fill(mask <= HIDES, -torch.inf)
+
+
+def _hints(frame: Frame) -> frozenset[int]:
+    return next((hints for f in frame.line() if (hints := head_counts(f.module))), frozenset())
+
+
+def mha(frame: Frame, args: Args, kwargs: Kwargs) -> Seen:
+    """Reads a call of F.multi_head_attention_forward, opaque inside: q and k are computed again from its arguments."""
+    bound = _MHA.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key = given["query"], given["key"]
+    if query.ndim == 2:
+        query, key = query[:, None], key[:, None]
+    t, b, m = query.shape
+    h = given["num_heads"]
+    q, k = _projected(given, query, key, m)
+    q = q.reshape(t, b, h, -1).permute(1, 2, 0, 3)
+    k = k.reshape(key.shape[0], b, h, -1).permute(1, 2, 0, 3)
+    if given["static_k"] is not None:
+        k = given["static_k"].unflatten(0, (b, h))
+    mask = mha_mask(given, (b, h, t, k.shape[2]))
+    if given["bias_k"] is not None:
+        k = torch.cat([k, given["bias_k"].view(1, h, 1, -1).expand(b, -1, -1, -1)], dim=2)
+    if given["add_zero_attn"]:
+        k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
+    if mask is not None:
+        mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))
+    causal = bool(given["is_causal"]) and mask is None
+    return _call(frame, q, k, 1 / math.sqrt(q.shape[-1]), mask, causal=causal)
+
+
+def _projected(given: Kwargs, query: Tensor, key: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    bias = given["in_proj_bias"]
+    if given["use_separate_proj_weight"]:
+        parts = (None, None) if bias is None else (bias[:m], bias[m : 2 * m])
+        return F.linear(query, given["q_proj_weight"], parts[0]), F.linear(key, given["k_proj_weight"], parts[1])
+    # The whole packed matrix, so that gradients show its rows.
+    weight = given["in_proj_weight"]
+    return F.linear(query, weight, bias)[..., :m], F.linear(key, weight, bias)[..., m : 2 * m]
+
+
+def mha_mask(given: Kwargs, shape: tuple[int, int, int, int]) -> Float[Tensor, "#b #h t s"] | None:
+    """The attn_mask and key_padding_mask as one additive mask."""
+    b, h, t, s = shape
+    total = None
+    of_keys = given["key_padding_mask"]
+    of_keys = of_keys if of_keys is None else of_keys.view(b, 1, 1, s)
+    for mask in (_of_pairs(given["attn_mask"], b, h, t, s), of_keys):
+        if mask is not None:
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -torch.inf)
+            total = mask if total is None else total + mask
+    return total
+
+
+def _of_pairs(mask: Tensor | None, b: int, h: int, t: int, s: int) -> Tensor | None:
+    if mask is None:
+        return None
+    return mask.view(b, h, t, s) if mask.ndim == 3 and mask.shape[0] == b * h else mask.expand(1, 1, t, s)
+
+
+# The reader of each of torch's fused attention functions, and of the operators behind them.
+SDPA: Mapping[str, Reader] = {
+    "scaled_dot_product_attention": sdpa,
+    "multi_head_attention_forward": mha,
+    **{name: _kernel(operator) for name, operator in SDPA_KERNELS.items()},
+}

@@ -1,0 +1,1 @@
+"""The rows of the weights that make each head."""

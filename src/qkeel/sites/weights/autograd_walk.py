@@ -1,0 +1,161 @@
+"""The autograd graph between q (or k) and the input of its attention module, as far as weights are concerned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+# What computes activations times weights: which of its inputs is x, the weight, the bias.
+_MATRIX = {
+    "AddmmBackward0": (1, 2, 0),
+    "MmBackward0": (0, 1, None),
+    "LinearBackward0": (0, 1, 2),
+    "BmmBackward0": (0, 1, None),
+}
+_NORMS = ("NativeLayerNormBackward0", "FusedRmsNormBackward0", "RsqrtBackward0", "LinalgVectorNormBackward0")
+_NORMS_TOO = (
+    "_ResizeBackward",
+    "NormBackward1",
+    "NormBackward0",
+    "NativeGroupNormBackward0",
+    "NativeBatchNormBackward0",
+)
+NORMS = frozenset((*_NORMS, *_NORMS_TOO))
+# Nodes behind which there is no logit path any more: the walk came out of the attention.
+_ENDS = ("Softmax", "ScaledDotProduct", "Embedding", "Gelu", "CrossEntropy", "NllLoss")
+_TURNS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "TransposeBackward1"})
+_PARTS = ("Slice", "Split", "Select", "Narrow", "Unbind", "Index")
+_LIMIT = 4000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Projection:
+    """A product activations · weight in the graph: the node whose output holds the features, and what made it.
+
+    `normed`: a norm lies between it and q or k. `above` are the projections that make its input.
+    """
+
+    node: Node
+    parameter: str
+    axis: int
+    size: int
+    bias: str | None
+    normed: bool
+    above: tuple[Projection, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Walk:
+    """The result of a walk from q or k: the nearest projections, and norm nodes between."""
+
+    nearest: tuple[Projection, ...]
+    mixers: tuple[Node, ...]
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Parameter names by identity; a tied one has its first name."""
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
+    """The graph nodes that made these tensors: where a walk stops."""
+    return {x.grad_fn for x in inputs if x.grad_fn is not None}
+
+
+def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -> Walk:
+    """The projections nearest to `start`, each with those above it; nothing beyond `stops`."""
+    found: dict[Node, Projection] = {}
+    mixers: list[Node] = []
+    seen: set[tuple[Node, bool]] = set()
+    queue: list[tuple[Node, bool, str | None]] = [(start, False, None)]
+    while queue and len(seen) < _LIMIT:
+        node, normed, added = queue.pop(0)
+        if (node, normed) in seen or node in stops or node.name().startswith(_ENDS):
+            continue
+        seen.add((node, normed))
+        projection = _projection(node, names, normed, stops, depth)
+        if projection is not None:
+            if node not in found or (normed and not found[node].normed):
+                found[node] = dataclasses.replace(projection, bias=projection.bias or added)
+            continue
+        norm = node.name() in NORMS
+        normed = normed or norm
+        # What is added after a norm is the norm's bias, not the projection's.
+        added = None if norm else _added(node, names) or added
+        if _mixes(node):
+            mixers.append(node)
+        queue += [(n, normed, added) for n, _ in node.next_functions if n is not None]
+    return Walk(nearest=tuple(found.values()), mixers=tuple(dict.fromkeys(mixers)))
+
+
+def _mixes(node: Node) -> bool:
+    name = node.name()
+    return name in NORMS or name.startswith(("MeanBackward", "VarBackward", "StdBackward", "SumBackward"))
+
+
+def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node], depth: int) -> Projection | None:
+    places = _MATRIX.get(node.name())
+    if places is None:
+        return None
+    x, w, b = places
+    weight = _weight(node.next_functions[w][0], names)
+    if weight is None:
+        return None
+    name, shape, turned = weight
+    after = node.next_functions[x][0]
+    linear = node.name() == "LinearBackward0"
+    above: tuple[Projection, ...] = ()
+    if depth > 1 and after is not None:
+        # A norm cuts the path: what lies before it does not scale the logit.
+        above = tuple(p for p in walk(after, stops, names, depth - 1).nearest if not p.normed)
+    bias = None if b is None or b >= len(node.next_functions) else _bias(node.next_functions[b][0], names)
+    axis = 0 if linear or turned else 1
+    return Projection(node=node, parameter=name, axis=axis, size=shape[axis], bias=bias, normed=normed, above=above)
+
+
+def variable_of(node: Node) -> Any:
+    """The leaf tensor whose gradient a node collects; None for any other node."""
+    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
+
+
+def _bias(node: Node | None, names: dict[int, str]) -> str | None:
+    variable = None if node is None else variable_of(node)
+    return None if variable is None else names.get(id(variable))
+
+
+def _added(node: Node, names: dict[int, str]) -> str | None:
+    """The bias that an addition adds to a product."""
+    if node.name() != "AddBackward0":
+        return None
+    biases = [_bias(n, names) for n, _ in node.next_functions if n is not None and variable_of(n) is not None]
+    return biases[0] if len(biases) == 1 and len(node.next_functions) == 2 else None
+
+
+def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, ...], bool] | None:
+    """The matrix parameter behind a weight, and whether it was transposed since. What a parametrization does in
+    between is walked through, if it ends in parameters only."""
+    if node is None:
+        return None
+    turned = {node: False}
+    queue, found = [node], []
+    while queue:
+        at = queue.pop(0)
+        variable = variable_of(at)
+        if variable is not None:
+            if id(variable) not in names:
+                return None
+            if variable.ndim == 2 and min(variable.shape) > 1:
+                found.append((names[id(variable)], tuple(variable.shape), turned[at]))
+            continue
+        # A slice of a larger matrix: its rows are not those of the parameter.
+        if at.name() in _MATRIX or at.name().startswith(_PARTS) or len(turned) > 40:
+            return None
+        for n, _ in at.next_functions:
+            if n is not None and n not in turned:
+                turned[n] = turned[at] ^ (at.name() in _TURNS)
+                queue.append(n)
+    return found[0] if len(found) == 1 else None

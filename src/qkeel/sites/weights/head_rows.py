@@ -1,0 +1,192 @@
+"""The rows of the weights that make head h, found by gradients of q and k at the output of their projections.
+
+A probe is the gradient of a random combination of one head's numbers (or of one place in every head) with respect to
+the features of a projection. It stops there, so that it costs next to nothing however large the weights are. Norms on
+the path let gradients through as if their size were a constant: a norm over all heads together then does not mix them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
+
+from qkeel.errors import QkeelError
+from qkeel.sites.see.running_modules import Frame
+from qkeel.sites.site import HeadSlice, LogitTerm
+from qkeel.sites.weights.autograd_walk import Projection, Walk, nodes_of, walk
+
+
+class UnknownRowsError(QkeelError, LookupError):
+    """The weights of a site are unknown; the message says why. Statistics work all the same."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitPath:
+    """Projections from the module's input to q or k, input first, and the places in a head that they make."""
+
+    projections: tuple[Projection, ...]
+    dims: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Side:
+    """The q or k of a call: x [b h t d], called `what`, and how it came about."""
+
+    x: Tensor
+    what: str
+    paths: tuple[LogitPath, ...]
+    found: Walk
+
+    def slices(self, path: LogitPath, dims: frozenset[int]) -> tuple[HeadSlice, ...]:
+        """The rows of each projection on a path that make these places of each head."""
+        part = self.x if len(dims) == self.x.shape[-1] else self.x[..., sorted(dims)]
+        last = len(path.projections) - 1
+        with _open(self.found.mixers), _only(path.projections[-1], self.found.nearest):
+            index = [_rows(part, p, self.what, inner=i < last) for i, p in enumerate(path.projections)]
+        return tuple(
+            HeadSlice(parameter=p.parameter, axis=p.axis, index=rows, bias=p.bias)
+            for p, rows in zip(path.projections, index)
+        )
+
+    @property
+    def normed(self) -> bool:
+        """True if a norm stands between the projections and x."""
+        return any(p.normed for p in self.found.nearest)
+
+
+def logit_terms(
+    q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"], frame: Frame, names: dict[int, str]
+) -> tuple[tuple[LogitTerm, ...], bool]:
+    """The terms of q [b h t d] · k [b g s d], and whether a norm lies between the weights and the logit.
+
+    Raises:
+        UnknownRowsError: with the reason.
+    """
+    query, key = side(q, frame, names, "q"), side(k, frame, names, "k")
+    terms = tuple(
+        LogitTerm(query=query.slices(a, shared), key=key.slices(b, shared))
+        for a in query.paths
+        for b in key.paths
+        if (shared := a.dims & b.dims)
+    )
+    if not terms:
+        raise UnknownRowsError("no part of a head is made by projections on both sides")
+    return terms, query.normed or key.normed
+
+
+def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what: str) -> Side:
+    """Walk from x [b h t d] to the input of the module that made the call, or, where nothing lies between (its
+    input is q itself), to that of the one around it."""
+    if x.grad_fn is None:
+        raise UnknownRowsError(
+            f"{what} has no gradient: it is a constant, or comes from a cache, an autograd.Function or an optimised "
+            "script"
+        )
+    found = Walk(nearest=(), mixers=())
+    for f in frame.line():
+        found = walk(x.grad_fn, nodes_of(f.inputs), names)
+        if found.nearest:
+            break
+    if not found.nearest:
+        raise UnknownRowsError(f"no matrix product with a parameter lies between the module's input and {what}")
+    return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
+
+
+def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:
+    whole = frozenset(range(x.shape[-1]))
+    for projection in found.nearest:
+        made = whole
+        if len(found.nearest) > 1:
+            with _open(found.mixers), _only(projection, found.nearest):
+                made = _dims(x, projection.node)
+        for above in projection.above or (None,):
+            if made:
+                yield LogitPath(projections=(projection,) if above is None else (above, projection), dims=made)
+
+
+def _probe(outputs: Tensor, node: Node) -> Tensor | None:
+    """Gradient of a fixed random combination of `outputs` at the output of a node."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    weights = torch.rand(outputs.shape, generator=generator, dtype=torch.float64) + 0.5
+    edge = GradientEdge(node, 0)
+    return torch.autograd.grad(outputs, edge, weights.to(outputs), retain_graph=True, allow_unused=True)[0]
+
+
+def _features(grad: Tensor | None) -> Tensor:
+    """The numbers of the features (last dimension) that a gradient reaches."""
+    if grad is None:
+        return torch.empty(0, dtype=torch.int64)
+    return grad.detach().flatten(0, -2).ne(0).any(0).nonzero().flatten().cpu()
+
+
+def _dims(x: Tensor, node: Node) -> frozenset[int]:
+    """The places in a head that a node reaches: one probe per place, all heads at once."""
+    return frozenset(d for d in range(x.shape[-1]) if len(_features(_probe(x[..., d], node))))
+
+
+def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tensor:
+    """[n r] rows of a projection per head, n = 1 where all heads share them.
+
+    An `inner` projection whose gradient is zero (the first of two matrices, the second being zero at the start, as
+    in a low-rank adapter) belongs to all heads.
+    """
+    heads = [_features(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
+    sizes = {len(rows) for rows in heads}
+    if sizes == {0} and inner:
+        return torch.arange(projection.size)[None]
+    if sizes == {0}:
+        raise UnknownRowsError(f"{what} does not depend on {projection.parameter} here: its gradient is zero")
+    if len(sizes) > 1:
+        raise UnknownRowsError(
+            f"heads of {what} take unequal numbers of rows of {projection.parameter}: {sorted(sizes)}"
+        )
+    index = torch.stack(heads)
+    if bool((index == index[:1]).all()):
+        return index[:1]
+    if index.unique().numel() != index.numel():
+        raise UnknownRowsError(f"heads of {what} share some rows of {projection.parameter} and not others")
+    return index
+
+
+@contextmanager
+def _only(one: Projection, among: Sequence[Projection]) -> Iterator[None]:
+    """While it lasts gradients do not pass the others: what reaches a projection came to it directly."""
+    with ExitStack() as undo:
+        for other in among:
+            if other.node is not one.node:
+                undo.callback(other.node.register_prehook(_nothing).remove)
+        yield
+
+
+@contextmanager
+def _open(nodes: Sequence[Node]) -> Iterator[None]:
+    """While it lasts gradients pass norms as if these multiplied by a constant."""
+    with ExitStack() as undo:
+        for node in nodes:
+            undo.callback(_pass_through(node).remove)
+        yield
+
+
+def _pass_through(node: Node) -> RemovableHandle:
+    name = node.name()
+    if name in ("NativeLayerNormBackward0", "FusedRmsNormBackward0", "_ResizeBackward"):
+        return node.register_hook(_as_factor)
+    return node.register_prehook(_nothing)
+
+
+def _as_factor(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    first = outputs[0]
+    if first is None or inputs[0] is None:
+        return inputs
+    return (first.reshape(inputs[0].shape), *inputs[1:])
+
+
+def _nothing(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(g if g is None else torch.zeros_like(g) for g in grads)

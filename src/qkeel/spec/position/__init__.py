@@ -1,0 +1,1 @@
+"""The position slot: one family of positions a file."""

@@ -1,0 +1,158 @@
+"""Position slot: how positions enter the score."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.functional.rope import Pairing, check_pairs, rope_frequencies, rope_table, rotate
+from qkeel.spec.position.rope_scaling import NoStretch, Stretch
+from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries
+from qkeel.spec.slot import Params, Slot
+
+Order = Literal["norm_then_rotate", "rotate_then_norm"]
+
+
+class Position(Slot):
+    """A position offers `encode` (what happens to q and k alone) and `scores` (what needs the pair).
+
+    A position that is a rotation does all its work in `encode`. One that depends on the distance in another
+    way (a bias, ReRoPE) overrides `scores` and says so by `folds = False`. One that hides keys says how far it sees.
+    """
+
+    __slots__ = ()
+    # "none", "rope", "alibi", "rerope", "xpos", "window", "other"; that of Kerple is the one of its two kernels.
+    kind: str = "other"
+    folds: bool = True
+    order: Order = "norm_then_rotate"
+
+    @property
+    def keeps(self) -> bool:
+        """True if an encoded key stays what it is while more come, so that a cache may hold it."""
+        return self.folds
+
+    @property
+    def reach(self) -> int | None:
+        """A query sees the keys less than this many tokens away; None for all."""
+        return None
+
+    @property
+    def unwindowed(self) -> Position:
+        """The same position without its window, if it has one."""
+        return self
+
+    @property
+    def rope(self) -> Rope | None:
+        """The RoPE whose tables say all that this position does to q and k; None for any other position."""
+        return None
+
+    def encoded(self) -> Position:
+        """The position for q and k that are encoded already."""
+        return NoPosition()
+
+    def check(self, head_dim: int) -> None:
+        """Raise if this position cannot be used with that head size."""
+        return None
+
+    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
+        """Returns q [b h t d] and k [b g s d] after rotation; pos_q [b|1 t], pos_k [b|1 s]."""
+        return q, k
+
+    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+        """Unscaled scores [b h t s] of encoded q and k; g key heads serve h / g query heads each."""
+        b, h, t, d = q.shape
+        g, s = k.shape[1], k.shape[2]
+        if g == h:
+            return q @ k.mT
+        return (q.reshape(b, g, h // g * t, d) @ k.mT).view(b, h, t, s)
+
+    @abc.abstractmethod
+    def formula(self) -> str:
+        """The formula by which positions enter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoPosition(Position):
+    """NoPE: the causal mask is the only hint of order."""
+
+    kind = "none"
+
+    def formula(self) -> str:
+        return "no position"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rope(Position):
+    """Rotary embedding of the first `rotary` share of each head.
+
+    stretch: other frequencies for longer contexts (PI, NTK, YaRN, …). A larger base (ABF) is just that.
+
+    order: the norm before the rotation or after it. The same for a norm without per-dimension gain; with one,
+    norm-then-rotate is the one that keeps scores a function of the distance.
+    """
+
+    base: float = 10_000.0
+    rotary: float = 1.0
+    pairing: Pairing = "half"
+    order: Order = "norm_then_rotate"
+    stretch: Stretch = dataclasses.field(default_factory=NoStretch)
+    kind = "rope"
+
+    def __post_init__(self) -> None:
+        if not self.base > 1:
+            raise InvalidValueError(f"expected a RoPE base above 1, got {self.base}")
+        if not 0 < self.rotary <= 1:
+            raise InvalidValueError(f"expected the rotated share in (0, 1], got {self.rotary}")
+        if self.pairing not in get_args(Pairing):
+            raise unknown("pairing", self.pairing, get_args(Pairing))
+        if self.order not in ("norm_then_rotate", "rotate_then_norm"):
+            raise unknown("order", self.order, ("norm_then_rotate", "rotate_then_norm"))
+        if not isinstance(self.stretch, Stretch):
+            raise InvalidTypeError(f"expected a stretch such as PI(factor=8), got {self.stretch!r}")
+        if self.order == "rotate_then_norm" and self.stretch.magnitude != 1:
+            raise InvalidValueError(
+                f"a norm after the rotation cancels the factor {self.stretch.magnitude:.4g} on cos and sin; use "
+                "order='norm_then_rotate' (the same for norms without a gain per dimension), or attention_factor=1"
+            )
+
+    @property
+    def keeps(self) -> bool:
+        return not self.stretch.follows_length
+
+    @property
+    def rope(self) -> Rope | None:
+        return self if self.kind == "rope" else None
+
+    def check(self, head_dim: int) -> None:
+        check_pairs(round(head_dim * self.rotary))
+
+    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
+        (cos_q, sin_q), (cos_k, sin_k) = self.tables(q, k, pos_q, pos_k)
+        return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
+
+    def tables(
+        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider."""
+        # A copy from the host would make it wait for a GPU; elsewhere float64 may not be had.
+        device = q.device if q.device.type == "cuda" else None
+        theta = rope_frequencies(round(q.shape[-1] * self.rotary), self.base, device)
+        frequencies = self.stretch.frequencies(theta, self.base, pos_k) if self.stretch.changes else theta
+        keys = self._table(pos_k, frequencies, k)
+        return (keys if pos_q is pos_k else self._table(pos_q, frequencies, q)), keys
+
+    def _table(self, pos: Tensor, frequencies: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rope_table(pos[:, None], frequencies, like.dtype)
+        m = self.stretch.magnitude
+        return (cos, sin) if m == 1 else (cos * m, sin * m)
+
+    def formula(self) -> str:
+        share = "" if self.rotary == 1 else f", first {self.rotary:g} of each head"
+        pairs = "" if self.pairing == "half" else f", {self.pairing.replace('_', ' ')} pairs"
+        after = " before the norm" if self.order == "rotate_then_norm" else ""
+        stretch = self.stretch.formula()
+        return f"RoPE(base {self.base:g}{share}{pairs}{', ' if stretch else ''}{stretch}){after}"

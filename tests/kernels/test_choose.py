@@ -1,0 +1,100 @@
+"""Which kernel "auto" takes: one table of preferences, first come first served, and its explanation."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from qkeel import attention
+from qkeel.kernels import choose as choosing
+from qkeel.kernels.choose import KERNELS, PREFERENCES, choose, explain_choice, preferred
+from qkeel.spec import AttentionCall, AttentionSpec, Softcap
+from qkeel.spec.call import make_call
+
+
+def call(tokens: int = 5, dtype: torch.dtype = torch.float32, gradient: bool = False, **options: object):
+    q = torch.randn(1, 2, tokens, 8, dtype=dtype, requires_grad=gradient)
+    k = torch.randn(1, 2, 5, 8, dtype=dtype)
+    spec = options.pop("spec", AttentionSpec())
+    return make_call(spec, q, k, k, **options)  # type: ignore[arg-type]
+
+
+def chosen(asked: AttentionCall) -> str:
+    return next(name for name, kernel in KERNELS.items() if kernel is choose(asked, "auto"))
+
+
+ONE, HALF, FIXED = "one query", "half precision with a gradient", "a call with dropout"
+WHOLE, OTHER = "a call with as many queries as keys", "any other call"
+
+
+@pytest.mark.parametrize(
+    ("options", "capability", "calls"),
+    [
+        ({}, "AVX2", WHOLE),
+        ({"tokens": 1}, "AVX2", ONE),
+        ({"tokens": 1, "dropout": 0.1}, "AVX2", FIXED),
+        ({"tokens": 2}, "AVX2", OTHER),
+        ({"dtype": torch.bfloat16}, "AVX2", WHOLE),
+        ({"dtype": torch.bfloat16, "gradient": True}, "AVX2", HALF),
+        ({"dtype": torch.float16, "gradient": True}, "AVX2", HALF),
+        ({"dtype": torch.float16, "gradient": True}, "AVX512", WHOLE),
+        ({"gradient": True}, "AVX2", WHOLE),
+        ({"dtype": torch.float16, "gradient": True, "dropout": 0.1}, "AVX2", FIXED),
+    ],
+)
+def test_each_kind_of_call_has_its_own_order(
+    options: dict[str, object], capability: str, calls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "_cpu_capability", lambda: capability)
+    assert preferred(call(**options)).calls.startswith(calls)
+
+
+def test_without_gradients_half_precision_has_no_order_of_its_own() -> None:
+    with torch.no_grad():
+        assert preferred(call(dtype=torch.bfloat16, gradient=True)).calls == WHOLE
+
+
+def test_a_preference_names_every_kernel_and_its_reason() -> None:
+    for preference in PREFERENCES:
+        assert set(preference.order) == set(KERNELS)
+        assert preference.reason
+    assert PREFERENCES[-1].order == tuple(KERNELS)
+
+
+def test_the_last_kernel_of_the_table_computes_what_the_others_refuse() -> None:
+    assert chosen(call(spec=AttentionSpec(cap=Softcap(5.0)), gradient=True, dropout=0.1)) == "chunked"
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens": 1}, {"dropout": 0.1}, {"spec": AttentionSpec(cap=Softcap(5.0))}])
+def test_an_explanation_names_the_kernel_that_is_taken_and_every_refusal_before_it(options: dict[str, object]) -> None:
+    asked = call(**options)
+    found = explain_choice(asked)
+    assert found.kernel == chosen(asked)
+    assert [*found.refusals, found.kernel] == [*found.preference.order][: len(found.refusals) + 1]
+    text = str(found)
+    assert text.startswith(f"kernel {found.kernel}\n")
+    assert found.preference.reason in text
+    assert all(refusal.reason in text for refusal in found.refusals.values())
+
+
+def test_the_preferred_kernel_gives_the_numbers_of_the_named_one() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    name = explain_choice(make_call(AttentionSpec(), q, q, q)).kernel
+    assert torch.equal(attention(q, q, q, spec=AttentionSpec()), attention(q, q, q, spec=AttentionSpec(), impl=name))
+
+
+def test_a_choice_is_logged_once_per_kind_of_call(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", "0")  # every machine has the other kernels
+    choosing._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="qkeel"):
+        for _ in range(3):
+            attention(*[torch.randn(1, 2, 5, 8)] * 3, spec=AttentionSpec(), impl="auto")
+        attention(*[torch.randn(1, 2, 1, 8)] * 3, spec=AttentionSpec())
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernel sdpa for a call with as many queries as keys, float32 on cpu",
+        "kernel sdpa for one query on a CPU, float32 on cpu",
+    ]

@@ -1,0 +1,91 @@
+"""Which files are mutated, and which tests are their direct ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Files to mutate and the tests they run against.
+
+    Args:
+        files: patterns of the files, relative to the repository.
+        tests: patterns of test files that every mutant of the room runs, cheap ones first.
+        more: patterns of further test files by a part of the mutated file's path.
+    """
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    more: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+ROOMS = {
+    "functional": Room(
+        files=("src/qkeel/functional/**/*.py",),
+        tests=("tests/functional/**/test_*.py", "tests/golden/test_*.py"),
+        more={
+            "statistics/": (
+                "tests/conformance/test_statistics.py",
+                "tests/conformance/test_class_statistics.py",
+                "tests/conformance/test_scores_statistics.py",
+            ),
+        },
+    ),
+    "spec": Room(
+        files=("src/qkeel/spec/**/*.py",),
+        tests=("tests/spec/**/test_*.py", "tests/golden/test_*.py"),
+        more={
+            "position": ("tests/conformance/test_positions.py",),
+            "presets": ("tests/parity/test_constants.py",),
+        },
+    ),
+    "steps": Room(
+        files=(
+            "src/qkeel/remedies/steps/*.py",
+            "src/qkeel/remedies/lalr.py",
+            "src/qkeel/remedies/qk_clip.py",
+            "src/qkeel/remedies/qk_lr.py",
+            "src/qkeel/remedies/qk_weight_decay.py",
+            "src/qkeel/remedies/spectral_cap.py",
+        ),
+        tests=(
+            "tests/golden/test_updates.py",
+            "tests/remedies/**/test_steps.py",
+            "tests/remedies/**/test_lalr_*.py",
+            "tests/remedies/**/test_qk_clip*.py",
+            "tests/remedies/**/test_adam_pass.py",
+            "tests/remedies/**/test_bundle.py",
+            "tests/remedies/**/test_decay.py",
+            "tests/remedies/**/test_linear.py",
+            "tests/remedies/**/test_masters_adapters.py",
+            "tests/remedies/**/test_step_robustness.py",
+            "tests/remedies/**/test_structure.py",
+        ),
+    ),
+}
+
+
+# The file that tests a module first where it has another name.
+FIRST = {
+    "fused_adam": "test_adam_pass",
+    "head_groups": "test_bundle",
+    "head_views": "test_bundle",
+    "lalr": "test_lalr_factors",
+    "linearity": "test_linear",
+    "logit_change": "test_changes",
+    "logit_stats": "test_stats",
+    "mixed_precision": "test_masters_adapters",
+    "replaced_weights": "test_structure",
+    "rope_frequencies": "test_rope",
+    "step_remedy": "test_steps",
+}
+
+
+def tests_of(root: Path, room: Room, path: str) -> list[str]:
+    """Returns the test files of a mutated file, the one that is most about it first."""
+    patterns = [*room.tests, *(p for part, more in room.more.items() if part in path for p in more)]
+    found = list(dict.fromkeys(str(f.relative_to(root)) for p in patterns for f in sorted(root.glob(p))))
+    first = FIRST.get(Path(path).stem, f"test_{Path(path).stem}")
+    return sorted(found, key=lambda f: Path(f).stem != first)
