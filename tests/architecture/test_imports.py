@@ -27,6 +27,8 @@ def lint(
     def run(config: Path) -> tuple[bool, str]:
         monkeypatch.chdir(ROOT)
         monkeypatch.syspath_prepend(str(ROOT / "src"))
+        # The linter's own set-up of logging disables every logger that is there, qkeel's too, for all tests after this.
+        monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
         kept = lint_imports(config_filename=str(config), cache_dir=str(graph), no_logo=True) == EXIT_STATUS_SUCCESS
         return kept, capsys.readouterr().out
 
