@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self, final
+from typing import Any, Self, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -55,7 +55,7 @@ class QkeelCallback(TrainerCallback):
         return self
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start watching; a training that is resumed goes on counting where it stood."""
         self._stop(complete=False)  # of a training that was stopped by an error

@@ -23,7 +23,7 @@ class MLflowSink(Sink):
     def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
         try:
-            import mlflow
+            import mlflow  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise missing("the MLflow sink", "mlflow") from error
         self._mlflow = mlflow

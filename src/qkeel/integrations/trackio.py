@@ -20,7 +20,7 @@ class TrackioSink(Sink):
     def open(self, about: Mapping[str, object]) -> None:
         """Start the run."""
         try:
-            import trackio
+            import trackio  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise missing("the trackio sink", "trackio") from error
         module: Any = trackio

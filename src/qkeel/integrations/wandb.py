@@ -25,7 +25,7 @@ class WandbSink(Sink):
     def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise missing("the W&B sink", "wandb") from error
         module: Any = wandb

@@ -107,14 +107,7 @@ def _query_alone(spec: AttentionSpec) -> AttentionSpec:
     return spec.replace(norm=dataclasses.replace(norm, on="q") if "q" in norm.on else NoNorm())
 
 
-def inverse_size(
-    norm: Norm, k: Heads
-) -> Float[
-    Tensor,
-    (
-        b  # heads n
-    ),
-]:
+def inverse_size(norm: Norm, k: Heads) -> Float[Tensor, "b g n"]:
     """The factor of the norm on each raw key [b h t d]: [b h t], or [b 1 t] where it is over all heads at once."""
     if norm.over == "layer":
         k = k.transpose(1, 2).flatten(2)[:, None]
@@ -131,13 +124,7 @@ def absorb(q: Queries, up: Float[Tensor, "h n l"], gain: Tensor | None, rope_dim
 
 def attend_latents(
     call: AttentionCall,
-    inverse: Float[
-        Tensor,
-        (
-            b  # h s
-        ),
-    ]
-    | None,
+    inverse: Float[Tensor, "b g s"] | None,
     head_dim: int,
 ) -> Float[Tensor, "b h t l"]:
     """Σ_s p_s c_s [b h t l] for absorbed queries [b h t l+r], cached k [b 1 s l+r] and c, its first l numbers, as v.

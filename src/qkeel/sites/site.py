@@ -71,7 +71,7 @@ class HeadSlice:
         matrix = weight[:, None] if weight.ndim == 1 else weight
         return matrix if self.axis == 0 else matrix.mT
 
-    def lines(self, per_head: Shaped[Tensor, n], rows: int, nobody: float = 1.0) -> Shaped[Tensor, rows]:
+    def lines(self, per_head: Shaped[Tensor, " n"], rows: int, nobody: float = 1.0) -> Shaped[Tensor, " rows"]:
         """A value per head as one per row, `nobody` where no head owns the row."""
         n, r = self.index.shape
         if self.grid == (0, r, 1) and rows == n * r:

@@ -108,7 +108,7 @@ def scores_change(
 
 
 @torch.no_grad()
-def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, h], Float[Tensor, h]]:
+def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
     """The max_logit and min_logit [h] of `scores_stats`, and nothing else."""
     extrema = []
     for rows in _blocks(call):
