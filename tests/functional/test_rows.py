@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkeel import attention, preset
-from qkeel.functional.statistics.rows import Seen
+from qkeel.functional.statistics.rows import KernelRows, Seen, reduce_kernel_rows
 from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.spec import AttentionSpec, Fixed
 from qkeel.spec.call import make_call
@@ -94,3 +94,18 @@ def test_hidden_places_are_blanked_whatever_stands_there(rubbish: float) -> None
     assert seen.least(x)[0, 0].tolist() == [-2.0, 1.0]
     assert seen.lower_(x).amax(-1)[0, 0].tolist() == [1.0, 1.0]
     assert seen.counts(2, x.device).flatten().tolist() == [4, 3]
+
+
+def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count() -> None:
+    # [b h t] = [2 1 3]: the last row of the first sequence sees no key, the first row of the second does not count.
+    rows = KernelRows(
+        largest=torch.tensor([[[1.0, 5.0, -torch.inf]], [[9.0, 2.0, 3.0]]]),
+        lse=torch.tensor([[[1.0, 6.0, -torch.inf]], [[9.5, 2.5, 3.5]]]),
+        entropy=torch.tensor([[[0.5, 1.5, 0.0]], [[7.0, 0.25, 0.75]]]),
+    )
+    counted = torch.tensor([[True, True, True], [False, True, True]])
+    stats = reduce_kernel_rows(rows, counted, 1)
+    assert stats.n_queries.tolist() == [4]
+    assert stats.max_logit.tolist() == [5.0]
+    assert stats.entropy.tolist() == [0.75]
+    assert stats.entropy_min.tolist() == [0.25]
