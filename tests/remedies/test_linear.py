@@ -70,6 +70,23 @@ def test_others_are_refused_and_the_model_is_as_it_was(name: str, remedy: str) -
     qkeel.apply("none", model, optimizer).remove()
 
 
+def test_only_the_groups_that_hold_queries_and_keys_need_to_be_linear() -> None:
+    model = attention(torch.float32)
+    queries_and_keys = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith(("q_proj", "k_proj"))]
+    others = [p for p in matrices(model) if not any(p is q for q in queries_and_keys)]
+    assert len(queries_and_keys) == 2
+    assert others
+
+    def optimizer(of_queries: float, of_others: float) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(
+            [{"params": others, "lr": of_others}, {"params": queries_and_keys, "lr": of_queries}]
+        )
+
+    qkeel.apply("lalr", model, optimizer(1e-4, 0.5)).remove()
+    with pytest.raises(RefusedError, match="was not half as long"):
+        qkeel.apply("lalr", model, optimizer(0.5, 1e-4))
+
+
 def test_every_optimizer_of_torch_is_in_one_of_the_two_lists() -> None:
     known = {name.split()[0] for name in (*LINEAR, *REFUSED)}
     shipped = {n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"}

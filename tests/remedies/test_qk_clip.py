@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.errors import InvalidValueError, QkeelWarning, RefusedError
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.nn import MLA, Attention
 from qkeel.sites import Tap
+from qkeel.sites.see.intercept import Interceptor
 
 from .models import D_MODEL, attention, decoder, mla, tokens
 
@@ -429,3 +430,23 @@ def test_removal_takes_the_tap_away() -> None:
         assert len(model.observers) == 1
     assert not model.observers
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def boom(*args: object, **kwargs: object) -> None:
+        raise ValueError("boom")
+
+    model = loud(attention(torch.float32, 4), *SCALES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with qkeel.apply("qk_clip:threshold=1", model, optimizer):
+        monkeypatch.setattr(Interceptor, "_read", boom)
+        said = "qk_clip failed while it read logits and clips no more: ValueError: boom"
+        with pytest.warns(QkeelWarning, match=said):
+            model(inputs())
+        optimizer.step()
+        before = by_name(model)
+        model(inputs()).sum().backward()  # a second warning would be an error
+        optimizer.step()
+    assert not torch.equal(before["q_proj.weight"], by_name(model)["q_proj.weight"])
