@@ -61,7 +61,7 @@ bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 
 roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of docs/benchmarks.md
 	$(BIN)/python -m benchmarks.roofline
-	$(BIN)/python -m benchmarks.roofline_chart benchmarks/results/roofline-$$(date +%F).json docs/images/roofline.svg
+	$(BIN)/python -m benchmarks.charts benchmarks/results/roofline-$$(date +%F).json docs/images/roofline.svg
 
 assets:  ## rebuild the vendored chart library (needs Node); its result is committed
 	cd assets && npm ci --no-audit --no-fund && npm run build

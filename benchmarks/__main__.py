@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import latents, modules, statistics, steps
+from benchmarks import decode, modules, statistics, steps
 from benchmarks.measure import Bench
 from qkeel.nn import LatentSizes
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
         bench.table(f"statistics, batch heads tokens dim = {shape}", statistics.cases_with_attention(shape))
     bench.table(f"optimizer step, {sizes['steps']}", steps.step_cases(**sizes["steps"]))
     bench.table(f"qk_clip next to the step, {sizes['steps']}", steps.clip_cases_by_native(**sizes["steps"]))
-    decoding, caches = latents.cases(**sizes["latents"], sizes=sizes["latent sizes"])
+    decoding, caches = decode.cache_cases(**sizes["latents"], sizes=sizes["latent sizes"])
     bench.table(f"one token with a cache, {sizes['latents']}", decoding)
     bench.numbers("cache, bytes per token and layer, float32", caches)
     bench.write("cpu")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkeel
-from benchmarks.measure import Bench, Case, Cases, Row, take_turns
+from benchmarks.measure import Bench, Case, Cases, Row, between, take_turns
 from benchmarks.modules import BASE, Bare, Transformers, available, both_directions, ours
 from benchmarks.native import Shape, module_sizes
 from qkeel.kernels.native import attention as operator
@@ -124,19 +124,16 @@ def speed_of_mm(rounds: int) -> float:
 
 def show_speed(rows: list[Row], tokens: int) -> None:
     """Prints tokens per second, and the speed of qkeel with statistics over every other's, round by round."""
-    watched = next(row for row in rows if row.name == WATCHED)
     for row in rows:
-        rate = tokens / statistics.median(row.times) * 1e3
-        ratio = statistics.median(a / b for a, b in zip(row.times, watched.times))
+        rate, ratio = tokens / statistics.median(row.times) * 1e3, between(rows, row.name, WATCHED)
         print(f"  {rate:9.0f} tokens/s   {WATCHED!r} is {ratio:.3f} times as fast as {row.name!r}")
 
 
 def show_price(title: str, rows: list[Row], without: str, with_: str) -> None:
     """Prints what statistics add."""
-    one, two = (next(row for row in rows if row.name == name) for name in (without, with_))
-    extra = statistics.median(b / a for a, b in zip(one.times, two.times)) - 1
-    least = min(two.times) / min(one.times) - 1
-    print(f"  statistics add {100 * extra:+.2f} % to {title} (minima: {100 * least:+.2f} %)")
+    least = {row.name: min(row.times) for row in rows}
+    extra, of_least = between(rows, with_, without) - 1, least[with_] / least[without] - 1
+    print(f"  statistics add {100 * extra:+.2f} % to {title} (minima: {100 * of_least:+.2f} %)")
 
 
 def main(arguments: list[str] | None = None) -> None:

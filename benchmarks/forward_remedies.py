@@ -6,14 +6,12 @@
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import qkeel
-from benchmarks.measure import Bench, Case
+from benchmarks.measure import Bench, Case, between
 
 SIZES = {
     "hidden_size": 512,
@@ -50,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     qwen3.load_state_dict(llama.state_dict(), strict=True)
     models = {"llama": plain, "llama + qk_norm": llama, "qwen3": qwen3}
     rows = bench.table("forward and backward of a model", {name: step(model, x) for name, model in models.items()})
-    ratio = statistics.median(a / b for a, b in zip(rows[1].times, rows[2].times))
+    ratio = between(rows, "llama + qk_norm", "qwen3")
     print(f"  qk_norm as a remedy / Qwen3's own norm: {ratio:.3f} (median of {bench.rounds} pairs)")
 
 

@@ -17,17 +17,14 @@ from __future__ import annotations
 import dataclasses
 import platform
 import re
-import statistics
 import time
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measure import Bench, Case, Cases, Row, about, take_turns
+from benchmarks.measure import Bench, Case, Cases, about
+from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.steps import clip_cases, optimizer_cases
-from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels import flex
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.triton import available, norm_rope
@@ -35,7 +32,7 @@ from qkeel.kernels.triton import statistics as row_kernels
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
-COPY, PASSES, ATTENTION, BOTH = "copy of q and k", "five passes", "attention forward", "attention forward and backward"
+ATTENTION, BOTH = "attention forward", "attention forward and backward"
 HEADS = "copy of all heads"
 
 
@@ -79,53 +76,14 @@ class Clock:
         return before.elapsed_time(after)
 
 
-def norm_rope_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, Cases]:
-    """RMS norm with a gain per dimension and RoPE: forward, and forward with backward."""
-    shapes = [(1, sizes.tokens, n, sizes.head_dim) for n in (sizes.heads, sizes.key_heads)]
-    q, k = (torch.randn(s, device=device, dtype=sizes.dtype).transpose(1, 2) for s in shapes)
-    above, room = [torch.randn_like(x) for x in (q, k)], [torch.empty_like(x) for x in (q, k)]
-    gain = torch.rand(sizes.head_dim, device=device, dtype=sizes.dtype) + 0.5
-    positions = torch.arange(sizes.tokens, device=device)[None, None]
-    cos, sin = rope_table(positions, rope_frequencies(sizes.head_dim), torch.float32)
-    wide_cos, wide_sin = (torch.cat([x, x], -1).to(sizes.dtype) for x in (cos, sin))
-
-    def fused(x: Tensor, g: Tensor) -> Tensor:
-        return norm_rope.norm_rope(x, g, (cos, sin), 1, 1e-6, True)
-
-    def made_again(x: Tensor, g: Tensor) -> Tensor:
-        return norm_rope.norm_rope(x, g, (cos, sin), 1, 1e-6, False)
-
-    def eager(x: Tensor, g: Tensor) -> Tensor:
-        y = F.rms_norm(x, x.shape[-1:], g, 1e-6)
-        half = x.shape[-1] // 2
-        return y * wide_cos + torch.cat([-y[..., half:], y[..., :half]], -1) * wide_sin
-
-    def copy() -> None:
-        for to, x in zip(room, (q, k)):
-            to.copy_(x)
-
-    def passes() -> None:
-        copy()
-        for to, x, up in zip(room, (q, k), above):
-            torch.add(x, up, out=to)
-
-    ways = {"qkeel, Triton": fused, "eager F.rms_norm and rotate_half": eager}
-    if compiled:
-        ways["torch.compile, the same"] = torch.compile(eager)
-    forward: Cases = {COPY: copy}
-    both: Cases = {PASSES: passes}
-    leaves, gains = [x.detach().requires_grad_() for x in (q, k)], [gain.clone().requires_grad_() for _ in range(2)]
-    for name, way in ways.items():
-        forward[name] = lambda way=way: [way(x, gain) for x in (q, k)]
-        both[name] = lambda way=way: _gradients([way(x, g) for x, g in zip(leaves, gains)], [*leaves, *gains], above)
-    both["qkeel, Triton, x made again"] = lambda: _gradients(
-        [made_again(x, g) for x, g in zip(leaves, gains)], [*leaves, *gains], above
-    )
-    return forward, both
-
-
-def _gradients(outs: list[Tensor], leaves: list[Tensor], above: list[Tensor]) -> object:
-    return torch.autograd.grad(outs, leaves, above)
+def norm_rope_passes(sizes: Sizes, device: str, compiled: bool) -> Passes:
+    """RMS norm with a gain per dimension and RoPE, q and k as Triton keeps what backward needs, or makes it again."""
+    own: dict[str, Own] = {
+        "qkeel, Triton": lambda x, gain, table: norm_rope.norm_rope(x, gain, table, 1, 1e-6, True),
+        "qkeel, Triton, x made again": lambda x, gain, table: norm_rope.norm_rope(x, gain, table, 1, 1e-6, False),
+    }
+    shape = (1, sizes.tokens, sizes.heads, sizes.key_heads, sizes.head_dim)
+    return Passes(shape, compiled, own, (device, sizes.dtype))
 
 
 def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, Cases]:
@@ -194,42 +152,24 @@ def heads_cases(sizes: Sizes, device: str) -> Cases:
     }
 
 
-def tables(sizes: Sizes, device: str, rounds: int, compiled: bool) -> dict[str, list[Row]]:
-    """Returns every table: its title, and its rows, of which the first is what the ratios are to."""
-    clock, found = Clock(device), {}
+def measure(bench: Bench, sizes: Sizes, device: str) -> None:
+    """Times every table."""
     shape = f"{sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, {sizes.tokens} tokens, {sizes.dtype}"
     weights = f"{sizes.layers} layers, {sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, width {sizes.dim}"
-    model, size = (
-        f"{sizes.layers} layers, {sizes.heads} heads, width {sizes.dim}",
-        (sizes.layers, sizes.heads, sizes.dim),
-    )
-
-    def add(title: str, cases: Cases) -> None:
-        found[title] = take_turns(cases, rounds, warmup=3 if clock.cuda else 1, clock=clock)
-
-    forward, both = norm_rope_cases(sizes, device, compiled)
-    add(f"norm and rotation, forward; {shape}", forward)
-    add(f"norm and rotation, forward and backward; {shape}", both)
-    forward, both = statistics_cases(sizes, device, compiled)
-    add(f"statistics; {shape}", forward)
-    add(f"logsumexp only; {shape}", both)
-    add(f"heads of weights, float32; {weights}", heads_cases(sizes, device))
-    add(f"optimizer step; {model}", optimizer_cases(*size, device))
-    add(f"qk_clip next to the step; {model}", clip_cases(*size, device))
-    return found
-
-
-def markdown(notes: dict[str, Any], found: dict[str, list[Row]]) -> str:
-    """Returns the tables as docs/gpu.md has them."""
-    lines = [f"{notes['device']}, torch {notes['torch']}, Triton {notes['triton']}, {notes['date']}.", ""]
-    for title, rows in found.items():
-        lines += [f"{title}; ratio to {rows[0].name}, median of {notes['rounds']} rounds", ""]
-        lines += ["| | ms min / median / max | ratio |", "|---|---|---|"]
-        for row in rows:
-            low, mid, high = min(row.times), statistics.median(row.times), max(row.times)
-            lines.append(f"| {row.name} | {low:.3f} / {mid:.3f} / {high:.3f} | {row.ratio:.3f} |")
-        lines.append("")
-    return "\n".join(lines)
+    model, size = f"{sizes.layers} layers, width {sizes.dim}", (sizes.layers, sizes.heads, sizes.dim)
+    passes = pass_cases(norm_rope_passes(sizes, device, bench.compiled))
+    forward, both = statistics_cases(sizes, device, bench.compiled)
+    found = {
+        **{f"norm and rotation, {kind}; {shape}": cases for kind, cases in passes.items()},
+        f"statistics; {shape}": forward,
+        f"logsumexp only; {shape}": both,
+        f"heads of weights, float32; {weights}": heads_cases(sizes, device),
+        f"optimizer step; {model}": optimizer_cases(*size, device),
+        f"qk_clip next to the step; {model}": clip_cases(*size, device),
+    }
+    clock = Clock(device)
+    for title, cases in found.items():
+        bench.table(title, cases, warmup=3 if clock.cuda else 1, clock=clock)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -246,13 +186,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     name = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {platform.machine()}, interpreter"
     notes = about("make gpu", bench.rounds) | {"device": name, "triton": triton.__version__}
-    found = tables(TOY if bench.toy else Sizes(), device, bench.rounds, bench.compiled)
-    text = markdown(notes, found)
-    print(text)
-    rows = {title: {"base": part[0].name, "rows": [row.as_dict() for row in part]} for title, part in found.items()}
-    path = bench.write(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"), about=notes, tables=rows)
+    measure(bench, TOY if bench.toy else Sizes(), device)
+    path = bench.write(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"), about=notes, tables=bench.tables)
     path.write_text(path.read_text().replace("cpu_ms", "ms"))
-    path.with_suffix(".md").write_text(text)
+    path.with_suffix(".md").write_text(bench.markdown())
 
 
 if __name__ == "__main__":

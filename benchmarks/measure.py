@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import qkeel
 from qkeel.bench.measure import Row, interleave, processor_ms, show
 
-__all__ = ["Bench", "Case", "Cases", "Row", "about", "by_native", "restored", "take_turns"]
+__all__ = ["Bench", "Case", "Cases", "Row", "about", "between", "by_native", "restored", "take_turns"]
 
 Case = Callable[[], object]
 Cases = dict[str, Case]
@@ -69,9 +70,12 @@ class Bench:
         if not all(ready() for ready in needs):
             raise SystemExit("the kernels could not be compiled; the warning above says why")
 
-    def table(self, title: str, cases: Cases, calls: int = 1, warmup: int = 2, rounds: int | None = None) -> list[Row]:
-        """Times the cases in turn, prints their ratios to the first one, and keeps them for the results file."""
-        rows = take_turns(cases, rounds or self.rounds, calls, warmup)
+    def table(self, title: str, cases: Cases, calls: int = 1, warmup: int = 2, **more: Any) -> list[Row]:
+        """Times the cases in turn, prints their ratios to the first one, and keeps them for the results file.
+
+        `more`: other rounds than those asked for, another clock.
+        """
+        rows = take_turns(cases, more.pop("rounds", self.rounds), calls, warmup, **more)
         show(title, rows, rows[0].name)
         self.tables[title] = [row.as_dict() for row in rows]
         return rows
@@ -94,12 +98,32 @@ class Bench:
         print(f"\nwritten: {path}")
         return path
 
+    def markdown(self) -> str:
+        """Returns the tables for the docs: milliseconds and ratios, or numbers that are no times."""
+        lines = []
+        for title, rows in self.tables.items():
+            times = isinstance(rows, list)
+            spread = "min / median / max"
+            lines += [f"\n### {title}\n", f"| case | ms {spread} | ratio {spread} |" if times else "| case | value |"]
+            lines.append("|---" * (2 + times) + "|")
+            for row in rows if isinstance(rows, list) else []:
+                both = (" / ".join(f"{x:.3f}" for x in row[name]) for name in ("cpu_ms", "ratio"))
+                lines.append(f"| {row['case']} | {' | '.join(both)} |")
+            lines += [f"| {name} | {value} |" for name, value in rows.items()] if isinstance(rows, dict) else []
+        return "\n".join(lines).strip() + "\n"
+
 
 def take_turns(
     cases: Cases, rounds: int, calls: int = 1, warmup: int = 2, clock: Callable[[Case, int], float] = processor_ms
 ) -> list[Row]:
     """`interleave` with the first case as base; QKEEL_NATIVE is afterwards what it was before."""
     return restored("QKEEL_NATIVE", lambda: interleave(cases, next(iter(cases)), rounds, calls, warmup, clock))
+
+
+def between(rows: Sequence[Row], over: str, base: str) -> float:
+    """Returns the median over rounds of one case over another, each in the same round."""
+    times = {row.name: row.times for row in rows}
+    return statistics.median(a / b for a, b in zip(times[over], times[base]))
 
 
 def restored(variable: str, run: Callable[[], Any], value: str | None = None) -> Any:

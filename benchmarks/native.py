@@ -7,6 +7,7 @@ with the compiled pass on and off. --no-compile leaves inductor out, --toy only 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -23,30 +24,34 @@ from qkeel.kernels.native import norm_rope
 SHAPES = [(4, 256, 8, 8, 64), (4, 1024, 8, 8, 64), (4, 2048, 8, 8, 64), (4, 1024, 16, 4, 128)]
 FORWARD, BOTH, EMPTY = "copy of q and k", "copy, and 2 reads and 1 write", "an operator that does nothing"
 Pass = Callable[[Tensor, Tensor], Tensor]
+Own = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]  # x, gain, and cos and sin
 Shape = tuple[int, int, int, int, int]
+To = tuple[str, torch.dtype]
+COMPILED: dict[str, Own] = {
+    "qkeel, compiled C++": lambda x, gain, table: norm_rope.norm_rope(x, gain, table, 1, 1e-6, False)
+}
 
 
 class Passes:
-    """Tensors of one shape and the ways to norm and rotate them."""
+    """Tensors of one shape and the ways to norm and rotate them: our own, eager, and by inductor."""
 
-    def __init__(self, shape: Shape, compiled: bool) -> None:
+    def __init__(self, shape: Shape, compiled: bool, own: dict[str, Own] = COMPILED, to: To = ("cpu", torch.float32)):
         b, t, h, g, d = shape
-        self.x = [torch.randn(b, t, heads, d).transpose(1, 2) for heads in (h, g)]
+        self.x = [torch.randn(b, t, heads, d).to(*to).transpose(1, 2) for heads in (h, g)]
         self.above = [torch.randn_like(x) for x in self.x]
         self.room = [torch.empty_like(x) for x in self.x]
-        self.gain = torch.rand(d) + 0.5
-        cos, sin = rope_table(torch.arange(t)[None, None], rope_frequencies(d), torch.float32)
-        wide_cos, wide_sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-
-        def native(x: Tensor, gain: Tensor) -> Tensor:
-            return norm_rope.norm_rope(x, gain, (cos, sin), 1, 1e-6, False)
+        self.gain = torch.rand(d).to(*to) + 0.5
+        positions = torch.arange(t, device=to[0])[None, None]
+        table = rope_table(positions, rope_frequencies(d), torch.float32)
+        wide_cos, wide_sin = (torch.cat([x, x], -1).to(*to) for x in table)
 
         def eager(x: Tensor, gain: Tensor) -> Tensor:
             y = F.rms_norm(x, x.shape[-1:], gain, 1e-6)
             half = x.shape[-1] // 2
             return y * wide_cos + torch.cat([-y[..., half:], y[..., :half]], -1) * wide_sin
 
-        self.ways: dict[str, Pass] = {"qkeel, compiled C++": native, "eager F.rms_norm + rotate_half": eager}
+        self.ways: dict[str, Pass] = {name: functools.partial(way, table=table) for name, way in own.items()}
+        self.ways["eager F.rms_norm + rotate_half"] = eager
         if compiled:
             self.ways["inductor, the same"] = torch.compile(eager)
 
@@ -76,9 +81,8 @@ class Passes:
             torch.add(x, above, out=to)
 
 
-def pass_cases(shape: Shape, compiled: bool) -> dict[str, Cases]:
+def pass_cases(passes: Passes) -> dict[str, Cases]:
     """Returns forward, and forward with backward, of every way, after the traffic that the pass cannot do without."""
-    passes = Passes(shape, compiled)
     return {
         "forward": {FORWARD: passes.copy, **{n: passes.forward(way) for n, way in passes.ways.items()}},
         "forward + backward": {BOTH: passes.floor, **{n: passes.both(way) for n, way in passes.ways.items()}},
@@ -108,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
     bench = Bench("native", __doc__, arguments, rounds=25, needs=[norm_rope.ready], peer="inductor")
     for shape in [(2, 16, 2, 1, 64)] if bench.toy else SHAPES:
-        for kind, cases in pass_cases(shape, bench.compiled).items():
+        for kind, cases in pass_cases(Passes(shape, bench.compiled)).items():
             title = f"norm + rope, {kind}, batch tokens heads key-heads dim = {shape}"
             bench.table(title, cases, calls=4 if shape[1] < 1000 else 1, warmup=3)
     with torch.no_grad():

@@ -14,17 +14,19 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks.measure import Bench
+from benchmarks.measure import Bench, Case, Cases
 from qkeel.audit.scan.scan import scan
+from qkeel.bench.measure import processor_ms
 
 D, HEADS, GROUPS, WIDTH, MLP, VOCABULARY = 2048, 16, 8, 128, 5632, 32000
-ROUNDS = 5
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _BUFFER = 1 << 22
+Clock = Callable[[Case, int], float]
 
 
 def write_checkpoint(folder: Path, gigabytes: float, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -76,37 +78,37 @@ def forget(file: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def compare(file: Path, *, cold: bool, what: str = "BF16") -> None:
-    """Print rates and their ratio, read and scan in turn."""
-    size = file.stat().st_size / 1e9
-    tasks = {
+def wall_ms(case: Case, calls: int) -> float:
+    """Returns milliseconds by the clock on the wall."""
+    start = time.perf_counter()
+    case()
+    return (time.perf_counter() - start) * 1e3
+
+
+def compare(bench: Bench, file: Path, *, cold: bool, what: str) -> None:
+    """Prints times and their ratio to reading, by the clock and of the processor, read and scan in turn."""
+    cases: Cases = {
         "read": lambda: read(file),
         "scan, tensors only": lambda: scan(file.parent, heads=False),
         "scan": lambda: scan(file.parent),
     }
-    rates: dict[str, list[float]] = {name: [] for name in tasks}
-    busy: dict[str, list[float]] = {name: [] for name in tasks}
-    for _ in range(ROUNDS):
-        for name, task in tasks.items():
+    size = file.stat().st_size / 1e9
+    for name, clock in (("wall", wall_ms), ("processor", processor_ms)):
+
+        def timed(case: Case, calls: int, clock: Clock = clock) -> float:
             if cold:
                 forget(file)
-            start, began = time.perf_counter(), time.process_time()
-            task()
-            rates[name].append(size / (time.perf_counter() - start))
-            busy[name].append(1e3 * (time.process_time() - began) / size)
-    print(f"{what}, {'from disk' if cold else 'page cache warm'}, {size:.2f} GB, median (least to largest) of {ROUNDS}")
-    for name, values in rates.items():
-        ratio = statistics.median(v / r for v, r in zip(values, rates["read"]))
-        work = statistics.median(r / v for v, r in zip(busy[name], busy["read"]))
-        spread = f"{statistics.median(values):.2f} GB/s ({min(values):.2f} to {max(values):.2f})"
-        print(f"  {name:<20} {spread}, {ratio:.2f} of read", end="; ")
-        print(f"{statistics.median(busy[name]):.0f} CPU ms/GB, {work:.2f} of read")
+            return clock(case, calls)
+
+        title = f"{what}, {'from disk' if cold else 'page cache warm'}, {size:.2f} GB, {name} time"
+        for row in bench.table(title, cases, warmup=0, clock=timed):
+            print(f"  {row.name:<20} {1e3 * size / statistics.median(row.times):.2f} GB/s")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print rates, their ratio and the peak memory."""
+    """Prints times, rates and the peak memory."""
     flags = {"gigabytes": {"nargs": "?", "type": float, "default": 1.0}}
-    bench = Bench("scan", __doc__, arguments, rounds=None, flags=flags)
+    bench = Bench("scan", __doc__, arguments, rounds=5, flags=flags)
     gigabytes = 0.0 if bench.toy else bench.options.gigabytes
     for dtype, name in list(NAMES.items())[: 1 if bench.toy else None]:
         with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
             read(file)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             for cold in (False,) if bench.toy else (False, True):
-                compare(file, cold=cold, what=name)
+                compare(bench, file, cold=cold, what=name)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"peak memory of the process: {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before the scans)")
 

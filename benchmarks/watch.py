@@ -240,19 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench.numbers("peak MiB of exact statistics", memory([64, 128] if bench.toy else [1024, 2048, 4096, 8192]))
     bench.numbers("discovery, CPU s", discovery(2 if bench.toy else 24, 128 if bench.toy else 1024))
     path = bench.write("watch", about={"size": size}, tables=bench.tables)
-    path.with_suffix(".md").write_text(markdown(bench.tables))
-
-
-def markdown(found: dict[str, object]) -> str:
-    """Returns the tables for docs/benchmarks.md."""
-    lines = []
-    for title, rows in found.items():
-        lines += [f"\n### {title}\n", "| case | min | median | max |", "|---|---|---|---|"]
-        if isinstance(rows, list):
-            lines += [f"| {r['case']} | " + " | ".join(f"{x:.3f}" for x in r["ratio"]) + " |" for r in rows]
-        elif isinstance(rows, dict):
-            lines[-2:] = ["| case | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())]
-    return "\n".join(lines).strip() + "\n"
+    path.with_suffix(".md").write_text(bench.markdown())
 
 
 if __name__ == "__main__":

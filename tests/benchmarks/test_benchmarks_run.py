@@ -19,11 +19,9 @@ NOT_RUN = {
     "__init__": "says what the package is",
     "measure": "the harness that all share",
     "modules": "tables of `python -m benchmarks`",
-    "latents": "tables of `python -m benchmarks`",
     "gpu": "a test of its own, tests/kernels/triton_kernels/test_loading.py",
     "watch": "a test of its own, test_watch_runs.py",
-    "roofline_chart": "draws results of `python -m benchmarks.roofline`; its own test draws them again",
-    "remedy_charts": "draws charts from a finished study, measures nothing",
+    "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }
 NEEDS_A_COMPILER = {"native", "attention", "decode"}
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))

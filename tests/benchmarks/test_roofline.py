@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks.roofline import Sizes, _placed, operators
-from benchmarks.roofline_chart import chart
+from benchmarks.charts import roofline
 
 from qkeel.bench.measure import Row
 
@@ -48,7 +48,7 @@ def test_the_share_is_the_time_of_the_roof_over_the_time_taken(
 @pytest.mark.skipif(not RESULTS, reason="no results are committed")
 def test_the_picture_of_the_docs_is_that_of_the_committed_results() -> None:
     found = json.loads(RESULTS[-1].read_text())
-    picture = chart(found)
+    picture = roofline(found)
     assert picture == (ROOT / "docs" / "images" / "roofline.svg").read_text()
     text = "".join(ElementTree.fromstring(picture).itertext())
     for operator in found["operators"]:

@@ -24,7 +24,6 @@ from qkeel.errors import (
 )
 from qkeel.lab import Execution, Grid, Plan, RunConfig, Shard, make_plan, run_plan, studies, study
 from qkeel.lab.execution import progress
-from qkeel.lab.execution.execute import STUDIES
 from qkeel.lab.execution.results_table import rows
 from qkeel.lab.execution.workers import Job, Outcome, execute
 from qkeel.lab.plan.plan import FULL_GRID, PlannedRun, product
@@ -320,4 +319,4 @@ def alive(pid: int) -> bool:
 def test_every_study_of_runs_is_a_file_and_a_line_of_the_table() -> None:
     files = {path.stem for path in Path(studies.__path__[0]).glob("*.py")} - {"__init__", "precision"}
     found = [importlib.import_module(f"qkeel.lab.studies.{name}").STUDY for name in files]
-    assert sorted(map(id, found)) == sorted(map(id, STUDIES.values()))
+    assert sorted(map(id, found)) == sorted(map(id, map(studies.find_study, studies.STUDIES)))

@@ -1,4 +1,4 @@
-"""The process that measures: one JSON line per call of the grid, {"cell": …, "rows": […], "order": […]}, on stdout."""
+"""The process that measures the kernels: one line for each call of the grid, or everything as one JSON object."""
 
 from __future__ import annotations
 
@@ -10,27 +10,73 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import json
+import os
+import platform
 import sys
+from pathlib import Path
 
 import torch
 
-from qkeel.bench.kernels import SIZES, fastest_first, grid, measure
+from qkeel import __version__
+from qkeel.bench.kernels import SIZES, Cell, fastest_first, grid, measure
+from qkeel.bench.measure import Row
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints one line per call; returns the exit code."""
+    """Measures and prints; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m qkeel.bench", description=__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="full")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    size = SIZES[args.size]
-    cells = list(grid(size, args.device))
-    for done, cell in enumerate(cells, start=1):
-        rows = measure(cell, size)
-        line = {"done": done, "of": len(cells), "cell": dataclasses.asdict(cell), "order": fastest_first(rows)}
-        print(json.dumps({**line, "rows": [row.as_dict() for row in rows]}), flush=True)
+    about, calls = machine(args.device), []
+    if not args.json:
+        print("  ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+    for cell in grid(SIZES[args.size], args.device):
+        rows = measure(cell, SIZES[args.size])
+        if args.json:
+            times = [row.as_dict() for row in rows]
+            calls.append({"cell": dataclasses.asdict(cell), "rows": times, "order": fastest_first(rows)})
+        elif rows:
+            print(call_line(cell, rows), flush=True)
+    if args.json:
+        print(json.dumps({"about": about, "calls": calls}))
     return 0
+
+
+def call_line(cell: Cell, rows: list[Row]) -> str:
+    """Returns one line: the call, the first kernel's time, the ratios of the others, and the fastest.
+
+    >>> cell = Cell(device="cpu", dtype="float32", head_dim=64, form="folded", gradient=True, statistics="none",
+    ...             tokens=128)
+    >>> call_line(cell, [Row("sdpa", [1.0, 1.1, 1.4], [1.0, 1.0, 1.0])])
+    'folded   float32  d 64  backward  statistics none  T 128   sdpa 1.10 ms  → sdpa'
+    """
+    base, *others = [(row.name, row.as_dict()) for row in rows]
+    direction = "backward" if cell.gradient else "forward "
+    what = f"{cell.form:<8} {cell.dtype:<8} d {cell.head_dim:<3} {direction}"
+    what += f"  statistics {cell.statistics:<5} T {cell.tokens:<5}"
+    ratios = "".join(f"  {name} " + " / ".join(f"{x:.2f}" for x in row["ratio"]) for name, row in others)
+    return f"{what} {base[0]} {base[1]['cpu_ms'][1]:.2f} ms{ratios}  → {fastest_first(rows)[0]}"
+
+
+def machine(device: str) -> dict[str, str]:
+    """Returns the device, the versions and the processor that the times belong to."""
+    about = {"device": device, "qkeel": __version__, "torch": torch.__version__, "processor": _processor()}
+    about["python"] = platform.python_version()
+    about["vectors"] = torch.backends.cpu.get_cpu_capability()
+    return about if device == "cpu" else {**about, "gpu": torch.cuda.get_device_name()}
+
+
+def _processor() -> str:
+    """Returns the processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "cpu part"))]
+    return f"{platform.machine()} {names[0] if names else platform.processor()}".strip()
 
 
 if __name__ == "__main__":
@@ -38,3 +84,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # `qkeel bench | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

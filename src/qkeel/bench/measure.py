@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import final
+from typing import Any, final
 
 # glibc maps and unmaps tensors over 32 MiB again each time, which makes eager code look up to 3x slower.
 MALLOC = {
@@ -50,7 +50,7 @@ class Row:
         """The median over rounds of case / base in the same round."""
         return statistics.median(self.ratios)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Returns the row as results files have it."""
         return {
             "case": self.name,
@@ -106,7 +106,7 @@ def interleave(
 
 def show(title: str, rows: list[Row], base: str) -> None:
     """Prints a table."""
-    print(f"\n{title}\n  (CPU ms min / median / max; ratio to {base!r}, median of rounds)")
+    print(f"\n{title}\n  (ms min / median / max; ratio to {base!r}, median of rounds)")
     width = max(len(r.name) for r in rows)
     for r in rows:
         low, mid, high = min(r.times), statistics.median(r.times), max(r.times)

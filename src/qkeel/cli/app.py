@@ -11,36 +11,17 @@ from cyclopts import App, CycloptsError
 import qkeel
 from qkeel.cli.exits import INTERRUPTED, OK, USAGE, command_line
 from qkeel.errors import QkeelError
+from qkeel.lab.studies import STUDIES
 
 # Name, as typed -> where it is and its line in the list of commands. A module is imported when its command is called,
 # so that `qkeel --help` waits for no torch.
 COMMANDS = {
-    "demo": (
-        "qkeel.cli.study.study_demo:demo",
-        "See logits explode, and remedies hold them or not, on real text in two minutes.",
-    ),
     "run": (
         "qkeel.cli.run:run",
         "Train once, recording the logits of every head; the same command goes on after an interruption.",
     ),
-    "study lr": (
-        "qkeel.cli.study.study_lr:study_lr",
-        "Remedies × learning rates × seeds: which remedies widen the range of rates that train well.",
-    ),
-    "study mla": (
-        "qkeel.cli.study.study_mla:study_mla",
-        "Latent and multi-head attention × AdamW and Muon × remedies × learning rates × seeds.",
-    ),
-    "study multimodal": (
-        "qkeel.cli.study.study_multimodal:study_multimodal",
-        "Text and images in one sequence: mixes × remedies × learning rates × seeds, all measured on one fixed batch.",
-    ),
-    "study extrapolation": (
-        "qkeel.cli.study.study_extrapolation:study_extrapolation",
-        "Train short, test long: forms of attention × blocks × seeds, each tested as trained and changed post hoc.",
-    ),
     "study precision": (
-        "qkeel.cli.study.study_precision:study_precision",
+        "qkeel.cli.study_precision:study_precision",
         "The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
     ),
     "report": ("qkeel.cli.report:report", "Write one self-contained HTML page about studies, runs or watched models."),
@@ -61,13 +42,15 @@ COMMANDS = {
         "qkeel.cli.explain:explain_command",
         "Print the formula that a preset or remedy puts in force, and its source.",
     ),
-    "presets": ("qkeel.cli.listings:list_presets", "List the published attention recipes."),
-    "remedies": ("qkeel.cli.listings:list_remedies", "List the remedies."),
+    "presets": ("qkeel.cli.explain:list_presets", "List the published attention recipes."),
+    "remedies": ("qkeel.cli.explain:list_remedies", "List the remedies."),
     "config": (
-        "qkeel.cli.print_config:print_config",
+        "qkeel.cli.run:print_config",
         "Print the configuration that a recipe and flags make, as a TOML recipe.",
     ),
     "bench": ("qkeel.cli.bench:bench", "Time every attention kernel on this machine, side by side."),
+    "demo": ("qkeel.cli.study:demo", STUDIES["demo"][1]),
+    **{f"study {name}": (f"qkeel.cli.study:{name}", line) for name, (_, line) in STUDIES.items() if name != "demo"},
 }
 
 

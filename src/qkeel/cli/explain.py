@@ -1,6 +1,8 @@
-"""`qkeel explain`: what a preset or a remedy computes, in words and as a formula."""
+"""`qkeel presets`, `qkeel remedies`: names, each with its line; `qkeel explain`: the formula and source of one."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -10,10 +12,28 @@ from qkeel.lab.config import ModelConfig
 from qkeel.lab.model.build_model import attention_spec, build_decoder
 from qkeel.registry import parse
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
+from qkeel.remedies.apply import remedies
 from qkeel.sites import find_sites
-from qkeel.spec import PRESETS
+from qkeel.spec import PRESETS, presets
 
 _LENGTH = 512  # tokens; for the remedies whose starting scale depends on the training length
+
+
+def list_presets() -> int:
+    """List the published attention recipes."""
+    return _print(presets())
+
+
+def list_remedies() -> int:
+    """List the remedies."""
+    return _print(remedies())
+
+
+def _print(names: Mapping[str, str]) -> int:
+    width = max(map(len, names))
+    for name, line in names.items():
+        print(f"{name:<{width}}  {line}")
+    return OK
 
 
 def explain_command(name: str, /) -> int:

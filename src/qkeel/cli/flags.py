@@ -6,7 +6,7 @@ import dataclasses
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from qkeel.lab.config_fields import field_types
 from qkeel.lab.studies.multimodal import BASE
 
 Settings = dict[str, Any]  # a TOML table: numbers, text, booleans, lists and tables by name
+Flag = tuple[str, object, Parameter]  # its name, its type, and how it is shown
 _SECTIONS: dict[str, tuple[type, str]] = {
     "": (RunConfig, "Run"),
     "data": (DataConfig, "Data"),
@@ -42,17 +43,16 @@ def _entries() -> dict[str, tuple[str, str]]:
 _ENTRIES = _entries()
 
 
-def view(name: str, without: Collection[tuple[str, str]] = ()) -> type:
-    """Returns a dataclass of optional flags, one per plain field of RunConfig and its parts; None where not given."""
+def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = ()) -> type:
+    """Returns a dataclass of flags, None where not given: one per plain field of RunConfig and its parts, and more."""
     docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
-    fields = []
+    flags = list(more)
     for flag, (section, field) in _ENTRIES.items():
         if (section, field) not in without:
             cls, group = _SECTIONS[section]
-            kind = _optional(field_types(cls)[field])
-            parameter = _parameter(flag, cls, field, group, docs[section][field])
-            fields.append((flag, Annotated[kind, parameter], dataclasses.field(default=None)))
-    made = dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)
+            flags.append((flag, field_types(cls)[field], _parameter(flag, cls, field, group, docs[section][field])))
+    fields = [(flag, Annotated[_optional(kind), shown], dataclasses.field(default=None)) for flag, kind, shown in flags]
+    made = dataclasses.make_dataclass("RunFlags", fields, frozen=True, kw_only=True)
     made.__module__ = __name__  # else it passes for a built-in type
     return made
 
@@ -80,8 +80,8 @@ def configure(flags: object, recipe: Path | None, base: RunConfig | None = None)
     """Returns the configuration of a recipe with flags over it and `base` under it, and the recipe's [study] table."""
     values = _over(base.to_dict() if base else {}, _read_recipe(recipe))
     study = values.pop("study", {})
-    for flag, given in vars(flags).items():
-        section, field = _ENTRIES[flag]
+    for flag, (section, field) in _ENTRIES.items():
+        given = vars(flags).get(flag)
         if given is not None:
             (values.setdefault(section, {}) if section else values)[field] = given
     if not isinstance(study, dict):

@@ -1,4 +1,4 @@
-"""`qkeel run`: one training run."""
+"""`qkeel run`: one training run; `qkeel config`: its configuration."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cyclopts import Parameter
 
 from qkeel.cli.console import RunView, make_console, number, print_line
 from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
-from qkeel.cli.flags import configure, starting, view
+from qkeel.cli.flags import as_toml, configure, starting, view
 from qkeel.errors import QkeelError
 from qkeel.lab import Watcher
 from qkeel.lab import run as train
 from qkeel.lab.model.build_model import resolve
 
-RunFlags: Any = view("RunFlags")
+RunFlags: Any = view()
 
 
 def run(
@@ -59,6 +59,20 @@ def run(
     console.print(f"{state}: {result}", highlight=False)
     print_line(console, f"run {place}")
     return COLLAPSED if fail_on_collapse and row["collapsed"] else OK
+
+
+def print_config(
+    *,
+    recipe: Path | None = None,
+    flags: Annotated[RunFlags, Parameter(name="*")] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
+) -> int:
+    """Print the configuration that a recipe and flags make, as a TOML recipe.
+
+    Args:
+        recipe: TOML file of settings; flags go over it.
+    """
+    print(as_toml(configure(flags, recipe, starting(flags))[0]))
+    return OK
 
 
 def _stop_on_interrupt() -> Callable[[], bool]:

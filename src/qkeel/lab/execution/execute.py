@@ -16,22 +16,13 @@ from qkeel.lab.execution.results_table import rows, write_table
 from qkeel.lab.execution.workers import Job, Outcome, Shard, execute
 from qkeel.lab.lengths.longer_texts import check_methods, long_rows, missing
 from qkeel.lab.model.build_model import check, resolve
-from qkeel.lab.plan.plan import Grid, LongContexts, Plan, PlannedRun, Study
+from qkeel.lab.plan.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import How
-from qkeel.lab.studies import demo, extrapolation, latent_attention, lr, multimodal
+from qkeel.lab.studies import find_study
 from qkeel.lab.tasks.text import load_task
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, read_json, write_json
 from qkeel.records.files import remove_leftovers
 from qkeel.records.rundir import differences, locked
-from qkeel.registry import lookup
-
-STUDIES: dict[str, Study] = {
-    "lr": lr.STUDY,
-    "mla": latent_attention.STUDY,
-    "demo": demo.STUDY,
-    "extrapolation": extrapolation.STUDY,
-    "multimodal": multimodal.STUDY,
-}
 
 
 def _ignore(outcome: Outcome) -> None:
@@ -75,12 +66,13 @@ def make_plan(
     ['none', 'none']
 
     Args:
-        name: of STUDIES. base: the configuration of its runs. grid: its axes. The study has defaults for all of them.
+        name: of lab.studies.STUDIES. base: the configuration of its runs. grid: its axes. The study has defaults for
+            all of them.
         contexts: of the extrapolation study, in place of its own.
 
     Raises: UnknownNameError, InvalidValueError, RefusedError or DataError, before anything is written.
     """
-    plan = lookup("study", STUDIES, name).plan(name, base, grid, contexts)
+    plan = find_study(name).plan(name, base, grid, contexts)
     runs = [dataclasses.replace(run, config=resolve(run.config)) for run in plan.runs]
     unlike = {(run.role, run.name): run.config for run in runs}
     for config in unlike.values():
@@ -112,7 +104,7 @@ def study(
     1
 
     Args:
-        name: of STUDIES. remedies, lrs, seeds: the grid; the same directory takes more of them later.
+        name: of lab.studies.STUDIES. remedies, lrs, seeds: the grid; the same directory takes more of them later.
         out: the directory. base: model, corpus and length of its runs, which stay the same in one directory.
         jobs: processes at once; small models train several as one. `run_plan` takes more options.
         contexts: in the study "extrapolation", where remedies are attention forms, what is done with the weights.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import multiprocessing
 import os
 import signal
 import sys
@@ -182,9 +183,10 @@ def _die_with(parent: int) -> None:
     """Asks Linux to kill this process when its parent dies, so that nothing writes on after a study is killed."""
     if sys.platform != "linux":
         return
-    if os.getppid() != parent:  # another host (Ray, Dask), or the parent is gone and no process waits for the result
-        return
+    above, maker = os.getppid(), multiprocessing.parent_process()  # the parent, or the server that forks for it
+    if parent not in (above, maker and maker.pid):
+        return  # on another host (Ray, Dask), or the parent is gone and no process waits for the result
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
-    if os.getppid() != parent:
+    if os.getppid() != above:
         os._exit(1)

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from qkeel.functional.bounds import dilution_bound
 from qkeel.nn.spec_module import SpecModule
 from qkeel.spec import AttentionCall
-from qkeel.spec.position.rerope import ReRope
 from qkeel.spec.position.rotary import Position
-from qkeel.spec.position.window import SlidingWindow
 
 _ROWS = 128  # of the cosines at a time
 
@@ -102,14 +100,12 @@ def observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Ite
 def _cosines(call: AttentionCall) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of cosines [b h rows s] and of what is visible of them."""
     q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in call.encoded())
-    position = call.spec.position
-    while isinstance(position, SlidingWindow):  # it hides keys and turns nothing
-        position = position.inner
+    position = call.spec.position.unwindowed  # a window hides keys and turns nothing
     for start in range(0, q.shape[2], _ROWS):
         rows = slice(start, min(start + _ROWS, q.shape[2]))
         keys = call.span(rows)
         # A bias on the score turns nothing; a clipped distance turns the pair.
-        turn = position.scores if isinstance(position, ReRope) else lambda *a: Position.scores(position, *a)
+        turn = position.scores if position.kind == "rerope" else lambda *a: Position.scores(position, *a)
         cos = turn(q[:, :, rows], k[:, :, keys], call.pos_q[:, rows], call.pos_k[:, keys], call.params)
         visible = call.visible(rows, keys)
         yield cos, torch.ones_like(cos, dtype=torch.bool) if visible is None else visible
@@ -120,6 +116,5 @@ def largest_logit(call: AttentionCall) -> Tensor:
     q, k = (x.norm(dim=-1).amax((0, 2)) for x in call.encoded())
     factor = call.spec.scale.factor(call.pos_q[:, -1:], call.q.shape[-1], call.params)
     largest = (q * k.repeat_interleave(len(q) // len(k))).double()
-    return (largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()).reshape(
-        len(q)
-    )  # one query, one batch row
+    each = largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()  # of one query, one batch row
+    return each.reshape(len(q))

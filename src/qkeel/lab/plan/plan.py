@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Self, final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Self, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.lab.config import RunConfig
@@ -126,26 +126,70 @@ class Plan:
         return {run.role: shared(run.config, but_attention=bool(run.form)) for run in self.runs}
 
 
+Request = tuple[RunConfig, Grid, LongContexts | None]
+Given = Mapping[str, Any]  # options by name, as a command line or a recipe gives them
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a study as a whole: a flag of its command, and a key of the table [study] of a recipe."""
+
+    name: str
+    kind: object
+    """Its type, like int or list[str]; a list takes several words. bool is a switch, which no recipe has."""
+    about: str
+    """What it is, in a sentence, with its default."""
+
+
+AXIS_OPTIONS = (
+    Option("remedies", list[str], "Remedies as spec strings."),
+    Option("lrs", list[float], "Peak learning rates."),
+    Option("seeds", list[int], "Seeds of weights and batches [default: 0 1 2]."),
+    Option("full_grid", bool, "Seven rates over three decades, 0.0003 to 0.3."),
+)
+
+
+def on_axes(base: RunConfig, default: Grid, given: Given) -> Request:
+    """Returns the request of a study whose options are axes: what is given of them over the default."""
+    axes = {name: given.get(name) or values for name, values in dataclasses.asdict(default).items()}
+    if given.get("full_grid"):
+        axes["lrs"] = FULL_GRID
+    return base, Grid(**axes), None
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A study: what it compares where nothing else is asked for, and how that becomes runs. A new study is a file
-    of `lab.studies` that holds one of these, and a line of `lab.execution.execute.STUDIES`.
+    """A study: what it compares where nothing else is asked for, how that becomes runs, and what its command takes.
+
+    A new study is a file of `lab.studies` that holds one of these, and a line of the table there.
     """
 
-    about: str
-    """One sentence."""
+    help: str
+    """What the help of its command says after its line in the table."""
     grid: Grid
     runs: Callable[[RunConfig, Grid], Sequence[PlannedRun]]
     """Makes the runs of a grid, each a variant of one configuration."""
-    base: RunConfig = dataclasses.field(default_factory=RunConfig)
+    base: RunConfig | None = None
+    """The configuration that it starts from, where that is not the default one."""
     contexts: LongContexts | None = None
+    options: Sequence[Option] = AXIS_OPTIONS
+    request: Callable[[RunConfig, Grid, Given], Request] = on_axes
+    """Makes configuration, grid and contexts of the options that are given and of the default grid."""
+    decides: Collection[tuple[str, str]] = (("optim", "lr"),)
+    """Section and name of the settings that the study gives its runs, as it gives them remedy and seed: no flags of its
+    command."""
+    instead: Mapping[str, Study] = dataclasses.field(default_factory=dict)
+    """Studies of the same runs with another grid and base, by the switch that takes them in place of this one."""
+    out: str = ""
+    """The directory of its command, where that is not runs/NAME."""
 
     def plan(self, name: str, base: RunConfig | None, grid: Grid | None, contexts: LongContexts | None = None) -> Plan:
         """Returns the study's plan under this name; what is not given is its own."""
         grid = grid or self.grid
         contexts = self.contexts and (contexts or self.contexts)
-        return Plan(name=name, grid=grid, runs=self.runs(base or self.base, grid), contexts=contexts)
+        return Plan(name=name, grid=grid, runs=self.runs(base or self.base or RunConfig(), grid), contexts=contexts)
 
 
 def _settle_lists(of: object, names: Sequence[str]) -> None:

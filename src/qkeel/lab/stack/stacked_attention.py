@@ -22,8 +22,8 @@ from qkeel.ops import run, run_with_rows
 from qkeel.sites.tap import Connection
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import Visibility
-from qkeel.spec.norm import GainNorm, NoNorm, Part
-from qkeel.spec.scale import Fixed, Learned
+from qkeel.spec.norm import NoNorm, Norm, Part
+from qkeel.spec.scale import Fixed
 from qkeel.spec.slot import Params
 
 Report = Callable[[Sequence[AttentionCall]], None]
@@ -89,17 +89,16 @@ class StackedAttention:
     def _with_factors(self, call: AttentionCall, params: Params) -> AttentionCall:
         """Returns q and k normed and scaled, by operators that sum the gradient of each run's factor by itself."""
         q, k, spec = call.q, call.k, call.spec
-        if isinstance(spec.norm, GainNorm):
-            q, k = self._normed("q", q, spec.norm, params), self._normed("k", k, spec.norm, params)
-        if isinstance(spec.scale, Learned):
+        q, k = self._normed("q", q, spec.norm, params), self._normed("k", k, spec.norm, params)
+        if spec.scale.kind == "learned":
             factors = spec.scale.factor(call.pos_q, q.shape[-1], params)
-            q = times_by_run(q.unflatten(0, (len(self.own), -1)), factors).flatten(0, 1)
+            q = times_by_run(q.unflatten(0, (len(self.own), -1)), torch.as_tensor(factors)).flatten(0, 1)
             spec = dataclasses.replace(spec, scale=Fixed(1.0))
         return dataclasses.replace(call, spec=dataclasses.replace(spec, norm=NoNorm()), q=q, k=k, params={})
 
-    def _normed(self, part: Part, x: Tensor, norm: GainNorm, params: Params) -> Tensor:
+    def _normed(self, part: Part, x: Tensor, norm: Norm, params: Params) -> Tensor:
         """Returns q or k normed by the gain of its run, [d] or [], if any."""
-        if part not in norm.on:
+        if part not in norm.sides:
             return x
         gain = norm.weight(part, params)
         rows = x.transpose(1, 2).reshape(1, len(self.own), -1, x.shape[-1])
@@ -114,8 +113,7 @@ class StackedAttention:
         return dataclasses.replace(call, q=q, k=k, v=v, params=params)
 
     def _for_statistics(self, call: AttentionCall, params: Params) -> Sequence[AttentionCall]:
-        norm = call.spec.norm
-        if not FACTORS.issuperset(params) or (isinstance(norm, GainNorm) and norm.over == "layer"):
+        if not FACTORS.issuperset(params) or call.spec.norm.over == "layer":
             return [self._of_run(call, r, own.spec_params()) for r, own in enumerate(self.own)]
         q, k, v = (heads_in_a_row(x, len(self.own)) for x in (call.q, call.k, call.v))
         groups = {"q": call.q.shape[1], "k": call.k.shape[1], "v": call.k.shape[1]}
@@ -134,20 +132,18 @@ def _in_a_row(parts: Sequence[Tensor]) -> Tensor:
 
 def _factors_only(spec: AttentionSpec, params: Params) -> bool:
     """Returns whether parameters are factors of q and k that a run's heads share, which come before any rotation."""
-    norm, scale = spec.norm, spec.scale
-    if isinstance(norm, GainNorm):
+    norm = spec.norm
+    if norm.kind != "none":
         each = norm.over == "layer" or norm.bias or norm.gain not in ("none", "dim", "one_plus_dim", "scalar")
-        if each or norm.kind not in KINDS or "v" in norm.on or spec.position.order != "norm_then_rotate":
+        if each or norm.kind not in KINDS or "v" in norm.sides or spec.position.order != "norm_then_rotate":
             return False
-    learned = {"logit_scale"} if type(scale) is Learned and scale.per == "layer" else set()
+    learned = {"logit_scale"} if spec.scale.kind == "learned" and params["logit_scale"].ndim == 1 else set()
     return learned.union(("q_norm", "k_norm")).issuperset(params) and ready()
 
 
 def _only_gains(spec: AttentionSpec, params: Params) -> bool:
     """True if the only parameters are gains of q and k, so that all after the encoding is alike in every run."""
-    norm = spec.norm
-    gains = isinstance(norm, GainNorm) and "v" not in norm.on
-    return gains and {"q_norm", "k_norm"}.issuperset(params) and spec.position.keeps
+    return "v" not in spec.norm.sides and {"q_norm", "k_norm"}.issuperset(params) and spec.position.keeps
 
 
 def heads_in_a_row(x: Tensor, runs: int) -> Tensor:

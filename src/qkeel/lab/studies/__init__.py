@@ -1,1 +1,46 @@
-"""Studies, one a file: a Study each, which the table in lab.execution.execute names."""
+"""Studies, one a file: this table names them, for `qkeel.lab.study` and as commands."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from qkeel.registry import lookup
+
+if TYPE_CHECKING:
+    from qkeel.lab.plan.plan import Study
+
+# Name -> where its Study is and its line in the list of commands. A module is imported when its study is asked for, so
+# that `qkeel --help` waits for no torch.
+STUDIES: dict[str, tuple[str, str]] = {
+    "lr": (
+        "qkeel.lab.studies.lr:STUDY",
+        "Remedies × learning rates × seeds: which remedies widen the range of rates that train well.",
+    ),
+    "mla": (
+        "qkeel.lab.studies.latent_attention:STUDY",
+        "Latent and multi-head attention × AdamW and Muon × remedies × learning rates × seeds.",
+    ),
+    "demo": (
+        "qkeel.lab.studies.demo:STUDY",
+        "See logits explode, and remedies hold them or not, on real text in two minutes.",
+    ),
+    "extrapolation": (
+        "qkeel.lab.studies.extrapolation:STUDY",
+        "Train short, test long: forms of attention × blocks × seeds, each tested as trained and changed post hoc.",
+    ),
+    "multimodal": (
+        "qkeel.lab.studies.multimodal:STUDY",
+        "Text and images in one sequence: mixes × remedies × learning rates × seeds, all measured on one fixed batch.",
+    ),
+}
+
+
+def find_study(name: str) -> Study:
+    """Returns the study of this name.
+
+    Raises: UnknownNameError if the table has none.
+    """
+    module, _, attribute = lookup("study", STUDIES, name)[0].partition(":")
+    study: Study = vars(importlib.import_module(module))[attribute]
+    return study

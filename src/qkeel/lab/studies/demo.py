@@ -22,4 +22,6 @@ def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     return [*product(constant, grid), *product(longer, DRIFT, "drift")]
 
 
-STUDY = Study(about="Six remedies at three constant rates, and one longer pair.", grid=GRID, runs=runs)
+STUDY = Study(
+    help="Six remedies at three constant rates, and one longer pair.", grid=GRID, runs=runs, options=(), out="demo"
+)

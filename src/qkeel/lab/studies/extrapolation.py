@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Sequence
+from typing import Literal
 
 from qkeel.errors import unknown
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.plan.plan import Grid, LongContexts, PlannedRun, Study
+from qkeel.lab.plan.plan import Given, Grid, LongContexts, Option, PlannedRun, Request, Study
 from qkeel.registry import lookup, parse
 from qkeel.spec import PRESETS
 
@@ -40,15 +41,6 @@ def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
                     config = dataclasses.replace(base, model=model, optim=optim, seed=seed)
                     found.append(PlannedRun(config=config, role=block, form=form))
     return found
-
-
-STUDY = Study(
-    about="Blocks × forms of attention × seeds, each tested at longer lengths as trained and changed post hoc.",
-    grid=DEFAULT,
-    runs=runs,
-    base=BASE,
-    contexts=CONTEXTS,
-)
 
 
 def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
@@ -87,3 +79,75 @@ def continued(length: int) -> list[str]:
     Source: kexue.fm 9859; ABF: Xiong et al. 2023, arXiv 2309.16039.
     """
     return [f"kna/none@{length}", f"baseline/none@{length}", f"baseline/pi@{length}", f"baseline/abf@{length}"]
+
+
+OPTIONS = (
+    Option(
+        "forms",
+        list[str],
+        "Attention: presets, also as preset+position [default: baseline qna kna cosa, each with and without _logn].",
+    ),
+    Option(
+        "positions",
+        list[str],
+        "Each form with each, like rope, nope, alibi, kerple_log, xpos, hwfa, rerope [default: rope].",
+    ),
+    Option(
+        "blocks",
+        list[Literal["gau", "mha1", "mha4"]],
+        "Gated attention units, or attention of 1 or 4 heads and MLP [default: gau].",
+    ),
+    Option("seeds", list[int], "Seeds of weights and batches [default: 0 1]."),
+    Option(
+        "posthoc",
+        list[str],
+        "Methods that change the trained attention, like ntk, rerope:window=16 or rerope+log_n; kna/ntk changes that "
+        "form only. [default: none; rerope and ntk on baseline and kna].",
+    ),
+    Option("continue_at", int, "Train on at so many tokens: kna as it is, baseline as it is and under pi and abf."),
+    Option("continue_steps", int, "Steps to train on [default: 100]."),
+    Option(
+        "test_lengths",
+        list[int],
+        "Tokens of context in the test, multiples of the training length [default: 8 times it].",
+    ),
+    Option("test_sequences", int, "Held-out texts of each length [default: 64]."),
+    Option("train_length", int, "Tokens of context in training [default: 64]."),
+)
+
+
+def request(base: RunConfig, default: Grid, given: Given) -> Request:
+    """Returns configuration, grid and contexts of the options that are given."""
+    length = given.get("train_length", base.data.context)
+    base = dataclasses.replace(base, data=dataclasses.replace(base.data, context=length))
+    grid = Grid(
+        remedies=by_position(given.get("forms") or default.remedies, given.get("positions") or ["rope"]),
+        lrs=(base.optim.lr,),
+        seeds=given.get("seeds") or default.seeds,
+        blocks=given.get("blocks") or default.blocks,
+    )
+    more = continued(given["continue_at"]) if "continue_at" in given else []
+    contexts = LongContexts(
+        posthoc=[*given.get("posthoc", CONTEXTS.posthoc), *more],
+        continue_steps=given.get("continue_steps", CONTEXTS.continue_steps),
+        test_lengths=given.get("test_lengths", (8 * length,)),
+        sequences=given.get("test_sequences", CONTEXTS.sequences),
+    )
+    return base, grid, contexts
+
+
+STUDY = Study(
+    help="A model of 3 layers (6 of GAU) of width 64 learns for 300 steps of 16 texts at rate 0.01 unless flags say "
+    "otherwise. Finished runs are kept, killed ones go on; the directory takes more forms, seeds, methods and lengths "
+    "later.",
+    grid=DEFAULT,
+    runs=runs,
+    base=BASE,
+    contexts=CONTEXTS,
+    options=OPTIONS,
+    request=request,
+    decides=(
+        *(("model", name) for name in ("block", "attention", "n_heads", "n_kv_heads", "head_dim")),
+        ("data", "context"),
+    ),
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from qkeel.lab.plan.plan import Grid, Study, parts
+from typing import Literal
+
+from qkeel.lab.plan.plan import AXIS_OPTIONS, Grid, Option, Study, parts
 
 DEFAULT = Grid(
     remedies=("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1"),
@@ -13,7 +15,14 @@ DEFAULT = Grid(
 )
 # Source: Anson & Aitchison 2025, arXiv 2511.21377, section 4: remedies on MHA and MLA under Muon.
 STUDY = Study(
-    about="Latent and multi-head attention × AdamW and Muon × remedies × learning rates × seeds.",
+    help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and qk_lr:factor=0.1 at 0.01, 0.1 and 0.3. "
+    "Finished runs are kept, killed ones go on, and the directory takes more of everything later.",
     grid=DEFAULT,
     runs=parts,
+    options=(
+        *AXIS_OPTIONS,
+        Option("blocks", list[Literal["mla", "mha"]], "Attention: latent and multi-head [default: mla mha]."),
+        Option("optimizers", list[Literal["adamw", "sgd", "muon"]], "Optimizers [default: adamw muon]."),
+    ),
+    decides=(("optim", "lr"), ("optim", "name"), ("model", "block")),
 )

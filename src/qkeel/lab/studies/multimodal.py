@@ -6,7 +6,7 @@ import dataclasses
 
 from qkeel.errors import unknown
 from qkeel.lab.config import DataConfig, OptimConfig, RunConfig
-from qkeel.lab.plan.plan import Grid, PlannedRun, Study, product
+from qkeel.lab.plan.plan import AXIS_OPTIONS, Grid, Option, PlannedRun, Study, product
 from qkeel.registry import lookup, parse
 
 # Chameleon, arXiv 2405.09818, section 2.3: what held its two sizes.
@@ -58,10 +58,29 @@ def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 STUDY = Study(
-    about="Mixes of text and images × remedies × learning rates × seeds, all under one probe.",
+    help="By default text alone and text mixed with handwritten digits; none, qk_norm, swin_norm and what held "
+    "Chameleon 7B and 34B; rates 0.01 and 0.1. Finished runs are kept, killed ones go on, and the directory takes more "
+    "later.",
     grid=DEFAULT,
     runs=runs,
     base=BASE,
+    options=(
+        *AXIS_OPTIONS,
+        Option(
+            "mixes",
+            list[str],
+            "Mixes: text, mix, images, patches, with options as in patches:share=0.25,variance=4,norm=none.",
+        ),
+    ),
+    instead={
+        "grid": Study(
+            help="The search for a regime: patches of variance 1, 4, 16 in 1/4, 1/2, 3/4 of sequences, with and "
+            "without norms.",
+            grid=REGIMES,
+            runs=runs,
+            base=REGIME_BASE,
+        )
+    },
 )
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from qkeel.cli.console import StudyView, extrapolated, make_console, print_line, ranking, spent
 from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
-from qkeel.cli.study.study_flags import HowFlags
+from qkeel.cli.study import HowFlags
 from qkeel.lab.config import RunConfig
 from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, pending, run_directory, run_plan
 from qkeel.lab.execution.progress import estimate_seconds
@@ -28,17 +28,17 @@ def default_jobs() -> int:
 
 
 def run_study(
-    name: str, base: RunConfig, grid: Grid | None, out: Path, how: HowFlags, contexts: LongContexts | None = None
+    name: str, base: RunConfig, grid: Grid, contexts: LongContexts | None, *, out: Path, how: HowFlags
 ) -> int:
     """Runs a study, writes its table and report, and returns the exit code; the directory is printed first and last.
 
     Args:
         name: the study, as in lab.studies.
         base: the configuration that all runs share.
-        grid: the axes; None for those of the study itself.
+        grid: the axes.
+        contexts: lengths of the test and post-hoc methods, where the study has them.
         out: directory of the study.
         how: processes, stacking, shard, dry run.
-        contexts: lengths of the test and post-hoc methods, where the study has them.
     """
     console = make_console()
     shard = Shard.parse(how.shard) if how.shard else Shard()

@@ -1,0 +1,122 @@
+"""`qkeel study` and `qkeel demo`: many runs, one table, one report. Each study says which options its command has."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from qkeel.cli.flags import Flag, Settings, configure, starting, view
+from qkeel.errors import unknown
+from qkeel.lab.plan.plan import Option, Study
+from qkeel.lab.studies import STUDIES, find_study
+
+_FLAT = Parameter(name="*")
+_SWITCH = Parameter(negative=(), show_default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HowFlags:
+    """The options of a study's execution; nothing here changes a number."""
+
+    jobs: Annotated[int | None, Parameter(show_default=False)] = None
+    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4]."""
+    stack: Annotated[str, Parameter(show_default=False)] = "auto"
+    """Train runs that differ in rate and seed only as one model: auto, for small models, off, or how many."""
+    shard: Annotated[str | None, Parameter(show_default=False)] = None
+    """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
+    dry_run: Annotated[bool, _SWITCH] = False
+    """Only say what would be run, and for about how long."""
+    fail_on_collapse: Annotated[bool, _SWITCH] = False
+    """Exit with code 3 if attention collapsed in a run or its loss is NaN."""
+
+
+def __getattr__(name: str) -> Callable[..., int]:
+    """Makes the command of a study when it is asked for by the study's name."""
+    if name not in STUDIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return study_command(name)
+
+
+def study_command(name: str) -> Callable[..., int]:
+    """Returns the function behind the command of a study: its parameters are the flags."""
+    study = find_study(name)
+    options = [*study.options, *(Option(switch, bool, other.help) for switch, other in study.instead.items())]
+    flags: Any = view(without={("", "remedy"), ("", "seed"), *study.decides}, more=map(_flag, options))
+
+    def command(
+        *,
+        out: Path = Path(study.out or f"runs/{name}"),
+        recipe: Path | None = None,
+        how: Annotated[HowFlags, _FLAT] = HowFlags(),
+        flags: object = flags(),
+    ) -> int:
+        given = {option.name: value for option in options if (value := vars(flags)[option.name]) is not None}
+        asked = next((other for switch, other in study.instead.items() if given.get(switch)), study)
+        config, table = configure(flags, recipe, asked.base or starting(flags))
+        _check_table(table, study)
+        with _forked_workers():
+            from qkeel.cli.run_study import run_study
+
+            return run_study(name, *study.request(config, asked.grid, {**table, **given}), out=out, how=how)
+
+    command.__annotations__ |= {"flags": Annotated[flags, _FLAT]}
+    command.__doc__ = f"""{STUDIES[name][1]}
+
+    {study.help}
+
+    Args:
+        out: Directory of the study.
+        recipe: TOML file of settings, a table [study] for the options of the study; flags go over it.
+    """
+    return command
+
+
+def _flag(option: Option) -> Flag:
+    """Name, type and help of the flag of a study's option."""
+    shown = Parameter(
+        help=option.about,
+        show_default=False,
+        group="Grid",
+        consume_multiple=option.kind not in (int, float, str, bool),
+        negative_iterable=(),
+        negative=() if option.kind is bool else None,
+    )
+    return option.name, option.kind, shown
+
+
+def _check_table(table: Settings, study: Study) -> None:
+    """Raises UnknownNameError for a key of a recipe's [study] table that the study does not know."""
+    known = [option.name for option in study.options if option.kind is not bool]
+    for key in table:
+        if key not in known:
+            raise unknown("key in [study]", key, known)
+
+
+@contextlib.contextmanager
+def _forked_workers() -> Iterator[None]:
+    """A context in which workers are forked from a process that has imported what they need, while this one does.
+
+    That process computes nothing and has no threads, so that it can be forked.
+    """
+    try:
+        from joblib.externals.loky.backend.context import get_start_method, set_start_method
+    except ImportError:
+        yield
+        return
+    before = get_start_method()
+    if sys.platform == "linux" and before is None:
+        multiprocessing.set_forkserver_preload(["qkeel.lab.execution.workers", "torch._dynamo"])
+        forkserver.ensure_running()
+        set_start_method("forkserver")
+    try:
+        yield
+    finally:
+        set_start_method(before, force=True)
