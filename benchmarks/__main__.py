@@ -8,7 +8,7 @@ from qkeel.nn import LatentSizes
 
 SIZES = {
     "full": {
-        "modules": {"dim": 512, "heads": 8, "batch": 4, "length": 512},
+        "modules": modules.FULL,
         "statistics": [(4, 8, 512, 64), (2, 8, 2048, 64), (1, 32, 1024, 64)],
         "steps": {"layers": 14, "heads": 32, "dim": 1024},
         # The sizes of DeepSeek-V3, but for its 128 heads and width 7168.
@@ -16,7 +16,7 @@ SIZES = {
         "latent sizes": LatentSizes(q_latent=1536, kv_latent=512, rope_dim=64, nope_dim=128, value_dim=128),
     },
     "toy": {
-        "modules": {"dim": 64, "heads": 4, "batch": 2, "length": 32},
+        "modules": modules.TOY,
         "statistics": [(1, 2, 40, 16)],
         "steps": {"layers": 2, "heads": 4, "dim": 64},
         "latents": {"batch": 2, "length": 40, "dim": 64, "heads": 4},

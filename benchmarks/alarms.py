@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.measure import Bench
 from qkeel.lab.config import OptimConfig
-from qkeel.lab.model.schedule import learning_rate
+from qkeel.lab.model.optimizers import learning_rate
 from qkeel.metrics import collapsed
 from qkeel.monitor import (
     DEFAULT,

@@ -1,28 +1,21 @@
-"""The compiled attention against torch's, its statistics against none, and attention modules against their peers.
+"""The compiled attention against torch's, and its statistics against none.
 
 `python -m benchmarks.attention` prints, for each shape, forward, backward, and both; next to each backward its GFLOP/s
-(five products over the visible half) and those of torch.mm. Then attention modules in tokens per second: qkeel's with
-QK-norm and RoPE, without and with the largest logit and the entropy of every head of every call, against projections
-and SDPA alone and transformers' Qwen3. --no-compile leaves out the compiled peer (saves a minute), --toy only shows
-that it runs; --only attention leaves out the modules.
+(five products over the visible half) and those of torch.mm. --toy only shows that it runs. Attention modules are in
+`python -m benchmarks.modules`.
 """
 
 from __future__ import annotations
 
-import statistics
-import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-import qkeel
 from benchmarks.measure import Bench, Case, Cases, Row, between, take_turns
-from benchmarks.modules import BASE, Bare, Transformers, available, both_directions, ours
-from benchmarks.native import Shape, module_sizes
+from benchmarks.native import Shape
 from qkeel.kernels.native import attention as operator
-from qkeel.kernels.native import norm_rope
 
 # batch, tokens, query heads, key heads, head_dim
 SHAPES: list[Shape] = [
@@ -34,7 +27,6 @@ SHAPES: list[Shape] = [
     (1, 1024, 16, 4, 128),
 ]
 TORCH, OWN, COUNTED = "torch SDPA", "qkeel", "qkeel, largest logit and entropy"
-NORMED, WATCHED, PEER = "qkeel norm + rope", "qkeel norm + rope, largest logit and entropy", "transformers Qwen3"
 
 
 class Calls:
@@ -73,21 +65,6 @@ class Calls:
         }
 
 
-class Watched(nn.Module):
-    """qkeel's attention module with its statistics read in every call."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.inner = ours(dim, heads, norm=True)
-        self.seen: object = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        m = self.inner
-        q, k, v = (p(x).unflatten(-1, (m.n_heads, m.head_dim)).transpose(1, 2) for p in (m.q_proj, m.k_proj, m.v_proj))
-        out, self.seen = qkeel.attention(q, k, v, spec=m.spec, params=m.spec_params(), impl="native", stats="entropy")
-        return m.o_proj(out.transpose(1, 2).flatten(2))
-
-
 def attention_cases(shape: Shape, dtype: torch.dtype) -> dict[str, Cases]:
     """Returns forward, backward and both of every way."""
     calls = Calls(shape, dtype)
@@ -96,17 +73,6 @@ def attention_cases(shape: Shape, dtype: torch.dtype) -> dict[str, Cases]:
         "backward": calls.backward(),
         "forward + backward": {name: calls.both(way) for name, way in calls.ways.items()},
     }
-
-
-def module_cases(dim: int, heads: int, batch: int, length: int, compiled: bool) -> dict[str, Cases]:
-    """Returns forward (no_grad) and forward with backward of attention modules."""
-    made: dict[str, Callable[[], nn.Module]] = {BASE: lambda: Bare(dim, heads), NORMED: lambda: ours(dim, heads, True)}
-    made |= {WATCHED: lambda: Watched(dim, heads), PEER: lambda: Transformers("Qwen3", dim, heads, True, length)}
-    if compiled:
-        made[f"{PEER}, compiled"] = lambda: torch.compile(made[PEER]())  # type: ignore[return-value]
-    found = available(made)
-    found[NORMED].impl = "native"  # type: ignore[assignment]
-    return both_directions(found, batch, length, dim)
 
 
 def flops(shape: Shape) -> float:
@@ -122,13 +88,6 @@ def speed_of_mm(rounds: int) -> float:
     return 2 * 512**3 / min(row.times) / 1e6
 
 
-def show_speed(rows: list[Row], tokens: int) -> None:
-    """Prints tokens per second, and the speed of qkeel with statistics over every other's, round by round."""
-    for row in rows:
-        rate, ratio = tokens / statistics.median(row.times) * 1e3, between(rows, row.name, WATCHED)
-        print(f"  {rate:9.0f} tokens/s   {WATCHED!r} is {ratio:.3f} times as fast as {row.name!r}")
-
-
 def show_price(title: str, rows: list[Row], without: str, with_: str) -> None:
     """Prints what statistics add."""
     least = {row.name: min(row.times) for row in rows}
@@ -140,11 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
     bench = Bench(
         "attention", __doc__, arguments,
-        needs=[norm_rope.ready, operator.ready, operator.backward_ready], peer="the compiled peer",
-        flags={
-            "--dtype": {"choices": ["float32", "bfloat16"], "default": "float32"},
-            "--only": {"choices": ["attention"]},
-        },
+        needs=[operator.ready, operator.backward_ready],
+        flags={"--dtype": {"choices": ["float32", "bfloat16"], "default": "float32"}},
     )  # fmt: skip
     print(f"torch.mm of 512 x 512 numbers: {speed_of_mm(bench.rounds):.0f} GFLOP/s")
     for shape in [(2, 16, 2, 1, 64)] if bench.toy else SHAPES:
@@ -156,15 +112,6 @@ def main(arguments: list[str] | None = None) -> None:
                 print("  " + ", ".join(f"{r.name}: {flops(shape) / min(r.times) / 1e6:.0f} GFLOP/s" for r in rows))
             else:
                 show_price(kind, rows, OWN, COUNTED)
-    if bench.options.only:
-        return
-    sizes = module_sizes(bench.toy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for kind, cases in module_cases(**sizes, compiled=bench.compiled).items():
-            rows = bench.table(f"attention modules, {kind}, {sizes}", cases)
-            show_speed(rows, sizes["batch"] * sizes["length"])
-            show_price(f"a module's {kind}", rows, NORMED, WATCHED)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""Attention modules end to end: forward and forward+backward, QK-norm on and off, activation memory."""
+"""Attention modules end to end: forward and forward+backward, QK-norm on and off, statistics, activation memory.
+
+`python -m benchmarks.modules`: qkeel's by torch and by compiled kernels, without and with the largest logit and the
+entropy of every head of every call, against projections and SDPA alone and against their peers.
+"""
 
 from __future__ import annotations
 
 import importlib
+import statistics
 import warnings
 from collections.abc import Callable
 
@@ -11,9 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qkeel
-from benchmarks.measure import Bench, Case, Cases
+from benchmarks.measure import Bench, Case, Cases, between, by_native
+from qkeel.kernels.native import attention as native
 
+FULL = {"dim": 512, "heads": 8, "batch": 4, "length": 512}
+TOY = {"dim": 64, "heads": 1, "batch": 1, "length": 16}
 BASE = "GEMM + SDPA (no norm, no rope)"
+NORMED, WATCHED = "qkeel rope + norm, C++", "qkeel rope + norm, largest logit and entropy, C++"
 
 
 class Bare(nn.Module):
@@ -31,10 +40,11 @@ class Bare(nn.Module):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-def ours(dim: int, heads: int, norm: bool) -> nn.Module:
+def ours(dim: int, heads: int, norm: bool, impl: str = "auto") -> nn.Module:
     """qkeel's module with RoPE, with and without QK-norm (Qwen3's recipe)."""
-    spec = qkeel.preset("qwen3") if norm else qkeel.preset("baseline")
-    return qkeel.nn.Attention(dim, heads, spec=spec)
+    module = qkeel.nn.Attention(dim, heads, spec=qkeel.preset("qwen3" if norm else "baseline"))
+    module.impl = impl
+    return module
 
 
 class Transformers(nn.Module):
@@ -87,12 +97,27 @@ class TorchMHA(nn.Module):
         return self.inner(x, x, x, attn_mask=self.mask, is_causal=True, need_weights=False)[0]
 
 
+class Watched(nn.Module):
+    """qkeel's attention module with its statistics read in every call."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.inner = ours(dim, heads, norm=True)
+        self.seen: object = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.inner
+        q, k, v = (p(x).unflatten(-1, (m.n_heads, m.head_dim)).transpose(1, 2) for p in (m.q_proj, m.k_proj, m.v_proj))
+        out, self.seen = qkeel.attention(q, k, v, spec=m.spec, params=m.spec_params(), impl="native", stats="entropy")
+        return m.o_proj(out.transpose(1, 2).flatten(2))
+
+
 def modules(dim: int, heads: int, length: int, compiled: bool) -> dict[str, nn.Module]:
-    """Returns every module of the table."""
+    """Returns every module of the table; what inductor compiles is of another process than the environment's."""
     made: dict[str, Callable[[], nn.Module]] = {
         BASE: lambda: Bare(dim, heads),
-        "qkeel rope": lambda: ours(dim, heads, False),
-        "qkeel rope + norm": lambda: ours(dim, heads, True),
+        "qkeel rope, torch": lambda: ours(dim, heads, False),
+        "qkeel rope + norm, torch": lambda: ours(dim, heads, True),
         "transformers Qwen3 rope": lambda: Transformers("Qwen3", dim, heads, False, length),
         "transformers Qwen3 rope + norm": lambda: Transformers("Qwen3", dim, heads, True, length),
         "transformers OLMo 2 rope": lambda: Transformers("Olmo2", dim, heads, False, length),
@@ -101,9 +126,13 @@ def modules(dim: int, heads: int, length: int, compiled: bool) -> dict[str, nn.M
         "x-transformers rope + norm": lambda: XTransformers(dim, heads, True, length),
         "nn.MultiheadAttention (no rope)": lambda: TorchMHA(dim, heads, length),
     }
-    for name in ("qkeel", "transformers Qwen3", "transformers OLMo 2") if compiled else ():
+    for name in ("transformers Qwen3", "transformers OLMo 2") if compiled else ():
         make = made[f"{name} rope + norm"]
         made[f"{name} rope + norm, compiled"] = lambda make=make: torch.compile(make())  # type: ignore[return-value]
+    if native.ready():
+        made["qkeel rope, C++"] = lambda: ours(dim, heads, False, impl="native")
+        made[NORMED] = lambda: ours(dim, heads, True, impl="native")
+        made[WATCHED] = lambda: Watched(dim, heads)
     return available(made)
 
 
@@ -133,22 +162,26 @@ def call(module: nn.Module, x: Tensor, above: Tensor | None) -> Case:
 
 
 def both_directions(made: dict[str, nn.Module], batch: int, length: int, dim: int) -> dict[str, Cases]:
-    """Returns the cases of every module: forward, and forward with backward."""
+    """Returns the cases of every module: forward, and forward with backward; those of C++ with compiled kernels."""
     x, above = torch.randn(batch, length, dim), torch.randn(batch, length, dim)
-    return {
-        "forward": {name: call(module, x, None) for name, module in made.items()},
-        "forward + backward": {name: call(module, x, above) for name, module in made.items()},
-    }
+
+    def cases(above: Tensor | None) -> Cases:
+        return {name: by_native("1" if "C++" in name else "0", call(m, x, above)) for name, m in made.items()}
+
+    return {"forward": cases(None), "forward + backward": cases(above)}
 
 
 def tables(bench: Bench, dim: int, heads: int, batch: int, length: int) -> None:
-    """Prints the times of every module and the memory it keeps for the backward pass."""
+    """Prints the times of every module, their tokens a second, and the memory each keeps for the backward pass."""
     sizes = {"dim": dim, "heads": heads, "batch": batch, "length": length}
     made = modules(dim, heads, length, bench.compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for kind, cases in both_directions(made, batch, length, dim).items():
-            bench.table(f"attention modules, {kind}, {sizes}", cases)
+            rows = bench.table(f"attention modules, {kind}, {sizes}", cases)
+            for row in rows if WATCHED in made else ():
+                rate, ratio = batch * length / statistics.median(row.times) * 1e3, between(rows, row.name, WATCHED)
+                print(f"  {rate:9.0f} tokens/s   {WATCHED!r} is {ratio:.3f} times as fast as {row.name!r}")
         bench.numbers("activation memory, units of batch·length·dim float32", activation_memory(**sizes))
 
 
@@ -172,3 +205,13 @@ def activation_memory(dim: int, heads: int, batch: int, length: int) -> dict[str
         units[name] = kept / (4 * batch * length * dim)
         del out
     return units
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the tables."""
+    bench = Bench("modules", __doc__, arguments, needs=[native.ready, native.backward_ready], peer="the compiled peers")
+    tables(bench, **(TOY if bench.toy else FULL))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,22 +1,20 @@
 """The compiled norm and rotation of q and k: ratios to the traffic it cannot do without, to eager and to inductor.
 
 `python -m benchmarks.native` prints, for each shape, forward against a copy of q and k; forward and backward against
-that copy and a pass that reads two tensors and writes one; one token against an empty operator; and attention modules
-with the compiled pass on and off. --no-compile leaves inductor out, --toy only shows that it runs.
+that copy and a pass that reads two tensors and writes one; and one token against an empty operator. --no-compile
+leaves inductor out, --toy only shows that it runs.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measure import Bench, Case, Cases, by_native
-from benchmarks.modules import BASE, Bare, both_directions, ours
+from benchmarks.measure import Bench, Case, Cases
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels.native import norm_rope
 
@@ -97,17 +95,6 @@ def token_cases() -> Cases:
     return {EMPTY: lambda: torch.neg(number), **ways}
 
 
-def module_cases(dim: int, heads: int, batch: int, length: int) -> dict[str, Cases]:
-    """Returns attention modules without the compiled pass and with it."""
-    made = {BASE: Bare(dim, heads), "qkeel rope": ours(dim, heads, False), "qkeel rope + norm": ours(dim, heads, True)}
-    found = {}
-    for kind, cases in both_directions(made, batch, length, dim).items():
-        found[kind] = {BASE: by_native("0", cases.pop(BASE))}
-        for name, case in cases.items():
-            found[kind] |= {f"{name}, torch": by_native("0", case), f"{name}, compiled C++": by_native("1", case)}
-    return found
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
     bench = Bench("native", __doc__, arguments, rounds=25, needs=[norm_rope.ready], peer="inductor")
@@ -117,18 +104,6 @@ def main(arguments: list[str] | None = None) -> None:
             bench.table(title, cases, calls=4 if shape[1] < 1000 else 1, warmup=3)
     with torch.no_grad():
         bench.table("norm + rope of one token", token_cases(), calls=10 if bench.toy else 1000)
-    sizes = module_sizes(bench.toy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for kind, cases in module_cases(**sizes).items():
-            bench.table(f"attention modules, {kind}, {sizes}", cases)
-
-
-def module_sizes(toy: bool) -> dict[str, int]:
-    """Returns the size of an attention module and of its input."""
-    if toy:
-        return {"dim": 64, "heads": 1, "batch": 1, "length": 16}
-    return {"dim": 512, "heads": 8, "batch": 4, "length": 512}
 
 
 if __name__ == "__main__":

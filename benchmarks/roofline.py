@@ -13,6 +13,7 @@ target is fetched before it is overwritten, which no one counts), in the cache t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import statistics
 import warnings
@@ -38,16 +39,27 @@ TORCH = "torch SDPA"
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Operator:
-    """A name, its kind, the bytes and operations that it cannot do without, and what makes a call of it."""
+    """What is done, by what, the bytes and operations that it cannot do without, and what makes a call of it."""
 
-    name: str
-    kind: str
+    what: str
+    by: str
     bytes: float
     flops: float
     make: Callable[[], Call]
     in_place: bool = False
+    drawn_as: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        return f"{self.what}: {self.by}" if self.by else self.what
+
+    @property
+    def kind(self) -> str:
+        """By which it is coloured."""
+        return self.drawn_as or self.what
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +95,7 @@ TOY = Sizes(batch=1, tokens=16, heads=2, head_dim=64, layers=1, dim=64, matrix=6
 
 def operators(sizes: Sizes, compiled: bool) -> Iterator[Operator]:
     """The table. A kernel that joins KERNELS, a compiled pass behind statistics or lalr, is measured as it is."""
-    n, size = sizes.numbers, 4  # bytes of a float32
+    size, weights = 4 * sizes.numbers, 4 * sizes.weights  # bytes of a float32 for each
     passes = Passes((sizes.batch, sizes.tokens, sizes.heads, sizes.heads, sizes.head_dim), compiled)
     for way_name, way in passes.ways.items():
         name = WAYS.get(way_name, way_name)
@@ -91,39 +103,25 @@ def operators(sizes: Sizes, compiled: bool) -> Iterator[Operator]:
             print(f"  left out: {name} (not compiled here)")
             continue
         # Forward: read x, write y; 2 operations to sum squares, 2 to scale, 3 to rotate. Backward: read y and dy, write
-        # dx; 3 to rotate back dy, 3 y, 4 to sum two products, 4 to combine.
-        yield Operator(
-            name=f"norm + rope: {name}", kind="norm + rope", bytes=2 * 2 * n * size, flops=2 * 7 * n,
-            make=lambda way=way: passes.forward(way),
-        )  # fmt: skip
-        yield Operator(
-            name=f"norm + rope, f+b: {name}", kind="norm + rope, f+b", bytes=2 * 5 * n * size, flops=2 * 21 * n,
-            make=lambda way=way: passes.both(way),
-        )  # fmt: skip
+        # dx; 3 to rotate back dy, 3 y, 4 to sum two products, 4 to combine. Of q and of k.
+        n = 2 * sizes.numbers
+        yield Operator("norm + rope", name, 2 * 2 * size, 7 * n, functools.partial(passes.forward, way))
+        yield Operator("norm + rope, f+b", name, 2 * 5 * size, 21 * n, functools.partial(passes.both, way))
     # Two products per pair forward, five backward; q, k, v, out, then those and four gradients.
     product = 2 * sizes.pairs * sizes.head_dim
     for name in attentions(sizes):
-        forward = {"kind": "attention", "bytes": 4 * n * size, "flops": 2 * product}
-        both = {"kind": "attention, f+b", "bytes": 12 * n * size, "flops": 7 * product}
-        yield Operator(name=f"attention: {name}", **forward, make=lambda name=name: attend(sizes, name))
-        yield Operator(
-            name=f"attention, f+b: {name}", **both, make=lambda name=name: attend(sizes, name, gradient=True)
-        )
+        call = functools.partial(attend, sizes, name)
+        both, counted = functools.partial(call, gradient=True), functools.partial(call, stats="entropy")
+        yield Operator("attention", name, 4 * size, 2 * product, call)
+        yield Operator("attention, f+b", name, 12 * size, 7 * product, both)
         if name != TORCH:  # the largest logit and the entropy of every head need nothing more
-            yield Operator(
-                name=f"attention, max + entropy: {name}", **forward,
-                make=lambda name=name: attend(sizes, name, stats="entropy"),
-            )  # fmt: skip
+            yield Operator("attention, max + entropy", name, 4 * size, 2 * product, counted, drawn_as="attention")
     # One product per pair.
-    yield Operator(
-        name="statistics pass", kind="statistics", bytes=2 * n * size, flops=product, make=lambda: statistic(sizes)
-    )
+    yield Operator("statistics pass", "", 2 * size, product, functools.partial(statistic, sizes), drawn_as="statistics")
     # Weight, gradient and two moments read, weight and moments written; 12 operations a weight.
     for remedy, name in (("none", "AdamW, fused"), ("lalr", "AdamW, fused + lalr")):
-        yield Operator(
-            name=name, kind="optimizer", bytes=7 * sizes.weights * size, flops=12 * sizes.weights, in_place=True,
-            make=lambda remedy=remedy: adamw_step(sizes.layers, sizes.dim // 64, sizes.dim, remedy, fused=True),
-        )  # fmt: skip
+        step = functools.partial(adamw_step, sizes.layers, sizes.dim // 64, sizes.dim, remedy, fused=True)
+        yield Operator(name, "", 7 * weights, 12 * sizes.weights, step, in_place=True, drawn_as="optimizer")
 
 
 def inputs(sizes: Sizes, gradient: bool) -> list[torch.Tensor]:

@@ -18,12 +18,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 NOT_RUN = {
     "__init__": "says what the package is",
     "measure": "the harness that all share",
-    "modules": "tables of `python -m benchmarks`",
     "gpu": "a test of its own, tests/kernels/triton_kernels/test_loading.py",
     "watch": "a test of its own, test_watch_runs.py",
     "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }
-NEEDS_A_COMPILER = {"native", "attention", "decode"}
+NEEDS_A_COMPILER = {"native", "attention", "decode", "modules"}
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 

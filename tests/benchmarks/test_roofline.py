@@ -7,8 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.roofline import Sizes, _placed, operators
 from benchmarks.charts import roofline
+from benchmarks.roofline import Sizes, _placed, operators
 
 from qkeel.bench.measure import Row
 

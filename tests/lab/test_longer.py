@@ -20,7 +20,7 @@ from qkeel.lab.data.corpus import Corpus, long_texts
 from qkeel.lab.lengths.angles import Range, cosine_ranges, outside
 from qkeel.lab.lengths.longer_texts import changed, measure, missing, stretched, trained_on
 from qkeel.lab.model.build_model import attention_spec, layers
-from qkeel.lab.plan.methods import Method
+from qkeel.lab.plan import Method
 from qkeel.lab.studies.extrapolation import BASE, CONTEXTS, DEFAULT, by_position, continued
 from qkeel.lab.training.run_state import RunState
 from qkeel.nn.spec_module import SpecModule

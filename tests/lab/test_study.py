@@ -26,7 +26,7 @@ from qkeel.lab import Execution, Grid, Plan, RunConfig, Shard, make_plan, run_pl
 from qkeel.lab.execution import progress
 from qkeel.lab.execution.results_table import rows
 from qkeel.lab.execution.workers import Job, Outcome, execute
-from qkeel.lab.plan.plan import FULL_GRID, PlannedRun, product
+from qkeel.lab.plan import FULL_GRID, PlannedRun, product
 from qkeel.lab.training import step
 from qkeel.lab.training.run_state import RunState
 from qkeel.metrics import paired_gain

@@ -9,7 +9,7 @@ from synthetic_study import Made, make_run
 from qkeel.records import append_line, read_json, write_json
 from qkeel.report import write
 from qkeel.report.study import length_findings
-from qkeel.report.study.chart_data import chart_data
+from qkeel.report.study.charts import chart_data
 from qkeel.report.study.collect import StudyData, collect
 
 # kept per seed; published: kna 0.96, baseline 0.47, baseline + rerope 0.97

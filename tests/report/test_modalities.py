@@ -13,7 +13,7 @@ from qkeel.records.files import json_line
 from qkeel.report import write
 from qkeel.report.study import accuracy_findings, modality_findings
 from qkeel.report.study.collect import StudyData, collect
-from qkeel.report.study.effects import HELD, NOT_SHOWN, REVERSE, UNDECIDED, Effect, less, times
+from qkeel.report.study.compare import HELD, NOT_SHOWN, REVERSE, UNDECIDED, Effect, less, times
 from qkeel.report.study.modality_table import by_modality
 
 FIELDS = ("query_norm", "key_norm", "last_block_norm", "val_loss")

@@ -15,7 +15,7 @@ from test_report_page import Reader, alone
 import qkeel.report
 from qkeel.errors import RunDirectoryError
 from qkeel.monitor import RunDirectorySink, Sample
-from qkeel.report.watch.watch_data import MOST_CELLS, MOST_LINES, chart_data, short_names
+from qkeel.report.watch.watch_charts import MOST_CELLS, MOST_LINES, chart_data, short_names
 from qkeel.report.watch.watch_findings import findings, lead
 from qkeel.report.watch.watched_run import is_watched, read_watched
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from qkeel.lab.execution.execute import run_directory
 from qkeel.lab.execution.progress import last_step
 from qkeel.lab.execution.workers import Outcome
-from qkeel.lab.plan.plan import PlannedRun
+from qkeel.lab.plan import PlannedRun
 from qkeel.metrics import Row
 from qkeel.records import RunDirectory
 from qkeel.report.html import formats

@@ -16,7 +16,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, pending, run_directory, run_plan
 from qkeel.lab.execution.progress import estimate_seconds
 from qkeel.lab.execution.workers import Shard
-from qkeel.lab.plan.plan import Grid, LongContexts, Plan, PlannedRun
+from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import check_how
 from qkeel.report import write
 

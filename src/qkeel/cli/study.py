@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from qkeel.cli.flags import Flag, Settings, configure, starting, view
 from qkeel.errors import unknown
-from qkeel.lab.plan.plan import Option, Study
+from qkeel.lab.plan import Option, Study
 from qkeel.lab.studies import STUDIES, find_study
 
 _FLAT = Parameter(name="*")

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
     from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, run_plan, study
     from qkeel.lab.execution.workers import Shard
-    from qkeel.lab.plan.plan import Grid, LongContexts, Plan
+    from qkeel.lab.plan import Grid, LongContexts, Plan
     from qkeel.lab.train_runs import Watcher, run
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("DataConfig", "ImagesConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
     **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execution.execute"),
-    **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan.plan"),
+    **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan"),
     **dict.fromkeys(("Watcher", "run"), "train_runs"),
     "Shard": "execution.workers",
 }

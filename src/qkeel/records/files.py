@@ -12,8 +12,6 @@ from typing import Any
 
 from qkeel.errors import RunDirectoryError
 
-JsonObject = dict[str, Any]  # an object of a JSON file, by name; its values are whatever was written
-
 _PART = ".part"
 JSONObject = dict[str, Any]  # as a file gives it: what its values are, its reader knows
 

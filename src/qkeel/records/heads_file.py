@@ -59,14 +59,21 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
     >>> HeadRecorder(Path("."), ("entropy",), 1, 2).append(5, np.ones((1, 1, 2)))
     >>> read_heads(Path(".")).steps
     array([5])
+
+    Raises: RunDirectoryError if heads.json is damaged or describes another file.
     """
-    about = read_json(directory / f"{name}.json")
-    fields, layers, heads = about["fields"], about["n_layers"], about["n_heads"]
-    width = 1 + len(fields) * layers * heads
-    path = directory / f"{name}.f32"
-    flat = np.fromfile(path, dtype="<f4") if path.exists() else np.zeros(0, "<f4")
-    rows = flat[: flat.size // width * width].reshape(-1, width)
-    body = rows[:, 1:].reshape(-1, len(fields), layers, heads)
+    about, path = read_json(directory / f"{name}.json"), directory / f"{name}.f32"
+    try:
+        fields, layers, heads = about["fields"], about["n_layers"], about["n_heads"]
+        width = 1 + len(fields) * layers * heads
+        flat = np.fromfile(path, dtype="<f4") if path.exists() else np.zeros(0, "<f4")
+        rows = flat[: flat.size // width * width].reshape(-1, width)
+        body = rows[:, 1:].reshape(-1, len(fields), layers, heads)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunDirectoryError(
+            f"{directory / name}.json does not describe {name}.f32 ({error!r}); expected fields, n_layers and n_heads. "
+            "Restore the file, leave this directory out, or delete it to run again."
+        ) from error
     values = {f: body[:, i] for i, f in enumerate(fields)}
     return Heads(steps=rows[:, 0].astype(np.int64), values=values, layers=tuple(about.get("layers") or ()))
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from qkeel.report.html.formats import number
-from qkeel.report.html.markup import Markup, join, tag
+from qkeel.report.html.markup import Markup, columns, join, measured, table, tag, words
 from qkeel.report.html.page import Finding, Page, Section, details, note
-from qkeel.report.html.table import columns, measured, table, words
 
 Row = Mapping[str, float | str]
 _WORDS = {

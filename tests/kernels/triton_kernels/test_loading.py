@@ -94,4 +94,4 @@ def test_the_gpu_benchmark_runs_at_toy_size(tmp_path: Path) -> None:
         "lalr",
     ):
         assert part in table
-    assert next(tmp_path.glob("*.json")).read_text().count('"ratio"') == 27
+    assert next(tmp_path.glob("*.json")).read_text().count('"ratio"') == 28

@@ -16,7 +16,7 @@ from qkeel.lab.execution.results_table import rows, write_table
 from qkeel.lab.execution.workers import Job, Outcome, Shard, execute
 from qkeel.lab.lengths.longer_texts import check_methods, long_rows, missing
 from qkeel.lab.model.build_model import check, resolve
-from qkeel.lab.plan.plan import Grid, LongContexts, Plan, PlannedRun
+from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import How
 from qkeel.lab.studies import find_study
 from qkeel.lab.tasks.text import load_task

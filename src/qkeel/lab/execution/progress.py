@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import resolve, threads
-from qkeel.lab.plan.plan import PlannedRun
+from qkeel.lab.plan import PlannedRun
 from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step

@@ -18,7 +18,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.lab.lengths.longer_texts import measure
-from qkeel.lab.plan.plan import LongContexts
+from qkeel.lab.plan import LongContexts
 from qkeel.lab.stack.what_runs_share import How, plan_stacks
 from qkeel.lab.train_runs import train_runs
 from qkeel.records import RunDirectory

@@ -19,8 +19,7 @@ from qkeel.lab.data.corpus import load as load_corpus
 from qkeel.lab.lengths.angles import Range, cosine_ranges, outside
 from qkeel.lab.lengths.retrieval import retrieved
 from qkeel.lab.model.build_model import autocast, layers, resolve, threads
-from qkeel.lab.plan.methods import Method
-from qkeel.lab.plan.plan import LongContexts
+from qkeel.lab.plan import LongContexts, Method
 from qkeel.lab.training.arithmetic import TorchArithmetic
 from qkeel.lab.training.checkpoint import load
 from qkeel.lab.training.evaluate import measuring

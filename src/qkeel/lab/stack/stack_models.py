@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from qkeel.errors import RefusedError
-from qkeel.lab.stack.compiled_modules import CompiledLinear, CompiledMLP, CompiledNorm
 from qkeel.lab.stack.stacked_attention import StackedAttention
-from qkeel.lab.stack.stacked_modules import StackedEmbedding, StackedLinear, StackedNorm
+from qkeel.lab.stack.stacked_modules import CompiledMLP, StackedEmbedding, StackedLinear, StackedNorm
 from qkeel.nn.block import MLP
 from qkeel.nn.spec_module import SpecModule
 
@@ -65,14 +64,13 @@ def _stacked_leaf(module: nn.Module, parameters: dict[str, nn.Parameter], compil
     if type(module) is nn.Linear:
         weight, bias = parameters["weight"], parameters.get("bias")
         fits = compiled and bias is None and weight.shape[1] % 8 == weight.shape[2] % 8 == 0
-        return CompiledLinear(weight) if fits else StackedLinear(weight, bias)
+        return StackedLinear(weight, bias, compiled=fits)
     if type(module) is nn.Embedding:
         return StackedEmbedding(parameters["weight"])
     if type(module) is nn.RMSNorm:
         gain, size = parameters.get("weight"), module.normalized_shape
-        if compiled and gain is not None and len(size) == 1 and size[0] % 8 == 0:
-            return CompiledNorm(gain, module.eps)
-        return StackedNorm(gain, size[-1], module.eps)
+        fits = compiled and gain is not None and len(size) == 1 and size[0] % 8 == 0
+        return StackedNorm(gain, size[-1], module.eps, compiled=fits)
     return CompiledMLP(module) if compiled and type(module) is MLP and _fits(module) else None
 
 

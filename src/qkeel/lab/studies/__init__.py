@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qkeel.registry import lookup
 
 if TYPE_CHECKING:
-    from qkeel.lab.plan.plan import Study
+    from qkeel.lab.plan import Study
 
 # Name -> where its Study is and its line in the list of commands. A module is imported when its study is asked for, so
 # that `qkeel --help` waits for no torch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from qkeel.lab.config import RunConfig
-from qkeel.lab.plan.plan import Grid, PlannedRun, Study, product
+from qkeel.lab.plan import Grid, PlannedRun, Study, product
 
 GRID = Grid(
     remedies=("none", "qk_norm", "lalr:tau=0.1", "qk_clip:threshold=30", "softcap:cap=50", "qk_lr:factor=0.1"),

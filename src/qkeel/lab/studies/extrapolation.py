@@ -9,7 +9,7 @@ from typing import Literal
 
 from qkeel.errors import unknown
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.plan.plan import Given, Grid, LongContexts, Option, PlannedRun, Request, Study
+from qkeel.lab.plan import Given, Grid, LongContexts, Option, PlannedRun, Request, Study
 from qkeel.registry import lookup, parse
 from qkeel.spec import PRESETS
 

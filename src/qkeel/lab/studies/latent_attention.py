@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qkeel.lab.plan.plan import AXIS_OPTIONS, Grid, Option, Study, parts
+from qkeel.lab.plan import AXIS_OPTIONS, Grid, Option, Study, parts
 
 DEFAULT = Grid(
     remedies=("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkeel.lab.plan.plan import Grid, Study, parts
+from qkeel.lab.plan import Grid, Study, parts
 
 DEFAULT = Grid(remedies=("none", "qk_norm", "lalr:tau=0.1"), lrs=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
 # Source: Wortsman et al. 2023, arXiv 2309.14322, who sweep the peak rate over three decades.

@@ -6,7 +6,7 @@ import dataclasses
 
 from qkeel.errors import unknown
 from qkeel.lab.config import DataConfig, OptimConfig, RunConfig
-from qkeel.lab.plan.plan import AXIS_OPTIONS, Grid, Option, PlannedRun, Study, product
+from qkeel.lab.plan import AXIS_OPTIONS, Grid, Option, PlannedRun, Study, product
 from qkeel.registry import lookup, parse
 
 # Chameleon, arXiv 2405.09818, section 2.3: what held its two sizes.

@@ -12,12 +12,12 @@ from typing import final
 
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
-from qkeel.lab.model.schedule import learning_rate
+from qkeel.lab.execution.results_table import summarize
+from qkeel.lab.model.optimizers import learning_rate
 from qkeel.lab.training.checkpoint import Progress, load, save
 from qkeel.lab.training.environment import environment
 from qkeel.lab.training.evaluate import PROBE_FIELDS, Probe
 from qkeel.lab.training.run_state import RunState
-from qkeel.lab.training.summary import summarize
 from qkeel.lab.training.throughput import peak, speed
 from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
 

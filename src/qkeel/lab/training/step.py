@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from qkeel.lab.model.schedule import learning_rate
+from qkeel.lab.model.optimizers import learning_rate
 from qkeel.lab.tasks.task import Examples
 from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.run_state import RunState

@@ -113,7 +113,7 @@
       return {remedy, x: lr * apart(remedy), value: total / values.length, low: Math.min(...values), high: Math.max(...values), n: values.length};
     })).filter((m) => m.n > 0);
     const low = Math.min(...dots.map((d) => d.value)), high = Math.max(...dots.map((d) => d.value));
-    const levels = [["before training", data.start], ["unigram", data.unigram]].filter(([, v]) => v !== null);
+    const levels = data.start === null ? [] : [["before training", data.start]];
     const inside = levels.filter(([, v]) => v < high + 0.5 * (high - low) && v > low - 0.2 * (high - low));
     legend("loss", order, true, [
       ...levels.filter((l) => !inside.includes(l)).map(([t, v]) => `${t}: ${v.toFixed(3)}, outside the frame`),

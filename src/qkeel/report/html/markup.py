@@ -1,10 +1,13 @@
-"""HTML by construction: whatever is not already markup is escaped."""
+"""HTML by construction: whatever is not already markup is escaped. Tables, whose cells sort by their number."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from qkeel.report.html.formats import number
 
 
 class Markup(str):
@@ -45,3 +48,45 @@ def json_script(identifier: str, value: object) -> Markup:
     for character in "<\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(f'<script type="application/json" id="{html.escape(identifier)}">{text}</script>')
+
+
+def table(caption: str, head: Sequence[Markup], body: Sequence[Markup], *, sortable: bool = False) -> Markup:
+    """Returns a table that scrolls inside its own frame."""
+    inner = tag(
+        "table",
+        {"class": "sortable"} if sortable else {},
+        tag("caption", {"class": "hidden"}, caption),
+        tag("thead", {}, tag("tr", {}, *head)),
+        tag("tbody", {}, *body),
+    )
+    return tag("div", {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": caption}, inner)
+
+
+def columns(*texts: str, kind: str = "num") -> list[Markup]:
+    """Returns the headings of columns: of numbers, or with kind "text" of words."""
+    return [tag("th", {"scope": "col", "class": kind}, text) for text in texts]
+
+
+def table_row(head: str, *cells: Markup) -> Markup:
+    """Returns a row under its heading."""
+    return tag("tr", {}, tag("th", {"scope": "row"}, head), *cells)
+
+
+def words(text: str) -> Markup:
+    """Returns a cell of words."""
+    return tag("td", {"class": "text"}, text)
+
+
+def cell(text: str, key: float, small: str = "", kind: str = "") -> Markup:
+    """Returns a cell of a number: `key` is what it is sorted by, `small` is written below it."""
+    sort = "inf" if math.isnan(key) else f"{key:g}"
+    attributes = {"class": f"num {kind}".strip(), "data-sort": sort}
+    return tag("td", attributes, text, tag("small", {}, small) if small else "")
+
+
+def measured(value: float, small: str = "") -> Markup:
+    """Returns the cell of a measured number; a dash for NaN: not measured."""
+    return cell("–" if math.isnan(value) else number(value), value, "" if math.isnan(value) else small)
+
+
+NOTHING = cell("–", math.inf)

@@ -1,12 +1,13 @@
-"""The skeleton of every page: header with its findings, sections, footer. A page is a title and the list of these."""
+"""The skeleton of every page: header with its findings, sections, figures, footer; one file that loads nothing."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from qkeel.report.html.markup import Markup, join, tag
-from qkeel.report.html.shell import document
+from qkeel.report.html.markup import Markup, join, json_script, tag
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,3 +108,77 @@ def command_block(text: str) -> Markup:
     """Returns a command with a button that copies it."""
     button = tag("button", {"type": "button", "class": "copy", "hidden": None}, "Copy")
     return join([tag("pre", {"class": "command-text"}, text), button])
+
+
+ASSETS = Path(__file__).parents[1] / "assets"
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+LIVE_POLICY = f"{POLICY}; connect-src 'self'"  # a live page asks the server it came from, and nobody else
+
+
+def document(
+    title: str, body: Markup, data: Mapping[str, object] | None, drawings: Sequence[str], *, live: str = ""
+) -> str:
+    """Returns the text of a page.
+
+    Args:
+        title: of the window.
+        body: everything that is seen.
+        data: what the charts draw; None for a page without charts.
+        drawings: the scripts of `assets` that draw, after the chart library.
+        live: the state of the page if a server keeps it up to date, see report.live.
+    """
+    head = join(
+        [
+            tag("meta", {"charset": "utf-8"}),
+            tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
+            tag("meta", {"http-equiv": "Content-Security-Policy", "content": LIVE_POLICY if live else POLICY}),
+            tag("meta", {"name": "color-scheme", "content": "light dark"}),
+            tag("title", {}, f"{title} · qkeel"),
+            Markup(f"<style>\n{_asset('report.css')}</style>"),
+        ]
+    )
+    scripts = []
+    if data is not None:
+        scripts = [json_script("report-data", data), *map(_script, ("plot.min.js", "kit.js", *drawings))]
+    scripts += [_script("page.js"), *([_script("live.js")] if live else [])]
+    page = tag("body", {"data-state": live} if live else {}, "\n", body, "\n", join(scripts), "\n")
+    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n{page}\n</html>\n'
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _script(name: str) -> Markup:
+    return Markup(f"<script>\n{_asset(name)}</script>")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chart:
+    """One figure. `name` is what the script draws it by; `label` is read to those who cannot see it."""
+
+    name: str
+    title: str
+    caption: str
+    label: str
+
+    def figure(self, note: str = "") -> Markup:
+        """Returns the figure, empty until the script fills it; `note` follows the caption."""
+        button = {"type": "button", "class": "save", "data-save": self.name, "hidden": None}
+        title = tag("h3", {"id": f"{self.name}-title"}, self.title)
+        frame = {"class": "chart", "id": f"chart-{self.name}", "data-chart": self.name, "data-label": self.label}
+        return tag(
+            "figure",
+            {"class": "figure", "id": self.name, "aria-labelledby": f"{self.name}-title"},
+            tag("div", {"class": "figure-head"}, title, tag("button", button, "Download SVG")),
+            choices(self.name),
+            tag("div", {"class": "legend", "data-legend": self.name}),
+            tag("div", frame),
+            tag("figcaption", {}, self.caption + note),
+        )
+
+
+def choices(name: str) -> Markup:
+    """Returns the place of the choices of that name."""
+    return tag("div", {"class": "controls", "data-controls": name})

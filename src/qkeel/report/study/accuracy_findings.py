@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from qkeel.report.html.formats import listing, rate
-from qkeel.report.html.markup import Markup, join
+from qkeel.report.html.markup import Markup, cell, columns, join, table, table_row
 from qkeel.report.html.page import Finding, note
-from qkeel.report.html.table import cell, columns, table, table_row
 from qkeel.report.study.collect import BASELINE, StudyData
 from qkeel.report.study.compare import Spread, spread
 from qkeel.report.study.tables import spread_cell, swatch

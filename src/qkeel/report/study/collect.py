@@ -172,15 +172,7 @@ def _with_results(run: RunData, directory: RunDirectory) -> RunData:
     if run.status is RunStatus.DONE:
         row = _row(_mapping(directory.summary(), path / "summary.json"), run)
     env = _mapping(directory.env(), path / "env.json") if (path / "env.json").exists() else {}
-    heads = None
-    if (path / "heads.json").exists():
-        try:
-            heads = directory.heads()
-        except (KeyError, TypeError, ValueError) as error:
-            raise RunDirectoryError(
-                f"{path / 'heads.json'} does not describe heads.f32 ({error!r}); expected fields, n_layers and "
-                "n_heads. Delete the directory to run again, or restore the file."
-            ) from error
+    heads = directory.heads() if (path / "heads.json").exists() else None
     error = directory.failure() if run.status is RunStatus.FAILED else ""
     long = directory.long_contexts()
     for line in long:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from qkeel.report.html.formats import count, listing, number, rate
 from qkeel.report.html.page import Finding
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
-from qkeel.report.study.effects import HELD, Effect, less, times
+from qkeel.report.study.compare import HELD, Effect, less, times
 
 REMEDY = "qk_norm"
 

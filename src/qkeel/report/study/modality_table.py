@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qkeel.report.html.formats import loss, number, rate
-from qkeel.report.html.markup import Markup, join
+from qkeel.report.html.markup import NOTHING, Markup, cell, columns, join, table, table_row, words
 from qkeel.report.html.page import note
-from qkeel.report.html.table import NOTHING, cell, columns, table, table_row, words
 from qkeel.report.study.collect import RunData, StudyData
 from qkeel.report.study.compare import Spread, spread
 from qkeel.report.study.tables import swatch

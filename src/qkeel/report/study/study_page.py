@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from qkeel.report.html.figure import Chart, choices
 from qkeel.report.html.formats import count, listing, rate
 from qkeel.report.html.markup import Markup, join, tag
-from qkeel.report.html.page import Finding, Page, Section, empty_note, finding_list, note
+from qkeel.report.html.page import Chart, Finding, Page, Section, choices, empty_note, finding_list, note
 from qkeel.report.study import accuracy_findings, length_findings, modality_findings, provenance, tables
-from qkeel.report.study.chart_data import chart_data
-from qkeel.report.study.charts import charts, figures
+from qkeel.report.study.charts import chart_data, charts, figures
 from qkeel.report.study.collect import StudyData
 from qkeel.report.study.findings import findings
 from qkeel.report.study.modality_table import by_modality

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from qkeel.records import RunStatus
 from qkeel.report.html.formats import count, loss, number, rate, signed
-from qkeel.report.html.markup import Markup, join, tag
+from qkeel.report.html.markup import NOTHING, Markup, cell, columns, join, table, table_row, tag, words
 from qkeel.report.html.page import details
-from qkeel.report.html.table import NOTHING, cell, columns, table, table_row, words
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
 from qkeel.report.study.compare import Gain, Spread, Standing, standings
 

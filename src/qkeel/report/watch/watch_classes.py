@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from qkeel.metrics import drift
 from qkeel.records import CLASS_FIELDS, fold_heads
 from qkeel.report.html.formats import number
-from qkeel.report.html.markup import Markup, join, tag
-from qkeel.report.html.table import columns, measured, table, table_row
+from qkeel.report.html.markup import Markup, columns, join, measured, table, table_row, tag
 from qkeel.report.watch.watched_run import Watched
 
 _INDEX = {"query_competition": "|q| ratio", "key_competition": "|k| ratio"}

@@ -9,14 +9,11 @@ import numpy as np
 
 from qkeel.metrics import Row
 from qkeel.records import fold_heads, head_field
-from qkeel.report.html.figure import Chart, choices
 from qkeel.report.html.formats import count, listing, number
-from qkeel.report.html.markup import Markup, join, tag
-from qkeel.report.html.page import Page, Section, command_block, details, empty_note, facts
-from qkeel.report.html.table import NOTHING, cell, columns, measured, table, table_row, words
-from qkeel.report.watch.watch_charts import RUNS, charts
+from qkeel.report.html.markup import NOTHING, Markup, cell, columns, join, measured, table, table_row, tag, words
+from qkeel.report.html.page import Chart, Page, Section, choices, command_block, details, empty_note, facts
+from qkeel.report.watch.watch_charts import RUNS, chart_data, charts
 from qkeel.report.watch.watch_classes import class_tables
-from qkeel.report.watch.watch_data import chart_data
 from qkeel.report.watch.watch_findings import findings, movement, place
 from qkeel.report.watch.watched_run import Watched
 

@@ -130,13 +130,7 @@ def _read(path: Path) -> Watched:
 def _heads(directory: RunDirectory, name: str) -> Heads:
     if not (directory.path / f"{name}.json").exists():
         return Heads(steps=np.zeros(0, np.int64), values={})
-    try:
-        return directory.heads() if name == "heads" else directory.eval_heads()
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunDirectoryError(
-            f"{directory.path / name}.json does not describe {name}.f32 ({error!r}); restore the file, or leave this "
-            "directory out."
-        ) from error
+    return directory.heads() if name == "heads" else directory.eval_heads()
 
 
 def _aligned(records: Sequence[Row], heads: Heads, file: Path) -> tuple[Sequence[Row], Heads]:

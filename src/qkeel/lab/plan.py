@@ -1,4 +1,4 @@
-"""The plan of a study: a product of remedies, learning rates and seeds over one configuration or a few."""
+"""The plan of a study: a product of remedies, rates and seeds, and what is done with the trained weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self, final
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
-from qkeel.lab.plan.methods import Method
+from qkeel.registry import Term, parse
 
 AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes")
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
@@ -47,7 +47,7 @@ class Grid:
 class LongContexts:
     """The treatment of the weights of each run of a study: methods at every length, on held-out text.
 
-    Methods are those of `AttentionSpec.extrapolate`, as methods.Method reads them: 'rerope:window=16' for all forms,
+    Methods are those of `AttentionSpec.extrapolate`, as Method reads them: 'rerope:window=16' for all forms,
     'kna/ntk' for one, 'baseline/pi@256' trained on at 256 tokens. Lengths are multiples of the training length.
     """
 
@@ -233,3 +233,40 @@ def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]
                 config = dataclasses.replace(base, remedy=remedy, optim=optim, seed=seed)
                 runs.append(PlannedRun(config=config, role=role))
     return runs
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """[FORM/]METHOD[+METHOD][@LENGTH]: of AttentionSpec.extrapolate, with options as in rerope:window=16+log_n.
+    Without a form it is for all; with a length the weights are trained on at it, the attention changed so.
+    """
+
+    terms: tuple[Term, ...]
+    """Applied one after the other."""
+    form: str = ""
+    trained_at: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads one.
+
+        >>> str(Method.parse("baseline/abf:base=500000@256"))
+        'baseline/abf:base=500000@256'
+        """
+        if not isinstance(text, str):
+            raise InvalidTypeError(f"expected a post-hoc method like 'rerope:window=16', got {type(text).__name__}")
+        form, _, rest = text.rpartition("/")
+        name, at, length = rest.partition("@")
+        if at and not (length.isdigit() and int(length) > 0):
+            raise InvalidValueError(f"expected a length in tokens behind the @, as in pi@256, got {text!r}")
+        return cls(terms=parse(name), form=form, trained_at=int(length) if at else 0)
+
+    @property
+    def label(self) -> str:
+        """It without its form."""
+        name = "+".join(map(str, self.terms))
+        return f"{name}@{self.trained_at}" if self.trained_at else name
+
+    def __str__(self) -> str:
+        return f"{self.form}/{self.label}" if self.form else self.label

@@ -1,1 +1,0 @@
-"""The runs of a study: a product of options, as a list of runs."""
