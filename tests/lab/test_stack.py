@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
 from qkeel.lab import Execution, Grid, RunConfig, Watcher, make_plan, run, run_plan
 from qkeel.lab.model.build_model import resolve
-from qkeel.lab.stack.choose_arithmetic import choose_arithmetic, why_not_compiled
-from qkeel.lab.stack.compiled_arithmetic import CompiledArithmetic
+from qkeel.lab.stack.choose_arithmetic import CompiledArithmetic, choose_arithmetic, why_not_compiled
 from qkeel.lab.stack.stack_models import stack_models
 from qkeel.lab.stack.stacked_arithmetic import StackedArithmetic, split
 from qkeel.lab.stack.what_runs_share import REMEDIES, plan_stacks

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import multiprocessing
-import sys
-from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +11,7 @@ from cyclopts import Parameter
 
 from qkeel.cli.flags import Flag, Settings, configure, starting, view
 from qkeel.errors import unknown
+from qkeel.lab.execution.fork_server import forked_workers
 from qkeel.lab.plan import Option, Study
 from qkeel.lab.studies import STUDIES, find_study
 
@@ -62,7 +59,7 @@ def study_command(name: str) -> Callable[..., int]:
         asked = next((other for switch, other in study.instead.items() if given.get(switch)), study)
         config, table = configure(flags, recipe, asked.base or starting(flags))
         _check_table(table, study)
-        with _forked_workers():
+        with forked_workers():
             from qkeel.cli.run_study import run_study
 
             return run_study(name, *study.request(config, asked.grid, {**table, **given}), out=out, how=how)
@@ -98,25 +95,3 @@ def _check_table(table: Settings, study: Study) -> None:
     for key in table:
         if key not in known:
             raise unknown("key in [study]", key, known)
-
-
-@contextlib.contextmanager
-def _forked_workers() -> Iterator[None]:
-    """A context in which workers are forked from a process that has imported what they need, while this one does.
-
-    That process computes nothing and has no threads, so that it can be forked.
-    """
-    try:
-        from joblib.externals.loky.backend.context import get_start_method, set_start_method
-    except ImportError:
-        yield
-        return
-    before = get_start_method()
-    if sys.platform == "linux" and before is None:
-        multiprocessing.set_forkserver_preload(["qkeel.lab.execution.workers", "torch._dynamo"])
-        forkserver.ensure_running()
-        set_start_method("forkserver")
-    try:
-        yield
-    finally:
-        set_start_method(before, force=True)

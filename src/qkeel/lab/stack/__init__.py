@@ -3,7 +3,7 @@
 What the runs of a stack share, and what stays each run's own:
 
     shared: the forward and backward pass (`stacked_modules`, `stacked_attention`), clipping and the AdamW pass
-        (`compiled_arithmetic`, `stacked_adamw`), and the batches of runs of one seed (`training.step.read_batches`).
+        (`choose_arithmetic`, `stacked_adamw`), and the batches of runs of one seed (`training.step.read_batches`).
     own: weights, gradients and optimizer state, which are views into the stack's; the learning rate, the remedy with
         its hooks, the records and the checkpoint.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
     """Versions, corpus hash, formula in use (remedy applied), remedy's source, command to reproduce."""
     remedy = note(config.remedy)
     return {
-        "qkeel": _own_version(),
+        "qkeel": next((found.version for found in metadata.distributions(name="qkeel")), "unknown"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": _device_name(config.device),
@@ -40,13 +40,6 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
         "remedy_source": remedy.source,
         "command": command,
     }
-
-
-def _own_version() -> str:
-    try:
-        return version("qkeel")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return "unknown"
 
 
 def _device_name(device: str) -> str:
