@@ -6,6 +6,7 @@ entropy of every head of every call, against projections and SDPA alone and agai
 
 from __future__ import annotations
 
+import functools
 import importlib
 import statistics
 import warnings
@@ -31,13 +32,14 @@ class Bare(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
+        self.attend: Callable[..., Tensor] = functools.partial(F.scaled_dot_product_attention, is_causal=True)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
             p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 def ours(dim: int, heads: int, norm: bool, impl: str = "auto") -> nn.Module:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import qkeel
 from benchmarks.measure import Bench, Cases, take_turns
+from benchmarks.modules import Bare
 from qkeel import find_sites
 from qkeel.handle import Handle
 from qkeel.kernels.native.attention import ready
@@ -36,15 +37,11 @@ class Block(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.attend: Callable[..., Tensor] = functools.partial(scaled_dot_product_attention, is_causal=True)
-        self.heads = dim // 64
-        self.one, self.two = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.one, self.two, self.attention = nn.LayerNorm(dim), nn.LayerNorm(dim), Bare(dim, dim // 64)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.one(x)).unflatten(-1, (3, self.heads, 64)).permute(2, 0, 3, 1, 4).unbind(0)
-        x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.attention(self.one(x))
         return x + self.mlp(self.two(x))
 
 
@@ -76,7 +73,7 @@ def trained(
     torch.manual_seed(0)
     model = GPT(size["dim"], size["layers"])
     for block in model.blocks if attend is not None else ():
-        block.attend = attend
+        block.attention.attend = attend
     tokens = torch.randint(0, VOCABULARY, (size["batch"], size["length"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model) if compiled else model

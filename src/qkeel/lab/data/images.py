@@ -16,7 +16,7 @@ import numpy as np
 
 from qkeel.errors import DataError, missing
 from qkeel.lab.data.corpus import HELD_OUT, stamp
-from qkeel.lab.data.sources import read_bytes
+from qkeel.lab.data.sources import json_rows
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".webp")
 _MODES = ("L", "RGB")
@@ -122,25 +122,14 @@ BUILT_IN: dict[str, Callable[[], Read]] = {"digits": _digits, "photos": _photos}
 
 def _captioned(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
     images, captions = [], []
-    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        file, text = _entry(f"{path}, line {number}", line)
-        images.append(_read(path.parent / file, size))
-        captions.append(text)
+    for where, row in json_rows(path):
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("path", "text")):
+            raise DataError(f'{where}: expected {{"path": "a.png", "text": "its caption"}}, got {json.dumps(row)[:80]}')
+        if not row["text"].strip():
+            raise DataError(f"{where}: the caption of {row['path']} is empty; expected text, or leave the image out")
+        images.append(_read(path.parent / row["path"], size))
+        captions.append(row["text"].strip())
     return _stack(images, str(path)), captions
-
-
-def _entry(where: str, line: bytes) -> tuple[str, str]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}); expected one object a line, with path and text") from error
-    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("path", "text")):
-        raise DataError(f'{where}: expected {{"path": "a.png", "text": "its caption"}}, got {line.decode()[:80]}')
-    if not row["text"].strip():
-        raise DataError(f"{where}: the caption of {row['path']} is empty; expected text, or leave the image out")
-    return row["path"], row["text"].strip()
 
 
 def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:

@@ -111,17 +111,22 @@ def _texts(values: Iterable[object], what: str) -> Iterator[bytes]:
         yield value.encode()
 
 
-def _jsonl(path: Path, column: str) -> Iterator[object]:
+def json_rows(path: Path) -> Iterator[tuple[str, object]]:
+    """The values of a .jsonl file, one a line, each with where it stands; a line that is not JSON is a DataError."""
     for number, line in enumerate(read_bytes(path).splitlines(), start=1):
-        if not line.strip():
-            continue
+        where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            if line.strip():
+                yield where, json.loads(line)
         except ValueError as error:
-            raise DataError(f"{path}, line {number} is not JSON ({error}); expected one object a line") from error
+            raise DataError(f"{where} is not JSON ({error}); expected one object a line") from error
+
+
+def _jsonl(path: Path, column: str) -> Iterator[object]:
+    for where, row in json_rows(path):
         if not isinstance(row, dict) or column not in row:
             has = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
-            raise _no_column(f"{path}, line {number}", column, has)
+            raise _no_column(where, column, has)
         yield row[column]
 
 
