@@ -38,7 +38,7 @@ class Measured:
     values: dict[str, Spread]
 
     @property
-    def kept(self) -> float:
+    def published_share(self) -> float:
         """The share of the accuracy that is kept, mean over seeds."""
         return self.values["kept_nonrepeat"].mean
 
@@ -123,8 +123,8 @@ def _under(method: str) -> str:
 
 
 def agreement(rows: Sequence[Measured]) -> tuple[int, int]:
-    """Returns how many pairs have the published order, and how many are in both tables and unequal when"""
-    known = [(row.kept, theirs) for row in rows if (theirs := kept(row.form, row.method)) is not None]
+    """Returns how many pairs have the published order, and how many are in both tables and unequal when published."""
+    known = [(row.kept, theirs) for row in rows if (theirs := published_share(row.form, row.method)) is not None]
     pairs = [(a, b) for a, b in itertools.combinations(known, 2) if a[1] != b[1]]
     return sum((a[0] > b[0]) == (a[1] > b[1]) for a, b in pairs), len(pairs)
 
@@ -174,7 +174,7 @@ def _needles(study: StudyData, rows: Sequence[Measured]) -> Markup:
 
 
 def _line(study: StudyData, one: Measured, names: Sequence[str]) -> Markup:
-    theirs = kept(one.form, one.method)
+    theirs = published_share(one.form, one.method)
     return table_row(
         swatch(study, one.form),
         words(one.method),
@@ -232,11 +232,11 @@ ACCURACY: dict[tuple[str, str], tuple[float, float, float]] = {
 }
 
 
-def kept(form: str, method: str) -> float | None:
+def published_share(form: str, method: str) -> float | None:
     """Returns the published share of accuracy that is kept at 8 × the training length; None where none was
     published.
 
-    >>> round(kept("kna", "none"), 2), round(kept("baseline", "none"), 2), kept("qwen3", "none")
+    >>> round(published_share("kna", "none"), 2), round(published_share("baseline", "none"), 2), published_share("qwen3", "none")
     (0.96, 0.47, None)
     """
     row = ACCURACY.get((form, method))
