@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -301,6 +302,36 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
     assert err == f"interrupted. Go on with: qkeel run {' '.join(long)}\n"
     assert RunDirectory(place).status is RunStatus.STARTED
     assert RunDirectory(place).checkpoint.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the processes of a process are read from /proc")
+def test_the_forked_workers_of_a_killed_study_end_with_it(tmp_path: Path) -> None:
+    long = ["100000000" if word == "4" else word for word in TINY]
+    grid = ["--remedies", "none", "--lrs", "0.1", "--seeds", "0", "1", "--stack", "off", "--jobs", "2"]
+    command = [sys.executable, "-m", "qkeel", "study", "lr", *long, *grid, "--out", str(tmp_path / "s")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while len(list(tmp_path.glob("s/runs/*/metrics.jsonl"))) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        workers = [pid for server in children(process.pid) for pid in children(server)]
+        process.kill()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 60
+    while any(map(runs, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_an_interrupted_study_keeps_what_is_done(
