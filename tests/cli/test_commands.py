@@ -305,7 +305,7 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the processes of a process are read from /proc")
-def test_the_forked_workers_of_a_killed_study_end_with_it(tmp_path: Path) -> None:
+def test_the_processes_of_a_killed_study_end_with_it(tmp_path: Path) -> None:
     long = ["100000000" if word == "4" else word for word in TINY]
     grid = ["--remedies", "none", "--lrs", "0.1", "--seeds", "0", "1", "--stack", "off", "--jobs", "2"]
     command = [sys.executable, "-m", "qkeel", "study", "lr", *long, *grid, "--out", str(tmp_path / "s")]
@@ -313,9 +313,9 @@ def test_the_forked_workers_of_a_killed_study_end_with_it(tmp_path: Path) -> Non
         while len(list(tmp_path.glob("s/runs/*/metrics.jsonl"))) < 2:
             assert process.poll() is None
             time.sleep(0.05)
-        workers = [pid for server in children(process.pid) for pid in children(server)]
+        workers = children(process.pid)
         process.kill()
-    assert len(workers) == 2
+    assert len(workers) >= 2
     deadline = time.monotonic() + 60
     while any(map(runs, workers)):
         assert time.monotonic() < deadline

@@ -11,7 +11,6 @@ from cyclopts import Parameter
 
 from qkeel.cli.flags import Flag, Settings, configure, starting, view
 from qkeel.errors import unknown
-from qkeel.lab.execution.fork_server import forked_workers
 from qkeel.lab.plan import Option, Study
 from qkeel.lab.studies import STUDIES, find_study
 
@@ -59,10 +58,9 @@ def study_command(name: str) -> Callable[..., int]:
         asked = next((other for switch, other in study.instead.items() if given.get(switch)), study)
         config, table = configure(flags, recipe, asked.base or starting(flags))
         _check_table(table, study)
-        with forked_workers():
-            from qkeel.cli.run_study import run_study
+        from qkeel.cli.run_study import run_study
 
-            return run_study(name, *study.request(config, asked.grid, {**table, **given}), out=out, how=how)
+        return run_study(name, *study.request(config, asked.grid, {**table, **given}), out=out, how=how)
 
     command.__annotations__ |= {"flags": Annotated[flags, _FLAT]}
     command.__doc__ = f"""{STUDIES[name][1]}

@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Generator, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, final
 
@@ -182,20 +178,13 @@ def _keep_memory() -> None:
             libc.mallopt(what, size)
 
 
-@functools.cache  # a worker does one job after the other
 def _die_with(parent: int) -> None:
-    """Has this process end with its parent, so that nothing writes on after a study is killed."""
-    maker = multiprocessing.parent_process()
-    if maker is not None and maker.pid == parent != os.getppid():  # a server forked this process for it
-        threading.Thread(target=_end_after, args=(maker,), daemon=True).start()
-    if sys.platform != "linux" or os.getppid() != parent:
-        return  # or on another host (Ray, Dask), or the parent is gone and no process waits for the result
+    """Asks Linux to kill this process when its parent dies, so that nothing writes on after a study is killed."""
+    if sys.platform != "linux":
+        return
+    if os.getppid() != parent:  # another host (Ray, Dask), or the parent is gone and no process waits for the result
+        return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _end_after(process: BaseProcess) -> None:
-    process.join()
-    os._exit(1)
