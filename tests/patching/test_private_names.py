@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import nn
 from torch.nn import functional
 
-from qkeel.patching.private_names import PRIVATE_NAMES, PrivateName
+from tests.patching.private_names import PRIVATE_NAMES, PrivateName
 
 
 @pytest.mark.parametrize("row", PRIVATE_NAMES, ids=[row.name for row in PRIVATE_NAMES])
