@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed.distributed_c10d
 import torch.utils.checkpoint
-from torch import nn
-
 from tests.patching.private_names import PRIVATE_NAMES
+from torch import nn
 
 from .source import MODULES
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import flex_maxima
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
 
-from benchmarks import flex_maxima
 from qkeel import preset, reference
 from qkeel.errors import RefusedError
 from qkeel.spec import AttentionSpec, SlidingWindow

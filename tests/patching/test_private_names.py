@@ -7,10 +7,9 @@ import importlib
 import pytest
 import torch
 import torch._dynamo
+from tests.patching.private_names import PRIVATE_NAMES, PrivateName
 from torch import nn
 from torch.nn import functional
-
-from tests.patching.private_names import PRIVATE_NAMES, PrivateName
 
 
 @pytest.mark.parametrize("row", PRIVATE_NAMES, ids=[row.name for row in PRIVATE_NAMES])

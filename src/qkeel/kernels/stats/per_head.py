@@ -32,7 +32,7 @@ from qkeel.functional.statistics.rows import (
     reduce_rows,
     softmax_rows,
 )
-from qkeel.functional.statistics.sampling import chosen_rows, standing_for
+from qkeel.functional.statistics.sampling import chosen_rows
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.prepare import row_blocks, row_statistics
 from qkeel.metrics import ALARM_THRESHOLD
@@ -48,33 +48,7 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     """Statistics of the logits, weights, norms and angles of a call, exactly. Masked pairs count nowhere, nor do
     query rows that the call's `query_mask` leaves out. share_above is over `threshold` nats.
     """
-    return _stats(call, _keys_seen(call), threshold)
-
-
-@torch.no_grad()
-def sampled_stats(
-    call: AttentionCall, n_queries: int, *, generator: torch.Generator, threshold: float = ALARM_THRESHOLD
-) -> LogitStats:
-    """An estimate of `logit_stats` from n_queries query rows, spread over the sequence, and all the keys they see.
-
-    Rows keep their positions and their masks. Means over query rows (entropy, query_norm, shares) are unbiased where
-    every row sees keys, else ratios of unbiased sums, as are means over pairs (mean_logit, cos_mean, share_above: the
-    bias is of order n_queries^-3); qk_frobenius² is unbiased. Maxima are lower bounds, minima upper ones. What is said
-    of keys is exact. Counts are those of the whole call in expectation, so that estimates merge by what they stand
-    for. With n_queries >= t it is `logit_stats` itself.
-
-    Args:
-        generator: the only source of chance; on any device.
-
-    Raises:
-        InvalidValueError: n_queries is under 1.
-    """
-    t = call.query_shape[1]
-    rows = chosen_rows(t, n_queries, generator)
-    if rows is None:
-        return logit_stats(call, threshold)
-    return standing_for(_stats(_with_rows(call, rows.to(call.q.device)), _keys_seen(call), threshold), t, n_queries)
-
+@@
 
 @torch.no_grad()
 def logit_change(
