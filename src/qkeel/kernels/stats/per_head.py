@@ -48,7 +48,28 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     """Statistics of the logits, weights, norms and angles of a call, exactly. Masked pairs count nowhere, nor do
     query rows that the call's `query_mask` leaves out. share_above is over `threshold` nats.
     """
-@@
+    keys_seen = _keys_seen(call)
+    fast = logit_pass.rows_of(call, threshold)
+    if fast is not None:
+        rows, q_norm, k_norm = fast
+        return reduce_rows(rows, call.query_mask, q_norm, k_norm, keys_seen)
+    q, k = call.encoded()
+    q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
+    classes = None if call.classes is None else call.classes.keys(q)
+    parts = []
+    for rows, keys in _blocks(call):
+        if keys.stop == 0:
+            parts.append(RowStats.nothing(q_norm[:, :, rows], classes))
+            continue
+        z, seen = _logits(call, q, k, rows, keys)
+        products, unit = _products(call, q, k, rows, keys)
+        products = z if products is None else seen.blank_(products)
+        # In this order: logit_rows lowers z, _weight_rows overwrites it.
+        angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
+        found = logit_rows(z, seen, threshold, classes)
+        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes)
+
 
 @torch.no_grad()
 def logit_change(
@@ -65,8 +86,8 @@ def logit_change(
 
     Args:
         before, after: calls of equal shapes, under specs with the same norm and position.
-        n_queries, generator: both or none; only that many query rows, drawn as in `sampled_stats`, with all visible
-            keys of each: rms² and mean_abs are then ratios of unbiased sums, max_abs a lower bound.
+        n_queries, generator: both or none; only that many query rows, drawn by `chosen_rows`, with all visible keys of
+            each: rms² and mean_abs are then ratios of unbiased sums, max_abs a lower bound.
 
     Raises:
         ShapeError: the calls are of different shapes. InvalidValueError: n_queries is under 1, or has no generator.
@@ -134,38 +155,14 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     return dataclasses.replace(found, capped_max_logit=torch.where(top == -torch.inf, top, call.spec.cap.apply(top)))
 
 
-def _stats(call: AttentionCall, keys_seen: Tensor, threshold: float) -> LogitStats:
-    fast = logit_pass.rows_of(call, threshold)
-    if fast is not None:
-        rows, q_norm, k_norm = fast
-        return reduce_rows(rows, call.query_mask, q_norm, k_norm, keys_seen)
-    q, k = call.encoded()
-    q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
-    classes = None if call.classes is None else call.classes.keys(q)
-    parts = []
-    for rows, keys in _blocks(call):
-        if keys.stop == 0:
-            parts.append(RowStats.nothing(q_norm[:, :, rows], classes))
-            continue
-        z, seen = _logits(call, q, k, rows, keys)
-        products, unit = _products(call, q, k, rows, keys)
-        products = z if products is None else seen.blank_(products)
-        # In this order: logit_rows lowers z, _weight_rows overwrites it.
-        angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
-        found = logit_rows(z, seen, threshold, classes)
-        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
-    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes)
-
-
 def _with_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
-    """The call with these query rows only, at their own positions."""
+    """The call with these query rows only, at their own positions, whatever the classes of its tokens."""
     mask = call.mask
     if mask is not None and mask.shape[2] > 1:
         mask = mask[:, :, rows]
     counted = None if call.query_mask is None else call.query_mask[:, rows]
-    classes = None if call.classes is None else call.classes.rows(rows)
     q, pos_q = call.q[:, :, rows], call.pos_q[:, rows]
-    return dataclasses.replace(call, q=q, pos_q=pos_q, mask=mask, query_mask=counted, classes=classes, plain=False)
+    return dataclasses.replace(call, q=q, pos_q=pos_q, mask=mask, query_mask=counted, classes=None, plain=False)
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
