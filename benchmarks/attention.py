@@ -21,7 +21,7 @@ import qkeel
 from benchmarks.measure import Bench, Case, Cases, Row, take_turns
 from benchmarks.modules import BASE, Bare, Transformers, available, both_directions, ours
 from benchmarks.native import Shape, module_sizes
-from qkeel.kernels.native import attention as operator
+from qkeel.kernels import compiled_attention as operator
 from qkeel.kernels.native import norm_rope
 
 # batch, tokens, query heads, key heads, head_dim
@@ -54,8 +54,8 @@ class Calls:
         }
 
     def own(self, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        how = operator.How(self.scale, True, 0, 0.0, stats)
-        return operator.attention(self.q, self.k, self.v, None, None, how)
+        how = (self.scale, True, 0, 0.0, stats)
+        return torch.ops.qkeel_native.attention(self.q, self.k, self.v, None, None, *how)
 
     def both(self, way: Callable[[], Tensor]) -> Case:
         return lambda: torch.autograd.grad(way(), [self.q, self.k, self.v], self.above)

@@ -18,7 +18,7 @@ import qkeel
 from benchmarks.measure import Bench, Cases, take_turns
 from qkeel import find_sites
 from qkeel.handle import Handle
-from qkeel.kernels.native.attention import ready
+from qkeel.kernels.compiled_attention import ready
 from qkeel.kernels.stats.per_head import logit_stats, stats_of_rows
 from qkeel.monitor import Adaptive, Every
 from qkeel.nn import Attention, Decoder, DecoderConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import folded
-from qkeel.kernels.native.decode import ready
+from qkeel.kernels.native.operator import OperatorSource
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs
 
@@ -100,3 +100,12 @@ def _of_spec(call: AttentionCall) -> str | None:
 def _plain(x: Tensor) -> bool:
     fits = x.device.type == "cpu" and x.dtype in _DTYPES and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST
     return fits and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    b, h, t, _d = q.shape
+    return q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
+
+
+OPERATORS = OperatorSource("decode", {"decode": _shape})
+ready = OPERATORS.ready

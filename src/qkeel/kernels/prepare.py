@@ -58,4 +58,6 @@ def row_statistics(call: AttentionCall) -> available.Rows | None:
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
     keys = None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2])
-    return available.row_statistics(q, k, scale, causal=call.causal, window=call.window, cap=spec.cap.limit, keys=keys)
+    from qkeel.kernels.triton import statistics
+
+    return statistics.row_statistics(q, k, scale, causal=call.causal, window=call.window, cap=spec.cap.limit, keys=keys)

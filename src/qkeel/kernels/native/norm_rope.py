@@ -45,7 +45,7 @@ def gain_spread(gain: Tensor) -> float:
 def _forward_shapes(
     x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, keep_x: bool
 ) -> tuple[Tensor, Tensor]:
-    y = _shape(x)
+    y = same_shape(x)
     if kind == NONE:
         return y, y.new_empty(0, dtype=torch.float32)
     b, h, t = y.shape[:3]
@@ -54,24 +54,26 @@ def _forward_shapes(
     return y, y.new_empty(b, h, t, dtype=torch.float32)
 
 
-def _shape(x: Tensor, *_: object) -> Tensor:
+def same_shape(x: Tensor, *_: object) -> Tensor:
+    """Returns an empty tensor for a result like x, whose rows are contiguous."""
     return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
-def _backward_shapes(
+def backward_shapes(
     dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor]:
+    """Returns empty tensors for the gradients of x, and of the gain by head or for all of them."""
     shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
-    return _shape(kept), kept.new_empty(shape, dtype=torch.float32)
+    return same_shape(kept), kept.new_empty(shape, dtype=torch.float32)
 
 
 OPERATORS = OperatorSource(
     "norm_rope",
     {
         "norm_rope": _forward_shapes,
-        "norm_rope_alone": _shape,
-        "norm_rope_two": lambda q, k, *_: (_shape(q), _shape(k)),
-        "norm_rope_backward": _backward_shapes,
+        "norm_rope_alone": same_shape,
+        "norm_rope_two": lambda q, k, *_: (same_shape(q), same_shape(k)),
+        "norm_rope_backward": backward_shapes,
     },
 )
 ready = OPERATORS.ready

@@ -46,31 +46,22 @@ def fused_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: f
     """Returns out and lse of the fused operator that SDPA would choose on a GPU; None where it would choose none."""
     gqa = q.shape[1] != k.shape[1]
     chosen = kernel_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
-    operator = _FUSED.get(SDPBackend(chosen))
-    if operator is None or q.shape[-1] % 8:  # SDPA would pad such heads
+    fused = _FUSED.get(SDPBackend(chosen))
+    if fused is None or q.shape[-1] % 8:  # SDPA would pad such heads
         return None
-    out, lse = operator(q, k, v, causal, scale)[:2]
+    operator, between = fused
+    out, lse = operator(q, k, v, *between, causal, scale=scale)[:2]
     if lse.ndim == 4:  # cuDNN's [b h t 1]
         lse = lse[..., 0]
     return out, lse[..., : q.shape[2]]  # the memory-efficient kernel fills up to a multiple of 32 rows
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
-    return flash(q, k, v, 0.0, causal, scale=scale)
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
-    return memory_efficient(q, k, v, None, True, 0.0, causal, scale=scale)
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
-    return cudnn(q, k, v, None, True, 0.0, causal, scale=scale)
-
-
-_FUSED: dict[SDPBackend, Callable[[Tensor, Tensor, Tensor, bool, float], Any]] = {
-    SDPBackend.FLASH_ATTENTION: _flash,
-    SDPBackend.EFFICIENT_ATTENTION: _efficient,
-    SDPBackend.CUDNN_ATTENTION: _cudnn,
+# torch's operator for each choice, and what it takes between v and causality: the dropout; or a bias, that the logsumexp
+# is wanted, and the dropout.
+_FUSED: dict[SDPBackend, tuple[Callable[..., Any], tuple[object, ...]]] = {
+    SDPBackend.FLASH_ATTENTION: (flash, (0.0,)),
+    SDPBackend.EFFICIENT_ATTENTION: (memory_efficient, (None, True, 0.0)),
+    SDPBackend.CUDNN_ATTENTION: (cudnn, (None, True, 0.0)),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import caution
@@ -65,7 +65,7 @@ def _modern(device: torch.device) -> bool:
 
 
 def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]) -> bool:
-    """Returns whether `row_statistics` computes such q and k."""
+    """Returns whether `statistics.row_statistics` computes such q and k."""
     plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.dtype in _STORED for x in (q, k))
     return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and usable(q.device)
 
@@ -81,20 +81,3 @@ def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
     from qkeel.kernels.triton.heads import HeadTable
 
     return HeadTable(heads)
-
-
-def row_statistics(
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    scale: float,
-    *,
-    causal: bool,
-    window: int | None,
-    cap: float | None,
-    keys: Bool[Tensor, "_ s"] | None,
-) -> Rows:
-    """Loads Triton's kernel and returns what `statistics.row_statistics` does, of the same arguments."""
-    from qkeel.kernels.triton import statistics
-
-    found = statistics.row_statistics(q, k, scale, causal=causal, window=window, cap=cap, keys=keys)
-    return Rows(*found)
