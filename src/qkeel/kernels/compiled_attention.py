@@ -106,7 +106,7 @@ def _of_gradient(call: AttentionCall) -> str | None:
 
 
 def _derived_by_torch(call: AttentionCall) -> bool:
-    """Returns whether torch's kernel has the derivative, from the logsumexp: the compiled one needs a compiler."""
+    """Returns whether torch's own kernel has the derivative, from the logsumexp, where none could be compiled."""
     q, k, v = call.q, call.k, call.v
     plain = call.mask is None and not _biased(call) and not call.window and not call.spec.cap.limit
     return plain and q.shape[-1] == v.shape[-1] and (not call.causal or q.shape[2] == k.shape[2])

@@ -56,8 +56,8 @@ def fused_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: f
     return out, lse[..., : q.shape[2]]  # the memory-efficient kernel fills up to a multiple of 32 rows
 
 
-# torch's operator for each choice, and what it takes between v and causality: the dropout; or a bias, that the logsumexp
-# is wanted, and the dropout.
+# The operator of each choice, and what it takes between v and causality: the dropout; or a bias, that the logsumexp is
+# wanted, and the dropout.
 _FUSED: dict[SDPBackend, tuple[Callable[..., Any], tuple[object, ...]]] = {
     SDPBackend.FLASH_ATTENTION: (flash, (0.0,)),
     SDPBackend.EFFICIENT_ATTENTION: (memory_efficient, (None, True, 0.0)),

@@ -16,14 +16,18 @@ from qkeel.monitor.alarms.history import History, Place
 from qkeel.monitor.alarms.rule import HOLD, Alarm, Extreme, Rule, Severity, ahead, first, largest, trend
 from qkeel.monitor.alarms.thresholds import (
     APPROACH_FLOOR,
+    CLIPS,
+    DIVERGES,
     ENTROPY,
     ENTROPY_SHARE,
     GROWTH_FACTOR,
     GROWTH_FLOOR,
+    HARMS,
     HORIZON,
     OUTLOOK,
     OUTLOOK_FACTOR,
     OUTLOOK_FLOOR,
+    SOURCES,
 )
 from qkeel.records import NON_FINITE
 
@@ -222,3 +226,17 @@ class NonFinite(Rule):
             text = f"the logits of {heads} are NaN or infinite"
             return self.alarm(history, text, np.nan, at=Place(NON_FINITE, layer, head))
         return None
+
+
+# Every watched run is checked by these; their numbers are in thresholds.py.
+DEFAULT: tuple[Rule, ...] = (
+    Ceiling(threshold=CLIPS, severity=Severity.NOTICE, source=SOURCES[CLIPS]),
+    Ceiling(threshold=HARMS, source=SOURCES[HARMS]),
+    Ceiling(threshold=DIVERGES, severity=Severity.CRITICAL, source=SOURCES[DIVERGES]),
+    Growth(),
+    Outlook(),
+    Approach(threshold=HARMS, source=SOURCES[HARMS]),
+    Approach(threshold=DIVERGES, severity=Severity.CRITICAL, source=SOURCES[DIVERGES]),
+    EntropyCollapse(),
+    NonFinite(),
+)
