@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkeel.functional.distances import alibi_slopes
 from qkeel.functional.statistics.logit_stats import LogitBracket
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import dense, folded
-from qkeel.kernels.native.operator import OperatorSource
+from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs
 
 Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
-_MASKS = (torch.bool, torch.float64, *_STORED)
+_MASKS = (torch.bool, torch.float64, *STORED)
 
 
 @final
@@ -78,9 +77,9 @@ def _of_spec(call: AttentionCall) -> str | None:
 def _of_tensors(call: AttentionCall) -> str | None:
     q, k, v, mask = call.q, call.k, call.v, call.mask
     given = (q, k, v) if mask is None else (q, k, v, mask)
-    if not all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in given):
+    if not all(is_plain(x) and x.is_cpu for x in given):
         return "the compiled attention is for plain tensors on a CPU"
-    if q.dtype not in _STORED:
+    if q.dtype not in STORED:
         return f"the compiled attention computes in float32 on float32, bfloat16 and float16, not on {q.dtype}"
     if q.shape[-1] % 8 or v.shape[-1] % 8 or not q.numel() or not v.numel():
         return f"the compiled attention takes widths that are multiples of 8, not {q.shape[-1]} and {v.shape[-1]}"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkeel.functional.statistics.rows import RowStats
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native.operator import OperatorSource
+from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain, reads
 from qkeel.spec.call import AttentionCall
 
-_DEEPEST = 1024  # DEEPEST in the source
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
-_MASKS = (torch.bool, *_STORED)
+_MASKS = (torch.bool, *STORED)
 _FIELDS = (
     "max_logit",
     "min_logit",
@@ -85,17 +83,14 @@ def bracket_of(
 
     None where lse is not float32 on a CPU. The call is square and at default positions where it is causal.
     """
-    if not (lse.dtype == torch.float32 and _plain(lse) and ready()):
+    if not (lse.dtype == torch.float32 and is_plain(lse) and lse.is_cpu and ready()):
         return None
     return torch.ops.qkeel_native.logsumexp_bracket(lse, call.query_mask, call.causal, call.k.shape[2])
 
 
 def holds(*tensors: Tensor) -> bool:
     """Returns whether the operators read these: plain tensors on a CPU, head_dim a multiple of 8."""
-    return all(
-        _plain(x) and x.dtype in _STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _DEEPEST and x.numel() > 0
-        for x in tensors
-    )
+    return all(x.is_cpu and reads(x) for x in tensors)
 
 
 def _arguments(call: AttentionCall) -> Arguments | None:
@@ -106,7 +101,10 @@ def _arguments(call: AttentionCall) -> Arguments | None:
     # The maxima alone need less, but are to have the bits of those among the full statistics.
     if spec.cap.kind == "other" or not spec.normalizer.softmax_over_keys or call.classes is not None:
         return None
-    if not (call.spec.position.folds and holds(call.q, call.k) and _reads(call.mask) and ready()):
+    if not (call.spec.position.folds and holds(call.q, call.k) and ready()):
+        return None
+    mask = call.mask
+    if mask is not None and not (is_plain(mask) and mask.is_cpu and mask.dtype in _MASKS):
         return None
     visibility = _visibility(call)
     if visibility is None:
@@ -115,18 +113,10 @@ def _arguments(call: AttentionCall) -> Arguments | None:
     scale = call.spec.factor(call.pos_q, q.shape[-1], call.params, torch.float32)
     if not isinstance(scale, Tensor):
         scale = q.new_full((), scale, dtype=torch.float32)
-    elif not _plain(scale):
+    elif not (is_plain(scale) and scale.is_cpu):
         return None
     scale = scale.detach().expand(*q.shape[:3], 1)[..., 0]
     return q.detach(), k.detach(), scale, *visibility
-
-
-def _plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.is_cpu
-
-
-def _reads(mask: Tensor | None) -> bool:
-    return mask is None or (_plain(mask) and mask.dtype in _MASKS)
 
 
 def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -92,20 +92,18 @@ def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     lower, upper = (best - n).amax(-1), best.amax(-1)
     if price == "bracket":
         return LogitBracket(lower=lower, upper=upper)
+    n_rows = lse[:, 0].numel() if call.query_mask is None else call.query_mask.sum().clamp_min(1)
     rows = row_statistics(call) if price == "entropy" else None
     if rows is not None:
-        hidden = torch.zeros_like(rows.largest, dtype=torch.bool) if out is None else out.expand_as(rows.largest)
-        top = rows.largest.masked_fill(hidden, -torch.inf).amax((0, 2))
-        entropy = rows.entropy.masked_fill(hidden, 0.0).sum((0, 2)) / (~hidden).sum((0, 2)).clamp_min(1)
+        top, entropy = rows.largest.amax((0, 2)), rows.entropy.sum((0, 2)) / n_rows
         return LogitBracket(lower=top, upper=top, entropy=entropy, certified=torch.ones_like(top, dtype=torch.bool))
     q, k, _, scale = folded(call)
     entropy = None
     if price == "entropy":
-        rows = _entropies(call, lse)
-        rows = rows if out is None else rows.masked_fill(out, 0.0)
-        lower = torch.maximum(lower, (lse - rows).amax((0, 2)))
-        n_rows = lse[:, 0].numel() if call.query_mask is None else call.query_mask.sum().clamp_min(1)
-        entropy = rows.sum((0, 2)) / n_rows
+        entropies = _entropies(call, lse)
+        entropies = entropies if out is None else entropies.masked_fill(out, 0.0)
+        lower = torch.maximum(lower, (lse - entropies).amax((0, 2)))
+        entropy = entropies.sum((0, 2)) / n_rows
     found, bar = _guided(q, k, lse, scale, call)
     certified = found >= bar
     return LogitBracket(

@@ -126,11 +126,7 @@ def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor
         return fast
     rows = row_statistics(call)
     if rows is not None:
-        left_out = torch.zeros_like(rows.largest, dtype=torch.bool)
-        if call.query_mask is not None:
-            left_out = ~call.query_mask[:, None].expand_as(rows.largest)
-        top = rows.largest.masked_fill(left_out, -torch.inf).amax((0, 2))
-        return top, rows.smallest.masked_fill(left_out, torch.inf).amin((0, 2))
+        return rows.largest.amax((0, 2)), rows.smallest.amin((0, 2))
     q, k = call.encoded()
     top = q.new_full((q.shape[1],), -torch.inf)
     low = -top
