@@ -67,7 +67,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def reads(x: Tensor) -> bool:
-    """Returns whether operators read it: a plain tensor of STORED, in rows of a multiple of 8 numbers, at most 1,024."""
+    """Returns whether operators read it: a plain tensor of STORED, rows of a multiple of 8 numbers, 1,024 at most."""
     return is_plain(x) and x.dtype in STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST and x.numel() > 0
 
 

@@ -32,7 +32,6 @@ from qkeel.functional.statistics.rows import (
     reduce_rows,
     softmax_rows,
 )
-from qkeel.functional.statistics.sampling import chosen_rows
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.prepare import row_blocks, row_statistics
 from qkeel.metrics import ALARM_THRESHOLD
@@ -72,26 +71,16 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
 
 
 @torch.no_grad()
-def logit_change(
-    before: AttentionCall,
-    after: AttentionCall,
-    *,
-    n_queries: int | None = None,
-    generator: torch.Generator | None = None,
-) -> LogitChange:
+def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
     """The change of the logits before the cap between two calls of the same batch, over the visible pairs.
 
     ΔS = S' - S from `change_factors`, blockwise: exact, at the cost of two products q kᵀ, no T×T matrix. Scales that
     learn and biases that move are in it. Pairs are those that `after` sees, its `query_mask` respected.
 
-    Args:
-        before, after: calls of equal shapes, under specs with the same norm and position.
-        n_queries, generator: both or none; only that many query rows, drawn by `chosen_rows`, with all visible keys of
-            each: rms² and mean_abs are then ratios of unbiased sums, max_abs a lower bound.
+    The calls are under specs with the same norm and position.
 
     Raises:
-        ShapeError: the calls are of different shapes. InvalidValueError: n_queries is under 1, or has no generator.
-        RefusedError: the position does not fold into q and k.
+        ShapeError: the calls are of different shapes. RefusedError: the position does not fold into q and k.
     """
     if before.q.shape != after.q.shape or before.k.shape != after.k.shape:
         raise ShapeError(
@@ -100,9 +89,6 @@ def logit_change(
         )
     if not after.spec.position.folds:
         raise RefusedError(f"{after.spec.position.formula()} enters no product q·k whose change could be computed")
-    rows = chosen_rows(after.query_shape[1], n_queries, generator)
-    if rows is not None:
-        before, after = (_with_rows(call, rows.to(call.q.device)) for call in (before, after))
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
     for rows, keys in _blocks(after):
@@ -149,16 +135,6 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     found = reduce_kernel_rows(rows, call.query_mask, call.k.shape[1])
     top = found.max_logit
     return dataclasses.replace(found, capped_max_logit=torch.where(top == -torch.inf, top, call.spec.cap.apply(top)))
-
-
-def _with_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
-    """The call with these query rows only, at their own positions, whatever the classes of its tokens."""
-    mask = call.mask
-    if mask is not None and mask.shape[2] > 1:
-        mask = mask[:, :, rows]
-    counted = None if call.query_mask is None else call.query_mask[:, rows]
-    q, pos_q = call.q[:, :, rows], call.pos_q[:, rows]
-    return dataclasses.replace(call, q=q, pos_q=pos_q, mask=mask, query_mask=counted, classes=None, plain=False)
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
