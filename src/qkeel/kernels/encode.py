@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from qkeel.kernels.native.norm_rope import NONE, functions, gain_spread, norm_rope, norm_rope_two, ready
+from qkeel.kernels.native.norm_rope import NONE, functions, norm_rope, ready
 from qkeel.kernels.native.operator import reads
 from qkeel.kernels.triton import available
 from qkeel.spec.attention import AttentionSpec
@@ -120,9 +120,10 @@ def fused(
     gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
     if operator is norm_rope and table_q is table_k and not torch.is_grad_enabled():
-        one, two = (q, gain_q, plan.kind_q), (k, gain_k, plan.kind_k)
         if table_q is not None or (plan.kind_q and plan.kind_k):
-            return norm_rope_two(one, two, table_q, plan.eps)
+            cos, sin = (None, None) if table_q is None else table_q
+            kinds = plan.kind_q, plan.kind_k
+            return torch.ops.qkeel_native.norm_rope_two(q, k, gain_q, gain_k, cos, sin, *kinds, plan.eps)
     return (
         _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
         _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),
@@ -218,4 +219,4 @@ def _keeps(x: Tensor, gain: Tensor | None) -> bool:
     if gain is None or not torch.is_grad_enabled():
         return False
     unseen = torch.compiler.is_compiling() or gain.device.type != "cpu"
-    return unseen or gain_spread(gain) < _SPREADS[x.dtype]
+    return unseen or torch.ops.qkeel_native.gain_spread(gain) < _SPREADS[x.dtype]

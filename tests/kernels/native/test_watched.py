@@ -51,7 +51,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         inner = getattr(per_head, name)
         return lambda *args: (made.append(name), inner(*args))[1]
 
-    monkeypatch.setattr(per_head, "_stats", counted("_stats"))
+    monkeypatch.setattr("qkeel.sites.calls.logit_statistics.logit_stats", counted("logit_stats"))
     monkeypatch.setattr("qkeel.sites.calls.logit_statistics.logit_maxima", counted("logit_maxima"))
     return made
 

@@ -59,23 +59,6 @@ def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor,
     return top.amax((0, 2)), low.amin((0, 2))
 
 
-def guided_maxima(
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    lse: Float[Tensor, "b h t"],
-    scale: float,
-    causal: bool,
-    rows: int,
-) -> tuple[Float[Tensor, "b h"], Float[Tensor, "b h"]]:
-    """Returns the largest logit of the `rows` rows of largest lse, and the next largest lse.
-
-    Args:
-        q, k: as they enter the product; `ready` and `holds` are true. lse: float32; rows where it is -inf do not count.
-        scale: of the logits. causal: keys up to i are visible to row i. rows: how many rows of each head are computed.
-    """
-    return torch.ops.qkeel_native.guided_maxima(q, k, lse, scale, causal, rows)
-
-
 def bracket_of(
     lse: Float[Tensor, "b h t"], call: AttentionCall
 ) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]] | None:
@@ -167,6 +150,9 @@ def _row_shapes(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tenso
     return rows, q.new_empty(q.shape[:3], dtype=torch.int64), k.new_empty(k.shape[:3], dtype=torch.float32)
 
 
+# guided_maxima(q, k, lse, scale, causal, rows): the largest logit of the `rows` rows of largest lse, and the next largest
+# lse, each [b h]. q [b h t d], k [b g s d] as they enter the product; `ready` and `holds` are true; lse [b h t] float32,
+# rows where it is -inf do not count; causal: keys up to i are visible to row i.
 OPERATORS = OperatorSource(
     "logit_pass",
     {

@@ -10,7 +10,6 @@ from qkeel.kernels.native.operator import OperatorSource
 
 NONE = 0  # the kind of a pass that only rotates
 Table = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]  # cos and sin, float32; 1 for any b and t
-Normed = tuple[Tensor, Tensor | None, int]  # q or k, its gain, the kind of its norm
 
 
 def norm_rope(
@@ -27,19 +26,6 @@ def norm_rope(
     if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
         return torch.ops.qkeel_native.norm_rope_alone(x, gain, cos, sin, kind, eps)  # half the time of a small call
     return torch.ops.qkeel_native.norm_rope(x, gain, cos, sin, kind, eps, keep_x)[0]
-
-
-def norm_rope_two(
-    q: Normed, k: Normed, table: Table | None, eps: float
-) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"]]:
-    """Returns `norm_rope` of q and of k with one table, without a gradient, by one call instead of two."""
-    cos, sin = (None, None) if table is None else table
-    return torch.ops.qkeel_native.norm_rope_two(q[0], k[0], q[1], k[1], cos, sin, q[2], k[2], eps)
-
-
-def gain_spread(gain: Tensor) -> float:
-    """Returns min |gain| / max |gain|; 0 for a gain with zeros or NaN."""
-    return torch.ops.qkeel_native.gain_spread(gain)
 
 
 def _forward_shapes(
@@ -67,6 +53,8 @@ def backward_shapes(
     return same_shape(kept), kept.new_empty(shape, dtype=torch.float32)
 
 
+# norm_rope_two(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps): `norm_rope` of q and of k with one table, without a
+# gradient, by one call instead of two. gain_spread(gain): min |gain| / max |gain|; 0 for a gain with zeros or NaN.
 OPERATORS = OperatorSource(
     "norm_rope",
     {

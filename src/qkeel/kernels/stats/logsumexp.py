@@ -130,7 +130,7 @@ def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall
     Both per head. k [b g s d] is read once, as a whole: picking keys for rows of a few sequences costs more.
     """
     if lse.dtype == torch.float32 and logit_pass.holds(q, k) and logit_pass.ready():
-        found, others = logit_pass.guided_maxima(q, k, lse, scale, call.causal, GUIDED_ROWS)
+        found, others = torch.ops.qkeel_native.guided_maxima(q, k, lse, scale, call.causal, GUIDED_ROWS)
         return found.amax(0), others.amax(0)
     b, h, t, d = q.shape
     m = min(GUIDED_ROWS, t)
