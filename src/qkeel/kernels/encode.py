@@ -119,11 +119,11 @@ def fused(
         return None
     gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
-    if operator is norm_rope and table_q is table_k and not torch.is_grad_enabled():
-        if table_q is not None or (plan.kind_q and plan.kind_k):
-            cos, sin = (None, None) if table_q is None else table_q
-            kinds = plan.kind_q, plan.kind_k
-            return torch.ops.qkeel_native.norm_rope_two(q, k, gain_q, gain_k, cos, sin, *kinds, plan.eps)
+    kinds = plan.kind_q, plan.kind_k
+    at_once = operator is norm_rope and table_q is table_k and (table_q is not None or all(kinds))
+    if at_once and not torch.is_grad_enabled():
+        cos, sin = (None, None) if table_q is None else table_q
+        return torch.ops.qkeel_native.norm_rope_two(q, k, gain_q, gain_k, cos, sin, *kinds, plan.eps)
     return (
         _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
         _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),

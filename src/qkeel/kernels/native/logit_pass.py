@@ -150,9 +150,9 @@ def _row_shapes(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tenso
     return rows, q.new_empty(q.shape[:3], dtype=torch.int64), k.new_empty(k.shape[:3], dtype=torch.float32)
 
 
-# guided_maxima(q, k, lse, scale, causal, rows): the largest logit of the `rows` rows of largest lse, and the next largest
-# lse, each [b h]. q [b h t d], k [b g s d] as they enter the product; `ready` and `holds` are true; lse [b h t] float32,
-# rows where it is -inf do not count; causal: keys up to i are visible to row i.
+# guided_maxima(q, k, lse, scale, causal, rows): the largest logit of the `rows` rows of largest lse, and the next
+# largest lse, each [b h]. q [b h t d], k [b g s d] as they enter the product; `ready` and `holds` are true; lse [b h t]
+# float32, rows where it is -inf do not count; causal: keys up to i are visible to row i.
 OPERATORS = OperatorSource(
     "logit_pass",
     {

@@ -53,8 +53,8 @@ def backward_shapes(
     return same_shape(kept), kept.new_empty(shape, dtype=torch.float32)
 
 
-# norm_rope_two(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps): `norm_rope` of q and of k with one table, without a
-# gradient, by one call instead of two. gain_spread(gain): min |gain| / max |gain|; 0 for a gain with zeros or NaN.
+# norm_rope_two(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps): `norm_rope` of q and of k with one table, without
+# a gradient, by one call instead of two. gain_spread(gain): min |gain| / max |gain|; 0 for a gain with zeros or NaN.
 OPERATORS = OperatorSource(
     "norm_rope",
     {
