@@ -92,7 +92,10 @@ def watch(
         None if optimizer is None else _optimizer(optimizer, model),
         every=cadence(every),
         stats=stats,
-        sinks=[_sink(s) for s in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")],
+        sinks=[
+            one if isinstance(one, Sink) else RunDirectorySink(one)
+            for one in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")
+        ],
         rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask=None if query_mask is None else QueryMask.on(model, query_mask),
         classes=None if classes is None else Classes.on(model, classes),
@@ -111,10 +114,6 @@ def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, .
         if not isinstance(one, kinds):
             raise InvalidTypeError(f"expected {what}, got {type(one).__name__} among them")
     return tuple(given)
-
-
-def _sink(given: Sink | str | Path) -> Sink:
-    return given if isinstance(given, Sink) else RunDirectorySink(given)
 
 
 def _optimizer(given: object, model: nn.Module) -> torch.optim.Optimizer:

@@ -108,9 +108,7 @@ def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if spec.norm.kind == "none" and spec.position.unwindowed.kind == "none":
         return call.q, call.k
     if call.q.dtype == torch.float32:  # else the compiled pass would round
-        fast = encoded(spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
-        if fast is not None:
-            return fast
+        return encoded(spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
     return call.encoded()
 
 
