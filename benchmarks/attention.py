@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.measure import Bench, Case, Cases, Row, between, take_turns
 from benchmarks.native import Shape
-from qkeel.kernels.native import attention as operator
+from qkeel.kernels import compiled_attention as operator
 
 # batch, tokens, query heads, key heads, head_dim
 SHAPES: list[Shape] = [
@@ -46,8 +46,8 @@ class Calls:
         }
 
     def own(self, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        how = operator.How(self.scale, True, 0, 0.0, stats)
-        return operator.attention(self.q, self.k, self.v, None, None, how)
+        how = (self.scale, True, 0, 0.0, stats)
+        return torch.ops.qkeel_native.attention(self.q, self.k, self.v, None, None, *how)
 
     def both(self, way: Callable[[], Tensor]) -> Case:
         return lambda: torch.autograd.grad(way(), [self.q, self.k, self.v], self.above)

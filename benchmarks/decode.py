@@ -17,8 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkeel
 from benchmarks.measure import Bench, Case, Cases, by_native
+from qkeel.kernels import compiled_decode as decode
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native import decode, norm_rope
+from qkeel.kernels.native import norm_rope
 from qkeel.nn import MLA, Attention, KVCache, LatentCache, LatentSizes
 from qkeel.nn.mla_absorbed import attend_latents
 from qkeel.spec import AttentionSpec, NoNorm, RMSNorm, Rope

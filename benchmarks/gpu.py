@@ -22,10 +22,10 @@ import time
 import torch
 from torch.nn import functional as F
 
+from benchmarks import flex_maxima
 from benchmarks.measure import Bench, Case, Cases, about
 from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.steps import clip_cases, optimizer_cases
-from qkeel.kernels import flex
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.triton import available, norm_rope
 from qkeel.kernels.triton import statistics as row_kernels
@@ -123,9 +123,9 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         "statistics alone, Triton": lambda: row_kernels.row_statistics(*bare[:2], scale, causal=True),
     }
     if compiled:
-        mask = flex.visible(call)
-        forward["FlexAttention"] = lambda: flex.compiled()(*bare, block_mask=mask, enable_gqa=True)
-        forward["FlexAttention, maxima and logsumexp"] = lambda: flex.attend_with_maxima(call)
+        mask = flex_maxima.visible(call)
+        forward["FlexAttention"] = lambda: flex_maxima.compiled()(*bare, block_mask=mask, enable_gqa=True)
+        forward["FlexAttention, maxima and logsumexp"] = lambda: flex_maxima.attend_with_maxima(call)
     return forward, {BOTH: train, "the same, bracket from its logsumexp": train_with_lse}
 
 

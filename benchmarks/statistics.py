@@ -16,7 +16,7 @@ from benchmarks.measure import Bench, Case, Cases, by_native, restored
 from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.stats.per_head import logit_change, logit_maxima, logit_stats, sampled_stats
+from qkeel.kernels.stats.per_head import logit_change, logit_maxima, logit_stats
 from qkeel.spec.call import make_call
 
 BASE, BRACKET = "SDPA forward + backward", "bracket from the logsumexp"
@@ -71,8 +71,6 @@ def cases_with_attention(shape: Shape) -> Cases:
         dataclasses.replace(call, classes=TokenClasses(names=("text", "image"), query=of, key=of))
         for of in (blocks, anywhere)
     ]
-    rng = torch.Generator()
-    sampled = min(64, t)
     return {
         BASE: lambda: plain(q, k, v, gradient),
         "qkeel, no statistics": ours(False),
@@ -85,11 +83,7 @@ def cases_with_attention(shape: Shape) -> Cases:
         "alone: exact LogitStats, by two classes in blocks": lambda: logit_stats(by_class[0]),
         "alone: exact LogitStats, by two classes anywhere": lambda: logit_stats(by_class[1]),
         "alone: maxima only": lambda: logit_maxima(call),
-        f"alone: estimate from {sampled} queries": lambda: sampled_stats(call, sampled, generator=rng),
-        "alone: change of logits, all pairs": lambda: logit_change(call, moved),
-        f"alone: change of logits, {sampled} queries": lambda: logit_change(
-            call, moved, n_queries=sampled, generator=rng
-        ),
+        "alone: change of logits": lambda: logit_change(call, moved),
     }
 
 

@@ -12,7 +12,6 @@ from qkeel.errors import InvalidValueError
 from qkeel.metrics import (
     alarm_step,
     collapsed,
-    first_above,
     growth_exponent,
     largest_stable_lr,
     lr_sensitivity,
@@ -69,7 +68,7 @@ def test_the_alarm_fires_at_the_first_step_above_the_threshold() -> None:
     assert alarm_step(records, 1e9) is None
     assert alarm_step([]) is None
     assert alarm_step([{"step": 7, "max_logit": math.nan}]) == 7
-    assert first_above([{"step": 1}, {"step": 2, "x": 3.0}], "x", 1.0) == 2
+    assert alarm_step([{"step": 1}, {"step": 2, "max_logit": 3.0}], 1.0) == 2
 
 
 def test_spikes_are_far_above_the_window_before() -> None:

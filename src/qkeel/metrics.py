@@ -50,22 +50,17 @@ def collapsed(entropy: float, val_loss: float, init_loss: float) -> bool:
     return not val_loss < init_loss or not entropy >= COLLAPSE_ENTROPY
 
 
-def first_above(records: Sequence[Row], name: str, threshold: float) -> int | None:
-    """Returns the first logged step where `name` exceeds `threshold` (NaN counts as above), or None."""
-    for record in records:
-        value = record.get(name)
-        if value is not None and not value <= threshold:
-            return int(record["step"])
-    return None
-
-
 def alarm_step(records: Sequence[Row], threshold: float = ALARM_THRESHOLD) -> int | None:
-    """Returns the first logged step with max_logit above `threshold`, or None.
+    """Returns the first logged step with max_logit above `threshold` (NaN counts as above), or None.
 
     >>> alarm_step([{"step": 0, "max_logit": 8.0}, {"step": 10, "max_logit": 180.0}])
     10
     """
-    return first_above(records, "max_logit", threshold)
+    for record in records:
+        value = record.get("max_logit")
+        if value is not None and not value <= threshold:
+            return int(record["step"])
+    return None
 
 
 def growth_exponent(steps: Sequence[float], values: Sequence[float], least: int = 6) -> float:

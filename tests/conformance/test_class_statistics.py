@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkeel.functional.statistics.class_stats import TENSORS, ClassStats, TokenClasses, merge_classes
 from qkeel.kernels.stats import per_head
-from qkeel.kernels.stats.per_head import logit_stats, sampled_stats
+from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.reference import attend_call
 from qkeel.sites.calls.scores import ScoresCall, scores_stats
 from qkeel.spec import AttentionCall
@@ -174,19 +174,6 @@ def test_merging_parts_gives_the_statistics_of_the_whole_and_none_is_neutral() -
     assert merge_classes(None, expected) is expected
     assert merge_classes(expected, None) is expected
     assert merge_classes(None, None) is None
-
-
-def test_an_estimate_from_all_queries_is_exact_and_one_from_few_stands_for_all() -> None:
-    _, call = next(iter(calls(SPECS["qwen3"], torch.float64, SOME, seed=12)))
-    split, rng = classed(call, 1), torch.Generator().manual_seed(0)
-    exact = logit_stats(split).classes
-    assert exact is not None
-    assert_same(sampled_stats(split, 99, generator=rng).classes, taken_apart(exact), "all", 0.0)
-    some = sampled_stats(split, 3, generator=rng).classes
-    assert some is not None
-    assert (some.max_logit <= exact.max_logit).all()
-    assert some.n_queries.sum() == exact.n_queries.sum() or (some.n_queries % 2 == 0).all()
-    assert torch.equal(some.n_keys, exact.n_keys)
 
 
 def test_a_pair_is_read_by_name_and_competition_is_the_ratio_of_mean_norms() -> None:

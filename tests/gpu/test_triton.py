@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import flex_maxima
 from kernels.native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, given, torchs
 from kernels.native.test_norm_rope import run as run_on_cpu
 from kernels.triton_kernels import test_heads
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.kernels import encode, flex
+from qkeel.kernels import encode
 from qkeel.kernels.encode import encoded
 from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
@@ -157,7 +158,7 @@ def test_the_logsumexp_of_torchs_fused_operators(dtype: torch.dtype, causal: boo
 def test_flex_hands_out_maxima_and_logsumexp() -> None:
     for name in ("causal", "full", "window"):
         call = call_of(name, torch.bfloat16, 256, 64, DEVICE)
-        out, lse, top = flex.attend_with_maxima(call)
+        out, lse, top = flex_maxima.attend_with_maxima(call)
         rows = row_statistics(call)
         assert rows is not None
         torch.testing.assert_close(top, rows.largest, rtol=1e-2, atol=1e-2)

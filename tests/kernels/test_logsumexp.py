@@ -138,7 +138,9 @@ def test_unknown_statistics_name_the_nearest() -> None:
 def fused(kind: str, seen: list[str]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """What torch's operator on a GPU returns, from the T×T matrix; its logsumexp in the operator's own shape."""
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, *, scale: float
+    ) -> tuple[torch.Tensor, ...]:
         seen.append(kind)
         repeat = q.shape[1] // k.shape[1]
         z = scale * q @ k.repeat_interleave(repeat, 1).mT
@@ -163,7 +165,7 @@ def test_every_fused_operator_of_a_gpu_hands_out_its_logsumexp(
         "math": SDPBackend.MATH,
     }
     seen: list[str] = []
-    stand_ins = {backend: fused(name, seen) for name, backend in backends.items() if name != "math"}
+    stand_ins = {backend: (fused(name, seen), ()) for name, backend in backends.items() if name != "math"}
     monkeypatch.setattr(logsumexp, "_FUSED", stand_ins)
     monkeypatch.setattr(logsumexp, "kernel_choice", lambda *_, **how: backends[kind].value)
     call = call_of("baseline", causal=causal)
@@ -182,7 +184,7 @@ def test_every_fused_operator_of_a_gpu_hands_out_its_logsumexp(
 
 def test_the_operators_of_a_gpu_take_what_they_are_given() -> None:
     # No GPU is needed to see that names and arguments are those of this torch.
-    for backend, operator in logsumexp._FUSED.items():
+    for backend, (operator, between) in logsumexp._FUSED.items():
         with pytest.raises(NotImplementedError, match="CPU"):
-            operator(*(torch.randn(1, 2, 8, 8) for _ in range(3)), True, 0.5)
+            operator(*(torch.randn(1, 2, 8, 8) for _ in range(3)), *between, True, scale=0.5)
         assert backend.value in {member.value for member in SDPBackend.__members__.values()}

@@ -50,9 +50,10 @@ def train(
     *,
     steps: int = 4,
     during: Callable[[int, Any], None] = lambda step, monitor: None,
-) -> tuple[Small, torch.optim.Optimizer, Any]:
+    make: Callable[[], Any] = small,
+) -> tuple[Any, torch.optim.Optimizer, Any]:
     """The trained model, its optimizer and the monitor."""
-    model = small()
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.register_step_pre_hook(lambda *_: None)
     monitor = watcher(model, optimizer) if watcher is not None else None

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.monitor import PlannedRates
+from qkeel.monitor.measure.logit_changes import LogitChanges
+from qkeel.sites.example import arguments
+from qkeel.sites.tap import Tap
 
 
 class Attention(nn.Module):
@@ -47,7 +50,6 @@ def test_the_root_mean_square_change_is_that_of_the_logits_by_hand() -> None:
             found = monitor.sample.heads
             rms, mean = change.square().mean((0, 2)).sqrt(), change.abs().mean((0, 2))
             torch.testing.assert_close(torch.tensor(found["logit_change_rms"][0]), rms, rtol=1e-4, atol=1e-7)
-            # 10 rows are fewer than the sample takes: the mean is exact too.
             torch.testing.assert_close(torch.tensor(found["logit_change_mean_abs"][0]), mean, rtol=1e-4, atol=1e-7)
 
 
@@ -107,6 +109,16 @@ def test_a_probe_that_is_no_batch_and_a_plan_that_is_none_are_refused() -> None:
         qkeel.watch(model, probe=3)
     with pytest.raises(TypeError, match=r"PlannedRates.of"):
         qkeel.watch(model, planned=[0.1])  # type: ignore[arg-type]
+
+
+def test_sites_stand_in_the_order_of_their_calls_in_every_process() -> None:
+    # What processes send to each other must be in one order; that of a set of names differs from process to process.
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention() for _ in range(8)))
+    changes = LogitChanges(Tap(model), arguments(torch.randn(2, 8, 16), "probe batch"))
+    changes.before()
+    found = changes.after()
+    assert [site for site, name in found if name == "logit_change_rms"] == [str(n) for n in range(8)]
 
 
 def test_with_planned_rates_the_outlook_rule_speaks() -> None:

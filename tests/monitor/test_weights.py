@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qkeel
 from qkeel import find_sites
 from qkeel.monitor.measure.hidden_norms import HiddenNorms
-from qkeel.monitor.measure.means import Means
+from qkeel.monitor.measure.step_numbers import Means
 from qkeel.monitor.measure.weight_norms import WeightNorms
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
 from qkeel.nn.mla import LatentSizes
@@ -204,7 +204,7 @@ def test_hidden_norms_are_means_over_tokens_and_passes(norm: bool) -> None:
     model, means = Stack(norm=norm), Means()
     names = ["blocks.0.attention", "blocks.1.attention"]
     faults: list[Exception] = []
-    hidden = HiddenNorms(model, names, means, faults.append)
+    hidden = HiddenNorms(model, names, means.add, faults.append)
     first, second = torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)
     first[0, 0, 0], first[0, 1, 0:2] = 1.0, torch.tensor([3.0, 4.0])  # norms 1 and 5
     second[0, :, 3] = 9.0

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkeel.functional.distances import alibi_slopes
 from qkeel.functional.statistics.logit_stats import LogitBracket
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.contract import Kernel, Refusal
-from qkeel.kernels.encode import folded
-from qkeel.kernels.native.attention import Found, How, attention, differentiable, ready
+from qkeel.kernels.encode import dense, folded
+from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs
 
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
-_MASKS = (torch.bool, torch.float64, *_STORED)
+Found = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_MASKS = (torch.bool, torch.float64, *STORED)
 
 
 @final
@@ -58,10 +59,6 @@ def _biased(call: AttentionCall) -> bool:
     return call.spec.position.unwindowed.kind == "alibi"
 
 
-def _how(call: AttentionCall, scale: float, stats: bool) -> How:
-    return How(scale, call.causal, call.window or 0, call.spec.cap.limit or 0.0, stats)
-
-
 def _of_spec(call: AttentionCall) -> str | None:
     spec, position, biased = call.spec, call.spec.position.unwindowed, _biased(call)
     if spec.normalizer.kind != "softmax":
@@ -80,9 +77,9 @@ def _of_spec(call: AttentionCall) -> str | None:
 def _of_tensors(call: AttentionCall) -> str | None:
     q, k, v, mask = call.q, call.k, call.v, call.mask
     given = (q, k, v) if mask is None else (q, k, v, mask)
-    if not all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in given):
+    if not all(is_plain(x) and x.is_cpu for x in given):
         return "the compiled attention is for plain tensors on a CPU"
-    if q.dtype not in _STORED:
+    if q.dtype not in STORED:
         return f"the compiled attention computes in float32 on float32, bfloat16 and float16, not on {q.dtype}"
     if q.shape[-1] % 8 or v.shape[-1] % 8 or not q.numel() or not v.numel():
         return f"the compiled attention takes widths that are multiples of 8, not {q.shape[-1]} and {v.shape[-1]}"
@@ -102,12 +99,45 @@ def _of_gradient(call: AttentionCall) -> str | None:
         return "the compiled attention has no derivative by its mask"
     if not any(x.requires_grad for x in (call.q, call.k, call.v, *call.params.values())):
         return None
-    if not differentiable(call.q, call.k, call.v, call.mask, _biased(call), _how(call, 1.0, False)):
+    if not (backward_ready() or _derived_by_torch(call)):
         return "the compiled attention has a derivative for whole sequences without mask, window, bias and cap only"
     return None
 
 
+def _derived_by_torch(call: AttentionCall) -> bool:
+    """Returns whether torch's own kernel has the derivative, from the logsumexp, where none could be compiled."""
+    q, k, v = call.q, call.k, call.v
+    plain = call.mask is None and not _biased(call) and not call.window and not call.spec.cap.limit
+    return plain and q.shape[-1] == v.shape[-1] and (not call.causal or q.shape[2] == k.shape[2])
+
+
 def _run(call: AttentionCall, stats: bool) -> Found:
+    """Returns out [b h t e] in q's dtype; float32 lse, largest logit before the cap and entropy [b h t].
+
+    The last two are empty without `stats`.
+    """
     q, k, v, scale = folded(call)
     slopes = alibi_slopes(q.shape[1]).to(torch.float32) if _biased(call) else None
-    return attention(q, k, v, call.mask, slopes, _how(call, scale, stats))
+    how = scale, call.causal, call.window or 0, call.spec.cap.limit or 0.0, stats  # 0: no window, no cap
+    return torch.ops.qkeel_native.attention(q, k, v, call.mask, slopes, *how)
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Found:
+    b, h, t, _ = q.shape
+    out = q.new_empty(b, t, h, v.shape[-1]).transpose(1, 2)
+    rows, stats = (b, h, t), rest[-1]
+    lse, top, entropy = (q.new_empty(rows if i == 0 or stats else (0,), dtype=torch.float32) for i in range(3))
+    return out, lse, top, entropy
+
+
+def _backward_shapes(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(dense(x)) for x in (q, k, v))
+    return dq, dk, dv
+
+
+# attention(q, k, v, mask, slopes, scale, causal, window, cap, stats): q [b h t d], k [b g s d] and v [b g s e] as they
+# enter the product, the last query aligned to the last key; a mask that is boolean (True: may attend) or float, of four
+# dimensions that broadcast to [b h t s]; float32 slopes [h], which are subtracted from the logits times the distance.
+OPERATORS = OperatorSource("attention", {"attention": _shapes})
+BACKWARD = OperatorSource("attention_backward", {"attention_backward": _backward_shapes})
+ready, backward_ready = OPERATORS.ready, BACKWARD.ready

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import folded
-from qkeel.kernels.native.decode import ready
+from qkeel.kernels.native.operator import OperatorSource, reads
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs
 
 ROWS, TOKENS = 128, 32  # queries per key head, and queries per query head: beyond these other kernels are faster
 LATENT_ROWS = 512  # queries of all heads that share a latent
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDEST = 1024  # WIDEST in the source
 
 
 @final
@@ -81,7 +79,7 @@ def _of_tensors(call: AttentionCall) -> str | None:
 
 def _of_any(call: AttentionCall, *more: Tensor) -> str | None:
     q, k, v = call.q, call.k, call.v
-    if not (_plain(q) and _plain(k) and _plain(v)):
+    if not all(x.is_cpu and reads(x) for x in (q, k, v)):
         return "decoding is for float32, bfloat16 and float16 on a CPU, widths that are multiples of 8 up to 1,024"
     if call.dropout or (call.mask is not None and call.mask.dtype != torch.bool):
         return "decoding drops no weights and takes boolean masks only"
@@ -97,6 +95,10 @@ def _of_spec(call: AttentionCall) -> str | None:
     return None
 
 
-def _plain(x: Tensor) -> bool:
-    fits = x.device.type == "cpu" and x.dtype in _DTYPES and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST
-    return fits and type(x) in (Tensor, torch.nn.Parameter) and x.numel() > 0
+def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    b, h, t, _d = q.shape
+    return q.new_empty(b, t, h, v.shape[3]).transpose(1, 2)
+
+
+OPERATORS = OperatorSource("decode", {"decode": _shape})
+ready = OPERATORS.ready

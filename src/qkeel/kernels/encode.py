@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 
-from qkeel.kernels.native.norm_rope import NONE, functions, gain_spread, norm_rope, norm_rope_two, ready
+from qkeel.kernels.native.norm_rope import NONE, functions, norm_rope, ready
+from qkeel.kernels.native.operator import reads
 from qkeel.kernels.triton import available
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall
@@ -21,7 +22,6 @@ from qkeel.spec.slot import Params
 
 # The numbers of the norms in the operators' sources; torch computes a norm that is not here.
 KINDS: dict[NormKind, int] = {"none": NONE, "rms": 1, "l2": 2, "layer": 3}
-_WIDEST = 1024  # WIDEST in the source
 # The least min |gain| / max |gain| of a pair at which x̂ is made from the result: dividing magnifies its rounding.
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
 
@@ -108,9 +108,9 @@ def fused(
         found = _directly(plan, q, k, pos_q, pos_k, params)
         if found is not None:
             return found
-    if not (_holds(q) and _holds(k)):
-        return None
     device = q.device
+    if device.type not in ("cpu", "cuda") or not (reads(q) and reads(k)):
+        return None
     for x in (k, *params.values()):
         if x.device != device:
             return None  # torch's own error
@@ -119,10 +119,11 @@ def fused(
         return None
     gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
-    if operator is norm_rope and table_q is table_k and not torch.is_grad_enabled():
-        one, two = (q, gain_q, plan.kind_q), (k, gain_k, plan.kind_k)
-        if table_q is not None or (plan.kind_q and plan.kind_k):
-            return norm_rope_two(one, two, table_q, plan.eps)
+    kinds = plan.kind_q, plan.kind_k
+    at_once = operator is norm_rope and table_q is table_k and (table_q is not None or all(kinds))
+    if at_once and not torch.is_grad_enabled():
+        cos, sin = (None, None) if table_q is None else table_q
+        return torch.ops.qkeel_native.norm_rope_two(q, k, gain_q, gain_k, cos, sin, *kinds, plan.eps)
     return (
         _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
         _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),
@@ -198,13 +199,6 @@ def _takes(norm: Norm, position: Position) -> bool:
     return before and rope.pairing != "interleaved"
 
 
-def _holds(x: Tensor) -> bool:
-    if not (type(x) in (Tensor, nn.Parameter) and (x.is_cpu or x.is_cuda) and x.dtype in _SPREADS):
-        return False
-    size = x.shape[-1]
-    return size % 8 == 0 and 0 < size <= _WIDEST and x.numel() > 0
-
-
 def _one(operator: Operator, x: Tensor, gain: Tensor | None, table: Table | None, kind: int, eps: float) -> Tensor:
     if kind == NONE:
         return x if table is None else operator(x, None, table, NONE, 0.0, False)
@@ -225,4 +219,4 @@ def _keeps(x: Tensor, gain: Tensor | None) -> bool:
     if gain is None or not torch.is_grad_enabled():
         return False
     unseen = torch.compiler.is_compiling() or gain.device.type != "cpu"
-    return unseen or gain_spread(gain) < _SPREADS[x.dtype]
+    return unseen or torch.ops.qkeel_native.gain_spread(gain) < _SPREADS[x.dtype]

@@ -40,9 +40,9 @@ def average(weights: Logits, v: Values) -> Outputs:
 def row_statistics(call: AttentionCall) -> available.Rows | None:
     """Largest and smallest logit, lse and entropy of every query row [b h t], float32, by a pass of its own on a GPU.
 
-    None where that does not do: other devices, biases, masks of pairs, positions of the caller's own, subclasses. q and
-    k are those that the definition takes, in float32; where the spec leaves them as they are, in their own precision,
-    which makes the same products.
+    Rows that the call's `query_mask` leaves out are as if they saw nothing. None where that does not do: other devices,
+    biases, masks of pairs, positions of the caller's own, subclasses. q and k are those that the definition takes, in
+    float32; where the spec leaves them as they are, in their own precision, which makes the same products.
     """
     if type(call) is not AttentionCall:
         return None  # which keys are visible, and what is added, are functions of a subclass
@@ -58,4 +58,11 @@ def row_statistics(call: AttentionCall) -> available.Rows | None:
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
     keys = None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2])
-    return available.row_statistics(q, k, scale, causal=call.causal, window=call.window, cap=spec.cap.limit, keys=keys)
+    from qkeel.kernels.triton import statistics
+
+    cap, window = spec.cap.limit, call.window
+    found = statistics.row_statistics(q, k, scale, causal=call.causal, window=window, cap=cap, keys=keys)
+    if call.query_mask is None:
+        return found
+    out, nothing = ~call.query_mask[:, None], (-torch.inf, torch.inf, -torch.inf, 0.0)
+    return available.Rows(*(x.masked_fill(out, empty) for x, empty in zip(found, nothing)))

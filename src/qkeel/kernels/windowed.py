@@ -16,9 +16,6 @@ from qkeel.spec.call import AttentionCall
 from qkeel.spec.position.rerope import ReRope
 from qkeel.spec.shapes import Outputs
 
-_ATTEND = flash_on_cpu
-_BACKWARD = flash_on_cpu_backward
-
 
 @final
 class Windowed(Kernel):
@@ -52,7 +49,7 @@ class Windowed(Kernel):
         pos, w, t = call.pos_q, position.window, q.shape[2]
         near = [dense(x.to(dtype)) for x in (position.near(q, pos), position.near(k, pos))]
         if t <= w:
-            return _ATTEND(*near, v, 0.0, True, scale=1.0)[0]
+            return flash_on_cpu(*near, v, 0.0, True, scale=1.0)[0]
         far = [position.far_query(q[:, :, w:], pos[:, w:]), position.far_key(k[:, :, :-w], pos[:, :-w])]
         return _Merged.apply(w, *near, *(dense(x.to(dtype)) for x in far), v)[0]
 
@@ -65,7 +62,7 @@ class _Merged(torch.autograd.Function):
         shape = tensors[0].shape
         outs, lses = [], []
         for back, part in zip(_BACK, _parts(w, *tensors)):
-            out, lse = _ATTEND(*part, 0.0, True, scale=1.0)
+            out, lse = flash_on_cpu(*part, 0.0, True, scale=1.0)
             outs.append(back(out, shape, w, 0.0))
             lses.append(back(lse[..., None], shape, w, -torch.inf))
         lse = torch.stack(lses).logsumexp(0)
@@ -91,7 +88,7 @@ class _Merged(torch.autograd.Function):
         for rows, (q, k, v) in zip(_ROWS, parts):
             ours = [rows(x, ctx.w) for x in (grad_outputs[0], out, lse)]
             grad, whole, sums = (x.contiguous() for x in ours)
-            grads += _BACKWARD(grad, q, k, v, whole, sums[..., 0], 0.0, True, scale=1.0)
+            grads += flash_on_cpu_backward(grad, q, k, v, whole, sums[..., 0], 0.0, True, scale=1.0)
         cut = [x for part in parts for x in part]
         return None, *torch.autograd.grad(cut, leaves, grads)
 

@@ -1,13 +1,21 @@
 """SEE: the monitor of a training run, what it records, and the rules that raise alarms on the records."""
 
 from qkeel.monitor.alarms.alarm_log import AlarmLog, replay
-from qkeel.monitor.alarms.default_rules import DEFAULT
 from qkeel.monitor.alarms.forecast import Forecast, forecast
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.recording import Recording
 from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
-from qkeel.monitor.alarms.rules import Approach, Ceiling, EntropyCollapse, EntropyDrop, Growth, NonFinite, Outlook
+from qkeel.monitor.alarms.rules import (
+    DEFAULT,
+    Approach,
+    Ceiling,
+    EntropyCollapse,
+    EntropyDrop,
+    Growth,
+    NonFinite,
+    Outlook,
+)
 from qkeel.monitor.alarms.setup_rules import GainGrowth, IdleNorm, Resolution, Setting, VanishingGradient, rules_for
 from qkeel.monitor.cadence import Adaptive, Cadence, Every, LogSpaced
 from qkeel.monitor.measure.token_classes import Classes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import final
+from typing import ClassVar, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
 
@@ -13,10 +13,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError
 class Cadence(abc.ABC):
     """The choice of measured steps, without state, so that all processes of a run decide the same."""
 
-    @property
-    def brackets(self) -> bool:
-        """Returns whether it wants the bound on the largest logit at every step."""
-        return False
+    brackets: ClassVar[bool] = False  # whether it wants the bound on the largest logit at every step
 
     @abc.abstractmethod
     def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
@@ -84,17 +81,13 @@ class Adaptive(Cadence):
     least: int = 5
     most: int = 100
     change: float = 0.1
+    brackets = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise InvalidValueError(f"expected 1 <= least <= most, got least={self.least}, most={self.most}")
         if not self.change > 0:
             raise InvalidValueError(f"expected a change above 0 (0.1 is ten per cent), got {self.change}")
-
-    @property
-    def brackets(self) -> bool:
-        """True."""
-        return True
 
     def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
         if last is None or step - last >= self.most:

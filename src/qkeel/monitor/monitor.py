@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self, TypeVar, final
 
 from torch import nn
@@ -11,18 +11,17 @@ from torch.optim import Optimizer
 from qkeel.errors import InvalidValueError, QkeelError, caution
 from qkeel.handle import Handle
 from qkeel.monitor.alarms.history import History
+from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.rule import Alarm, Rule
 from qkeel.monitor.alarms.setup_rules import rules_for
-from qkeel.monitor.measure.call_statistics import CallStatistics
+from qkeel.monitor.cadence import Cadence
+from qkeel.monitor.measure.call_statistics import CallStatistics, Wanted
 from qkeel.monitor.measure.logit_changes import LogitChanges
-from qkeel.monitor.measure.means import Means
-from qkeel.monitor.measure.pass_numbers import PassNumbers
+from qkeel.monitor.measure.query_mask import QueryMask
 from qkeel.monitor.measure.step_numbers import StepNumbers
-from qkeel.monitor.measure.token_classes import PassTokens
+from qkeel.monitor.measure.token_classes import Classes, PassTokens
 from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measured_steps import MeasuredSteps
-from qkeel.monitor.optimizer_steps import Steps
-from qkeel.monitor.options import Options
 from qkeel.monitor.processes.arrivals import Arrivals
 from qkeel.monitor.processes.group import ProcessGroup
 from qkeel.monitor.processes.transfer import Stats, merged
@@ -30,8 +29,11 @@ from qkeel.monitor.record.description import about
 from qkeel.monitor.record.journal import Journal
 from qkeel.monitor.record.sample import Sample
 from qkeel.monitor.record.sample_table import sample_html, sample_table
+from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
 from qkeel.patching.forward_passes import owners, unwrapped
+from qkeel.patching.optimizer_hooks import StepHooks
+from qkeel.sites.example import Arguments
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Phase, Tap
 
@@ -50,36 +52,47 @@ class Monitor(Handle):
     what arrives is put on record, and the rules and sinks get the record.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, options: Options) -> None:
-        calls = CallStatistics(PassTokens(options.query_mask, options.classes), options.threshold)
-        self._steps = MeasuredSteps(options.cadence, by_optimizer=optimizer is not None)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        every: Cadence,
+        stats: Wanted,
+        sinks: Sequence[Sink],
+        rules: Sequence[Rule] | None,
+        query_mask: QueryMask | None,
+        classes: Classes | None,
+        probe: Arguments | None,
+        planned: PlannedRates | None,
+    ) -> None:
+        calls = CallStatistics(PassTokens(query_mask, classes))
+        self._steps = MeasuredSteps(every, by_optimizer=optimizer is not None)
         self._group = ProcessGroup()
         self._tap = Tap(
             model,
             due=self._steps.due,
             measure=calls.call,
-            measure_rows=None if options.stats is True else calls.rows,
+            measure_rows=None if stats is True else calls.rows,
             on_fault=self._fault,
         )
-
-        def rules() -> tuple[Rule, ...]:
-            return rules_for(calls.setting.of(self.sites)) if options.rules is None else options.rules
-
         self._journal = Journal(
-            options.sinks, rules, options.planned, lambda: about(self.model, self.sites, optimizer, options.cadence)
+            sinks,
+            lambda: rules_for(calls.setting.of(self.sites)) if rules is None else rules,
+            planned,
+            lambda: about(self.model, self.sites, optimizer, every),
         )
         self._arrivals = Arrivals(self._group, self._journal)
-        means, sites = Means(), WatchedSites(self._tap.model, self._tap.sites, self._group)
-        changes = None if options.probe is None else LogitChanges(self._tap, options.probe)
-        numbers = StepNumbers(sites, means, changes, optimizer)
+        sites = WatchedSites(self._tap.model, self._tap.sites, self._group)
+        changes = None if probe is None else LogitChanges(self._tap, probe)
+        numbers = StepNumbers(self._steps, sites, calls.tokens, changes, optimizer, on_fault=self._tap.fault)
+        self._tap.visitor = numbers
         self._step_end = StepEnd(self._steps, self._tap, numbers, self._group, self._arrivals)
-        step_over = self._step_end.pass_over if optimizer is None else None
-        self._tap.visitor = PassNumbers(
-            self._steps, sites, calls.tokens, means, on_fault=self._tap.fault, step_over=step_over
-        )
-        self._hooks: Steps | None = None
-        if optimizer is not None:
-            self._hooks = Steps(optimizer, self._guarded(self._step_end.before), self._guarded(self._after_step))
+        self._hooks: StepHooks | None = None
+        if optimizer is None:
+            numbers.pass_over = self._step_end.pass_over
+        else:
+            self._hooks = StepHooks(self._guarded(self._step_end.before), self._guarded(self._after_step), optimizer)
         super().__init__(self._finish)
 
     @property
@@ -183,8 +196,8 @@ class Monitor(Handle):
         except Exception as error:
             caution(f"the last numbers of qkeel's monitor are lost: {_words(error)}")
 
-    def _after_step(self, hooks: Steps) -> None:
-        self._step_end.after(hooks)
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._step_end.after(optimizer)
         if self._group.stopped and self._group.over:
             self.close(complete=False)
 
@@ -212,10 +225,14 @@ class Monitor(Handle):
             f"qkeel's monitor switched itself off: {_words(error)}. The model runs on unwatched; what was recorded "
             "is kept"
         )
-        if self._hooks is None or not self._group.several:
-            self.close(complete=False)
-        else:
+        try:
+            waited_for = self._hooks is not None and self._group.several
+        except Exception:  # this fault's cause as well
+            waited_for = False
+        if waited_for:
             self._tap.remove()
+        else:
+            self.close(complete=False)
 
 
 def _words(error: Exception) -> str:
@@ -225,4 +242,4 @@ def _words(error: Exception) -> str:
 def watched(model: nn.Module) -> bool:
     """Returns whether a Monitor is on this model; a shallow copy of one that is shares its hooks, but is none."""
     taps = [tap for tap in owners(model) if isinstance(tap, Tap)]
-    return any(isinstance(tap.visitor, PassNumbers) and tap.model is unwrapped(model) for tap in taps)
+    return any(isinstance(tap.visitor, StepNumbers) and tap.model is unwrapped(model) for tap in taps)

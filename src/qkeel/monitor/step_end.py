@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from typing import final
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from qkeel.errors import caution
 from qkeel.monitor.measure.step_numbers import StepNumbers
 from qkeel.monitor.measured_steps import MeasuredSteps
-from qkeel.monitor.optimizer_steps import NOT_SEEN, Steps
 from qkeel.monitor.processes.arrivals import Arrivals
 from qkeel.monitor.processes.group import ProcessGroup
 from qkeel.monitor.processes.transfer import Measurement, Stats, merged, on_host
 from qkeel.sites.tap import Phase, Tap
+
+NOT_SEEN = (
+    "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
+    "model.forward(...) nor one of its parts, and watch what you call: where that is what torch.compile returned, give "
+    "watch() that; where a compiled function calls the model, give torch.compile the model instead"
+)
 
 
 @final
@@ -25,6 +32,7 @@ class StepEnd:
     ) -> None:
         self._steps, self._tap, self._numbers, self._group, self._arrivals = steps, tap, numbers, group, arrivals
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
+        self._rate: Tensor | None = None  # of the step done last
         self._warned = False
 
     def take(self, phase: Phase) -> Stats:
@@ -38,24 +46,29 @@ class StepEnd:
         """Ends a step that is one forward pass, where there is no optimizer."""
         self._close(phase, self._steps.passes[phase] - 1, None, alone=True)
 
-    def before(self, hooks: Steps) -> None:
+    def before(self, optimizer: Optimizer) -> None:
         """Called before each step of the optimizer."""
         if self._steps.step_due:
-            self._numbers.before(hooks.gradient_scale, measuring=self._tap.active)
+            # By what the gradients are still multiplied: GradScaler leaves that to a fused optimizer.
+            scale = vars(optimizer).get("grad_scale")
+            self._numbers.before_step(scale if isinstance(scale, Tensor) else None, measuring=self._tap.active)
 
-    def after(self, hooks: Steps) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         """Called after each step of the optimizer; of one that was skipped, what was measured counts for the next."""
-        if hooks.skipped:
+        infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer all the same
+        if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
         if not self._group.stopped:
             self.evaluated()
+        now = _rate(optimizer)
         if self._steps.step_due:
             if self._group.stopped:
                 self._group.leave(self._steps.done, known=self._arrivals.flagged)
             else:
-                self._train_step(hooks.rate)
+                # The step before this one made the weights that this step's forward passes saw.
+                self._train_step(now if self._rate is None else self._rate)
         self._steps.stepped()
-        hooks.taken()
+        self._rate = now
         self._arrivals.settle(wait=False)
 
     def evaluated(self) -> None:
@@ -68,7 +81,7 @@ class StepEnd:
             self._warned = True
             caution(NOT_SEEN)
         if self._tap.has("train"):
-            self._numbers.after()
+            self._numbers.after_step()
         self._close("train", self._steps.done, rate, alone=False)
 
     def _close(self, phase: Phase, step: int, rate: Tensor | None, *, alone: bool) -> None:
@@ -87,3 +100,9 @@ class StepEnd:
             if phase == "train":
                 self._steps.measured(step)
         self._arrivals.settle(wait=False)
+
+
+def _rate(optimizer: Optimizer) -> Tensor:
+    """The learning rate of the first group, as it is now."""
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.detach().clone() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)

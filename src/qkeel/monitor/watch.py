@@ -17,7 +17,6 @@ from qkeel.monitor.measure.call_statistics import Wanted
 from qkeel.monitor.measure.query_mask import Given, QueryMask
 from qkeel.monitor.measure.token_classes import Classes, GivenClasses
 from qkeel.monitor.monitor import Monitor, watched
-from qkeel.monitor.options import Options
 from qkeel.monitor.record.sinks import RunDirectorySink, Sink
 from qkeel.sites.example import arguments
 
@@ -84,21 +83,25 @@ def watch(
         raise unknown("statistics", str(stats), ("entropy",))
     if stats is not True and classes is not None:
         raise InvalidValueError('expected stats=True with classes: what stats="entropy" measures is not split by class')
-    options = Options(
-        cadence=cadence(every),
+    if planned is not None and not isinstance(planned, PlannedRates):
+        raise InvalidTypeError(f"expected PlannedRates.of(rates) as the plan, got {type(planned).__name__}")
+    if watched(model):
+        raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or read from that one")
+    return Monitor(
+        model,
+        None if optimizer is None else _optimizer(optimizer, model),
+        every=cadence(every),
         stats=stats,
-        sinks=tuple(_sink(s) for s in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")),
+        sinks=[
+            one if isinstance(one, Sink) else RunDirectorySink(one)
+            for one in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")
+        ],
         rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask=None if query_mask is None else QueryMask.on(model, query_mask),
         classes=None if classes is None else Classes.on(model, classes),
         probe=None if probe is None else arguments(probe, "probe batch"),
         planned=planned,
     )
-    if planned is not None and not isinstance(planned, PlannedRates):
-        raise InvalidTypeError(f"expected PlannedRates.of(rates) as the plan, got {type(planned).__name__}")
-    if watched(model):
-        raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or read from that one")
-    return Monitor(model, None if optimizer is None else _optimizer(optimizer, model), options)
 
 
 def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, ...]:
@@ -111,10 +114,6 @@ def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, .
         if not isinstance(one, kinds):
             raise InvalidTypeError(f"expected {what}, got {type(one).__name__} among them")
     return tuple(given)
-
-
-def _sink(given: Sink | str | Path) -> Sink:
-    return given if isinstance(given, Sink) else RunDirectorySink(given)
 
 
 def _optimizer(given: object, model: nn.Module) -> torch.optim.Optimizer:

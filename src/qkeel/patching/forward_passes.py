@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -54,6 +54,7 @@ class ForwardPasses(Handle):
         self._pid = os.getpid()
         self._depth = 0
         self._pass: _Running | None = None
+        self.around = ExitStack()  # closed at the end of the pass that is under way, whatever fails
         # The hook runs as it is instead of being compiled away, and nothing that it calls is compiled.
         run_uncompiled(_Hook.__call__.__code__)
         enter, leave = (_Hook(torch.compiler.disable(f), owner) for f in (self._enter, self._leave))
@@ -90,6 +91,7 @@ class ForwardPasses(Handle):
 
     def _end(self, output: object, *, failed: bool) -> None:
         self._pass = None
+        self._guarded(self.around.close)
         self._guarded(lambda: self._after(output, failed))
         self._depth = 0
         # After a failure torch goes through the hooks themselves, not through a copy: they stay, idle, for now.

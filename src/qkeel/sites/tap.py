@@ -94,7 +94,7 @@ class Tap(Handle):
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self._on_fault = on_fault
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
-        self._running: _Pass | _Bracket | None = None
+        self._running: _Pass | BracketMode | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, on_fault=self.fault, owner=self)
         self.model = self._forwards.inner
         super().__init__(self._detach)
@@ -157,15 +157,17 @@ class Tap(Handle):
         look = self._due(self.model.training, compiled)
         extra = compiled or _takes_fast_path(self.model)
         if look == "bracket" and not extra:
-            self._running = _Bracket(self)
-            self._running.begin()
+            self._running = mode = BracketMode(self.fault)
+            mode.__enter__()
+            self._forwards.around.callback(leave, mode)
         if look == "statistics":
             self._running = running = _Pass(self, phase)
             self.visitor.before(args, kwargs)
             if extra:
                 self._extra_pass(running, args, kwargs)
             else:
-                running.begin((args, kwargs) if self._forwards.model is self.model else None)
+                call = (args, kwargs) if self._forwards.model is self.model else None
+                running.begin(call, self._forwards.around)
 
     def _extra_pass(self, look: _Pass, args: Args, kwargs: Kwargs, seed: int | None = None) -> None:
         """The pass that the model is about to make, made eagerly; with a seed, from that."""
@@ -174,8 +176,9 @@ class Tap(Handle):
             if seed is not None:
                 torch.manual_seed(seed)
             try:
-                look.begin(None)
-                self.model(*copied(args), **copied(dict(kwargs)))
+                with ExitStack() as around:
+                    look.begin(None, around)
+                    self.model(*copied(args), **copied(dict(kwargs)))
             except Exception as error:
                 look.error = error  # no fault of the tap's if the model's own pass fails too
             finally:
@@ -185,14 +188,15 @@ class Tap(Handle):
         look, self._running = self._running, None
         if look is None:
             return
-        look.end()
+        if isinstance(look, _Pass):
+            look.end()
         if failed:
             self.visitor.failed()
         elif not self.active:
             return
-        elif isinstance(look, _Bracket):
-            if look.mode.bound is not None:
-                self.visitor.bracket(look.mode.bound)
+        elif isinstance(look, BracketMode):
+            if look.bound is not None:
+                self.visitor.bracket(look.bound)
         elif look.error is not None:
             raise look.error
         else:
@@ -219,18 +223,17 @@ class _Pass:
         self.sites = _Sites()
         self.error: Exception | None = None
         self.own_calls = self.foreign_calls = 0
-        self._undo = ExitStack()
 
-    def begin(self, call: tuple[Args, Kwargs] | None) -> None:
-        """Start observing; `call` are the arguments of the model's own call, if that has begun already."""
+    def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
+        """Start observing, until `around` is closed; `call`: arguments of the model's own call, if that has begun."""
         visit = self.tap.visitor.looking(self.phase) if self.kept is None else None
         if visit is not None:
-            self._undo.callback(visit.remove)
+            around.callback(visit.remove)
         for name, module in self.tap.model.named_modules():
             if isinstance(module, SpecModule):
                 observer = self._observer(name)
                 module.observers.append(observer)
-                self._undo.callback(module.observers.remove, observer)
+                around.callback(module.observers.remove, observer)
         if self.tap.foreign:
             interceptor = Interceptor(
                 self.tap.model,
@@ -242,11 +245,10 @@ class _Pass:
             if call is not None:
                 interceptor.stack.begun(call[0], dict(call[1]))
             interceptor.__enter__()
-            self._undo.callback(leave, interceptor)
+            around.callback(leave, interceptor)
 
     def end(self) -> None:
-        """Stop observing, once. Where all attention was of own modules, no interceptor is needed from now on."""
-        self._undo.close()
+        """The pass is over. Where all attention was of own modules, no interceptor is needed from now on."""
         self.tap.foreign = self.foreign_calls > 0 or self.own_calls == 0
 
     def _observer(self, name: str) -> Observer:
@@ -320,21 +322,6 @@ def _takes_fast_path(model: nn.Module) -> bool:
     return torch.backends.mha.get_fastpath_enabled() and any(
         isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not m.training for m in model.modules()
     )
-
-
-class _Bracket:
-    """One forward pass of which only a bound on the largest logit is asked for."""
-
-    def __init__(self, tap: Tap) -> None:
-        self.mode = BracketMode(tap.fault)
-
-    def begin(self) -> None:
-        """Start observing."""
-        self.mode.__enter__()
-
-    def end(self) -> None:
-        """Stop observing."""
-        leave(self.mode)
 
 
 class _Sites:

@@ -21,8 +21,8 @@ import qkeel
 from qkeel import reference
 from qkeel.errors import RefusedError
 from qkeel.functional.statistics.logit_stats import LogitBracket
+from qkeel.kernels import compiled_attention as operator
 from qkeel.kernels.chunked import Chunked
-from qkeel.kernels.native import attention as operator
 from qkeel.ops import KERNELS, choose, run
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.spec import AttentionSpec, Fixed, Sigmoid, Softcap
@@ -157,7 +157,7 @@ def test_entropy_does_not_cancel_at_large_logits() -> None:
     truth = truth_of(call)
     largest = truth.logits.abs().masked_fill(truth.logits == -torch.inf, 0.0).max()
     assert largest > 1000
-    out = operator.attention(q, k, k, None, None, operator.How(1 / 8, True, 0, 0.0, True))
+    out = torch.ops.qkeel_native.attention(q, k, k, None, None, 1 / 8, True, 0, 0.0, True)
     rounded = torch.finfo(torch.float32).eps * largest  # of one logit; entropy moves by at most ln n times that
     assert (out[3] - entropies(truth.weights)).abs().max() <= 5 * rounded
     assert (out[3] >= 0).all()
@@ -168,7 +168,7 @@ def test_a_hand_made_row() -> None:
     q, k = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 2, 8)
     q[..., 0], k[0, 0, 1, 0] = 1.0, 1.0986123
     v = torch.tensor([[0.0] * 8, [4.0] * 8])[None, None]
-    out, lse, top, entropy = operator.attention(q, k, v, None, None, operator.How(1.0, False, 0, 0.0, True))
+    out, lse, top, entropy = torch.ops.qkeel_native.attention(q, k, v, None, None, 1.0, False, 0, 0.0, True)
     torch.testing.assert_close(out, torch.full((1, 1, 1, 8), 3.0))
     assert [x.item() for x in (lse, top, entropy)] == pytest.approx([1.3862944, 1.0986123, 0.5623351])
 
@@ -178,8 +178,8 @@ def test_rows_that_see_no_key() -> None:
         x = Geometry(2, 2, 2, shape[0] if kind == "causal" else 60, shape[1], 16)
         call = made("baseline", kind, x, torch.float32)
         leaves = [y.requires_grad_() for y in (call.q, call.k, call.v)]
-        how = operator.How(0.25, call.causal, 0, 0.0, True)
-        out, lse, top, entropy = operator.attention(*leaves, call.mask, None, how)
+        how = (0.25, call.causal, 0, 0.0, True)
+        out, lse, top, entropy = torch.ops.qkeel_native.attention(*leaves, call.mask, None, *how)
         empty = (truth_of(call).logits == -torch.inf).all(-1)
         assert empty.any()
         assert (out[empty] == 0).all()
@@ -218,7 +218,7 @@ def test_threads_change_no_bit(assert_threads_change_no_bit: Callable[..., None]
     x = [torch.randn(1, n, 300, 64, requires_grad=True) for n in (4, 2, 2)]
 
     def both() -> list[Tensor]:
-        out = operator.attention(*x, None, None, operator.How(0.125, True, 0, 0.0, True))
+        out = torch.ops.qkeel_native.attention(*x, None, None, 0.125, True, 0, 0.0, True)
         return [*out, *torch.autograd.grad(out[0].square().sum(), x)]
 
     assert_threads_change_no_bit(both)

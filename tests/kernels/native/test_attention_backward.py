@@ -15,7 +15,7 @@ from torch import Tensor
 import qkeel
 from qkeel import reference
 from qkeel.functional.distances import alibi_slopes
-from qkeel.kernels.native import attention
+from qkeel.kernels import compiled_attention as attention
 from qkeel.spec import ALiBi, AttentionSpec, NoPosition, SlidingWindow, Softcap
 from qkeel.spec.cap import NoCap
 

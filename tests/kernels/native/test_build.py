@@ -169,7 +169,8 @@ def test_off_means_off(cache: Path, anything: Path, monkeypatch: pytest.MonkeyPa
 USE = """
 import warnings
 import torch, qkeel
-from qkeel.kernels.native import attention, norm_rope
+from qkeel.kernels import compiled_attention as attention
+from qkeel.kernels.native import norm_rope
 q = torch.linspace(-1, 1, 2 * 4 * 16).view(1, 2, 4, 16)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

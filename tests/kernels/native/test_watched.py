@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import qkeel
 from qkeel.errors import InvalidValueError, QkeelWarning, UnknownNameError
 from qkeel.functional.statistics.logit_stats import LogitStats
-from qkeel.kernels.native import attention as operator
+from qkeel.kernels import compiled_attention as operator
 from qkeel.kernels.stats import per_head
 from qkeel.kernels.stats.per_head import logit_stats, stats_of_rows
 from qkeel.monitor.measure.call_statistics import CallStatistics
@@ -51,7 +51,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         inner = getattr(per_head, name)
         return lambda *args: (made.append(name), inner(*args))[1]
 
-    monkeypatch.setattr(per_head, "_stats", counted("_stats"))
+    monkeypatch.setattr("qkeel.sites.calls.logit_statistics.logit_stats", counted("logit_stats"))
     monkeypatch.setattr("qkeel.sites.calls.logit_statistics.logit_maxima", counted("logit_maxima"))
     return made
 

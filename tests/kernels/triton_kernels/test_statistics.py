@@ -23,13 +23,15 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """CPU tensors take the way of CUDA tensors; what was computed there."""
     monkeypatch.setattr(available, "usable", lambda device: available.loaded())
     seen: list[Any] = []
-    inner = available.row_statistics
+    from qkeel.kernels.triton import statistics
+
+    inner = statistics.row_statistics
 
     def counted(q: Tensor, k: Tensor, scale: float, **how: Any) -> available.Rows:
         seen.append(q.dtype)
         return inner(q, k, scale, **how)
 
-    monkeypatch.setattr(available, "row_statistics", counted)
+    monkeypatch.setattr(statistics, "row_statistics", counted)
     return seen
 
 

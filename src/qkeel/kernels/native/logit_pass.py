@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkeel.functional.statistics.rows import RowStats
 from qkeel.kernels.encode import encoded
-from qkeel.kernels.native.operator import OperatorSource
+from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain, reads
 from qkeel.spec.call import AttentionCall
 
-_DEEPEST = 1024  # DEEPEST in the source
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
-_MASKS = (torch.bool, *_STORED)
+_MASKS = (torch.bool, *STORED)
 _FIELDS = (
     "max_logit",
     "min_logit",
@@ -61,23 +59,6 @@ def extremes_of(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor,
     return top.amax((0, 2)), low.amin((0, 2))
 
 
-def guided_maxima(
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    lse: Float[Tensor, "b h t"],
-    scale: float,
-    causal: bool,
-    rows: int,
-) -> tuple[Float[Tensor, "b h"], Float[Tensor, "b h"]]:
-    """Returns the largest logit of the `rows` rows of largest lse, and the next largest lse.
-
-    Args:
-        q, k: as they enter the product; `ready` and `holds` are true. lse: float32; rows where it is -inf do not count.
-        scale: of the logits. causal: keys up to i are visible to row i. rows: how many rows of each head are computed.
-    """
-    return torch.ops.qkeel_native.guided_maxima(q, k, lse, scale, causal, rows)
-
-
 def bracket_of(
     lse: Float[Tensor, "b h t"], call: AttentionCall
 ) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]] | None:
@@ -85,17 +66,14 @@ def bracket_of(
 
     None where lse is not float32 on a CPU. The call is square and at default positions where it is causal.
     """
-    if not (lse.dtype == torch.float32 and _plain(lse) and ready()):
+    if not (lse.dtype == torch.float32 and is_plain(lse) and lse.is_cpu and ready()):
         return None
     return torch.ops.qkeel_native.logsumexp_bracket(lse, call.query_mask, call.causal, call.k.shape[2])
 
 
 def holds(*tensors: Tensor) -> bool:
     """Returns whether the operators read these: plain tensors on a CPU, head_dim a multiple of 8."""
-    return all(
-        _plain(x) and x.dtype in _STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _DEEPEST and x.numel() > 0
-        for x in tensors
-    )
+    return all(x.is_cpu and reads(x) for x in tensors)
 
 
 def _arguments(call: AttentionCall) -> Arguments | None:
@@ -106,7 +84,10 @@ def _arguments(call: AttentionCall) -> Arguments | None:
     # The maxima alone need less, but are to have the bits of those among the full statistics.
     if spec.cap.kind == "other" or not spec.normalizer.softmax_over_keys or call.classes is not None:
         return None
-    if not (call.spec.position.folds and holds(call.q, call.k) and _reads(call.mask) and ready()):
+    if not (call.spec.position.folds and holds(call.q, call.k) and ready()):
+        return None
+    mask = call.mask
+    if mask is not None and not (is_plain(mask) and mask.is_cpu and mask.dtype in _MASKS):
         return None
     visibility = _visibility(call)
     if visibility is None:
@@ -115,18 +96,10 @@ def _arguments(call: AttentionCall) -> Arguments | None:
     scale = call.spec.factor(call.pos_q, q.shape[-1], call.params, torch.float32)
     if not isinstance(scale, Tensor):
         scale = q.new_full((), scale, dtype=torch.float32)
-    elif not _plain(scale):
+    elif not (is_plain(scale) and scale.is_cpu):
         return None
     scale = scale.detach().expand(*q.shape[:3], 1)[..., 0]
     return q.detach(), k.detach(), scale, *visibility
-
-
-def _plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.is_cpu
-
-
-def _reads(mask: Tensor | None) -> bool:
-    return mask is None or (_plain(mask) and mask.dtype in _MASKS)
 
 
 def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -135,9 +108,7 @@ def _encoded(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if spec.norm.kind == "none" and spec.position.unwindowed.kind == "none":
         return call.q, call.k
     if call.q.dtype == torch.float32:  # else the compiled pass would round
-        fast = encoded(spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
-        if fast is not None:
-            return fast
+        return encoded(spec, call.q, call.k, call.pos_q, call.pos_k, call.params)
     return call.encoded()
 
 
@@ -177,6 +148,9 @@ def _row_shapes(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tenso
     return rows, q.new_empty(q.shape[:3], dtype=torch.int64), k.new_empty(k.shape[:3], dtype=torch.float32)
 
 
+# guided_maxima(q, k, lse, scale, causal, rows): the largest logit of the `rows` rows of largest lse, and the next
+# largest lse, each [b h]. q [b h t d], k [b g s d] as they enter the product; `ready` and `holds` are true; lse [b h t]
+# float32, rows where it is -inf do not count; causal: keys up to i are visible to row i.
 OPERATORS = OperatorSource(
     "logit_pass",
     {

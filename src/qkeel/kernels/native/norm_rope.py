@@ -10,7 +10,6 @@ from qkeel.kernels.native.operator import OperatorSource
 
 NONE = 0  # the kind of a pass that only rotates
 Table = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]  # cos and sin, float32; 1 for any b and t
-Normed = tuple[Tensor, Tensor | None, int]  # q or k, its gain, the kind of its norm
 
 
 def norm_rope(
@@ -29,23 +28,10 @@ def norm_rope(
     return torch.ops.qkeel_native.norm_rope(x, gain, cos, sin, kind, eps, keep_x)[0]
 
 
-def norm_rope_two(
-    q: Normed, k: Normed, table: Table | None, eps: float
-) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"]]:
-    """Returns `norm_rope` of q and of k with one table, without a gradient, by one call instead of two."""
-    cos, sin = (None, None) if table is None else table
-    return torch.ops.qkeel_native.norm_rope_two(q[0], k[0], q[1], k[1], cos, sin, q[2], k[2], eps)
-
-
-def gain_spread(gain: Tensor) -> float:
-    """Returns min |gain| / max |gain|; 0 for a gain with zeros or NaN."""
-    return torch.ops.qkeel_native.gain_spread(gain)
-
-
 def _forward_shapes(
     x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, keep_x: bool
 ) -> tuple[Tensor, Tensor]:
-    y = _shape(x)
+    y = same_shape(x)
     if kind == NONE:
         return y, y.new_empty(0, dtype=torch.float32)
     b, h, t = y.shape[:3]
@@ -54,24 +40,28 @@ def _forward_shapes(
     return y, y.new_empty(b, h, t, dtype=torch.float32)
 
 
-def _shape(x: Tensor, *_: object) -> Tensor:
+def same_shape(x: Tensor, *_: object) -> Tensor:
+    """Returns an empty tensor for a result like x, whose rows are contiguous."""
     return torch.empty_like(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous())
 
 
-def _backward_shapes(
+def backward_shapes(
     dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor]:
+    """Returns empty tensors for the gradients of x, and of the gain by head or for all of them."""
     shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
-    return _shape(kept), kept.new_empty(shape, dtype=torch.float32)
+    return same_shape(kept), kept.new_empty(shape, dtype=torch.float32)
 
 
+# norm_rope_two(q, k, gain_q, gain_k, cos, sin, kind_q, kind_k, eps): `norm_rope` of q and of k with one table, without
+# a gradient, by one call instead of two. gain_spread(gain): min |gain| / max |gain|; 0 for a gain with zeros or NaN.
 OPERATORS = OperatorSource(
     "norm_rope",
     {
         "norm_rope": _forward_shapes,
-        "norm_rope_alone": _shape,
-        "norm_rope_two": lambda q, k, *_: (_shape(q), _shape(k)),
-        "norm_rope_backward": _backward_shapes,
+        "norm_rope_alone": same_shape,
+        "norm_rope_two": lambda q, k, *_: (same_shape(q), same_shape(k)),
+        "norm_rope_backward": backward_shapes,
     },
 )
 ready = OPERATORS.ready

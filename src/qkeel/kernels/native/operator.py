@@ -15,11 +15,14 @@ from types import ModuleType
 from typing import final
 
 import torch
+from torch import Tensor, nn
 
 from qkeel.errors import caution
 from qkeel.kernels.native.build import compiled
 from qkeel.patching.compiler_state import constant_when_compiled, transformed
 
+STORED = (torch.float32, torch.bfloat16, torch.float16)  # what operators read; they compute in float32
+_WIDEST = 1024  # WIDEST in the sources
 _LOADING = threading.Lock()
 
 
@@ -56,6 +59,16 @@ class OperatorSource:
             return None
         with _LOADING:
             return _functions(self.name) if _loaded(self) else None
+
+
+def is_plain(x: Tensor) -> bool:
+    """Returns whether it is a tensor of torch's own: a subclass has operators of its own."""
+    return type(x) in (Tensor, nn.Parameter)
+
+
+def reads(x: Tensor) -> bool:
+    """Returns whether operators read it: a plain tensor of STORED, rows of a multiple of 8 numbers, 1,024 at most."""
+    return is_plain(x) and x.dtype in STORED and x.shape[-1] % 8 == 0 and 0 < x.shape[-1] <= _WIDEST and x.numel() > 0
 
 
 def _switched_off() -> bool:

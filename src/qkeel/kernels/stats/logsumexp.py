@@ -46,31 +46,22 @@ def fused_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: f
     """Returns out and lse of the fused operator that SDPA would choose on a GPU; None where it would choose none."""
     gqa = q.shape[1] != k.shape[1]
     chosen = kernel_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
-    operator = _FUSED.get(SDPBackend(chosen))
-    if operator is None or q.shape[-1] % 8:  # SDPA would pad such heads
+    fused = _FUSED.get(SDPBackend(chosen))
+    if fused is None or q.shape[-1] % 8:  # SDPA would pad such heads
         return None
-    out, lse = operator(q, k, v, causal, scale)[:2]
+    operator, between = fused
+    out, lse = operator(q, k, v, *between, causal, scale=scale)[:2]
     if lse.ndim == 4:  # cuDNN's [b h t 1]
         lse = lse[..., 0]
     return out, lse[..., : q.shape[2]]  # the memory-efficient kernel fills up to a multiple of 32 rows
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
-    return flash(q, k, v, 0.0, causal, scale=scale)
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
-    return memory_efficient(q, k, v, None, True, 0.0, causal, scale=scale)
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
-    return cudnn(q, k, v, None, True, 0.0, causal, scale=scale)
-
-
-_FUSED: dict[SDPBackend, Callable[[Tensor, Tensor, Tensor, bool, float], Any]] = {
-    SDPBackend.FLASH_ATTENTION: _flash,
-    SDPBackend.EFFICIENT_ATTENTION: _efficient,
-    SDPBackend.CUDNN_ATTENTION: _cudnn,
+# The operator of each choice, and what it takes between v and causality: the dropout; or a bias, that the logsumexp is
+# wanted, and the dropout.
+_FUSED: dict[SDPBackend, tuple[Callable[..., Any], tuple[object, ...]]] = {
+    SDPBackend.FLASH_ATTENTION: (flash, (0.0,)),
+    SDPBackend.EFFICIENT_ATTENTION: (memory_efficient, (None, True, 0.0)),
+    SDPBackend.CUDNN_ATTENTION: (cudnn, (None, True, 0.0)),
 }
 
 
@@ -101,20 +92,18 @@ def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     lower, upper = (best - n).amax(-1), best.amax(-1)
     if price == "bracket":
         return LogitBracket(lower=lower, upper=upper)
+    n_rows = lse[:, 0].numel() if call.query_mask is None else call.query_mask.sum().clamp_min(1)
     rows = row_statistics(call) if price == "entropy" else None
     if rows is not None:
-        hidden = torch.zeros_like(rows.largest, dtype=torch.bool) if out is None else out.expand_as(rows.largest)
-        top = rows.largest.masked_fill(hidden, -torch.inf).amax((0, 2))
-        entropy = rows.entropy.masked_fill(hidden, 0.0).sum((0, 2)) / (~hidden).sum((0, 2)).clamp_min(1)
+        top, entropy = rows.largest.amax((0, 2)), rows.entropy.sum((0, 2)) / n_rows
         return LogitBracket(lower=top, upper=top, entropy=entropy, certified=torch.ones_like(top, dtype=torch.bool))
     q, k, _, scale = folded(call)
     entropy = None
     if price == "entropy":
-        rows = _entropies(call, lse)
-        rows = rows if out is None else rows.masked_fill(out, 0.0)
-        lower = torch.maximum(lower, (lse - rows).amax((0, 2)))
-        n_rows = lse[:, 0].numel() if call.query_mask is None else call.query_mask.sum().clamp_min(1)
-        entropy = rows.sum((0, 2)) / n_rows
+        entropies = _entropies(call, lse)
+        entropies = entropies if out is None else entropies.masked_fill(out, 0.0)
+        lower = torch.maximum(lower, (lse - entropies).amax((0, 2)))
+        entropy = entropies.sum((0, 2)) / n_rows
     found, bar = _guided(q, k, lse, scale, call)
     certified = found >= bar
     return LogitBracket(
@@ -141,7 +130,7 @@ def _guided(q: Tensor, k: Tensor, lse: Tensor, scale: float, call: AttentionCall
     Both per head. k [b g s d] is read once, as a whole: picking keys for rows of a few sequences costs more.
     """
     if lse.dtype == torch.float32 and logit_pass.holds(q, k) and logit_pass.ready():
-        found, others = logit_pass.guided_maxima(q, k, lse, scale, call.causal, GUIDED_ROWS)
+        found, others = torch.ops.qkeel_native.guided_maxima(q, k, lse, scale, call.causal, GUIDED_ROWS)
         return found.amax(0), others.amax(0)
     b, h, t, d = q.shape
     m = min(GUIDED_ROWS, t)

@@ -32,7 +32,6 @@ from qkeel.functional.statistics.rows import (
     reduce_rows,
     softmax_rows,
 )
-from qkeel.functional.statistics.sampling import chosen_rows, standing_for
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.prepare import row_blocks, row_statistics
 from qkeel.metrics import ALARM_THRESHOLD
@@ -48,55 +47,40 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     """Statistics of the logits, weights, norms and angles of a call, exactly. Masked pairs count nowhere, nor do
     query rows that the call's `query_mask` leaves out. share_above is over `threshold` nats.
     """
-    return _stats(call, _keys_seen(call), threshold)
+    keys_seen = _keys_seen(call)
+    fast = logit_pass.rows_of(call, threshold)
+    if fast is not None:
+        rows, q_norm, k_norm = fast
+        return reduce_rows(rows, call.query_mask, q_norm, k_norm, keys_seen)
+    q, k = call.encoded()
+    q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
+    classes = None if call.classes is None else call.classes.keys(q)
+    parts = []
+    for rows, keys in _blocks(call):
+        if keys.stop == 0:
+            parts.append(RowStats.nothing(q_norm[:, :, rows], classes))
+            continue
+        z, seen = _logits(call, q, k, rows, keys)
+        products, unit = _products(call, q, k, rows, keys)
+        products = z if products is None else seen.blank_(products)
+        # In this order: logit_rows lowers z, _weight_rows overwrites it.
+        angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
+        found = logit_rows(z, seen, threshold, classes)
+        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes)
 
 
 @torch.no_grad()
-def sampled_stats(
-    call: AttentionCall, n_queries: int, *, generator: torch.Generator, threshold: float = ALARM_THRESHOLD
-) -> LogitStats:
-    """An estimate of `logit_stats` from n_queries query rows, spread over the sequence, and all the keys they see.
-
-    Rows keep their positions and their masks. Means over query rows (entropy, query_norm, shares) are unbiased where
-    every row sees keys, else ratios of unbiased sums, as are means over pairs (mean_logit, cos_mean, share_above: the
-    bias is of order n_queries^-3); qk_frobenius² is unbiased. Maxima are lower bounds, minima upper ones. What is said
-    of keys is exact. Counts are those of the whole call in expectation, so that estimates merge by what they stand
-    for. With n_queries >= t it is `logit_stats` itself.
-
-    Args:
-        generator: the only source of chance; on any device.
-
-    Raises:
-        InvalidValueError: n_queries is under 1.
-    """
-    t = call.query_shape[1]
-    rows = chosen_rows(t, n_queries, generator)
-    if rows is None:
-        return logit_stats(call, threshold)
-    return standing_for(_stats(_with_rows(call, rows.to(call.q.device)), _keys_seen(call), threshold), t, n_queries)
-
-
-@torch.no_grad()
-def logit_change(
-    before: AttentionCall,
-    after: AttentionCall,
-    *,
-    n_queries: int | None = None,
-    generator: torch.Generator | None = None,
-) -> LogitChange:
+def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
     """The change of the logits before the cap between two calls of the same batch, over the visible pairs.
 
     ΔS = S' - S from `change_factors`, blockwise: exact, at the cost of two products q kᵀ, no T×T matrix. Scales that
     learn and biases that move are in it. Pairs are those that `after` sees, its `query_mask` respected.
 
-    Args:
-        before, after: calls of equal shapes, under specs with the same norm and position.
-        n_queries, generator: both or none; only that many query rows, drawn as in `sampled_stats`, with all visible
-            keys of each: rms² and mean_abs are then ratios of unbiased sums, max_abs a lower bound.
+    The calls are under specs with the same norm and position.
 
     Raises:
-        ShapeError: the calls are of different shapes. InvalidValueError: n_queries is under 1, or has no generator.
-        RefusedError: the position does not fold into q and k.
+        ShapeError: the calls are of different shapes. RefusedError: the position does not fold into q and k.
     """
     if before.q.shape != after.q.shape or before.k.shape != after.k.shape:
         raise ShapeError(
@@ -105,9 +89,6 @@ def logit_change(
         )
     if not after.spec.position.folds:
         raise RefusedError(f"{after.spec.position.formula()} enters no product q·k whose change could be computed")
-    rows = chosen_rows(after.query_shape[1], n_queries, generator)
-    if rows is not None:
-        before, after = (_with_rows(call, rows.to(call.q.device)) for call in (before, after))
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
     for rows, keys in _blocks(after):
@@ -131,11 +112,7 @@ def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor
         return fast
     rows = row_statistics(call)
     if rows is not None:
-        left_out = torch.zeros_like(rows.largest, dtype=torch.bool)
-        if call.query_mask is not None:
-            left_out = ~call.query_mask[:, None].expand_as(rows.largest)
-        top = rows.largest.masked_fill(left_out, -torch.inf).amax((0, 2))
-        return top, rows.smallest.masked_fill(left_out, torch.inf).amin((0, 2))
+        return rows.largest.amax((0, 2)), rows.smallest.amin((0, 2))
     q, k = call.encoded()
     top = q.new_full((q.shape[1],), -torch.inf)
     low = -top
@@ -158,40 +135,6 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     found = reduce_kernel_rows(rows, call.query_mask, call.k.shape[1])
     top = found.max_logit
     return dataclasses.replace(found, capped_max_logit=torch.where(top == -torch.inf, top, call.spec.cap.apply(top)))
-
-
-def _stats(call: AttentionCall, keys_seen: Tensor, threshold: float) -> LogitStats:
-    fast = logit_pass.rows_of(call, threshold)
-    if fast is not None:
-        rows, q_norm, k_norm = fast
-        return reduce_rows(rows, call.query_mask, q_norm, k_norm, keys_seen)
-    q, k = call.encoded()
-    q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
-    classes = None if call.classes is None else call.classes.keys(q)
-    parts = []
-    for rows, keys in _blocks(call):
-        if keys.stop == 0:
-            parts.append(RowStats.nothing(q_norm[:, :, rows], classes))
-            continue
-        z, seen = _logits(call, q, k, rows, keys)
-        products, unit = _products(call, q, k, rows, keys)
-        products = z if products is None else seen.blank_(products)
-        # In this order: logit_rows lowers z, _weight_rows overwrites it.
-        angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
-        found = logit_rows(z, seen, threshold, classes)
-        parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
-    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes)
-
-
-def _with_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
-    """The call with these query rows only, at their own positions."""
-    mask = call.mask
-    if mask is not None and mask.shape[2] > 1:
-        mask = mask[:, :, rows]
-    counted = None if call.query_mask is None else call.query_mask[:, rows]
-    classes = None if call.classes is None else call.classes.rows(rows)
-    q, pos_q = call.q[:, :, rows], call.pos_q[:, rows]
-    return dataclasses.replace(call, q=q, pos_q=pos_q, mask=mask, query_mask=counted, classes=classes, plain=False)
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:

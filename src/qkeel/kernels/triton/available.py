@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import caution
+from qkeel.kernels.native.operator import STORED, is_plain
 from qkeel.patching.compiler_state import constant_when_compiled, transformed
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 _LOADING = threading.Lock()
 _OLDEST = (8, 0)  # compute capability with bfloat16
 _WIDEST = 256  # greatest head_dim of the statistics
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = 2**31  # numbers in a head, which are counted in 32 bits
 
 
@@ -65,15 +65,15 @@ def _modern(device: torch.device) -> bool:
 
 
 def takes(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]) -> bool:
-    """Returns whether `row_statistics` computes such q and k."""
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.dtype in _STORED for x in (q, k))
+    """Returns whether `statistics.row_statistics` computes such q and k."""
+    plain = all(is_plain(x) and x.dtype in STORED for x in (q, k))
     return plain and q.numel() > 0 and k.numel() > 0 and q.shape[-1] <= _WIDEST and usable(q.device)
 
 
 def takes_heads(heads: Sequence[Float[Tensor, "n r m"]]) -> bool:
     """Returns whether `head_table` takes such views of weights of one device and dtype."""
     small = all(view[0].numel() < _LARGEST for view in heads)
-    return heads[0].dtype in _STORED and small and usable(heads[0].device)
+    return heads[0].dtype in STORED and small and usable(heads[0].device)
 
 
 def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
@@ -81,20 +81,3 @@ def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
     from qkeel.kernels.triton.heads import HeadTable
 
     return HeadTable(heads)
-
-
-def row_statistics(
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    scale: float,
-    *,
-    causal: bool,
-    window: int | None,
-    cap: float | None,
-    keys: Bool[Tensor, "_ s"] | None,
-) -> Rows:
-    """Loads Triton's kernel and returns what `statistics.row_statistics` does, of the same arguments."""
-    from qkeel.kernels.triton import statistics
-
-    found = statistics.row_statistics(q, k, scale, causal=causal, window=window, cap=cap, keys=keys)
-    return Rows(*found)

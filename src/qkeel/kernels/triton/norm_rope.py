@@ -14,7 +14,9 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Float
 from torch import Tensor
 
-NONE = 0  # kinds: no norm,
+from qkeel.kernels.native.norm_rope import NONE, backward_shapes, same_shape
+
+# The kinds of norms besides NONE.
 RMS = tl.constexpr(1)
 L2 = tl.constexpr(2)
 LAYER = tl.constexpr(3)
@@ -309,20 +311,9 @@ def _run_back(
     return dx, parts.new_empty(0) if gain is None else parts.sum(0)
 
 
-def _shape(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(_dense(x))
-
-
 def _forward_shapes(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     b, h, t, _ = x.shape
-    return _shape(x), x.new_empty((b, t, h) if rest[3] != NONE else (0,), dtype=torch.float32)
-
-
-def _backward_shapes(
-    dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, *_: object
-) -> tuple[Tensor, Tensor]:
-    shape = (0,) if gain is None else (kept.shape[1] if gain.ndim == 2 else 1, kept.shape[3])
-    return _shape(kept), kept.new_empty(shape, dtype=torch.float32)
+    return same_shape(x), x.new_empty((b, t, h) if rest[3] != NONE else (0,), dtype=torch.float32)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -357,8 +348,8 @@ def register() -> None:
     }
     runs = {
         "norm_rope": (_run_tracked, _forward_shapes),
-        "norm_rope_alone": (_run_alone, _shape),
-        "norm_rope_backward": (_run_back, _backward_shapes),
+        "norm_rope_alone": (_run_alone, same_shape),
+        "norm_rope_backward": (_run_back, backward_shapes),
     }
     for name, schema in schemas.items():
         run, shapes = runs[name]

@@ -15,6 +15,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from qkeel.kernels.triton.available import Rows
+
 # Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
 _TILES = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 64, 8)}
 _TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
@@ -106,10 +108,8 @@ def row_statistics(
     window: int | None = None,
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
-) -> tuple[Float[Tensor, "b h t"], Float[Tensor, "b h t"], Float[Tensor, "b h t"], Float[Tensor, "b h t"]]:
-    """Returns largest, smallest, lse, entropy, float32, of the rows of logits scale · q kᵀ [b h t s], never made.
-
-    Of rows without a visible key: -inf, +inf, -inf, 0.
+) -> Rows:
+    """Returns the statistics of the rows of logits scale · q kᵀ [b h t s], never made.
 
     Args:
         q, k: encoded, of one dtype: float32, bfloat16 or float16; d at most 256. h / g query heads share a key head.
@@ -135,4 +135,4 @@ def row_statistics(
             D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
             MASK=keys is not None, CAP=cap is not None, num_warps=tile[2],
         )  # fmt: skip
-    return largest, smallest, lse, entropy
+    return Rows(largest, smallest, lse, entropy)

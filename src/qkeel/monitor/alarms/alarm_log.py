@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from qkeel.monitor.alarms.default_rules import DEFAULT
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.recording import Recording
 from qkeel.monitor.alarms.rule import Alarm, Rule
+from qkeel.monitor.alarms.rules import DEFAULT
 
 
 @final

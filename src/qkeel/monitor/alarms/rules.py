@@ -11,20 +11,10 @@ from typing import final
 
 import numpy as np
 
+from qkeel.monitor.alarms import thresholds
 from qkeel.monitor.alarms.forecast import Forecast
 from qkeel.monitor.alarms.history import History, Place
 from qkeel.monitor.alarms.rule import HOLD, Alarm, Extreme, Rule, Severity, ahead, first, largest, trend
-from qkeel.monitor.alarms.thresholds import (
-    APPROACH_FLOOR,
-    ENTROPY,
-    ENTROPY_SHARE,
-    GROWTH_FACTOR,
-    GROWTH_FLOOR,
-    HORIZON,
-    OUTLOOK,
-    OUTLOOK_FACTOR,
-    OUTLOOK_FLOOR,
-)
 from qkeel.records import NON_FINITE
 
 
@@ -58,9 +48,9 @@ class Growth(Rule):
     head's, and its intervals hold (docs/alarms.md). The alarm names the head that has it now.
     """
 
-    floor: float = GROWTH_FLOOR
-    factor: float = GROWTH_FACTOR
-    horizon: float = HORIZON
+    floor: float = thresholds.GROWTH_FLOOR
+    factor: float = thresholds.GROWTH_FACTOR
+    horizon: float = thresholds.HORIZON
     source: str = "docs/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check(self, history: History) -> Alarm | None:
@@ -83,8 +73,8 @@ class Approach(Rule):
     """The largest logit, over `floor`, will pass `threshold` within `horizon` times the training so far; see Growth."""
 
     threshold: float
-    floor: float = APPROACH_FLOOR
-    horizon: float = HORIZON
+    floor: float = thresholds.APPROACH_FLOOR
+    horizon: float = thresholds.HORIZON
 
     @property
     def name(self) -> str:
@@ -121,9 +111,9 @@ class Outlook(Rule):
     its first points hold what the logit was before training.
     """
 
-    threshold: float = OUTLOOK
-    floor: float = OUTLOOK_FLOOR
-    factor: float = OUTLOOK_FACTOR
+    threshold: float = thresholds.OUTLOOK
+    floor: float = thresholds.OUTLOOK_FLOOR
+    factor: float = thresholds.OUTLOOK_FACTOR
     source: str = "docs/alarms.md: chosen on the tuning seeds there, measured on others"
 
     def check(self, history: History) -> Alarm | None:
@@ -151,7 +141,7 @@ class EntropyCollapse(Rule):
     whole model: one layer gets to 0.1 in runs that end hardly behind (docs/alarms.md).
     """
 
-    threshold: float = ENTROPY
+    threshold: float = thresholds.ENTROPY
     source: str = "Zhai et al. 2023, arXiv 2303.06296 (entropy collapse); threshold: docs/alarms.md, tuning seeds"
 
     def check(self, history: History) -> Alarm | None:
@@ -174,7 +164,7 @@ class EntropyDrop(Rule):
     Attention that learns where to look loses entropy: in docs/alarms.md many healthy runs raise it.
     """
 
-    share: float = ENTROPY_SHARE
+    share: float = thresholds.ENTROPY_SHARE
     severity: Severity = Severity.NOTICE
     source: str = "folklore"
 
@@ -222,3 +212,17 @@ class NonFinite(Rule):
             text = f"the logits of {heads} are NaN or infinite"
             return self.alarm(history, text, np.nan, at=Place(NON_FINITE, layer, head))
         return None
+
+
+# Every watched run is checked by these; their numbers are in thresholds.py.
+DEFAULT: tuple[Rule, ...] = (
+    Ceiling(threshold=thresholds.CLIPS, severity=Severity.NOTICE, source=thresholds.SOURCES[thresholds.CLIPS]),
+    Ceiling(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),
+    Ceiling(threshold=thresholds.DIVERGES, severity=Severity.CRITICAL, source=thresholds.SOURCES[thresholds.DIVERGES]),
+    Growth(),
+    Outlook(),
+    Approach(threshold=thresholds.HARMS, source=thresholds.SOURCES[thresholds.HARMS]),
+    Approach(threshold=thresholds.DIVERGES, severity=Severity.CRITICAL, source=thresholds.SOURCES[thresholds.DIVERGES]),
+    EntropyCollapse(),
+    NonFinite(),
+)

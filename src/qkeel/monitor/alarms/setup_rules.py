@@ -9,9 +9,9 @@ from typing import Literal, final
 import numpy as np
 
 from qkeel.metrics import fused_logit_error, stored_logit_error
-from qkeel.monitor.alarms.default_rules import DEFAULT
 from qkeel.monitor.alarms.history import History, Place
 from qkeel.monitor.alarms.rule import Alarm, Rule, Severity, first, largest, peak, trend
+from qkeel.monitor.alarms.rules import DEFAULT
 from qkeel.monitor.alarms.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
 
 DECAY_GAINS = 'optimizer.param_groups[i]["weight_decay"] = 0.1  # i: the group that holds the gains of q_norm, k_norm'

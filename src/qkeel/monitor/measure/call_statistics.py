@@ -26,15 +26,14 @@ Wanted = Literal[True, "entropy"]
 class CallStatistics:
     """Statistics of calls over the tokens that count; what the calls have in common is noted in `setting`."""
 
-    def __init__(self, tokens: PassTokens, threshold: float) -> None:
+    def __init__(self, tokens: PassTokens) -> None:
         self.tokens, self.setting = tokens, SettingSeen()
-        self._threshold = threshold
 
     def call(self, call: Seen) -> LogitStats:
         """Everything, by a pass of its own."""
         self.setting.see(call)
         counted = self.tokens.on(call)
-        stats = statistics(counted, self._threshold)
+        stats = statistics(counted)
         return stats if not HEAD_FORMULAS else dataclasses.replace(stats, formulas=_formulas(counted))
 
     def rows(self, call: AttentionCall, rows: KernelRows) -> LogitStats:

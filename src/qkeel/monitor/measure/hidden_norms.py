@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.monitor.measure.means import Key, Means
+from qkeel.monitor.measure.weight_norms import Key
 from qkeel.sites.see.running_modules import tensors
 
 
@@ -24,10 +24,16 @@ class HiddenNorms:
     """
 
     def __init__(
-        self, model: nn.Module, sites: Sequence[str], means: Means, on_fault: Callable[[Exception], None]
+        self,
+        model: nn.Module,
+        sites: Sequence[str],
+        add: Callable[[Key, Tensor], None],
+        on_fault: Callable[[Exception], None],
     ) -> None:
-        """Takes on_fault, which gets errors of the hooks, so that none reaches the model's forward pass."""
-        self.model, self.means, self._on_fault = model, means, on_fault
+        """Takes add, which gets every norm, and on_fault, which gets errors of the hooks, so that none reaches the
+        model's forward pass.
+        """
+        self.model, self._take_norm, self._on_fault = model, add, on_fault
         self.blocks = _blocks(model, sites)
         self._last: Tensor | None = None
         self._final = False
@@ -37,16 +43,15 @@ class HiddenNorms:
         self._last, self._final = None, False
         inside = tuple(f"{name}." for name in self.blocks.values())
         with ExitStack() as hooks:
+            hooks.callback(self._over)
             for name, module in self.model.named_modules() if self.blocks else ():
                 scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
                 # Not on the model itself: when its pass fails, torch is going through its hooks.
                 if name and not scripted and (name in self.blocks.values() or not name.startswith(inside)):
                     hooks.callback(module.register_forward_hook(self._hook(name)).remove)
-            undo = hooks.pop_all()
-        return Handle(lambda: self._detach(undo))
+            return Handle(hooks.pop_all().close)
 
-    def _detach(self, hooks: ExitStack) -> None:
-        hooks.close()
+    def _over(self) -> None:
         last, self._last = self._last, None
         if last is not None and not self._final:
             self._add(("", "final_hidden_norm"), last)
@@ -75,7 +80,7 @@ class HiddenNorms:
 
     @torch.no_grad()
     def _add(self, key: Key, state: Tensor) -> None:
-        self.means.add(key, state.to(wide(state.dtype)).norm(dim=-1).mean())
+        self._take_norm(key, state.to(wide(state.dtype)).norm(dim=-1).mean())
 
 
 def _blocks(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:

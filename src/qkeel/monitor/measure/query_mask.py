@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -46,29 +46,51 @@ class QueryMask:
 
         Raises: InvalidValueError if that takes no argument of the name.
         """
-        parameters = inspect.signature(unwrapped(model).forward).parameters
-        kinds = {p.kind for p in parameters.values()}
-        if isinstance(given, str) and given not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise InvalidValueError(
-                f"expected query_mask to name an argument of the model's forward ({', '.join(parameters)}), "
-                f"got {given!r}"
-            )
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return cls(given, tuple(name for name, p in parameters.items() if p.kind in positional))
+        return cls(given, positional(model, "query_mask", given))
 
     def of(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
         """The mask of a pass with these arguments; None where the pass gives none.
 
         Raises: InvalidValueError if it is not a tensor [b t].
         """
-        if isinstance(self.given, str):
-            mask = {**dict(zip(self.forward, args)), **kwargs}.get(self.given)
-        else:
-            mask = self.given if isinstance(self.given, Tensor) else self.given(*args, **kwargs)
+        mask = from_pass(self.given, self.forward, args, kwargs)
         if mask is None:
             return None
         mask = _checked(mask)
         return mask if mask.dtype == torch.bool else mask != 0
+
+
+def positional(model: nn.Module, what: str, given: object) -> tuple[str, ...]:
+    """The names of the positional arguments of a model's forward.
+
+    Raises: InvalidValueError if `given`, for the option `what`, is a name, and the forward takes no argument of it.
+    """
+    parameters = inspect.signature(unwrapped(model).forward).parameters
+    kinds = {p.kind for p in parameters.values()}
+    if isinstance(given, str) and given not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise InvalidValueError(
+            f"expected {what} to name an argument of the model's forward ({', '.join(parameters)}), got {given!r}"
+        )
+    kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return tuple(name for name, p in parameters.items() if p.kind in kinds)
+
+
+def from_pass(
+    given: str | Tensor | Callable[..., object],
+    forward: Sequence[str],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> object:
+    """The value that an option has in a pass with these arguments.
+
+    Args:
+        given: the name of one of them, a function of them, or the value itself.
+        forward: the names of the positional ones.
+        args, kwargs: of the model's forward.
+    """
+    if isinstance(given, str):
+        return {**dict(zip(forward, args)), **kwargs}.get(given)
+    return given if isinstance(given, Tensor) else given(*args, **kwargs)
 
 
 def _checked(mask: object) -> Tensor:

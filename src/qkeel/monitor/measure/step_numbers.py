@@ -1,31 +1,84 @@
-"""The numbers of an optimizer step besides the statistics of attention calls: weights, gradients, logit changes."""
+"""The numbers of a step besides the statistics of its attention calls: hidden states, losses, weights, gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qkeel.handle import Handle
 from qkeel.monitor.measure.gain_bounds import GainBounds
+from qkeel.monitor.measure.hidden_norms import HiddenNorms
 from qkeel.monitor.measure.logit_changes import LogitChanges
-from qkeel.monitor.measure.means import Means
+from qkeel.monitor.measure.token_classes import PassTokens
 from qkeel.monitor.measure.watched_sites import WatchedSites
-from qkeel.monitor.measure.weight_norms import Numbers, WeightNorms
+from qkeel.monitor.measure.weight_norms import Key, Numbers, WeightNorms
+from qkeel.monitor.measured_steps import MeasuredSteps
+from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.tap import Phase, Visitor
 
 
 @final
-class StepNumbers:
-    """Collects the numbers of a step by (site, name): its passes' means, and what is read before and after it."""
+class StepNumbers(Visitor):
+    """Collects the numbers of a step by (site, name): means over its passes, and what is read around its update.
+
+    Of each training pass those are the norms of hidden states and the loss. Before a pass it reads which of its tokens
+    count, and before the first which sites there are.
+    """
 
     def __init__(
-        self, sites: WatchedSites, means: Means, changes: LogitChanges | None, optimizer: Optimizer | None
+        self,
+        steps: MeasuredSteps,
+        sites: WatchedSites,
+        tokens: PassTokens,
+        changes: LogitChanges | None,
+        optimizer: Optimizer | None,
+        *,
+        on_fault: Callable[[Exception], None],
     ) -> None:
-        self._sites, self._means, self._changes, self._optimizer = sites, means, changes, optimizer
+        self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
+        self._optimizer, self._on_fault = optimizer, on_fault
+        self.pass_over: Callable[[Phase], None] | None = None  # ends a step that is one pass with attention
+        self._means = Means()
+        self._hidden: HiddenNorms | None = None  # from the first measured pass on
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known
         self._read: Numbers = {}
 
-    def before(self, gradient_scale: Tensor | None, *, measuring: bool) -> None:
+    def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        self._means.begin()
+        self._tokens.begin(args, kwargs)
+        if self._hidden is None:
+            self._hidden = self._norms(())
+            self._sites.find(args, kwargs)
+            self._hidden = self._norms([site.name for site in self._sites.weighed])
+
+    def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
+        return HiddenNorms(self._sites.model, sites, self._means.add, self._on_fault)
+
+    def looking(self, phase: Phase) -> Handle | None:
+        return None if self._hidden is None or phase == "eval" else self._hidden.attach()
+
+    def after(self, phase: Phase, output: object, seen: bool) -> None:
+        self._tokens.end()
+        self._sites.report(seen)
+        if phase == "train":
+            losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point()]
+            if len(losses) == 1:
+                self._means.add(("", "train_loss"), losses[0].detach())
+        if self.pass_over is not None and seen:
+            self.pass_over(phase)
+
+    def failed(self) -> None:
+        self._means.drop()
+        if self._sites.pass_failed():
+            self._hidden = None
+
+    def bracket(self, bound: Tensor) -> None:
+        self._steps.bounded(bound)
+
+    def before_step(self, gradient_scale: Tensor | None, *, measuring: bool) -> None:
         """Reads weights and gradients before the step; gradients are divided by the scale that is still on them.
 
         measuring: False of a process that has switched itself off. It reads the weights all the same: where they are
@@ -41,7 +94,7 @@ class StepNumbers:
             if gradient_scale is not None:
                 self._read = {key: x / gradient_scale if "grad" in key[1] else x for key, x in self._read.items()}
 
-    def after(self) -> None:
+    def after_step(self) -> None:
         """Reads by how much the step has changed the logits of the probe batch."""
         if self._changes is not None:
             self._read |= self._changes.after()
@@ -51,3 +104,30 @@ class StepNumbers:
         read, self._read = self._read, {}
         found = {**read, **self._means.read()}
         return found if rate is None else {**found, ("", "lr"): rate}
+
+
+@final
+class Means:
+    """Adds up scalars on their device and gives their means."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Key, tuple[Tensor, int]] = {}
+        self._before: dict[Key, tuple[Tensor, int]] = {}
+
+    def begin(self) -> None:
+        """A pass begins, whose values `drop` takes back."""
+        self._before = dict(self._sums)
+
+    def drop(self) -> None:
+        """The pass failed."""
+        self._sums = self._before
+
+    def add(self, key: Key, value: Tensor) -> None:
+        """One more value."""
+        total, n = self._sums.get(key, (None, 0))
+        self._sums[key] = value if total is None else total + value, n + 1
+
+    def read(self) -> Numbers:
+        """The means since the last read, once."""
+        sums, self._sums = self._sums, {}
+        return {key: total / n for key, (total, n) in sums.items()}

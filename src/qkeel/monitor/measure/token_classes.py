@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.statistics.class_stats import TokenClasses, check_classes, one_hot
-from qkeel.monitor.measure.query_mask import QueryMask, with_query_mask
-from qkeel.patching.forward_passes import unwrapped
+from qkeel.monitor.measure.query_mask import QueryMask, from_pass, positional, with_query_mask
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.mask_functions import PackedCall
 from qkeel.sites.calls.scores import ScoresCall
@@ -71,15 +69,7 @@ class Classes:
         Raises: InvalidTypeError, InvalidValueError; the latter if the forward takes no argument of the name too.
         """
         own = given if isinstance(given, Classes) else cls(given)
-        parameters = inspect.signature(unwrapped(model).forward).parameters
-        kinds = {p.kind for p in parameters.values()}
-        if isinstance(own.given, str) and own.given not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise InvalidValueError(
-                f"expected classes to name an argument of the model's forward ({', '.join(parameters)}), "
-                f"got {own.given!r}"
-            )
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return cls(own.given, own.names, tuple(name for name, p in parameters.items() if p.kind in positional))
+        return cls(own.given, own.names, positional(model, "classes", own.given))
 
     def of(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], counted: Tensor | None = None
@@ -90,13 +80,10 @@ class Classes:
 
         Raises: InvalidTypeError, InvalidValueError, ShapeError if it is not that, or an id is of no class.
         """
-        named = {**dict(zip(self.forward, args)), **kwargs}
         if isinstance(self.given, Mapping):
+            named = {**dict(zip(self.forward, args)), **kwargs}
             return _classes_of(_lookup(self.given), _ids([*named.values(), *args], named.get("input_ids")), counted)
-        if isinstance(self.given, str):
-            found = named.get(self.given)
-        else:
-            found = self.given if isinstance(self.given, Tensor) else self.given(*args, **kwargs)
+        found = from_pass(self.given, self.forward, args, kwargs)
         if found is None:
             return None
         found = _shaped(found)

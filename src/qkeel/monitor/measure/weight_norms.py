@@ -14,7 +14,8 @@ from qkeel.functional.norms import wide
 from qkeel.functional.updates import repeat_groups
 from qkeel.sites.site import AttentionSite, HeadSlice
 
-Numbers = dict[tuple[str, str], Tensor]
+Key = tuple[str, str]  # the site, "" for the whole model, and the name of the number
+Numbers = dict[Key, Tensor]
 Chain = tuple[HeadSlice, ...]
 
 

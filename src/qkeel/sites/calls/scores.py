@@ -24,7 +24,6 @@ from qkeel.functional.statistics.rows import (
     reduce_rows,
     softmax_rows,
 )
-from qkeel.functional.statistics.sampling import chosen_rows
 from qkeel.kernels.stats.per_head import BLOCK
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec import AttentionSpec
@@ -87,9 +86,7 @@ def scores_stats(call: ScoresCall, threshold: float = ALARM_THRESHOLD) -> LogitS
 
 
 @torch.no_grad()
-def scores_change(
-    before: ScoresCall, after: ScoresCall, *, n_queries: int | None = None, generator: torch.Generator | None = None
-) -> LogitChange:
+def scores_change(before: ScoresCall, after: ScoresCall) -> LogitChange:
     """The change of the logits before the cap between two calls of the same batch; see logit_change of the kernels. A
     difference of logits: their rounding is in it."""
     if before.logits.shape != after.logits.shape:
@@ -97,9 +94,6 @@ def scores_change(
             f"expected two calls of the same batch, got scores {tuple(before.logits.shape)} and then "
             f"{tuple(after.logits.shape)}"
         )
-    rows = chosen_rows(after.query_shape[1], n_queries, generator)
-    if rows is not None:
-        before, after = (_with_rows(call, rows.to(call.query_device)) for call in (before, after))
     parts = []
     for block in _blocks(after):
         z, seen = _logits(after, block)
@@ -116,20 +110,6 @@ def scores_maxima(call: ScoresCall) -> tuple[Float[Tensor, " h"], Float[Tensor, 
         extrema.append(extreme_logits(z, seen, None if call.query_mask is None else call.query_mask[:, rows]))
     top, low = zip(*extrema)
     return torch.stack(top).amax(0), torch.stack(low).amin(0)
-
-
-def _with_rows(call: ScoresCall, rows: Tensor) -> ScoresCall:
-    """The call with these query rows only."""
-    logits = call.logits[:, :, rows]
-    return dataclasses.replace(
-        call,
-        logits=logits,
-        capped=logits if call.capped is call.logits else call.capped[:, :, rows],
-        hidden=call.hidden if call.hidden is None or call.hidden.shape[2] == 1 else call.hidden[:, :, rows],
-        q=None if call.q is None else call.q[:, :, rows],
-        query_mask=None if call.query_mask is None else call.query_mask[:, rows],
-        classes=None if call.classes is None else call.classes.rows(rows),
-    )
 
 
 def _blocks(call: ScoresCall) -> Iterator[slice]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import flex_maxima
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
 
 from qkeel import preset, reference
 from qkeel.errors import RefusedError
-from qkeel.kernels import flex
 from qkeel.spec import AttentionSpec, SlidingWindow
 from qkeel.spec.call import make_call
 
@@ -34,7 +34,7 @@ def test_output_logsumexp_and_maxima_are_those_of_the_oracle(spec: AttentionSpec
     for t, s in [(24, 24) if causal else (8, 24)]:
         q, k, v = torch.randn(1, 4, t, 16), torch.randn(1, 2, s, 16), torch.randn(1, 2, s, 16)
         call = make_call(spec, q, k, v, params=spec.init_params(4, 2, 16), causal=causal)
-        out, lse, top = flex.attend(on_a_gpu, call)
+        out, lse, top = flex_maxima.attend(on_a_gpu, call)
         truth = reference.attend_call(call)
         seen = call.visible(slice(0, t), slice(0, s))
         z = truth.logits if seen is None else truth.logits.masked_fill(~seen, -torch.inf)
@@ -46,4 +46,4 @@ def test_output_logsumexp_and_maxima_are_those_of_the_oracle(spec: AttentionSpec
 def test_a_cpu_is_refused_with_a_way_out() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(RefusedError, match="CUDA device only; use qkeel"):
-        flex.attend_with_maxima(make_call(AttentionSpec(), q, q, q))
+        flex_maxima.attend_with_maxima(make_call(AttentionSpec(), q, q, q))
