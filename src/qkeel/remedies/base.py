@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.steps.sharded_weights import has_plain_rows
 from qkeel.sites.example import Arguments
+from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.site import AttentionSite, HeadSlice
 
 Args = tuple[Any, ...]  # of a call of somebody else's function
@@ -53,6 +55,12 @@ class Target:
             raise RefusedError(f"{remedy} acts on optimizer steps: call qkeel.apply({remedy!r}, model, optimizer)")
         return self.optimizer
 
+    def returned(self) -> object:
+        """What the model returns for the example, in a pass that leaves it as it was."""
+        args, kwargs = self.example
+        with torch.no_grad(), undisturbed(self.model):
+            return self.model(*copied(args), **copied(kwargs))
+
     def logit_slices(self) -> Iterator[HeadSlice]:
         """The heads' parts of every weight from which a logit is made, site by site and term by term."""
         for site in self.sites:
@@ -84,6 +92,19 @@ class Remedy(abc.ABC):
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:
         """Make the change; the handle undoes it. A change that raises leaves everything as it was."""
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode; afterwards that and whatever a pass changes is put back."""
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        with undisturbed(model):
+            model.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def compose_all(handles: Iterable[Handle]) -> Handle:
@@ -132,3 +153,13 @@ def check_flag(remedy: str, option: str, value: object) -> None:
 def where(site: AttentionSite) -> str:
     """The name of a site in errors."""
     return site.name or "the model itself"
+
+
+def module_name(site: AttentionSite) -> str:
+    """The name of the site's module: that of the site without the number of its call."""
+    return site.name.partition("#")[0]
+
+
+def inside(module: str, name: str) -> str:
+    """The name in the model of what a module, perhaps the model itself, calls by that name."""
+    return f"{module}.{name}" if module else name

@@ -14,11 +14,9 @@ from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_out
-from qkeel.patching.module_tables import names_in_use, submodules_of
-from qkeel.remedies.attention.site_parameters import module_name
+from qkeel.remedies.attention.site_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, check_choice, compose_all
 from qkeel.remedies.blocks.output_projection import Output, first_tensor, output_of
-from qkeel.remedies.steps.join_optimizer import join
 from qkeel.sites.site import AttentionSite
 
 
@@ -67,18 +65,15 @@ class OutputGate(Remedy):
             yield self._gate(target, site, rng)
 
     def _gate(self, target: Target, site: AttentionSite, rng: torch.Generator) -> Handle:
-        module, name = site.module, module_name(site)
-        if "output_gate" in names_in_use(module):
-            raise RefusedError(f"{name or 'the model itself'} has something called output_gate already")
+        module = site.module
         out = _own(module) if isinstance(module, SpecModule) else output_of(target, site, per_head=self.per == "head")
         like = target.parameter(site.query[0].parameter) if site.terms else next(out.module.parameters())
         rows = site.n_heads if self.per == "head" else out.features
         weight = torch.zeros(rows, out.width)
         if self.init == "random":
             weight.uniform_(-(out.width**-0.5), out.width**-0.5, generator=rng)
-        gate = Gate(nn.Parameter(weight.to(like)), factor=2.0 if self.init == "keep" else 1.0).train(module.training)
-        joined = join(target.optimizer, {f"{name}.output_gate.weight".lstrip("."): gate.weight}, like, matrices=True)
-        submodules_of(module)["output_gate"] = gate
+        gate = Gate(nn.Parameter(weight.to(like)), factor=2.0 if self.init == "keep" else 1.0)
+        added = add_submodules(target, site, {"output_gate": gate}, like, matrices=True)
         source = GateInput(module)
         gated = GatedProjection(out.module, source, gate)
         put_in_place(source)
@@ -87,9 +82,7 @@ class OutputGate(Remedy):
         def undo() -> None:
             take_out(gated)
             take_out(source)
-            del submodules_of(module)["output_gate"]
-            gate.weight.grad = None
-            joined.remove()
+            added.remove()
 
         return Handle(undo)
 

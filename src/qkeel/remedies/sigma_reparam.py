@@ -14,7 +14,7 @@ from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.patching.module_tables import parameters_of, put_first, set_class, state_without, submodules_of
-from qkeel.remedies.base import Remedy, Target, check_choice, compose_all
+from qkeel.remedies.base import Remedy, Target, check_choice, compose_all, inside
 from qkeel.remedies.steps.join_optimizer import join
 
 
@@ -97,8 +97,7 @@ class SigmaReparam(Remedy):
         weights = [layer.get_parameter("weight") for layer in layers.values()]
         for name, layer in layers.items():
             scale, handle = _reparametrise(layer, self.init)
-            head = f"{name}." if name else ""
-            gains[f"{head}parametrizations.weight.0.gamma"] = scale.gamma
+            gains[inside(name, "parametrizations.weight.0.gamma")] = scale.gamma
             yield handle
         if layers:
             yield join(target.optimizer, gains, weights[0])

@@ -13,19 +13,17 @@ from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import put_in_place, take_out
-from qkeel.patching.module_tables import names_in_use, submodules_of
 from qkeel.remedies.attention.change_spec import ChangeSpec
 from qkeel.remedies.attention.exchange_calls import base_spec, exchange_calls, number
-from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, Part, heads_of
+from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, heads_of
 from qkeel.remedies.attention.refusals import refuse_norm, refuse_scale, refuse_unseen
-from qkeel.remedies.attention.site_parameters import module_name
-from qkeel.remedies.base import Target, check_choice, where
-from qkeel.remedies.steps.join_optimizer import join
+from qkeel.remedies.attention.site_parameters import add_submodules
+from qkeel.remedies.base import Target, check_choice, module_name, where
 from qkeel.sites.find import find_sites, is_normed
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.weights.value_rows import value_slices
-from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, Learned, RMSNorm
-from qkeel.spec.norm import Gain, GainNorm, On, Over
+from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
+from qkeel.spec.norm import Gain, GainNorm, On, Over, Part
 from qkeel.spec.scale import Scale
 from qkeel.spec.slot import Geometry
 
@@ -95,7 +93,8 @@ def _norm_projections(
             continue
         done.update(dict.fromkeys(owners, name))
         norms = _norms(remedy, target, site, plan)
-        yield _held(target, site, norms)
+        held = {f"{part}_norm": norm for part, norm in norms.items()}
+        yield add_submodules(target, site, held, target.parameter(site.query[0].parameter))
         for module in owners.values():
             parts: list[Part] = [part for part, heads in plan.items() if heads.module is module]
             new = NormedProjection([plan[part] for part in parts], [norms[part] for part in parts])
@@ -110,7 +109,6 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: dict[P
     """The norm modules of a site; a change of the scale goes into that of q, or of k where q has none."""
     base = base_spec(site)
     spec = remedy.changed(AttentionSpec(scale=base.scale), target.train_length)
-    assert isinstance(spec.norm, GainNorm)
     geometry = Geometry(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim)
     first = next(iter(plan))
     norms: dict[Part, HeadNorm] = {}
@@ -118,33 +116,11 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: dict[P
         factor, learned = 1.0, None
         if part == first and spec.scale != base.scale:
             old = number(base.scale, site.head_dim)
-            learned = spec.scale if isinstance(spec.scale, Learned) else None
-            factor = 1 / old if learned is not None else number(spec.scale, site.head_dim) / old
+            learned = spec.scale if spec.scale.kind == "learned" else None
+            factor = (1.0 if learned is not None else number(spec.scale, site.head_dim)) / old
         like = next(heads.module.parameters())
         norms[part] = HeadNorm(spec.norm, part, geometry, like, factor=factor, learned=learned)
     return norms
-
-
-def _held(target: Target, site: AttentionSite, norms: dict[Part, HeadNorm]) -> Handle:
-    """The norms as parts of the site's module, q_norm and k_norm, their gains in the optimizer."""
-    module, name = site.module, module_name(site)
-    head = f"{name}." if name else ""
-    for part in norms:
-        if f"{part}_norm" in names_in_use(module):
-            raise RefusedError(f"{name or 'the model itself'} has something called {part}_norm already")
-    added = {f"{head}{part}_norm.{n}": p for part, norm in norms.items() for n, p in norm.named_parameters()}
-    joined = join(target.optimizer, added, target.parameter(site.query[0].parameter))
-    for part, norm in norms.items():
-        submodules_of(module)[f"{part}_norm"] = norm.train(module.training)
-
-    def undo() -> None:
-        for part in norms:
-            del submodules_of(module)[f"{part}_norm"]
-        for parameter in added.values():
-            parameter.grad = None
-        joined.remove()
-
-    return Handle(undo)
 
 
 def _check_ran(remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]) -> None:
@@ -177,9 +153,9 @@ class NormOptions(ChangeNorm):
         check_choice(self.name, "kind", self.kind, KINDS)
         self.norm()  # checks the words
 
-    @abc.abstractmethod
     def unit_scale(self, train_length: int | None) -> Scale:
         """The scale of unit vectors in place of 1/√d."""
+        return Fixed(1.0)
 
     def norm(self) -> GainNorm:
         """The norm that goes into the slot."""

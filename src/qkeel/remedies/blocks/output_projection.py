@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
 from qkeel.remedies.base import Args, Kwargs, Target, where
-from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.site import AttentionSite, HeadSlice
 
@@ -98,11 +97,10 @@ def _after_attention(target: Target, site: AttentionSite) -> tuple[Tensor | None
             seen.clear()
 
     matrices = [m for m in site.module.modules() if not any(m.children()) and any(p.ndim == 2 for p in m.parameters())]
-    with ExitStack() as stack, torch.no_grad():
-        stack.enter_context(undisturbed(target.model))
+    with ExitStack() as stack:
         for module in matrices:
             stack.callback(module.register_forward_pre_hook(note).remove)
         stack.callback(site.module.register_forward_pre_hook(begin, with_kwargs=True).remove)
         stack.enter_context(Interceptor(target.model, call))
-        target.model(*copied(target.example[0]), **copied(target.example[1]))
+        target.returned()
     return (inputs[0] if len(inputs) == 1 else None), seen

@@ -16,13 +16,10 @@ from torch import Tensor, nn
 
 from qkeel.errors import DataError, InvalidTypeError, RefusedError, RunDirectoryError
 from qkeel.patching.forward_passes import unwrapped
-from qkeel.patching.module_tables import hooks_after
 from qkeel.records.files import write_json
 from qkeel.remedies.apply import in_force
 from qkeel.remedies.attention.projection_norms import HeadNorm
 from qkeel.remedies.retrofit.architectures import SHAPES, Plan, plan
-from qkeel.remedies.retrofit.blend import Share
-from qkeel.spec import RMSNorm
 from qkeel.stored import DTYPES, INDEX, PICKLES, Checkpoint, MappedFile, open_checkpoint
 
 SHARD = 5_000_000_000  # bytes
@@ -134,13 +131,13 @@ def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
         if not isinstance(module, HeadNorm):
             continue
         norm = module.norm
-        if not isinstance(norm, RMSNorm) or (norm.over == "layer") != flat:
+        if norm.kind != "rms" or (norm.over == "layer") != flat:
             raise RefusedError(f"{name} is {norm}; {to} has an RMS norm over {'all heads' if flat else 'each head'}")
-        if any(isinstance(hook, Share) and bool(hook.value != 1) for hook in hooks_after(module).values()):
+        if module.share is not None and bool(module.share != 1):
             raise RefusedError(f"{name} is still being blended in; export when its share is 1")
         like = next(p for p in model.parameters())
         gain = torch.ones((), dtype=like.dtype) if module.weight is None else module.weight.detach()
-        if module.gain == "one_plus_dim":
+        if norm.gain == "one_plus_dim":
             gain = 1 + gain
         if module.logit_scale is not None:
             gain = gain * module.logit_scale.detach()
