@@ -72,12 +72,11 @@ FIRST = {
     "fused_adam": "test_adam_pass",
     "head_groups": "test_bundle",
     "head_views": "test_bundle",
+    "head_weights": "test_masters_adapters",
     "lalr": "test_lalr_factors",
     "linearity": "test_linear",
     "logit_change": "test_changes",
     "logit_stats": "test_stats",
-    "mixed_precision": "test_masters_adapters",
-    "replaced_weights": "test_structure",
     "rope_frequencies": "test_rope",
     "step_remedy": "test_steps",
 }

@@ -13,7 +13,7 @@ from qkeel.handle import Handle
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
-from qkeel.remedies.base import Remedy, Target, check_weights, compose_all, where
+from qkeel.remedies.base import Remedy, Target, compose_all, where
 from qkeel.remedies.final_softcap import FinalSoftcap
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.none import NoRemedy
@@ -34,6 +34,7 @@ from qkeel.remedies.qkv_norm import QKVNorm
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
 from qkeel.remedies.spectral_cap import SpectralCap
+from qkeel.remedies.steps.head_weights import check_weights
 from qkeel.remedies.z_loss import ZLoss
 from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites

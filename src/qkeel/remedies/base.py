@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, NonFiniteError, RefusedError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.steps.sharded_weights import has_plain_rows
 from qkeel.sites.example import Arguments
 from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.site import AttentionSite, HeadSlice
@@ -56,7 +55,7 @@ class Target:
         return self.optimizer
 
     def returned(self) -> object:
-        """What the model returns for the example, in a pass that leaves it as it was."""
+        """The model's output for the example, from a pass that leaves it as it was."""
         args, kwargs = self.example
         with torch.no_grad(), undisturbed(self.model):
             return self.model(*copied(args), **copied(kwargs))
@@ -117,16 +116,6 @@ def compose_all(handles: Iterable[Handle]) -> Handle:
         compose(done).remove()
         raise
     return compose(done)
-
-
-def check_weights(target: Target, remedy: str) -> None:
-    """Raise unless the query and key weights exist and are finite."""
-    for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
-        p = target.parameter(name)
-        if p.is_meta:
-            raise RefusedError(f"{name} is on the meta device; give it values before {remedy} is applied")
-        if has_plain_rows(p) and not bool(torch.isfinite(p).all()):
-            raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load sound weights")
 
 
 def check_number(remedy: str, option: str, value: object, *, zero: bool = False) -> None:

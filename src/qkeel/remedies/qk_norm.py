@@ -9,8 +9,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.functional.scaling import cosine_scale, qk_norm_init
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.attention.change_norm import ChangeNorm, NormOptions
-from qkeel.remedies.attention.change_spec import known_length
-from qkeel.remedies.attention.exchange_calls import base_spec
+from qkeel.remedies.attention.change_spec import base_spec, known_length
 from qkeel.remedies.attention.refusals import refuse_norm, refuse_scale
 from qkeel.remedies.base import check_number
 from qkeel.sites.site import AttentionSite

@@ -10,14 +10,12 @@ import torch
 
 from qkeel.handle import Handle
 from qkeel.remedies.base import Target, check_number
-from qkeel.remedies.steps.decay_factors import DecayFactors
 from qkeel.remedies.steps.head_groups import HeadGroups
+from qkeel.remedies.steps.head_steps import DecayFactors
 from qkeel.remedies.steps.head_views import views_by_tensor
-from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.steps.head_weights import HeadWeights, found_inf, innermost
 from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.mixed_precision import found_inf, innermost
-from qkeel.remedies.steps.replaced_weights import ReplacementCheck
-from qkeel.remedies.steps.step_remedy import StepRemedy
+from qkeel.remedies.steps.step_remedy import ReplacementCheck, StepRemedy
 
 
 @final

@@ -15,11 +15,9 @@ from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.remedies.base import Target, check_choice, check_number
 from qkeel.remedies.steps.head_views import factor_per_row, views_by_tensor
-from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.steps.head_weights import HeadWeights, found_inf, innermost
 from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.mixed_precision import found_inf, innermost
-from qkeel.remedies.steps.replaced_weights import ReplacementCheck
-from qkeel.remedies.steps.step_remedy import StepRemedy, refuse_computed_weight, refuse_normed
+from qkeel.remedies.steps.step_remedy import ReplacementCheck, StepRemedy, refuse_computed_weight, refuse_normed
 from qkeel.sites.site import AttentionSite
 
 

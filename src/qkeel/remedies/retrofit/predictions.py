@@ -1,4 +1,4 @@
-"""What a retrofit costs: the predictions of a model on batches before and after, and the report of their distance."""
+"""The cost of a retrofit: the predictions of a model on batches before and after, and the report of their distance."""
 
 from __future__ import annotations
 
