@@ -27,9 +27,8 @@ from qkeel.remedies.one_slot import (
 )
 from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.qk_clip import QKClip
-from qkeel.remedies.qk_lr import QKLearningRate
 from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QueryNorm
-from qkeel.remedies.qk_weight_decay import QKWeightDecay
+from qkeel.remedies.qk_step_options import QKLearningRate, QKWeightDecay
 from qkeel.remedies.qkv_norm import QKVNorm
 from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -70,15 +72,29 @@ class Target:
 class Remedy(abc.ABC):
     """A named, sourced change. Subclasses are frozen dataclasses; their fields are the remedy's options.
 
-    `on_steps` says that it acts through hooks of the optimizer only: a copy of the model is without it.
+    An option's annotation says what it may be: true or false, one of a Literal's words, a number above 0; numbers that
+    `may_be_zero` names are at least 0. `on_steps` says that the remedy acts through hooks of the optimizer only: a copy
+    of the model is without it.
     """
 
     name: ClassVar[str]
     line: ClassVar[str]
     source: ClassVar[str]
     on_steps: ClassVar[bool] = False
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
 
     __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Raise unless every option is what its annotation says."""
+        for option, value in dataclasses.asdict(self).items():  # type: ignore[call-overload]
+            kind = _annotations(type(self))[option]
+            if get_origin(kind) is Literal:
+                check_choice(self.name, option, value, get_args(kind))
+            elif kind is bool:
+                check_flag(self.name, option, value)
+            elif kind is not str and not (value is None and NoneType in get_args(kind)):
+                check_number(self.name, option, value, zero=option in self.may_be_zero)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         """None if the remedy can be applied at this site as it is now, else the reason."""
@@ -91,6 +107,9 @@ class Remedy(abc.ABC):
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:
         """Make the change; the handle undoes it. A change that raises leaves everything as it was."""
+
+
+_annotations = functools.cache(get_type_hints)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from qkeel.kernels.contract import Refusal
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_out
 from qkeel.remedies.attention.site_parameters import add_submodules
-from qkeel.remedies.base import Args, Kwargs, Remedy, Target, check_choice, compose_all, where
+from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.site import AttentionSite, HeadSlice
 
@@ -38,10 +38,6 @@ class OutputGate(Remedy):
     name = "output_gate"
     line = "gates what attention returns by a sigmoid of the layer's input, so that a head may say nothing"
     source = "Qiu et al. 2025, arXiv 2505.06708"
-
-    def __post_init__(self) -> None:
-        check_choice(self.name, "per", self.per, ("feature", "head"))
-        check_choice(self.name, "init", self.init, ("keep", "random"))
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         if isinstance(site.module, nn.MultiheadAttention):

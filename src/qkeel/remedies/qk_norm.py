@@ -7,13 +7,10 @@ from typing import final
 
 from qkeel.errors import InvalidValueError
 from qkeel.functional.scaling import cosine_scale, qk_norm_init
-from qkeel.kernels.contract import Refusal
 from qkeel.remedies.attention.change_norm import ChangeNorm, NormOptions
-from qkeel.remedies.attention.change_spec import base_spec, known_length
-from qkeel.remedies.attention.refusals import refuse_norm, refuse_scale
+from qkeel.remedies.attention.change_spec import known_length
 from qkeel.remedies.base import check_number
-from qkeel.sites.site import AttentionSite
-from qkeel.spec import AttentionSpec, Fixed, L2Norm, Learned, Sqrt
+from qkeel.spec import Fixed, L2Norm, Learned, Sqrt
 from qkeel.spec.norm import Gain, GainNorm
 from qkeel.spec.scale import Scale
 
@@ -102,24 +99,17 @@ class Cosine(ChangeNorm):
     source = "Su 2023, kexue.fm 9812 and 9859 (CosA)"
 
     def __post_init__(self) -> None:
-        for option, value in (("length", self.length), ("scale", self.scale)):
-            if value is not None:
-                check_number("cosine", option, value)
+        ChangeNorm.__post_init__(self)
         if self.length is not None and self.scale is not None:
             raise InvalidValueError("cosine takes its scale from a length or as scale=…, got both")
         if self.length is not None:
             cosine_scale(self.length)  # checks that there is a logarithm to take
 
-    @property
-    def works_in_call(self) -> bool:
-        return True
+    def norm(self) -> GainNorm:
+        return L2Norm()
 
-    def supports(self, site: AttentionSite) -> Refusal | None:
-        return refuse_norm(site, L2Norm()) or refuse_scale(self.name, base_spec(site).scale)
-
-    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
-        value = self.scale
-        if value is None:
-            otherwise = ", or the scale itself, as scale=22"
-            value = cosine_scale(known_length(self.length, train_length, "cosine scales by 4 ln(L/2)", otherwise))
-        return spec.replace(norm=L2Norm(), scale=spec.scale.with_base(Fixed(value)))
+    def unit_scale(self, train_length: int | None) -> Scale:
+        if self.scale is not None:
+            return Fixed(self.scale)
+        otherwise = ", or the scale itself, as scale=22"
+        return Fixed(cosine_scale(known_length(self.length, train_length, "cosine scales by 4 ln(L/2)", otherwise)))

@@ -13,7 +13,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.block import Block, NormOrder
-from qkeel.remedies.base import Remedy, Target, check_number, compose_all, inside
+from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.blocks.residual_blocks import Branch, ModuleOutput, pre_norm_branches, swap
 from qkeel.remedies.steps.join_optimizer import join
 from qkeel.sites.site import AttentionSite
@@ -94,12 +94,12 @@ class Dropout(Remedy):
 
     rate: float = 0.1
 
-    name = "dropout"
+    name, may_be_zero = "dropout", ("rate",)
     line = "drops entries of the outputs of attention and MLP at random in training"
     source = "Chameleon, arXiv 2405.09818, section 2.3; Srivastava et al. 2014, JMLR 15"
 
     def __post_init__(self) -> None:
-        check_number("dropout", "rate", self.rate, zero=True)
+        Remedy.__post_init__(self)
         if self.rate >= 1:
             raise InvalidValueError(f"expected a rate under 1 for dropout, got {self.rate}")
 

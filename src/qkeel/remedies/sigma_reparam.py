@@ -14,7 +14,7 @@ from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.patching.module_tables import parameters_of, put_first, set_class, state_without, submodules_of
-from qkeel.remedies.base import Remedy, Target, check_choice, compose_all, inside
+from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.steps.join_optimizer import join
 
 
@@ -76,10 +76,6 @@ class SigmaReparam(Remedy):
     name = "sigma_reparam"
     line = "divides each linear weight by its spectral norm and learns the scale"
     source = "Zhai et al. 2023, arXiv 2303.06296"
-
-    def __post_init__(self) -> None:
-        check_choice(self.name, "on", self.on, ("all", "attention"))
-        check_choice(self.name, "init", self.init, ("keep", "one"))
 
     def apply(self, target: Target) -> Handle:
         inside = {id(m) for site in target.sites for m in site.module.modules()}

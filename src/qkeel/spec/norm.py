@@ -167,8 +167,9 @@ class GainNorm(Norm):
                 f"{geometry.n_kv_heads}; use shared=False with grouped keys"
             )
         needed: dict[str, Parameter] = {}
-        for part in self._parts():
-            if self.shared and part == "k":
+        parts: tuple[Part, ...] = ("q", "k", "v")
+        for part in parts:
+            if part not in self.on or (self.shared and part == "k"):
                 continue
             heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
             shapes: dict[Gain, Shape] = {
@@ -184,10 +185,6 @@ class GainNorm(Norm):
             if self.bias:
                 needed[f"{part}_norm_bias"] = Parameter(shapes[gain], 0.0)
         return needed
-
-    def _parts(self) -> tuple[Part, ...]:
-        parts: tuple[Part, ...] = ("q", "k", "v")
-        return tuple(part for part in parts if part in self.on)
 
     def formula(self) -> str:
         gains = {

@@ -42,10 +42,29 @@ class ChangeNorm(ChangeSpec):
 
     __slots__ = ()
 
-    @property
     @abc.abstractmethod
+    def norm(self) -> GainNorm:
+        """The norm that goes into the slot."""
+
+    def unit_scale(self, train_length: int | None) -> Scale:
+        """The scale of unit vectors in place of 1/√d."""
+        return Fixed(1.0)
+
+    @property
     def works_in_call(self) -> bool:
         """True if the norm gives the same after the rotation, and for key heads that were repeated."""
+        norm = self.norm()
+        return norm.kind != "layer" and norm.over == "head" and norm.gain in ("none", "scalar")
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        norm = self.norm()
+        refusal = refuse_norm(site, norm)
+        return refusal or (refuse_scale(self.name, base_spec(site).scale) if norm.kind == "l2" else None)
+
+    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
+        norm = self.norm()
+        scale = spec.scale.with_base(self.unit_scale(train_length)) if norm.kind == "l2" else spec.scale
+        return spec.replace(norm=norm, scale=scale)
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
         values = value_slices(target.model, *target.example) if sites and "v" in self.sides else {}
@@ -152,22 +171,5 @@ class NormOptions(ChangeNorm):
         check_choice(self.name, "kind", self.kind, KINDS)
         self.norm()  # checks the words
 
-    def unit_scale(self, train_length: int | None) -> Scale:
-        """The scale of unit vectors in place of 1/√d."""
-        return Fixed(1.0)
-
     def norm(self) -> GainNorm:
-        """The norm that goes into the slot."""
         return KINDS[self.kind](on=cast("On", "".join(self.sides)), over=self.over, gain=self.gain)
-
-    @property
-    def works_in_call(self) -> bool:
-        return self.kind != "layer" and self.over == "head" and self.norm().gain in ("none", "scalar")
-
-    def supports(self, site: AttentionSite) -> Refusal | None:
-        refusal = refuse_norm(site, self.norm())
-        return refusal or (refuse_scale(self.name, base_spec(site).scale) if self.kind == "l2" else None)
-
-    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
-        scale = spec.scale.with_base(self.unit_scale(train_length)) if self.kind == "l2" else spec.scale
-        return spec.replace(norm=self.norm(), scale=scale)

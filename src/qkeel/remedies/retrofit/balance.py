@@ -62,7 +62,11 @@ class Balance:
     @torch.no_grad()
     def _leaves(self, reference: Reference, pairs: Callable[[int], Tensor]) -> bool:
         """True if numbers at random, tied in this way, leave the first batch's output."""
-        self._begin(pairs)
+        self._pairs = [pairs(site.head_dim) for site in self.sites]
+        self.numbers = [
+            nn.Parameter(torch.zeros(site.n_kv_heads, int(p.max()) + 1, device=self.weights[0].device))
+            for site, p in zip(self.sites, self._pairs)
+        ]
         generator = torch.Generator().manual_seed(0)
         for t in self.numbers:
             t.copy_(torch.rand(t.shape, generator=generator) - 0.5)
@@ -73,14 +77,6 @@ class Balance:
             t.zero_()
         old = reference.old[0]
         return bool((new - old).abs().max() <= _SAME * old.abs().max())
-
-    def _begin(self, pairs: Callable[[int], Tensor]) -> None:
-        self._pairs = [pairs(site.head_dim) for site in self.sites]
-        like = self.weights[0]
-        self.numbers = [
-            nn.Parameter(torch.zeros(site.n_kv_heads, int(p.max()) + 1, device=like.device))
-            for site, p in zip(self.sites, self._pairs)
-        ]
 
     def scaled(self) -> list[Tensor]:
         """The weights as they are to be, a function of the numbers."""

@@ -18,10 +18,9 @@ from qkeel.remedies.apply import apply, parse
 from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.retrofit.balance import Balance
-from qkeel.remedies.retrofit.fit_gains import Best, copies, descend, fit, put_back
+from qkeel.remedies.retrofit.fit_gains import Best, SiteNorm, copies, descend, fit, put_back
 from qkeel.remedies.retrofit.predictions import Gap, LayerGap, Reference, RetrofitReport, divergence, predictions
 from qkeel.remedies.retrofit.replay import Replay, captured
-from qkeel.remedies.retrofit.site_norm import SiteNorm
 from qkeel.sites.example import Arguments, arguments
 from qkeel.sites.find import find_sites
 from qkeel.sites.site import AttentionSite
@@ -103,7 +102,7 @@ def retrofit(
 ) -> Retrofit:
     """Put a q/k norm into a *trained* model so that its first outputs are as close to the old ones as the norm allows.
 
-    The gains are fitted site by site on what the old model feeds it (`retrofit.gains` has the derivation), optionally
+    The gains are fitted site by site on what the old model feeds it (derived in `retrofit.fit_gains`), optionally
     q and k are distilled for some steps, and the gap to the old model is measured: before, after, and layer by layer.
 
     Args:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from qkeel.handle import Handle
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.fused_adam import AdamPass
-from qkeel.remedies.steps.head_groups import HeadGroups, Measure, frobenius_norm
-from qkeel.remedies.steps.head_views import HeadView, views_by_tensor
+from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, Measure, frobenius_norm, views_by_tensor
 from qkeel.remedies.steps.head_weights import HeadWeights, found_inf, innermost
 from qkeel.remedies.steps.linearity import ParamGroup, check_linear
 from qkeel.remedies.steps.step_remedy import ReplacementCheck

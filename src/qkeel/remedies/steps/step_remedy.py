@@ -21,8 +21,16 @@ class StepRemedy(Remedy):
     weights make the heads of a site."""
 
     on_steps: ClassVar[bool] = True
+    # Why not where q or k is normed, and where a weight is computed from another; "" where nothing speaks against it.
+    if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and the way out
+    if_computed: ClassVar[str] = ""
 
     __slots__ = ()
+
+    def holds(self, site: AttentionSite) -> Refusal | None:
+        if self.if_normed[0] and is_normed(site):
+            return Refusal(*self.if_normed)
+        return refuse_computed_weight(site, self.if_computed) if self.if_computed else None
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         return self.holds(site) or refuse_unknown_weights(site)
@@ -36,11 +44,6 @@ def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
         f"it is not known which rows of which weights make its heads: {site.why or 'no reason was reported'}",
         "apply the remedy to a part of the model without this attention",
     )
-
-
-def refuse_normed(site: AttentionSite, reason: str, way_out: str) -> Refusal | None:
-    """The refusal where a norm on q or k makes the logit independent of the size of the weights."""
-    return Refusal(reason, way_out) if is_normed(site) else None
 
 
 def refuse_computed_weight(site: AttentionSite, consequence: str) -> Refusal | None:
