@@ -193,17 +193,17 @@ class Experiment:
         for name, scope in self.scopes.items():
             for part in {s.parameter for s in ends(scope.site)}:
                 one, three, other = (i.get(part) for i in inputs)
-                first = inputs[0].get(self._first_product(scope))
-                if one is None or three is None or other is None or first is None or _same(one, first):
+                read = next((n for n in self.order if n.startswith(f"{scope.name}.") or not scope.name), "")
+                first = inputs[0].get(read)  # what the scope's first product reads
+                if one is None or three is None or other is None or first is None:
+                    continue
+                if one.numel() == first.numel() and torch.equal(one.flatten(), first.flatten()):
                     continue
                 if responses.close(other, one, 1e-3):
                     continue
                 normed = responses.close(three, one, 1e-3)
                 found.setdefault(name, {})[part] = "normed latent" if normed else "latent without norm"
         return found
-
-    def _first_product(self, scope: Scope) -> str:
-        return next((n for n in self.order if n.startswith(f"{scope.name}.") or not scope.name), "")
 
     def _above(self, scope: Scope) -> list[str]:
         """Matrices of the scope that run before its last projection and might feed one."""
@@ -213,7 +213,3 @@ class Experiment:
         widths = {self.model.get_parameter(s.parameter).shape[1 - s.axis] for s in ends(scope.site)}
         whole = {self.model.get_parameter(n).shape[0] for n in ran[:last]} & widths
         return [n for n in ran[:last] if n not in self.controlled.targets] if whole else []
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())
