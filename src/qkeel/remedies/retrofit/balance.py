@@ -10,7 +10,6 @@ along with the gains to the KL of the output, and goes into the rows of the q an
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -24,13 +23,8 @@ from qkeel.sites.site import AttentionSite, HeadSlice, across
 _SAME = 1e-4  # of the largest output: above float32's rounding, far below what a wrong pairing does
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Rows:
-    """Rows of a weight or bias that site number `site` scales by e^{sign · t}."""
-
-    site: int
-    heads: HeadSlice
-    sign: float
+# Rows of a weight or bias that a site, by its number, scales by e^{sign · t}: the number, the rows, the sign.
+_Rows = tuple[int, HeadSlice, float]
 
 
 @final
@@ -44,7 +38,7 @@ class Balance:
             for heads, sign in ((site.query[0], 1.0), (site.key[-1], -1.0)):
                 for name in filter(None, (heads.parameter, heads.bias)):
                     p = model.get_parameter(name)
-                    self._rows.setdefault(id(p), (p, []))[1].append(_Rows(site=i, heads=heads, sign=sign))
+                    self._rows.setdefault(id(p), (p, []))[1].append((i, heads, sign))
         self.weights = [p for p, _ in self._rows.values()]
         self._old = copies(self.weights)
         self._pairs: list[Tensor] = []
@@ -83,12 +77,12 @@ class Balance:
         return [old * self._factor(p, rows) for old, (p, rows) in zip(self._old, self._rows.values())]
 
     def _factor(self, p: Tensor, rows: Sequence[_Rows]) -> Tensor:
-        axis = rows[0].heads.axis if p.ndim > 1 else 0
+        axis = rows[0][1].axis if p.ndim > 1 else 0
         lines = torch.ones(p.shape[axis], device=p.device, dtype=torch.float32)
-        for one in rows:
-            t = self.numbers[one.site][:, self._pairs[one.site]]
-            t = t.repeat_interleave(one.heads.n // len(t), 0)
-            lines = lines.index_put((one.heads.index.to(p.device).flatten(),), (one.sign * t).exp().flatten())
+        for site, heads, sign in rows:
+            t = self.numbers[site][:, self._pairs[site]]
+            t = t.repeat_interleave(heads.n // len(t), 0)
+            lines = lines.index_put((heads.index.to(p.device).flatten(),), (sign * t).exp().flatten())
         return (across(lines, axis) if p.ndim > 1 else lines).to(p.dtype)
 
     @torch.no_grad()
