@@ -67,14 +67,6 @@ class AttentionCall:
             return None
         return reach
 
-    def with_rows(self, rows: Tensor) -> AttentionCall:
-        """The call with these query rows only, at their own positions."""
-        mask = self.mask if self.mask is None or self.mask.shape[2] == 1 else self.mask[:, :, rows]
-        counted = None if self.query_mask is None else self.query_mask[:, rows]
-        classes = None if self.classes is None else self.classes.rows(rows)
-        q, pos_q = self.q[:, :, rows], self.pos_q[:, rows]
-        return dataclasses.replace(self, q=q, pos_q=pos_q, mask=mask, query_mask=counted, classes=classes, plain=False)
-
     def encoded(self) -> tuple[Queries, Keys]:
         """Returns q and k as they enter the dot product, float32 or wider."""
         return self.spec.encode(self.q, self.k, self.pos_q, self.pos_k, self.params)

@@ -84,10 +84,9 @@ class SiteRecipe:
         same = dataclasses.replace(self.query, parameters=()) == dataclasses.replace(self.key, parameters=())
         heads = f"{self.n_heads} heads of {self.head_dim}"
         groups = "" if self.n_kv_heads == self.n_heads else f", {self.n_kv_heads} of keys, query heads in blocks"
-        of_key = f", for k {compress(self.key.parameters)}" if self.key.parameters else ""
         rows = [
             f"heads     {heads}{groups}{f'; {self.latent}' if self.latent else ''}",
-            *([f"q, k      {self.query.text()}{of_key}"] if same else []),
+            *([f"q, k      {self.query.text()}{_key_parameters(self.key)}"] if same else []),
             *([] if same else [f"q         {self.query.text()}", f"k         {self.key.text()}"]),
             f"position  {'no rotation of q and k' if self.rotation is None else self.rotation.text()}",
             f"logit     {self._logit()}",
@@ -106,6 +105,10 @@ class SiteRecipe:
             z += f" (in all {scale_text((self.total_scale,), self.head_dim)}, with what multiplies q and k)"
         cap = "" if self.softcap is None else f", capped: {self.softcap:g} tanh(z / {self.softcap:g})"
         return f"{z}{cap}{f', {self.sinks}' if self.sinks else ''}"
+
+
+def _key_parameters(key: NormRecipe) -> str:
+    return f", for k {compress(key.parameters)}" if key.parameters else ""
 
 
 def scale_text(scale: Sequence[float], head_dim: int) -> str:

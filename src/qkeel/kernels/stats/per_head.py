@@ -73,7 +73,7 @@ def sampled_stats(
     rows = chosen_rows(t, n_queries, generator)
     if rows is None:
         return logit_stats(call, threshold)
-    return standing_for(_stats(call.with_rows(rows.to(call.q.device)), _keys_seen(call), threshold), t, n_queries)
+    return standing_for(_stats(_with_rows(call, rows.to(call.q.device)), _keys_seen(call), threshold), t, n_queries)
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def logit_change(
         raise RefusedError(f"{after.spec.position.formula()} enters no product q·k whose change could be computed")
     rows = chosen_rows(after.query_shape[1], n_queries, generator)
     if rows is not None:
-        before, after = (call.with_rows(rows.to(call.q.device)) for call in (before, after))
+        before, after = (_with_rows(call, rows.to(call.q.device)) for call in (before, after))
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
     for rows, keys in _blocks(after):
@@ -181,6 +181,17 @@ def _stats(call: AttentionCall, keys_seen: Tensor, threshold: float) -> LogitSta
         found = logit_rows(z, seen, threshold, classes)
         parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
     return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes)
+
+
+def _with_rows(call: AttentionCall, rows: Tensor) -> AttentionCall:
+    """The call with these query rows only, at their own positions."""
+    mask = call.mask
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask[:, :, rows]
+    counted = None if call.query_mask is None else call.query_mask[:, rows]
+    classes = None if call.classes is None else call.classes.rows(rows)
+    q, pos_q = call.q[:, :, rows], call.pos_q[:, rows]
+    return dataclasses.replace(call, q=q, pos_q=pos_q, mask=mask, query_mask=counted, classes=classes, plain=False)
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import put_in_place, take_out
-from qkeel.remedies.attention.change_spec import ChangeSpec, base_spec, exchange_calls, number
+from qkeel.remedies.attention.change_spec import ChangeSpec
+from qkeel.remedies.attention.exchange_calls import base_spec, exchange_calls, number
 from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, heads_of
 from qkeel.remedies.attention.refusals import refuse_norm, refuse_scale, refuse_unseen
 from qkeel.remedies.attention.site_parameters import add_submodules

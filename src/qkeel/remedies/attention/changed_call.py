@@ -101,9 +101,7 @@ class ChangedCalls(InstanceForward):
     def fused(self, args: Args, kwargs: Kwargs) -> Tensor:
         """One call of F.scaled_dot_product_attention."""
         self.note()
-        given = sdpa_arguments(args, kwargs)
-        q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-        dropout, causal, scale = (given[name] for name in ("dropout_p", "is_causal", "scale"))
+        q, k, v, mask, dropout, causal, scale = _sdpa_arguments(args, kwargs)
         if q.is_nested or q.ndim != 4:
             raise RefusedError(
                 f"expected attention of q [b h t d], got {'nested tensors' if q.is_nested else tuple(q.shape)}; its "
@@ -249,6 +247,11 @@ def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params
     if has_torch_function_unary(x):
         return handle_torch_function(softmax, (x,), x, dim, visible, normalizer, params)
     return normalizer.weights(x, visible, params)
+
+
+def _sdpa_arguments(args: Args, kwargs: Kwargs) -> Args:
+    given = sdpa_arguments(args, kwargs)
+    return tuple(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
 
 
 def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:

@@ -10,21 +10,27 @@ along with the gains to the KL of the output, and goes into the rows of the q an
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from qkeel.remedies.retrofit.fit_gains import copies, descend_along, put_back
+from qkeel.remedies.retrofit.fit_gains import descend_along, put_back
 from qkeel.remedies.retrofit.predictions import Reference, predictions
 from qkeel.sites.site import AttentionSite, HeadSlice, across
 
 _SAME = 1e-4  # of the largest output: above float32's rounding, far below what a wrong pairing does
 
 
-# Rows of a weight or bias that a site, by its number, scales by e^{sign · t}: the number, the rows, the sign.
-_Rows = tuple[int, HeadSlice, float]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Rows:
+    """Rows of a weight or bias that site number `site` scales by e^{sign · t}."""
+
+    site: int
+    heads: HeadSlice
+    sign: float
 
 
 @final
@@ -38,9 +44,9 @@ class Balance:
             for heads, sign in ((site.query[0], 1.0), (site.key[-1], -1.0)):
                 for name in filter(None, (heads.parameter, heads.bias)):
                     p = model.get_parameter(name)
-                    self._rows.setdefault(id(p), (p, []))[1].append((i, heads, sign))
+                    self._rows.setdefault(id(p), (p, []))[1].append(_Rows(site=i, heads=heads, sign=sign))
         self.weights = [p for p, _ in self._rows.values()]
-        self._old = copies(self.weights)
+        self._old = [p.detach().clone() for p in self.weights]
         self._pairs: list[Tensor] = []
         self.numbers: list[nn.Parameter] = []
 
@@ -56,11 +62,7 @@ class Balance:
     @torch.no_grad()
     def _leaves(self, reference: Reference, pairs: Callable[[int], Tensor]) -> bool:
         """True if numbers at random, tied in this way, leave the first batch's output."""
-        self._pairs = [pairs(site.head_dim) for site in self.sites]
-        self.numbers = [
-            nn.Parameter(torch.zeros(site.n_kv_heads, int(p.max()) + 1, device=self.weights[0].device))
-            for site, p in zip(self.sites, self._pairs)
-        ]
+        self._begin(pairs)
         generator = torch.Generator().manual_seed(0)
         for t in self.numbers:
             t.copy_(torch.rand(t.shape, generator=generator) - 0.5)
@@ -72,17 +74,25 @@ class Balance:
         old = reference.old[0]
         return bool((new - old).abs().max() <= _SAME * old.abs().max())
 
+    def _begin(self, pairs: Callable[[int], Tensor]) -> None:
+        self._pairs = [pairs(site.head_dim) for site in self.sites]
+        like = self.weights[0]
+        self.numbers = [
+            nn.Parameter(torch.zeros(site.n_kv_heads, int(p.max()) + 1, device=like.device))
+            for site, p in zip(self.sites, self._pairs)
+        ]
+
     def scaled(self) -> list[Tensor]:
         """The weights as they are to be, a function of the numbers."""
         return [old * self._factor(p, rows) for old, (p, rows) in zip(self._old, self._rows.values())]
 
     def _factor(self, p: Tensor, rows: Sequence[_Rows]) -> Tensor:
-        axis = rows[0][1].axis if p.ndim > 1 else 0
+        axis = rows[0].heads.axis if p.ndim > 1 else 0
         lines = torch.ones(p.shape[axis], device=p.device, dtype=torch.float32)
-        for site, heads, sign in rows:
-            t = self.numbers[site][:, self._pairs[site]]
-            t = t.repeat_interleave(heads.n // len(t), 0)
-            lines = lines.index_put((heads.index.to(p.device).flatten(),), (sign * t).exp().flatten())
+        for one in rows:
+            t = self.numbers[one.site][:, self._pairs[one.site]]
+            t = t.repeat_interleave(one.heads.n // len(t), 0)
+            lines = lines.index_put((one.heads.index.to(p.device).flatten(),), (one.sign * t).exp().flatten())
         return (across(lines, axis) if p.ndim > 1 else lines).to(p.dtype)
 
     @torch.no_grad()

@@ -105,7 +105,9 @@ def rows_of(site: AttentionSite, inputs: Arguments) -> Rows:
 
 
 def _called(call: AttentionCall) -> Rows:
-    some = call.with_rows(_spread(call.q))
+    rows = _spread(call.q)
+    mask = call.mask if call.mask is None or call.mask.shape[-2] == 1 else call.mask[..., rows, :]
+    some = dataclasses.replace(call, q=call.q[:, :, rows], pos_q=call.pos_q[:, rows], mask=mask, plain=False)
     q, k = some.encoded()
     whole = slice(0, q.shape[2]), slice(0, k.shape[2])
     z = some.spec.cap.apply(some.scores(q, k, *whole))
