@@ -10,13 +10,13 @@ from torch import Tensor
 
 from qkeel.functional.bounds import (
     entropy_floor,
-    interaction_norms,
-    logit_change_frobenius,
+    gram_interaction_norms,
     logit_frobenius,
     rms_logit_bound,
     spectral_norm,
 )
 from qkeel.functional.normalizers import entropy
+from qkeel.functional.statistics.logit_change import change_factors
 from qkeel.spec import AttentionSpec, RMSNorm
 
 FLOORS = {
@@ -124,24 +124,24 @@ def test_logit_change_is_that_of_the_dense_difference_however_small_the_step(ste
     # The dense difference without its own cancellation, from the steps as float64 stored them.
     dq, dk = q_new - q, k_new - k
     dense = torch.linalg.matrix_norm(dq @ k_new.mT + q @ dk.mT)
-    torch.testing.assert_close(logit_change_frobenius(q, k, q_new, k_new), dense, rtol=1e-12, atol=0)
+    torch.testing.assert_close(logit_frobenius(*change_factors(q, k, q_new, k_new)), dense, rtol=1e-12, atol=0)
 
 
 def test_logit_change_of_no_step_is_zero() -> None:
     q, k = randn(17, 8), randn(11, 8, seed=1)
-    assert logit_change_frobenius(q, k, q.clone(), k.clone()).item() == 0.0
+    assert logit_frobenius(*change_factors(q, k, q.clone(), k.clone())).item() == 0.0
 
 
 def test_logit_change_of_a_small_step_survives_float32() -> None:
     q, k, dq = randn(64, 16), randn(64, 16, seed=1), 1e-3 * randn(64, 16, seed=2)
     exact = torch.linalg.matrix_norm(dq @ k.mT)
-    found = logit_change_frobenius(q.float(), k.float(), (q + dq).float(), k.float())
+    found = logit_frobenius(*change_factors(q.float(), k.float(), (q + dq).float(), k.float()))
     assert found.item() == pytest.approx(exact.item(), rel=1e-3)
 
 
 def test_interaction_norms_are_those_of_the_dense_product() -> None:
     w_q, w_k = randn(4, 8, 40), randn(4, 8, 40, seed=1)
-    frobenius, spectral = interaction_norms(w_q, w_k)
+    frobenius, spectral = gram_interaction_norms(w_q @ w_q.mT, w_k @ w_k.mT)
     dense = w_q.mT @ w_k
     torch.testing.assert_close(frobenius, torch.linalg.matrix_norm(dense), rtol=1e-12, atol=0)
     torch.testing.assert_close(spectral, torch.linalg.matrix_norm(dense, ord=2), rtol=1e-12, atol=0)
@@ -150,7 +150,7 @@ def test_interaction_norms_are_those_of_the_dense_product() -> None:
 def test_interaction_norms_of_rank_deficient_weights_are_those_of_the_dense_product() -> None:
     w_q, w_k = randn(8, 40), randn(8, 40, seed=1)
     w_q[3:] = 0.0
-    frobenius, spectral = interaction_norms(w_q, w_k)
+    frobenius, spectral = gram_interaction_norms(w_q @ w_q.mT, w_k @ w_k.mT)
     dense = w_q.mT @ w_k
     assert frobenius.item() == pytest.approx(torch.linalg.matrix_norm(dense).item(), rel=1e-12)
     assert spectral.item() == pytest.approx(torch.linalg.matrix_norm(dense, ord=2).item(), rel=1e-12)

@@ -46,8 +46,7 @@ ROOMS = {
             "src/qkeel/remedies/steps/*.py",
             "src/qkeel/remedies/lalr.py",
             "src/qkeel/remedies/qk_clip.py",
-            "src/qkeel/remedies/qk_lr.py",
-            "src/qkeel/remedies/qk_weight_decay.py",
+            "src/qkeel/remedies/qk_step_options.py",
             "src/qkeel/remedies/spectral_cap.py",
         ),
         tests=(
@@ -72,12 +71,11 @@ FIRST = {
     "fused_adam": "test_adam_pass",
     "head_groups": "test_bundle",
     "head_views": "test_bundle",
+    "head_weights": "test_masters_adapters",
     "lalr": "test_lalr_factors",
     "linearity": "test_linear",
     "logit_change": "test_changes",
     "logit_stats": "test_stats",
-    "mixed_precision": "test_masters_adapters",
-    "replaced_weights": "test_structure",
     "rope_frequencies": "test_rope",
     "step_remedy": "test_steps",
 }

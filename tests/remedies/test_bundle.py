@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.remedies.steps.head_groups import HeadGroups, frobenius_norm
-from qkeel.remedies.steps.head_views import HeadView, factor_per_row, views_by_tensor
+from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, factor_per_row, frobenius_norm, views_by_tensor
 from qkeel.sites import HeadSlice
 
 from .models import attention, gradients, step_by

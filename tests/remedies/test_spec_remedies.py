@@ -299,7 +299,7 @@ def test_a_capped_model_is_not_capped_again() -> None:
         ("qk_norm:gain=dims", UnknownNameError, "unknown gain 'dims'. Did you mean 'dim'"),
         ("qk_norm:over=heads", UnknownNameError, "Did you mean 'head'"),
         ("qkv_norm:kind=l2", UnknownNameError, "unknown kind of qkv_norm 'l2'"),
-        ("qkv_norm:gain=dims", UnknownNameError, "unknown gain 'dims'. Did you mean 'dim'"),
+        ("qkv_norm:gain=dims", UnknownNameError, "unknown gain of qkv_norm 'dims'. Did you mean 'dim'"),
         ("qkv_norm:drop_pre_norm=maybe", InvalidTypeError, "expected true or false for drop_pre_norm"),
         ("softcap:cap=big", InvalidTypeError, "expected a number for cap of softcap, got 'big'"),
     ],

@@ -16,8 +16,8 @@ import qkeel
 from qkeel.errors import InvalidValueError
 from qkeel.remedies import Target
 from qkeel.remedies.steps import head_groups
+from qkeel.remedies.steps.head_groups import factor_per_row
 from qkeel.remedies.steps.head_steps import head_steps
-from qkeel.remedies.steps.head_views import factor_per_row
 from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.sites import AttentionSite, HeadSlice, LogitTerm
 from qkeel.spec import AttentionSpec

@@ -58,22 +58,6 @@ def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> F
     return ((q.mT @ q) * (k.mT @ k)).sum((-2, -1)).clamp_min(0).sqrt()
 
 
-def logit_change_frobenius(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> Float[Tensor, "*b"]:
-    """‖q' k'ᵀ - q kᵀ‖_F from Gram matrices of size 2d: q'k'ᵀ - qkᵀ = [δq q][k' δk]ᵀ, δ = new - old.
-
-    In the steps, not as [q' q][k' -k]ᵀ: that one subtracts numbers of the size of the logits, and a step of
-    1e-3 is lost in float32. Divide by sqrt(t·s) for the RMS change of a logit.
-    """
-    return logit_frobenius(torch.cat([q_new - q, q], dim=-1), torch.cat([k_new, k_new - k], dim=-1))
-
-
-def interaction_norms(
-    w_q: Float[Tensor, "*h d m"], w_k: Float[Tensor, "*h d m"]
-) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
-    """Frobenius and spectral norm of W_Qᵀ W_K per head, from d×d matrices: see `gram_interaction_norms`."""
-    return gram_interaction_norms(w_q @ w_q.mT, w_k @ w_k.mT)
-
-
 def gram_interaction_norms(
     a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]
 ) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:

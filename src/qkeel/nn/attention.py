@@ -65,27 +65,22 @@ class Attention(SpecModule):
         (cross-attention; not causal unless asked). pos [b t]: positions of x. mask: see `qkeel.attention`.
         """
         check_input(x, self.d_model, self.q_proj)
-        if cache is not None and context is not None:
-            raise InvalidValueError("cache and context exclude each other: project the context once instead")
         if context is not None:
+            if cache is not None:
+                raise InvalidValueError("cache and context exclude each other: project the context once instead")
             check_input(context, self.d_model, self.k_proj, "context")
-        if context is not None and len(context) != len(x):
-            raise ShapeError(
-                f"expected context of shape [{x.shape[0]} keys {self.d_model}], got {tuple(context.shape)}"
-            )
+            if len(context) != len(x):
+                expected = f"[{x.shape[0]} keys {self.d_model}]"
+                raise ShapeError(f"expected context of shape {expected}, got {tuple(context.shape)}")
         source = x if context is None else context
         q = self._heads(self.q_proj(x), self.n_heads)
         k = self._heads(self.k_proj(source), self.n_kv_heads)
         v = self._heads(self.v_proj(source), self.n_kv_heads)
         causal = context is None if causal is None else causal
-        if cache is not None:
-            return self.o_proj(self.attend_cached(cache, q, k, v, causal=causal, mask=mask, pos=pos))
-        seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos if context is None else pos_context)
+        if context is None:
+            return self.o_proj(self.attend_self(cache, (q, k, v), causal=causal, mask=mask, pos=pos))
+        seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos_context)
         return self.o_proj(self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen))
-
-    def new_cache(self, max_length: int | None = None) -> KVCache:
-        """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling."""
-        return KVCache(max_length)
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)

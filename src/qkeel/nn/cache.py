@@ -73,10 +73,7 @@ class Cache:
         if pos is not None or self.pos is not None:
             self._place(self.next_positions(new[0], pos), new[0])
         self.length = length
-        return self._all()
-
-    def _all(self) -> list[Tensor]:
-        return [held[:, :, : self.length] for held in self._held]
+        return [held[:, :, :length] for held in self._held]
 
     def _place(self, new: Tensor, like: Tensor) -> None:
         old = torch.arange(self.length, device=like.device)[None] if self.pos is None else self.pos

@@ -12,7 +12,6 @@ from qkeel.errors import InvalidValueError, RefusedError, unknown
 from qkeel.nn.cache import KVCache
 from qkeel.nn.spec_module import SpecModule, check_input
 from qkeel.spec import AttentionSpec, preset
-from qkeel.spec.call import Visibility
 from qkeel.spec.shapes import Hidden, Tokens
 
 
@@ -73,14 +72,7 @@ class GAU(SpecModule):
         u, v = F.silu(self.uv_proj(x)).chunk(2, dim=-1)
         q, k = self.qk_proj(x)
         heads = (q[:, None], k[:, None], v[:, None])
-        if cache is not None:
-            return self.o_proj(u * self.attend_cached(cache, *heads, causal=causal, mask=mask, pos=pos))
-        seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
-        return self.o_proj(u * self.attend(*heads, spec=self.spec, params=self.spec_params(), seen=seen))
-
-    def new_cache(self, max_length: int | None = None) -> KVCache:
-        """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling."""
-        return KVCache(max_length)
+        return self.o_proj(u * self.attend_self(cache, heads, causal=causal, mask=mask, pos=pos))
 
 
 @final

@@ -28,6 +28,7 @@ from qkeel.spec.norm import GainNorm, Norm
 from qkeel.spec.shapes import Heads, Queries
 from qkeel.spec.slot import Params
 
+PerKey = Float[Tensor, "b g n"]
 BLOCK = 1 << 21  # logits held at once
 _WAY_OUT = (
     "use RMSNorm or L2Norm on q and k with gain none, dim, one_plus_dim or scalar; without a cache this norm works as "
@@ -107,7 +108,7 @@ def _query_alone(spec: AttentionSpec) -> AttentionSpec:
     return spec.replace(norm=dataclasses.replace(norm, on="q") if "q" in norm.on else NoNorm())
 
 
-def inverse_size(norm: Norm, k: Heads) -> Float[Tensor, "b g n"]:
+def inverse_size(norm: Norm, k: Heads) -> PerKey:
     """The factor of the norm on each raw key [b h t d]: [b h t], or [b 1 t] where it is over all heads at once."""
     if norm.over == "layer":
         k = k.transpose(1, 2).flatten(2)[:, None]
@@ -122,11 +123,7 @@ def absorb(q: Queries, up: Float[Tensor, "h n l"], gain: Tensor | None, rope_dim
     return torch.cat([plain @ up, rotated], dim=-1)
 
 
-def attend_latents(
-    call: AttentionCall,
-    inverse: Float[Tensor, "b g s"] | None,
-    head_dim: int,
-) -> Float[Tensor, "b h t l"]:
+def attend_latents(call: AttentionCall, inverse: PerKey | None, head_dim: int) -> Float[Tensor, "b h t l"]:
     """Σ_s p_s c_s [b h t l] for absorbed queries [b h t l+r], cached k [b 1 s l+r] and c, its first l numbers, as v.
 
     In float32 or wider, O(T) memory. `inverse` [b h|1 s] multiplies the logits before mask and cap; `head_dim` is

@@ -14,7 +14,7 @@ from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.choose import KERNELS, choose
 from qkeel.kernels.compiled_attention import Native
 from qkeel.kernels.encode import encoded
-from qkeel.nn.cache import KVCache
+from qkeel.nn.cache import Cache, KVCache
 from qkeel.patching.module_tables import hooks_before
 from qkeel.registry import lookup
 from qkeel.spec import AttentionCall, AttentionSpec
@@ -24,6 +24,7 @@ from qkeel.spec.shapes import Keys, Queries, Values
 from qkeel.spec.slot import Params
 
 Observer = Callable[[AttentionCall], None]
+Heads = tuple[Queries, Keys, Values]
 
 
 class Reader(abc.ABC):
@@ -96,10 +97,18 @@ class SpecModule(nn.Module):
                 observer(call)
         return (kernel(call) if read is None else read[0]).transpose(1, 2).flatten(2)
 
-    def attend_cached(
-        self, cache: KVCache, q: Queries, k: Keys, v: Values, *, causal: bool, mask: Tensor | None, pos: Tensor | None
+    def new_cache(self, max_length: int | None = None) -> Cache:
+        """An empty cache for one batch; `max_length` tokens are reserved at once, else it grows by doubling."""
+        return KVCache(max_length)
+
+    def attend_self(
+        self, cache: KVCache | None, qkv: Heads, *, causal: bool, mask: Tensor | None, pos: Tensor | None
     ) -> Tensor:
-        """Add new keys and values [b g t d] to the cache and attend to all of them: [b h t d] -> [b t h·d']."""
+        """Attend to the same tokens' keys and values [b g t d], with a cache to all before them: -> [b t h·d']."""
+        q, k, v = qkv
+        if cache is None:
+            seen = Visibility(causal=causal, mask=mask, pos_q=pos, pos_k=pos)
+            return self.attend(q, k, v, spec=self.spec, params=self.spec_params(), seen=seen)
         if not isinstance(cache, KVCache):
             raise InvalidTypeError(f"expected a qkeel.nn.KVCache, got {type(cache).__name__}; new_cache() makes one")
         cache.check_positions(pos, mask)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from contextlib import contextmanager
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, NonFiniteError, RefusedError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.steps.sharded_weights import has_plain_rows
 from qkeel.sites.example import Arguments
+from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.site import AttentionSite, HeadSlice
 
 Args = tuple[Any, ...]  # of a call of somebody else's function
@@ -53,6 +56,12 @@ class Target:
             raise RefusedError(f"{remedy} acts on optimizer steps: call qkeel.apply({remedy!r}, model, optimizer)")
         return self.optimizer
 
+    def returned(self) -> object:
+        """The model's output for the example, from a pass that leaves it as it was."""
+        args, kwargs = self.example
+        with torch.no_grad(), undisturbed(self.model):
+            return self.model(*copied(args), **copied(kwargs))
+
     def logit_slices(self) -> Iterator[HeadSlice]:
         """The heads' parts of every weight from which a logit is made, site by site and term by term."""
         for site in self.sites:
@@ -63,15 +72,29 @@ class Target:
 class Remedy(abc.ABC):
     """A named, sourced change. Subclasses are frozen dataclasses; their fields are the remedy's options.
 
-    `on_steps` says that it acts through hooks of the optimizer only: a copy of the model is without it.
+    An option's annotation says what it may be: true or false, one of a Literal's words, a number above 0; numbers that
+    `may_be_zero` names are at least 0. `on_steps` says that the remedy acts through hooks of the optimizer only: a copy
+    of the model is without it.
     """
 
     name: ClassVar[str]
     line: ClassVar[str]
     source: ClassVar[str]
     on_steps: ClassVar[bool] = False
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
 
     __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Raise unless every option is what its annotation says."""
+        for option, value in dataclasses.asdict(self).items():  # type: ignore[call-overload]
+            kind = _annotations(type(self))[option]
+            if get_origin(kind) is Literal:
+                check_choice(self.name, option, value, get_args(kind))
+            elif kind is bool:
+                check_flag(self.name, option, value)
+            elif kind is not str and not (value is None and NoneType in get_args(kind)):
+                check_number(self.name, option, value, zero=option in self.may_be_zero)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         """None if the remedy can be applied at this site as it is now, else the reason."""
@@ -86,6 +109,22 @@ class Remedy(abc.ABC):
         """Make the change; the handle undoes it. A change that raises leaves everything as it was."""
 
 
+_annotations = functools.cache(get_type_hints)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode; afterwards that and whatever a pass changes is put back."""
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        with undisturbed(model):
+            model.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def compose_all(handles: Iterable[Handle]) -> Handle:
     """One handle for changes that are made one after the other; if one raises, those before it are undone."""
     done: list[Handle] = []
@@ -96,16 +135,6 @@ def compose_all(handles: Iterable[Handle]) -> Handle:
         compose(done).remove()
         raise
     return compose(done)
-
-
-def check_weights(target: Target, remedy: str) -> None:
-    """Raise unless the query and key weights exist and are finite."""
-    for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
-        p = target.parameter(name)
-        if p.is_meta:
-            raise RefusedError(f"{name} is on the meta device; give it values before {remedy} is applied")
-        if has_plain_rows(p) and not bool(torch.isfinite(p).all()):
-            raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load sound weights")
 
 
 def check_number(remedy: str, option: str, value: object, *, zero: bool = False) -> None:
@@ -132,3 +161,13 @@ def check_flag(remedy: str, option: str, value: object) -> None:
 def where(site: AttentionSite) -> str:
     """The name of a site in errors."""
     return site.name or "the model itself"
+
+
+def module_name(site: AttentionSite) -> str:
+    """The name of the site's module: that of the site without the number of its call."""
+    return site.name.partition("#")[0]
+
+
+def inside(module: str, name: str) -> str:
+    """The name in the model of what a module, perhaps the model itself, calls by that name."""
+    return f"{module}.{name}" if module else name

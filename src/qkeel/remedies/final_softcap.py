@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qkeel.functional.softcap import softcap
 from qkeel.handle import Handle
-from qkeel.remedies.base import Remedy, Target, check_number
+from qkeel.remedies.base import Remedy, Target
 from qkeel.remedies.blocks.output_head import logits_module
 
 
@@ -38,9 +38,6 @@ class FinalSoftcap(Remedy):
     name = "final_softcap"
     line = "bends the logits over the vocabulary with cap·tanh(z/cap)"
     source = "Gemma 2, arXiv 2408.00118, section 2"
-
-    def __post_init__(self) -> None:
-        check_number("final_softcap", "cap", self.cap)
 
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)

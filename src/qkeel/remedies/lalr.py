@@ -14,12 +14,11 @@ from torch.nn import functional as F
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle
-from qkeel.kernels.contract import Refusal
-from qkeel.remedies.base import Target, check_choice, check_number
+from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import frobenius_norm
 from qkeel.remedies.steps.head_steps import head_steps
 from qkeel.remedies.steps.head_weights import HeadWeights
-from qkeel.remedies.steps.step_remedy import StepRemedy, refuse_computed_weight, refuse_normed
+from qkeel.remedies.steps.step_remedy import StepRemedy
 from qkeel.sites.site import AttentionSite
 
 # One term a weight takes part in: the entries of the other weights of the term, and the number of query heads.
@@ -51,18 +50,11 @@ class LALR(StepRemedy):
     name = "lalr"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
-
-    def __post_init__(self) -> None:
-        check_number("lalr", "tau", self.tau)
-        check_choice(self.name, "norm", self.norm, ("frobenius", "spectral"))
-        check_choice(self.name, "decay", self.decay, ("scaled", "plain"))
-
-    def holds(self, site: AttentionSite) -> Refusal | None:
-        return refuse_normed(
-            site,
-            "a norm on q and k already makes the logit independent of the size of the weights",
-            "use one of the two, or qk_lr for a plain lower rate",
-        ) or refuse_computed_weight(site, "the norm of what the optimizer steps says nothing about the logit")
+    if_normed = (
+        "a norm on q and k already makes the logit independent of the size of the weights",
+        "use one of the two, or qk_lr for a plain lower rate",
+    )
+    if_computed = "the norm of what the optimizer steps says nothing about the logit"
 
     def apply(self, target: Target) -> Handle:
         weights = HeadWeights.of(target)

@@ -19,7 +19,7 @@ from qkeel.kernels.contract import Refusal
 from qkeel.remedies.attention.change_spec import ChangeSpec, known_length
 from qkeel.remedies.attention.exchange_calls import refuse_added_scores
 from qkeel.remedies.attention.refusals import SlotName, refuse_taken
-from qkeel.remedies.base import Target, check_flag, check_number
+from qkeel.remedies.base import Target, check_flag
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, LogN, Sigmoid, Sink, Softcap, Softpick
 from qkeel.spec.cap import Cap
@@ -61,9 +61,6 @@ class SoftcapRemedy(OneSlot):
     line = "bends logits with cap·tanh(z/cap); what is before the cap may still grow"
     source = "Gemma 2, arXiv 2408.00118"
 
-    def __post_init__(self) -> None:
-        check_number(self.name, "cap", self.cap)
-
     def value(self, old: AttentionSpec, train_length: int | None) -> Softcap:
         return Softcap(self.cap)
 
@@ -86,10 +83,8 @@ class LogNRemedy(OneSlot):
     source = "Su 2021, kexue.fm 8823 and 9859; scalable softmax: Nakanishi 2025, arXiv 2501.19399"
 
     def __post_init__(self) -> None:
-        if self.length is not None:
-            check_number(self.name, "length", self.length)
-        check_flag(self.name, "clip", self.clip)
-        # LogN checks that there is a logarithm to divide by, and the words.
+        OneSlot.__post_init__(self)
+        # LogN checks that there is a logarithm to divide by, and what goes together.
         LogN(train_length=2 if self.length is None else self.length, clip=self.clip, learned=self.learned)
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Scale:
@@ -105,13 +100,12 @@ class AttentionTemperature(OneSlot):
     alpha: float = 0.1
     floor: int = 8192
 
-    name, slot = "attention_temperature", "scale"
+    name, slot, may_be_zero = "attention_temperature", "scale", ("alpha",)
     line = "scales logits by 1 + α ln(1 + ⌊n/floor⌋), a temperature for long contexts only"
     source = "Llama 4 as shipped in transformers 5.23 (attn_scale, floor_scale)"
 
     def __post_init__(self) -> None:
-        check_number(self.name, "alpha", self.alpha, zero=True)
-        check_number(self.name, "floor", self.floor)
+        OneSlot.__post_init__(self)
         if int(self.floor) != self.floor:
             raise InvalidValueError(f"expected a whole number for floor of {self.name}, got {self.floor}")
 
@@ -130,11 +124,6 @@ class SigmoidRemedy(OneSlot):
     name, slot = "sigmoid", "normalizer"
     line = "replaces softmax by a sigmoid with a bias, so that keys do not compete"
     source = "Ramapuram et al. 2024, arXiv 2409.04431, equation 3"
-
-    def __post_init__(self) -> None:
-        if self.length is not None:
-            check_number(self.name, "length", self.length)
-        check_flag(self.name, "learned", self.learned)
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Sigmoid:
         length = known_length(self.length, train_length, "sigmoid starts its bias at -ln L")

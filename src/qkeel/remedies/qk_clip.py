@@ -15,16 +15,12 @@ from qkeel import dist
 from qkeel.errors import QkeelWarning, RefusedError, caution
 from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle
-from qkeel.kernels.contract import Refusal
 from qkeel.kernels.stats.per_head import stats_of_rows
-from qkeel.remedies.base import Target, check_choice, check_number
-from qkeel.remedies.steps.head_groups import HeadGroups
-from qkeel.remedies.steps.head_views import HeadView, head_views, stacked
-from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.base import Target
+from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, head_views, stacked
+from qkeel.remedies.steps.head_weights import LOW_PRECISION, HeadWeights, copies_in_state, found_inf, innermost
 from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, copies_in_state, found_inf, innermost
-from qkeel.remedies.steps.replaced_weights import ReplacementCheck
-from qkeel.remedies.steps.step_remedy import StepRemedy, refuse_computed_weight, refuse_normed
+from qkeel.remedies.steps.step_remedy import ReplacementCheck, StepRemedy
 from qkeel.sites.calls.logit_statistics import maxima
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
 from qkeel.sites.tap import Tap
@@ -56,18 +52,11 @@ class QKClip(StepRemedy):
     name = "qk_clip"
     line = "after each step, shrinks query and key weights of heads whose largest logit passed the threshold"
     source = "Kimi K2, arXiv 2507.20534, section 2.1"
-
-    def __post_init__(self) -> None:
-        check_number("qk_clip", "threshold", self.threshold)
-        check_choice(self.name, "groups", self.groups, ("query", "group"))
-        check_choice(self.name, "frozen", self.frozen, ("refuse", "scale"))
-
-    def holds(self, site: AttentionSite) -> Refusal | None:
-        return refuse_normed(
-            site,
-            "a norm on q or k undoes any scaling of its weights, so a clip would do nothing",
-            "use one of the two; with a norm, watch its gains",
-        ) or refuse_computed_weight(site, "scaling what is stored would not scale the logit")
+    if_normed = (
+        "a norm on q or k undoes any scaling of its weights, so a clip would do nothing",
+        "use one of the two; with a norm, watch its gains",
+    )
+    if_computed = "scaling what is stored would not scale the logit"
 
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
@@ -210,7 +199,8 @@ class _Clip:
             return
         row = self._row(maxima)
         if self.other_processes:
-            row = _largest_of_all_processes(row)
+            # The largest of each head over all processes, by one gather of a size that never changes.
+            row = dist.gather(row.to(dist.collective_device(), torch.float64)).amax(0).to(row)
         if self.kept is not None:
             row = torch.maximum(row.to(self.kept), self.kept)
         self.kept = None
@@ -257,11 +247,6 @@ class _Clip:
     def load(self, values: dict[str, Tensor]) -> None:
         """Go on from the maxima of a checkpoint."""
         self.kept = self._row(values) if values else None
-
-
-def _largest_of_all_processes(row: Tensor) -> Tensor:
-    """The largest of each head over all processes, by one gather of a size that never changes."""
-    return dist.gather(row.to(dist.collective_device(), torch.float64)).amax(0).to(row)
 
 
 def _readable(tensor: Tensor) -> bool:

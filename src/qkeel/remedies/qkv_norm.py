@@ -14,16 +14,12 @@ from qkeel.nn.block import Block
 from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.mla import MLA
 from qkeel.nn.spec_module import SpecModule
-from qkeel.remedies.attention.change_norm import ChangeNorm
+from qkeel.remedies.attention.change_norm import KINDS, ChangeNorm
 from qkeel.remedies.attention.change_spec import ChangeSpec
-from qkeel.remedies.attention.refusals import refuse_norm
-from qkeel.remedies.base import Target, check_choice, check_flag, compose_all
+from qkeel.remedies.base import Target, compose_all
 from qkeel.remedies.blocks.residual_blocks import pre_norm_branches, swap
 from qkeel.sites.site import AttentionSite
-from qkeel.spec import AttentionSpec, LayerNorm, RMSNorm
 from qkeel.spec.norm import Gain, GainNorm
-
-KINDS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}
 
 
 @final
@@ -46,21 +42,11 @@ class QKVNorm(ChangeNorm):
     line = "normalises queries, keys and values after the projection, and drops the norm before it"
     source = "Rybakov et al. 2024, arXiv 2410.16682, section 3"
 
-    def __post_init__(self) -> None:
-        check_choice(self.name, "kind", self.kind, KINDS)
-        self.norm()  # checks the word
-        check_flag(self.name, "drop_pre_norm", self.drop_pre_norm)
-
     def norm(self) -> GainNorm:
-        """The norm of q, k and v."""
         return KINDS[self.kind](on="qkv", gain=self.gain)
 
-    @property
-    def works_in_call(self) -> bool:
-        return self.kind == "rms" and self.gain in ("none", "scalar")
-
     def supports(self, site: AttentionSite) -> Refusal | None:
-        refusal = ChangeSpec.supports(self, site) or refuse_norm(site, self.norm())
+        refusal = ChangeSpec.supports(self, site) or ChangeNorm.supports(self, site)
         values = site.head_dim
         if isinstance(site.module, MLA):
             values = site.module.sizes.value_dim
@@ -72,9 +58,6 @@ class QKVNorm(ChangeNorm):
                 "use gain none, scalar or head",
             )
         return refusal
-
-    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
-        return spec.replace(norm=self.norm())
 
     def apply(self, target: Target) -> Handle:
         return compose_all(self._all(target))

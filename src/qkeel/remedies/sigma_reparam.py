@@ -14,7 +14,7 @@ from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.patching.module_tables import parameters_of, put_first, set_class, state_without, submodules_of
-from qkeel.remedies.base import Remedy, Target, check_choice, compose_all
+from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.steps.join_optimizer import join
 
 
@@ -77,10 +77,6 @@ class SigmaReparam(Remedy):
     line = "divides each linear weight by its spectral norm and learns the scale"
     source = "Zhai et al. 2023, arXiv 2303.06296"
 
-    def __post_init__(self) -> None:
-        check_choice(self.name, "on", self.on, ("all", "attention"))
-        check_choice(self.name, "init", self.init, ("keep", "one"))
-
     def apply(self, target: Target) -> Handle:
         inside = {id(m) for site in target.sites for m in site.module.modules()}
         layers = {
@@ -97,8 +93,7 @@ class SigmaReparam(Remedy):
         weights = [layer.get_parameter("weight") for layer in layers.values()]
         for name, layer in layers.items():
             scale, handle = _reparametrise(layer, self.init)
-            head = f"{name}." if name else ""
-            gains[f"{head}parametrizations.weight.0.gamma"] = scale.gamma
+            gains[inside(name, "parametrizations.weight.0.gamma")] = scale.gamma
             yield handle
         if layers:
             yield join(target.optimizer, gains, weights[0])

@@ -12,15 +12,11 @@ from torch.optim import Optimizer
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.kernels.contract import Refusal
-from qkeel.remedies.base import Target, check_choice, check_number
-from qkeel.remedies.steps.head_views import factor_per_row, views_by_tensor
-from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.base import Target
+from qkeel.remedies.steps.head_groups import factor_per_row, views_by_tensor
+from qkeel.remedies.steps.head_weights import HeadWeights, found_inf, innermost
 from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.mixed_precision import found_inf, innermost
-from qkeel.remedies.steps.replaced_weights import ReplacementCheck
-from qkeel.remedies.steps.step_remedy import StepRemedy, refuse_computed_weight, refuse_normed
-from qkeel.sites.site import AttentionSite
+from qkeel.remedies.steps.step_remedy import ReplacementCheck, StepRemedy
 
 
 @final
@@ -43,17 +39,11 @@ class SpectralCap(StepRemedy):
     name = "spectral_cap"
     line = "after each step, shrinks query and key weights whose largest singular value passed the cap"
     source = "Newhouse et al. 2025, arXiv 2507.13338, section 3 (rescaled, not clipped; q and k only)"
-
-    def __post_init__(self) -> None:
-        check_number("spectral_cap", "cap", self.cap)
-        check_choice(self.name, "per", self.per, ("head", "matrix"))
-
-    def holds(self, site: AttentionSite) -> Refusal | None:
-        return refuse_normed(
-            site,
-            "a norm on q or k undoes any scaling of its weights, so a cap on them would bound nothing",
-            "use one of the two; with a norm, watch its gains",
-        ) or refuse_computed_weight(site, "capping what is stored would not cap what is used")
+    if_normed = (
+        "a norm on q or k undoes any scaling of its weights, so a cap on them would bound nothing",
+        "use one of the two; with a norm, watch its gains",
+    )
+    if_computed = "capping what is stored would not cap what is used"
 
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))

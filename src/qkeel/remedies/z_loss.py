@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.remedies.base import Remedy, Target, check_choice, check_number
+from qkeel.remedies.base import Remedy, Target
 from qkeel.remedies.blocks.output_head import logits_module
 
 Weight = Literal["loss", "mean"]
@@ -37,13 +37,9 @@ class ZLoss(Remedy):
     weight: Weight = "loss"
     module: str = ""
 
-    name = "z_loss"
+    name, may_be_zero = "z_loss", ("coefficient",)
     line = "adds coefficient·(ln Z)² of the logits over the vocabulary to the loss, by its gradient"
     source = "Chowdhery et al. 2022, arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322"
-
-    def __post_init__(self) -> None:
-        check_number("z_loss", "coefficient", self.coefficient, zero=True)
-        check_choice(self.name, "weight", self.weight, ("loss", "mean"))
 
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)

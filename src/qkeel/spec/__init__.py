@@ -9,9 +9,7 @@ from qkeel.spec.normalizer import Sigmoid, Sink, Softmax, Softpick, SquaredReLU
 from qkeel.spec.position.bias import ALiBi, Kerple
 from qkeel.spec.position.rerope import LeakyReRope, ReRope
 from qkeel.spec.position.rope_scaling import NTK, PI, DynamicNTK, Llama3, NoStretch, YaRN
-from qkeel.spec.position.rotary import NoPosition, Rope
-from qkeel.spec.position.window import SlidingWindow
-from qkeel.spec.position.xpos import XPos
+from qkeel.spec.position.rotary import NoPosition, Rope, SlidingWindow, XPos
 from qkeel.spec.post_hoc import METHODS
 from qkeel.spec.presets import PRESETS, preset, presets
 from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqrt, Learned, LogN, Sqrt

@@ -131,8 +131,30 @@ class Visibility:
     def call(
         self, spec: AttentionSpec, q: Queries, k: Keys, v: Values, params: Params | None = None, dropout: float = 0.0
     ) -> AttentionCall:
-        """The checked call of raw q [b h t d], k [b g s d], v [b g s d'] under `spec`."""
-        return _checked(self, spec, (q, k, v), params, dropout)
+        """The call of raw q [b h t d], k [b g s d], v [b g s d'] under `spec`, checked once, here at the border."""
+        if not isinstance(spec, AttentionSpec):
+            raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) makes one), got {spec!r}")
+        _check_tensors(q, k, v)
+        spec.position.check(q.shape[-1])
+        if not 0 <= dropout < 1:
+            raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
+        t, s = q.shape[2], k.shape[2]
+        plain = self.pos_q is None and self.pos_k is None
+        keys = _positions("pos_k", self.pos_k, q, s, torch.arange(s, device=q.device))
+        aligned = keys if plain and t == s else _aligned(keys, s, t, self.pos_k)
+        return AttentionCall(
+            spec=spec,
+            q=q,
+            k=k,
+            v=v,
+            params=_params(spec, q, k, params),
+            causal=self.causal,
+            mask=_mask(self.mask, q, s),
+            pos_q=_positions("pos_q", self.pos_q, q, t, aligned),
+            pos_k=keys,
+            plain=plain,
+            dropout=dropout,
+        )
 
 
 class _Queries(Protocol):
@@ -193,36 +215,6 @@ def make_call(
     """The checked call of raw q, k, v under `spec`; for the arguments see `qkeel.attention`."""
     seen = Visibility(causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
     return seen.call(spec, q, k, v, params, dropout)
-
-
-def _checked(
-    seen: Visibility, spec: AttentionSpec, tensors: tuple[Tensor, Tensor, Tensor], params: Params | None, dropout: float
-) -> AttentionCall:
-    """Check everything once, at the border, and resolve positions and parameters."""
-    (q, k, v), pos_q, pos_k = tensors, seen.pos_q, seen.pos_k
-    if not isinstance(spec, AttentionSpec):
-        raise InvalidTypeError(f"expected an AttentionSpec (qkeel.preset(name) makes one), got {spec!r}")
-    _check_tensors(q, k, v)
-    spec.position.check(q.shape[-1])
-    if not 0 <= dropout < 1:
-        raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
-    t, s = q.shape[2], k.shape[2]
-    plain = pos_q is None and pos_k is None
-    keys = _positions("pos_k", pos_k, q, s, torch.arange(s, device=q.device))
-    queries = keys if plain and t == s else _positions("pos_q", pos_q, q, t, _aligned(keys, s, t, pos_k))
-    return AttentionCall(
-        spec=spec,
-        q=q,
-        k=k,
-        v=v,
-        params=_params(spec, q, k, params),
-        causal=seen.causal,
-        mask=_mask(seen.mask, q, s),
-        pos_q=queries,
-        pos_k=keys,
-        plain=plain,
-        dropout=dropout,
-    )
 
 
 def _aligned(keys: Tensor, s: int, t: int, pos_k: Tensor | None) -> Tensor:

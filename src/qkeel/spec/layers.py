@@ -12,9 +12,7 @@ from qkeel.registry import parse
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.position.bias import ALiBi, Kerple
 from qkeel.spec.position.rerope import LeakyReRope
-from qkeel.spec.position.rotary import NoPosition, Position, Rope
-from qkeel.spec.position.window import SlidingWindow
-from qkeel.spec.position.xpos import XPos
+from qkeel.spec.position.rotary import NoPosition, Position, Rope, SlidingWindow, XPos
 from qkeel.spec.post_hoc import METHODS
 from qkeel.spec.scale import LogN
 

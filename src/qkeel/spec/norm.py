@@ -33,6 +33,7 @@ class Norm(Slot):
     gain: Gain = "none"
     eps: float = 0.0
     bias: bool = False
+    shared: bool = False  # is the gain of q that of k too?
 
     @property
     def sides(self) -> str:
@@ -52,6 +53,10 @@ class Norm(Slot):
     def inverse(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
         """The factor on x, [... 1], float32 or wider, where the norm is a product (kinds "rms" and "l2")."""
         raise RefusedError(f"{type(self).__name__} does not say what it multiplies a vector by")
+
+    def with_eps(self, eps: float) -> Norm:
+        """The same norm with another eps; itself where it has none."""
+        return self
 
     @abc.abstractmethod
     def apply(self, part: Part, x: Heads, params: Params) -> Heads:
@@ -98,6 +103,9 @@ class GainNorm(Norm):
     @property
     def sides(self) -> str:
         return self.on
+
+    def with_eps(self, eps: float) -> Norm:
+        return dataclasses.replace(self, eps=eps)
 
     def __post_init__(self) -> None:
         if self.over == "nope":
@@ -159,8 +167,9 @@ class GainNorm(Norm):
                 f"{geometry.n_kv_heads}; use shared=False with grouped keys"
             )
         needed: dict[str, Parameter] = {}
-        for part in self._parts():
-            if self.shared and part == "k":
+        parts: tuple[Part, ...] = ("q", "k", "v")
+        for part in parts:
+            if part not in self.on or (self.shared and part == "k"):
                 continue
             heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
             shapes: dict[Gain, Shape] = {
@@ -176,10 +185,6 @@ class GainNorm(Norm):
             if self.bias:
                 needed[f"{part}_norm_bias"] = Parameter(shapes[gain], 0.0)
         return needed
-
-    def _parts(self) -> tuple[Part, ...]:
-        parts: tuple[Part, ...] = ("q", "k", "v")
-        return tuple(part for part in parts if part in self.on)
 
     def formula(self) -> str:
         gains = {

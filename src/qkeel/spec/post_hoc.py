@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from qkeel.errors import InvalidValueError, RefusedError, unknown
 from qkeel.spec.norm import Norm
 from qkeel.spec.position.rerope import LeakyReRope, ReRope
 from qkeel.spec.position.rope_scaling import NTK, PI, DynamicNTK, Stretch, YaRN
-from qkeel.spec.position.rotary import Position, Rope
-from qkeel.spec.position.window import SlidingWindow
+from qkeel.spec.position.rotary import Position, Rope, SlidingWindow
 from qkeel.spec.scale import LogN, Scale
 
 Option = float | int | str | bool
@@ -124,13 +123,11 @@ def _stretch(method: str, factor: float, train_length: int | None, options: Opti
         _only(method, options)
         return PI(factor=factor)
     if method in ("ntk", "ntk_fixed", "ntk_mixed"):
-        _only(method, options, *(("power",) if method == "ntk_mixed" else ()))
-        kinds: dict[str, Callable[[], NTK]] = {
-            "ntk": lambda: NTK(factor=factor),
-            "ntk_fixed": lambda: NTK(factor=factor, kind="fixed"),
-            "ntk_mixed": lambda: NTK(factor=factor, kind="mixed", power=float(options.get("power", 0.625))),
-        }
-        return kinds[method]()
+        if method == "ntk_mixed":
+            _only(method, options, "power")
+            return NTK(factor=factor, kind="mixed", power=float(options.get("power", 0.625)))
+        _only(method, options)
+        return NTK(factor=factor, kind="old" if method == "ntk" else "fixed")
     if method == "dynamic_ntk":
         _only(method, options)
         return DynamicNTK(train_length=_length(method, train_length))

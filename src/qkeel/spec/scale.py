@@ -151,13 +151,38 @@ class Learned(Scale):
         return f"exp({name}) (learned, starts at {self.init:.4g}{top})"
 
 
-def _check_inner(inner: object) -> None:
-    if not isinstance(inner, Scale):
-        raise InvalidTypeError(f"expected a Scale as inner, got {type(inner).__name__}")
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PositionFactor(Scale):
+    """The scale `inner` times a factor of the query's position."""
+
+    inner: Scale = dataclasses.field(default_factory=InverseSqrt)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Scale):
+            raise InvalidTypeError(f"expected a Scale as inner, got {type(self.inner).__name__}")
+
+    @abc.abstractmethod
+    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Tensor:
+        """The factor [b|1 t] for queries at pos_q."""
+
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+        return self.inner.parameters(geometry)
+
+    @property
+    def base(self) -> Scale:
+        return self.inner.base
+
+    def with_base(self, base: Scale) -> Scale:
+        return dataclasses.replace(self, inner=self.inner.with_base(base))
+
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
+        inner = self.inner.factor(pos_q, head_dim, params)
+        dtype = wide(inner.dtype) if isinstance(inner, Tensor) else torch.float64
+        return inner * self.ratio(pos_q, dtype)[:, None, :, None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LogN(Scale):
+class LogN(PositionFactor):
     """Scale inner · ln(n) / ln(train_length), n = position + 1 or a smaller window; with `clip`, never under `inner`.
 
     `learned` per layer or head: inner · s · ln(n), s the parameter `log_n_scale`, which starts at 1/ln(train_length).
@@ -166,14 +191,13 @@ class LogN(Scale):
     qkeel's choice: the constant form at the training length.
     """
 
-    inner: Scale = dataclasses.field(default_factory=InverseSqrt)
     train_length: int
     clip: bool = False
     learned: Literal["none", "layer", "head"] = "none"
     kind = "log_n"
 
     def __post_init__(self) -> None:
-        _check_inner(self.inner)
+        PositionFactor.__post_init__(self)
         if not self.train_length >= 2:
             raise InvalidValueError(f"expected a train_length of at least 2, got {self.train_length}")
         if self.learned not in ("none", "layer", "head"):
@@ -190,20 +214,14 @@ class LogN(Scale):
         shape = (geometry.n_heads, 1, 1) if self.learned == "head" else ()
         return {**needed, "log_n_scale": Parameter(shape, 1 / math.log(self.train_length))}
 
-    @property
-    def base(self) -> Scale:
-        return self.inner.base
-
-    def with_base(self, base: Scale) -> Scale:
-        return dataclasses.replace(self, inner=self.inner.with_base(base))
+    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Tensor:
+        return log_n(pos_q + 1, self.train_length, self.clip, dtype)
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
-        inner = self.inner.factor(pos_q, head_dim, params)
-        dtype = wide(inner.dtype) if isinstance(inner, Tensor) else torch.float64
-        ratio = log_n(pos_q + 1, self.train_length, self.clip, dtype)[:, None, :, None]
+        factor = PositionFactor.factor(self, pos_q, head_dim, params)
         if self.learned == "none":
-            return inner * ratio
-        return inner * ratio * (params["log_n_scale"] * math.log(self.train_length))
+            return factor
+        return factor * (params["log_n_scale"] * math.log(self.train_length))
 
     def formula(self) -> str:
         if self.learned != "none":
@@ -214,35 +232,22 @@ class LogN(Scale):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FloorLogTemperature(Scale):
+class FloorLogTemperature(PositionFactor):
     """Scale inner · (1 + alpha·ln(1 + ⌊(position + 1)/floor⌋)), Llama 4's temperature on layers without RoPE."""
 
-    inner: Scale = dataclasses.field(default_factory=InverseSqrt)
     alpha: float = 0.1
     floor: int = 8192
     kind = "floor_log"
 
     def __post_init__(self) -> None:
-        _check_inner(self.inner)
+        PositionFactor.__post_init__(self)
         if not self.floor >= 1:
             raise InvalidValueError(f"expected a floor of at least 1, got {self.floor}")
         if not math.isfinite(self.alpha):
             raise InvalidValueError(f"expected a finite alpha, got {self.alpha}")
 
-    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
-        return self.inner.parameters(geometry)
-
-    @property
-    def base(self) -> Scale:
-        return self.inner.base
-
-    def with_base(self, base: Scale) -> Scale:
-        return dataclasses.replace(self, inner=self.inner.with_base(base))
-
-    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
-        inner = self.inner.factor(pos_q, head_dim, params)
-        dtype = wide(inner.dtype) if isinstance(inner, Tensor) else torch.float64
-        return inner * floor_log_temperature(pos_q, self.alpha, self.floor, dtype)[:, None, :, None]
+    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Tensor:
+        return floor_log_temperature(pos_q, self.alpha, self.floor, dtype)
 
     def formula(self) -> str:
         return f"{self.inner.formula()} · (1 + {self.alpha:g} ln(1 + ⌊n/{self.floor}⌋))"

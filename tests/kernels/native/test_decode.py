@@ -22,8 +22,7 @@ from qkeel.ops import choose, run
 from qkeel.spec import AttentionSpec, RMSNorm, Rope
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.cap import Softcap
-from qkeel.spec.position.rotary import NoPosition
-from qkeel.spec.position.window import SlidingWindow
+from qkeel.spec.position.rotary import NoPosition, SlidingWindow
 
 KEYS = [1, 7, 64, 129, 512, 2048]
 # query heads, key heads, queries, size of q and k, size of v

@@ -18,7 +18,7 @@ from qkeel.nn.mla_absorbed import attend_latents
 from qkeel.spec import AttentionSpec, InverseSqrt, Learned, LogN, RMSNorm, Sigmoid, Softcap
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.cap import Cap, NoCap
-from qkeel.spec.position.window import SlidingWindow
+from qkeel.spec.position.rotary import SlidingWindow
 
 KEYS = [1, 7, 64, 129, 512, 2048]
 # batch, heads, queries, latent, rotated: panels of the microkernel whole and not, dot products at most eight

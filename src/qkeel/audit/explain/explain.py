@@ -10,8 +10,7 @@ from torch import nn
 
 from qkeel.audit.explain.config_differences import differences
 from qkeel.audit.explain.controlled_model import Observation
-from qkeel.audit.explain.experiment import Experiment
-from qkeel.audit.explain.logit_reading import products, scale_of, seen, sinks_of
+from qkeel.audit.explain.experiment import Experiment, products, scale_of, seen, sinks_of
 from qkeel.audit.explain.query_or_key import QueryOrKey
 from qkeel.audit.explain.recipe import Explanation, NormRecipe, SiteRecipe
 from qkeel.audit.explain.responses import Rotation

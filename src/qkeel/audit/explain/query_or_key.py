@@ -71,7 +71,8 @@ class QueryOrKey:
         eps, floor = responses.eps_of(a, kind, over)
         shape, bias, names = self._gain(gain, kind, over)
         width = a.base.shape[-1] * (len(a.base) if over == "layer" else 1)
-        if kind == "RMS" and gain is not None and _unit_length(gain, width, shape):
+        scalar = float(gain.median()) if gain is not None and shape.startswith("scalar") else math.nan
+        if kind == "RMS" and abs(scalar * math.sqrt(width) - 1) < 1e-3:  # every vector of length 1
             kind, shape = "L2", "none"
         elif floor and kind == "RMS":
             kind = "L2"
@@ -140,10 +141,6 @@ class QueryOrKey:
         if before and after:
             return "before RoPE" if kind == "layer" else "before or after RoPE (the same without a gain per dim)"
         return "before RoPE" if before else "after RoPE" if after else "order with RoPE unknown"
-
-
-def _unit_length(gain: Tensor, width: int, shape: str) -> bool:
-    return shape.startswith("scalar") and abs(float(gain.median()) * math.sqrt(width) - 1) < 1e-3
 
 
 def _one_plus(effect: Effect, ratio: Tensor) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import final
 
 import torch
@@ -72,13 +72,18 @@ class _Leaf:
     module: nn.Module
     inputs: list[float] = dataclasses.field(default_factory=list)
 
+    def note(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """A hook before its forward."""
+        x = args[0] if args else None
+        self.inputs.append(float(x.detach().double()[:1].norm()) if isinstance(x, Tensor) else 0.0)
+
 
 def idle_norms(controlled: ControlledModel, scopes: Sequence[Scope], base: Observations) -> dict[str, tuple[str, ...]]:
     """Per site, norms that are there and do nothing: never called, or called on q or k with the result thrown away."""
     leaves = {scope.site.name: _leaves(scope) for scope in scopes}
     with ExitStack() as undo:
         for leaf in (leaf for some in leaves.values() for leaf in some):
-            undo.callback(leaf.module.register_forward_pre_hook(_note(leaf)).remove)
+            undo.callback(leaf.module.register_forward_pre_hook(leaf.note).remove)
         plain = controlled.run(scaled(1.0))
     found: dict[str, list[str]] = {name: [] for name in leaves}
     suspects: dict[str, list[tuple[_Leaf, str]]] = {name: [] for name in leaves}
@@ -92,7 +97,9 @@ def idle_norms(controlled: ControlledModel, scopes: Sequence[Scope], base: Obser
                 suspects[name].append((leaf, side))
     for i in range(max(map(len, suspects.values()), default=0)):
         tried = {name: some[i] for name, some in suspects.items() if i < len(some)}
-        with _disturbed([leaf.module for leaf, _ in tried.values()]):
+        with ExitStack() as undo:
+            for leaf, _ in tried.values():
+                undo.callback(leaf.module.register_forward_hook(_other).remove)
             after = controlled.run(scaled(1.0))
         for name, (leaf, side) in tried.items():
             if name in after and torch.equal(after[name].q, base[name].q) and torch.equal(after[name].k, base[name].k):
@@ -116,13 +123,6 @@ def _is_norm(module: nn.Module) -> bool:
     return (bool(shapes) and max(shapes) == 1 and min(shapes) == 1) or "norm" in type(module).__name__.lower()
 
 
-def _note(leaf: _Leaf) -> Callable[[nn.Module, tuple[object, ...]], None]:
-    def hook(module: nn.Module, args: tuple[object, ...]) -> None:
-        leaf.inputs.append(float(args[0].detach().double()[:1].norm()) if args and isinstance(args[0], Tensor) else 0.0)
-
-    return hook
-
-
 def _given(leaf: _Leaf, site: AttentionSite, reading: Observation) -> str:
     """Returns whether the leaf was given what the projection of q or of k made: numbers of the same length."""
     for side, x, part in (("q", reading.q, site.terms[0].query[-1]), ("k", reading.k, site.terms[0].key[-1])):
@@ -134,14 +134,6 @@ def _given(leaf: _Leaf, site: AttentionSite, reading: Observation) -> str:
     return ""
 
 
-@contextmanager
-def _disturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """A context in which these modules give something else."""
-    with ExitStack() as undo:
-        for module in modules:
-            undo.callback(module.register_forward_hook(_other).remove)
-        yield
-
-
 def _other(module: nn.Module, args: object, output: object) -> object:
+    """A hook that makes a module give something else."""
     return -2 * output if isinstance(output, Tensor) else output

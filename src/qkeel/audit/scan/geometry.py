@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 Config = Mapping[str, Any]  # config.json, or a part of it: whatever JSON holds
-T = TypeVar("T")
 
 # Keys of config.json by meaning, the first that is present counts.
 N_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
@@ -86,22 +85,18 @@ def read_geometry(config: Config, tensor: str, flags: Geometry) -> Geometry:
     part = section(config, tensor)
     # An encoder-decoder may give its halves different numbers of heads.
     keys = ("decoder_attention_heads", *N_HEADS) if "decoder." in tensor else N_HEADS
-    return Geometry(
-        n_heads=_over(flags.n_heads, _first(part, keys)),
-        n_kv_heads=_over(flags.n_kv_heads, _kv_heads(part)),
-        head_dim=_over(flags.head_dim, _first(part, HEAD_DIM)),
-        nope_dim=_over(flags.nope_dim, _first(part, ("qk_nope_head_dim",))),
-        rope_dim=_over(flags.rope_dim, _first(part, ("qk_rope_head_dim",))),
-        value_dim=_over(flags.value_dim, _first(part, ("v_head_dim",))),
-        scale=_over(flags.scale, _scale(part)),
-        rope_factor=_rope_factor(part),
-        model_type=_over(flags.model_type, part.get("model_type", config.get("model_type"))),
-        layout=flags.layout,
+    found = Geometry(
+        n_heads=_first(part, keys),
+        n_kv_heads=_kv_heads(part),
+        head_dim=_first(part, HEAD_DIM),
+        nope_dim=_first(part, ("qk_nope_head_dim",)),
+        rope_dim=_first(part, ("qk_rope_head_dim",)),
+        value_dim=_first(part, ("v_head_dim",)),
+        scale=_scale(part),
+        model_type=part.get("model_type", config.get("model_type")),
     )
-
-
-def _over(flag: T | None, value: T | None) -> T | None:
-    return value if flag is None else flag
+    said = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
+    return dataclasses.replace(found, **{**said, "rope_factor": _rope_factor(part)})
 
 
 def section(config: Config, tensor: str) -> Config:

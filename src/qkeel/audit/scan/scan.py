@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from qkeel.audit.scan.geometry import Geometry, read_geometry
-from qkeel.audit.scan.head_bounds import SiteReport, grams, measure
-from qkeel.audit.scan.outliers import outliers
+from qkeel.audit.scan.head_bounds import SiteReport, grams, measure, outliers
 from qkeel.audit.scan.weight_layouts import FUSED, SEPARATE, SitePlan, Slice, Unknown, recognise
 from qkeel.errors import InvalidValueError, UnknownNameError
 from qkeel.stored import Checkpoint, MappedFile, StoredTensor, open_checkpoint

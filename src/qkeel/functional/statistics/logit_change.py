@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkeel.functional.bounds import logit_change_frobenius
 from qkeel.functional.statistics.logit_stats import PerHead
 from qkeel.functional.statistics.rows import Seen
 
@@ -26,26 +25,12 @@ class LogitChange:
 
 
 def change_factors(q: Tensor, k: Tensor, q_new: Tensor, k_new: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors a [b h t 2d] and c [b g s 2d] with a cᵀ = q' k'ᵀ - q kᵀ: a = [q' - q, q], c = [k', k' - k]. In
-    the steps, as in `logit_change_frobenius`: a difference of logits would lose a small step in float32.
+    """The factors a [b h t 2d] and c [b g s 2d] with a cᵀ = q' k'ᵀ - q kᵀ: a = [q' - q, q], c = [k', k' - k].
+
+    In the steps, not as [q' q][k' -k]ᵀ: that one subtracts numbers of the size of the logits, and a step of 1e-3 is
+    lost in float32. `bounds.logit_frobenius` of both is ‖q' k'ᵀ - q kᵀ‖_F.
     """
     return torch.cat([q_new - q, q], dim=-1), torch.cat([k_new, k_new - k], dim=-1)
-
-
-def change_rms(
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    q_new: Float[Tensor, "b h t d"],
-    k_new: Float[Tensor, "b g s d"],
-    scale: float = 1.0,
-) -> PerHead:
-    """Returns scale · ‖q'k'ᵀ - qkᵀ‖_F / √(b t s) per head over all pairs, hidden ones too, by Gram matrices of size 2d.
-
-    Costs O((t + s) d²) instead of O(t s d). Over visible pairs only: kernels.stats.per_head.logit_change.
-    """
-    (b, h, t, _), s = q.shape, k.shape[2]
-    k, k_new = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, k_new))
-    return logit_change_frobenius(q, k, q_new, k_new).norm(dim=0) * (abs(scale) / (b * t * s) ** 0.5)
 
 
 def change_rows(change: Tensor, seen: Seen) -> dict[str, Tensor]:

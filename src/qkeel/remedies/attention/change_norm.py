@@ -13,19 +13,17 @@ from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import put_in_place, take_out
-from qkeel.patching.module_tables import names_in_use, submodules_of
 from qkeel.remedies.attention.change_spec import ChangeSpec
 from qkeel.remedies.attention.exchange_calls import base_spec, exchange_calls, number
-from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, Part, heads_of
+from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, heads_of
 from qkeel.remedies.attention.refusals import refuse_norm, refuse_scale, refuse_unseen
-from qkeel.remedies.attention.site_parameters import module_name
-from qkeel.remedies.base import Target, check_choice, where
-from qkeel.remedies.steps.join_optimizer import join
+from qkeel.remedies.attention.site_parameters import add_submodules
+from qkeel.remedies.base import Target, check_choice, module_name, where
 from qkeel.sites.find import find_sites, is_normed
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.weights.value_rows import value_slices
-from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, Learned, RMSNorm
-from qkeel.spec.norm import Gain, GainNorm, On, Over
+from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
+from qkeel.spec.norm import Gain, GainNorm, On, Over, Part
 from qkeel.spec.scale import Scale
 from qkeel.spec.slot import Geometry
 
@@ -45,10 +43,29 @@ class ChangeNorm(ChangeSpec):
 
     __slots__ = ()
 
-    @property
     @abc.abstractmethod
+    def norm(self) -> GainNorm:
+        """The norm that goes into the slot."""
+
+    def unit_scale(self, train_length: int | None) -> Scale:
+        """The scale of unit vectors in place of 1/√d."""
+        return Fixed(1.0)
+
+    @property
     def works_in_call(self) -> bool:
         """True if the norm gives the same after the rotation, and for key heads that were repeated."""
+        norm = self.norm()
+        return norm.kind != "layer" and norm.over == "head" and norm.gain in ("none", "scalar")
+
+    def supports(self, site: AttentionSite) -> Refusal | None:
+        norm = self.norm()
+        refusal = refuse_norm(site, norm)
+        return refusal or (refuse_scale(self.name, base_spec(site).scale) if norm.kind == "l2" else None)
+
+    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
+        norm = self.norm()
+        scale = spec.scale.with_base(self.unit_scale(train_length)) if norm.kind == "l2" else spec.scale
+        return spec.replace(norm=norm, scale=scale)
 
     def change_others(self, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
         values = value_slices(target.model, *target.example) if sites and "v" in self.sides else {}
@@ -95,7 +112,8 @@ def _norm_projections(
             continue
         done.update(dict.fromkeys(owners, name))
         norms = _norms(remedy, target, site, plan)
-        yield _held(target, site, norms)
+        held = {f"{part}_norm": norm for part, norm in norms.items()}
+        yield add_submodules(target, site, held, target.parameter(site.query[0].parameter))
         for module in owners.values():
             parts: list[Part] = [part for part, heads in plan.items() if heads.module is module]
             new = NormedProjection([plan[part] for part in parts], [norms[part] for part in parts])
@@ -110,7 +128,6 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: dict[P
     """The norm modules of a site; a change of the scale goes into that of q, or of k where q has none."""
     base = base_spec(site)
     spec = remedy.changed(AttentionSpec(scale=base.scale), target.train_length)
-    assert isinstance(spec.norm, GainNorm)
     geometry = Geometry(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim)
     first = next(iter(plan))
     norms: dict[Part, HeadNorm] = {}
@@ -118,33 +135,11 @@ def _norms(remedy: ChangeNorm, target: Target, site: AttentionSite, plan: dict[P
         factor, learned = 1.0, None
         if part == first and spec.scale != base.scale:
             old = number(base.scale, site.head_dim)
-            learned = spec.scale if isinstance(spec.scale, Learned) else None
-            factor = 1 / old if learned is not None else number(spec.scale, site.head_dim) / old
+            learned = spec.scale if spec.scale.kind == "learned" else None
+            factor = (1.0 if learned is not None else number(spec.scale, site.head_dim)) / old
         like = next(heads.module.parameters())
         norms[part] = HeadNorm(spec.norm, part, geometry, like, factor=factor, learned=learned)
     return norms
-
-
-def _held(target: Target, site: AttentionSite, norms: dict[Part, HeadNorm]) -> Handle:
-    """The norms as parts of the site's module, q_norm and k_norm, their gains in the optimizer."""
-    module, name = site.module, module_name(site)
-    head = f"{name}." if name else ""
-    for part in norms:
-        if f"{part}_norm" in names_in_use(module):
-            raise RefusedError(f"{name or 'the model itself'} has something called {part}_norm already")
-    added = {f"{head}{part}_norm.{n}": p for part, norm in norms.items() for n, p in norm.named_parameters()}
-    joined = join(target.optimizer, added, target.parameter(site.query[0].parameter))
-    for part, norm in norms.items():
-        submodules_of(module)[f"{part}_norm"] = norm.train(module.training)
-
-    def undo() -> None:
-        for part in norms:
-            del submodules_of(module)[f"{part}_norm"]
-        for parameter in added.values():
-            parameter.grad = None
-        joined.remove()
-
-    return Handle(undo)
 
 
 def _check_ran(remedy: ChangeNorm, target: Target, sites: list[AttentionSite], placed: list[NormedProjection]) -> None:
@@ -177,22 +172,5 @@ class NormOptions(ChangeNorm):
         check_choice(self.name, "kind", self.kind, KINDS)
         self.norm()  # checks the words
 
-    @abc.abstractmethod
-    def unit_scale(self, train_length: int | None) -> Scale:
-        """The scale of unit vectors in place of 1/√d."""
-
     def norm(self) -> GainNorm:
-        """The norm that goes into the slot."""
         return KINDS[self.kind](on=cast("On", "".join(self.sides)), over=self.over, gain=self.gain)
-
-    @property
-    def works_in_call(self) -> bool:
-        return self.kind != "layer" and self.over == "head" and self.norm().gain in ("none", "scalar")
-
-    def supports(self, site: AttentionSite) -> Refusal | None:
-        refusal = refuse_norm(site, self.norm())
-        return refusal or (refuse_scale(self.name, base_spec(site).scale) if self.kind == "l2" else None)
-
-    def changed(self, spec: AttentionSpec, train_length: int | None) -> AttentionSpec:
-        scale = spec.scale.with_base(self.unit_scale(train_length)) if self.kind == "l2" else spec.scale
-        return spec.replace(norm=self.norm(), scale=scale)

@@ -12,8 +12,8 @@ from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.handle import Handle
 from qkeel.patching.instance_forward import forwards_of
 from qkeel.remedies.attention.changed_call import Change, ChangedCalls, changed
-from qkeel.remedies.attention.site_parameters import change_parameters, module_name
-from qkeel.remedies.base import Target, where
+from qkeel.remedies.attention.site_parameters import change_parameters
+from qkeel.remedies.base import Target, module_name, where
 from qkeel.sites.find import find_sites
 from qkeel.sites.probe import biased
 from qkeel.sites.site import AttentionSite

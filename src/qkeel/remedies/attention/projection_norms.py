@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -15,45 +15,48 @@ from qkeel.patching.instance_forward import InstanceForward
 from qkeel.remedies.attention.refusals import refuse_heads
 from qkeel.remedies.base import Args, Kwargs
 from qkeel.sites.site import AttentionSite, HeadSlice
-from qkeel.spec import Learned
-from qkeel.spec.norm import GainNorm
-from qkeel.spec.slot import Geometry
-
-Part = Literal["q", "k", "v"]
+from qkeel.spec.norm import Norm, Part
+from qkeel.spec.scale import Scale
+from qkeel.spec.slot import Geometry, Params
 
 
 @final
 class HeadNorm(nn.Module):
     """The norm x̃ = norm(x) · gain · factor (· learned scale) of x [... h d]; `weight` is the gain.
 
+    While it is blended in, `share` s makes it (1 - s) x + s x̃: exactly x at 0, exactly x̃ at 1.
+
     Source: as the norm slot of a spec; the factor carries a change of the logit's scale, on the query side only.
     """
 
     def __init__(
-        self, norm: GainNorm, part: Part, geometry: Geometry, like: Tensor, *, factor: float, learned: Learned | None
+        self, norm: Norm, part: Part, geometry: Geometry, like: Tensor, *, factor: float, learned: Scale | None
     ) -> None:
         super().__init__()
         self.norm, self.factor = norm, factor
+        self.part: Part = part
         self.heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
-        self.gain = norm.gain
-        gains = norm.init_params(geometry)
-        gain = gains.get(f"{part}_norm")
+        gain = norm.init_params(geometry).get(f"{part}_norm")
         scale = None if learned is None else learned.init_params(geometry)["logit_scale"].squeeze(-1)
         self.weight = None if gain is None else nn.Parameter(gain.to(like))
         self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
+        self.share: Tensor | None = None
+
+    def blend(self, share: float) -> None:
+        """Make the share another one; it is a tensor, so compiled code need not be compiled again."""
+        if self.share is None:
+            self.share = torch.ones((), device=next(self.parameters()).device)
+        self.share.fill_(share)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x [... h d] normed, in its dtype."""
-        if self.norm.over == "layer":
-            y = self.norm.normalise(x.flatten(-2)).unflatten(-1, x.shape[-2:])
-        else:
-            y = self.norm.normalise(x)
-        if self.weight is not None:
-            weight = 1 + self.weight if self.gain == "one_plus_dim" else self.weight
-            y = y * weight.to(y.dtype)
+        params: Params = {} if self.weight is None else {f"{self.part}_norm": self.weight}
+        y = self.norm.apply(self.part, x.reshape(-1, *x.shape[-2:])[:, :, None], params).reshape(x.shape)
         if self.logit_scale is not None:
-            return y * (self.factor * self.logit_scale).to(y.dtype)
-        return y if self.factor == 1.0 else y * self.factor
+            y = y * (self.factor * self.logit_scale).to(y.dtype)
+        elif self.factor != 1.0:
+            y = y * self.factor
+        return y if self.share is None else torch.lerp(x, y, self.share.to(x.dtype))
 
     def extra_repr(self) -> str:
         """The norm, in print(model)."""

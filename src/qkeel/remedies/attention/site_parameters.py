@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
-from qkeel.patching.module_tables import buffers_of, parameters_of, submodules_of
-from qkeel.remedies.base import Target
+from qkeel.patching.module_tables import names_in_use, parameters_of, submodules_of
+from qkeel.remedies.base import Target, inside, module_name
 from qkeel.remedies.steps.join_optimizer import join
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec
@@ -34,13 +34,11 @@ def add_parameters(target: Target, site: AttentionSite, values: Params, drop: It
     """New parameters on a site's module, by plain names, in the optimizer too; the handle takes them off."""
     module = site.module
     like = target.parameter(site.query[0].parameter) if site.terms else next(target.model.parameters())
-    taken = [n for n in values if n in parameters_of(module) or n in submodules_of(module) or n in buffers_of(module)]
-    if taken:
-        raise RefusedError(f"{site.name or 'the model'} has something called {taken[0]} already")
+    _check_free(site, values)
     added = {n: nn.Parameter(value.to(like)) for n, value in values.items()}
     dropped = {n: parameters_of(module)[n] for n in drop}
-    before, head = dict(parameters_of(module)), f"{module_name(site)}." if module_name(site) else ""
-    joined = join(target.optimizer, {head + n: p for n, p in added.items()}, like)
+    before = dict(parameters_of(module))
+    joined = join(target.optimizer, {inside(module_name(site), n): p for n, p in added.items()}, like)
     _swap(module, dropped, added)
 
     def undo() -> None:
@@ -53,9 +51,31 @@ def add_parameters(target: Target, site: AttentionSite, values: Params, drop: It
     return Handle(undo)
 
 
-def module_name(site: AttentionSite) -> str:
-    """The name of the site's module: that of the site without the number of its call."""
-    return site.name.partition("#")[0]
+def add_submodules(
+    target: Target, site: AttentionSite, added: Mapping[str, nn.Module], near: Tensor, *, matrices: bool = False
+) -> Handle:
+    """New parts of a site's module, by plain names, their parameters in the optimizer too (see `join`)."""
+    module, name = site.module, module_name(site)
+    _check_free(site, added)
+    parameters = {inside(name, f"{part}.{n}"): p for part, new in added.items() for n, p in new.named_parameters()}
+    joined = join(target.optimizer, parameters, near, matrices=matrices)
+    for part, new in added.items():
+        submodules_of(module)[part] = new.train(module.training)
+
+    def undo() -> None:
+        for part in added:
+            del submodules_of(module)[part]
+        for parameter in parameters.values():
+            parameter.grad = None
+        joined.remove()
+
+    return Handle(undo)
+
+
+def _check_free(site: AttentionSite, names: Iterable[str]) -> None:
+    for name in names:
+        if name in names_in_use(site.module):
+            raise RefusedError(f"{module_name(site) or 'the model itself'} has something called {name} already")
 
 
 def _swap(module: nn.Module, out: Mapping[str, nn.Parameter | None], into: Mapping[str, nn.Parameter | None]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
 from qkeel.nn.decoder import Decoder
-from qkeel.remedies.base import Args, Kwargs, Target
-from qkeel.sites.probe import copied, undisturbed
+from qkeel.remedies.base import Target
 from qkeel.sites.see.running_modules import tensors
 
 
@@ -29,13 +32,12 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
             ) from error
     if isinstance(target.model, Decoder):
         return target.model.head
-    args, kwargs = target.example
-    if not args and not kwargs:
+    if not any(target.example):
         raise RefusedError(
             f"{remedy} acts on the module that makes the final logits, which one forward pass shows: give an example "
             f"batch, apply({remedy!r}, model, example=batch), or its name, apply({remedy!r}, model, module='lm_head')"
         )
-    found = _observed(target.model, args, kwargs)
+    found = _observed(target)
     if len(found) != 1:
         seen = f"several ({', '.join(found)})" if found else "none"
         raise RefusedError(
@@ -45,27 +47,19 @@ def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
     return target.model.get_submodule(found[0])
 
 
-def _observed(model: nn.Module, args: Args, kwargs: Kwargs) -> list[str]:
+def _observed(target: Target) -> list[str]:
     """Innermost modules whose output tensor is among what the model returns."""
     made: dict[int, tuple[str, Tensor]] = {}
-    hooks = []
-    for name, module in model.named_modules():
-        if name and not isinstance(module, torch.jit.ScriptModule):
 
-            def note(_: nn.Module, inputs: object, output: object, name: str = name) -> None:
-                if isinstance(output, Tensor):
-                    made.setdefault(id(output), (name, output))  # inner modules end first
+    def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            made.setdefault(id(output), (name, output))  # inner modules end first
 
-            hooks.append(module.register_forward_hook(note))
-    try:
-        with torch.no_grad(), undisturbed(model):
-            returned = model(*copied(args), **copied(dict(kwargs)))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    outputs = {id(x) for x in tensors(_plain(returned)) if x.is_floating_point() and x.ndim > 1}
+    with ExitStack() as hooks:
+        for name, module in target.model.named_modules():
+            if name and not isinstance(module, torch.jit.ScriptModule):
+                hooks.callback(module.register_forward_hook(functools.partial(note, name)).remove)
+        returned = target.returned()
+    parts = tuple(returned.values()) if isinstance(returned, Mapping) else returned
+    outputs = {id(x) for x in tensors(parts) if x.is_floating_point() and x.ndim > 1}
     return [name for key, (name, _) in made.items() if key in outputs]
-
-
-def _plain(value: object) -> object:
-    return tuple(value.values()) if isinstance(value, dict) else value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import final
 
 import torch
@@ -13,8 +15,7 @@ from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.nn.block import Block
 from qkeel.patching.module_tables import submodules_of
-from qkeel.remedies.base import Target, where
-from qkeel.sites.probe import copied, undisturbed
+from qkeel.remedies.base import Target, evaluating, module_name, where
 from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.site import AttentionSite
 
@@ -104,49 +105,25 @@ class _Calls:
     """The inputs and outputs of a block and each of its children, first tensors only."""
 
     block: nn.Module
-    x: Tensor | None = None
-    y: Tensor | None = None
-    children: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = dataclasses.field(default_factory=dict)
 
-    def inside(self, name: str, inputs: object, output: object) -> None:
-        x, y = _first(inputs), _first(output)
+    def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        """A forward hook of a child, or of the block itself, whose name is empty."""
+        x, y = _first((args, kwargs)), _first(output)
         if x is not None and y is not None:
-            self.children.setdefault(name, []).append((x, y))
-
-    def whole(self, inputs: object, output: object) -> None:
-        self.x, self.y = _first(inputs), _first(output)
+            self.seen.setdefault(name, []).append((x, y))
 
 
 def _observed(target: Target, sites: list[AttentionSite]) -> dict[str, _Calls]:
     """Calls of every module around a site, by name."""
-    names = {name for site in sites for name in _ancestors(site.name.partition("#")[0])}
+    names = {name for site in sites for name in _ancestors(module_name(site))}
     seen = {name: _Calls(target.model.get_submodule(name)) for name in sorted(names)}
-    hooks = []
-    for calls in seen.values():
-        for child, module in calls.block.named_children():
-
-            def note(
-                _: nn.Module, args: object, kwargs: object, out: object, calls: _Calls = calls, child: str = child
-            ) -> None:
-                calls.inside(child, (args, kwargs), out)
-
-            hooks.append(module.register_forward_hook(note, with_kwargs=True))
-
-        def ended(_: nn.Module, args: object, kwargs: object, out: object, calls: _Calls = calls) -> None:
-            calls.whole((args, kwargs), out)
-
-        hooks.append(calls.block.register_forward_hook(ended, with_kwargs=True))
-    modes = [(m, m.training) for m in target.model.modules()]
-    args, kwargs = target.example
-    try:
-        target.model.eval()
-        with torch.no_grad(), undisturbed(target.model):
-            target.model(*copied(args), **copied(dict(kwargs)))
-    finally:
-        for module, training in modes:
-            module.training = training
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, evaluating(target.model):
+        for calls in seen.values():
+            for name, module in (*calls.block.named_children(), ("", calls.block)):
+                note = functools.partial(calls.note, name)
+                hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+        target.returned()
     return seen
 
 
@@ -158,7 +135,7 @@ def _ancestors(name: str) -> Iterator[str]:
 
 def _fitting(site: AttentionSite, seen: dict[str, _Calls]) -> tuple[Branch, Branch] | None:
     """The branches of the innermost block around a site that computes the formula."""
-    name = site.name.partition("#")[0]
+    name = module_name(site)
     for parent in (p for p in _ancestors(name) if p in seen):
         child = name.removeprefix(f"{parent}.").partition(".")[0]
         found = _matched(parent, seen[parent], child)
@@ -168,21 +145,21 @@ def _fitting(site: AttentionSite, seen: dict[str, _Calls]) -> tuple[Branch, Bran
 
 
 def _matched(name: str, calls: _Calls, attention: str) -> tuple[Branch, Branch] | None:
-    once = {child: pairs[0] for child, pairs in calls.children.items() if len(pairs) == 1}
-    if calls.x is None or calls.y is None or attention not in once:
+    once = {child: pairs[0] for child, pairs in calls.seen.items() if child and len(pairs) == 1}
+    if "" not in calls.seen or attention not in once:
         return None
-    a_in, a_out = once[attention]
-    first = [c for c, (x, y) in once.items() if y is a_in and c != attention and _same(x, calls.x)]
-    middle = calls.x + a_out if a_out.shape == calls.x.shape else None
-    if len(first) != 1 or middle is None:
+    (whole_in, whole_out), (a_in, a_out) = calls.seen[""][-1], once[attention]
+    first = [c for c, (x, y) in once.items() if y is a_in and c != attention and _same(x, whole_in)]
+    if len(first) != 1 or a_out.shape != whole_in.shape:
         return None
+    middle = whole_in + a_out
     for norm, (x, y) in once.items():
         for mlp, (m_in, m_out) in once.items():
             distinct = len({norm, mlp, first[0], attention}) == 4
-            if distinct and m_in is y and _same(x, middle) and _same(middle + m_out, calls.y):
+            if distinct and m_in is y and _same(x, middle) and _same(middle + m_out, whole_out):
                 pairs = ((attention, first[0], "attention_post_norm"), (mlp, norm, "mlp_post_norm"))
                 one, two = (
-                    Branch(block=calls.block, name=name, function=f, norm=n, post=p, width=calls.x.shape[-1])
+                    Branch(block=calls.block, name=name, function=f, norm=n, post=p, width=whole_in.shape[-1])
                     for f, n, p in pairs
                 )
                 return one, two

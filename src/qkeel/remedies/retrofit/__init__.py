@@ -1,10 +1,10 @@
 """Trained models: norms put in with their gains fitted, factors folded into weights, checkpoints in another shape."""
 
 from qkeel.remedies.retrofit.architectures import SHAPES
-from qkeel.remedies.retrofit.cost import Gap, LayerGap, RetrofitReport
 from qkeel.remedies.retrofit.export_model import convert, export
 from qkeel.remedies.retrofit.fold import Folded, fold
 from qkeel.remedies.retrofit.insert import Fitting, Retrofit, retrofit
+from qkeel.remedies.retrofit.predictions import Gap, LayerGap, RetrofitReport
 
 __all__ = [
     "SHAPES",

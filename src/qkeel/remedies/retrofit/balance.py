@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from qkeel.remedies.retrofit.fit_gains import descend_along, put_back
 from qkeel.remedies.retrofit.predictions import Reference, predictions
 from qkeel.sites.site import AttentionSite, HeadSlice, across
 
@@ -97,34 +98,24 @@ class Balance:
     @torch.no_grad()
     def put(self) -> None:
         """Write the scaled weights."""
-        for p, new in zip(self.weights, self.scaled()):
-            p.copy_(new)
+        put_back(self.weights, self.scaled())
 
-    @torch.no_grad()
     def restore(self) -> None:
         """The old weights, bit for bit."""
-        for p, old in zip(self.weights, self._old):
-            p.copy_(old)
+        put_back(self.weights, self._old)
 
     def descend(self, gains: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
         """L-BFGS on a loss by the numbers and the gains at once."""
-        trained = [*self.numbers, *gains]
-        optimizer = torch.optim.LBFGS(trained, max_iter=iterations, line_search_fn="strong_wolfe")
 
-        def closure() -> Tensor:
+        def gradients() -> tuple[Tensor, Sequence[Tensor]]:
             self.put()
-            with torch.enable_grad():
-                new, loss = self.scaled(), loss_of()
-                grads = torch.autograd.grad(loss, [*self.weights, *gains])
-                numbers = torch.autograd.grad(new, self.numbers, grads[: len(new)])
-            for p, g in zip(trained, (*numbers, *grads[len(new) :])):
-                p.grad = g
-            return loss.detach()
+            new, loss = self.scaled(), loss_of()
+            grads = torch.autograd.grad(loss, [*self.weights, *gains])
+            numbers = torch.autograd.grad(new, self.numbers, grads[: len(new)])
+            return loss, (*numbers, *grads[len(new) :])
 
-        optimizer.step(closure)
+        descend_along([*self.numbers, *gains], gradients, iterations)
         self.put()
-        for p in trained:
-            p.grad = None
 
 
 # Which dimensions of a head are scaled by the same number: each on its own without a rotation, else the two of a pair.
@@ -144,9 +135,5 @@ def _plain(model: nn.Module, site: AttentionSite) -> bool:
         return False
     if query.index.shape[1] != site.head_dim or key.index.shape[1] != site.head_dim:
         return False
-    used = collections.Counter(id(p) for _, p in _named(model))
+    used = collections.Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return all(used[id(model.get_parameter(s.parameter))] == 1 for s in (query, key))
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return model.named_parameters(remove_duplicate=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,10 @@ from torch import Tensor, nn
 
 from qkeel.errors import DataError, InvalidTypeError, RefusedError, RunDirectoryError
 from qkeel.patching.forward_passes import unwrapped
-from qkeel.patching.module_tables import hooks_after
 from qkeel.records.files import write_json
 from qkeel.remedies.apply import in_force
 from qkeel.remedies.attention.projection_norms import HeadNorm
 from qkeel.remedies.retrofit.architectures import SHAPES, Plan, plan
-from qkeel.remedies.retrofit.blend import Share
-from qkeel.spec import RMSNorm
 from qkeel.stored import DTYPES, INDEX, PICKLES, Checkpoint, MappedFile, open_checkpoint
 
 SHARD = 5_000_000_000  # bytes
@@ -61,12 +58,8 @@ def convert(checkpoint: str | Path, to: str, out: str | Path, *, norm_eps: float
     planned = plan(to, found.config, {n: t.shape for n, t in found.tensors.items()}, norm_eps=norm_eps)
     with _whole(Path(out), source) as part:
         _copy_rest(source, part)
-        sizes: dict[str, tuple[str, int]] = {}
-        for file in dict.fromkeys(t.file for t in found.tensors.values()):
-            tensors = _changed(planned, _stored(found, file))
-            _save(part / file.name, tensors)
-            sizes |= {name: (file.name, x.nbytes) for name, x in tensors.items()}
-        _finish(part, planned.config, sizes)
+        files = dict.fromkeys(t.file for t in found.tensors.values())
+        _write(part, planned, ((file.name, _stored(found, file)) for file in files))
     return Path(out)
 
 
@@ -110,13 +103,8 @@ def export(model: nn.Module, to: str, out: str | Path, *, norm_eps: float | None
     planned = plan(to, config, {n: tuple(x.shape) for n, x in weights.items()}, norm_eps=norm_eps)
     with _whole(Path(out), None) as part:
         shards = list(_shards(weights))
-        sizes: dict[str, tuple[str, int]] = {}
-        for i, names in enumerate(shards):
-            last = f"-{i + 1:05}-of-{len(shards):05}" if len(shards) > 1 else ""
-            tensors = _changed(planned, {n: weights[n].detach().cpu() for n in names})
-            _save(part / f"model{last}.safetensors", tensors)
-            sizes |= {name: (f"model{last}.safetensors", x.nbytes) for name, x in tensors.items()}
-        _finish(part, planned.config, sizes)
+        files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        _write(part, planned, ((f, {n: weights[n].detach().cpu() for n in own}) for f, own in zip(files, shards)))
     return Path(out)
 
 
@@ -134,13 +122,13 @@ def _gains(model: nn.Module, to: str) -> dict[str, tuple[Tensor, float]]:
         if not isinstance(module, HeadNorm):
             continue
         norm = module.norm
-        if not isinstance(norm, RMSNorm) or (norm.over == "layer") != flat:
+        if norm.kind != "rms" or (norm.over == "layer") != flat:
             raise RefusedError(f"{name} is {norm}; {to} has an RMS norm over {'all heads' if flat else 'each head'}")
-        if any(isinstance(hook, Share) and bool(hook.value != 1) for hook in hooks_after(module).values()):
+        if module.share is not None and bool(module.share != 1):
             raise RefusedError(f"{name} is still being blended in; export when its share is 1")
         like = next(p for p in model.parameters())
         gain = torch.ones((), dtype=like.dtype) if module.weight is None else module.weight.detach()
-        if module.gain == "one_plus_dim":
+        if norm.gain == "one_plus_dim":
             gain = 1 + gain
         if module.logit_scale is not None:
             gain = gain * module.logit_scale.detach()
@@ -185,12 +173,6 @@ def _changed(planned: Plan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
 def _copy_rest(source: Path, part: Path) -> None:
     for file in source.iterdir():
         skipped = file.name == "config.json" or file.name.endswith(_WEIGHTS) or file.name.startswith(".")
@@ -198,7 +180,15 @@ def _copy_rest(source: Path, part: Path) -> None:
             shutil.copyfile(file, part / file.name)
 
 
-def _finish(part: Path, config: Mapping[str, Any], sizes: Mapping[str, tuple[str, int]]) -> None:
+def _write(part: Path, planned: Plan, files: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
+    """The changed tensors of each file under its name, "model.safetensors" where there is one; index and config."""
+    sizes: dict[str, tuple[str, int]] = {}
+    for name, stored in files:
+        tensors = _changed(planned, stored)
+        save_file(tensors, part / name, metadata={"format": "pt"})
+        with open(part / name, "rb") as written:
+            os.fsync(written.fileno())
+        sizes |= {tensor: (name, x.nbytes) for tensor, x in tensors.items()}
     if len({file for file, _ in sizes.values()}) > 1:
         total = sum(size for _, size in sizes.values())
         names = {name: file for name, (file, _) in sizes.items()}
@@ -207,7 +197,7 @@ def _finish(part: Path, config: Mapping[str, Any], sizes: Mapping[str, tuple[str
         only = next(iter(sizes.values()))[0]
         if only != "model.safetensors":
             os.replace(part / only, part / "model.safetensors")
-    write_json(part / "config.json", dict(config))
+    write_json(part / "config.json", dict(planned.config))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ of the model's output.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -26,77 +27,155 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
+from qkeel.handle import Handle
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.module_tables import parameters_of, submodules_of
 from qkeel.remedies.attention.projection_norms import HeadNorm
 from qkeel.remedies.base import where
-from qkeel.remedies.retrofit.replay import Rows, divergence, mean
+from qkeel.remedies.retrofit.predictions import Gap
+from qkeel.remedies.retrofit.replay import Replay, Rows
 from qkeel.sites.site import AttentionSite
-from qkeel.spec.norm import GainNorm
-
-Replay = Callable[[], list[Rows]]
+from qkeel.spec import NoNorm
+from qkeel.spec.norm import Norm, Part
+from qkeel.spec.slot import Geometry, Parameter, Params
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gains:
-    """The two gains of a site as they are stored; `one`: what is added to them before they multiply."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlendedNorm(Norm):
+    """The norm slot of an own module while its norm is blended in: (1 - s) x + s norm(x), s the share."""
 
-    query: nn.Parameter
-    key: nn.Parameter
-    one: float
-    per_head: bool
+    inner: Norm
+    share: float
 
-    @classmethod
-    def of(cls, site: AttentionSite) -> Gains:
-        """Those of a site that has just been normed."""
+    @property
+    def sides(self) -> str:
+        """Those of the norm that is blended in."""
+        return self.inner.sides
+
+    def apply(self, part: Part, x: Tensor, params: Params) -> Tensor:
+        return torch.lerp(x, self.inner.apply(part, x, params), self.share)
+
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+        return self.inner.parameters(geometry)
+
+    def formula(self) -> str:
+        return f"{1 - self.share:g} of q, k and {self.share:g} of {self.inner.formula()}"
+
+
+@final
+class SiteNorm(Handle):
+    """The norm of a site that has just been normed; `remove()` leaves the whole of it in force.
+
+    `gains` are those of q and of k as they are stored, `one` is what is added to them before they multiply.
+
+    Args:
+        eps: that of the norm from now on; None leaves it as it is.
+
+    Raises:
+        RefusedError: the norm has no gain of q and of k.
+    """
+
+    def __init__(self, site: AttentionSite, eps: float | None) -> None:
         module = site.module
-        if isinstance(module, SpecModule):
-            norm, stored = module.spec.norm, [parameters_of(module).get(f"{s}_norm") for s in "qk"]
-        else:
-            held = [submodules_of(module).get(f"{s}_norm") for s in "qk"]
-            norms = [n for n in held if isinstance(n, HeadNorm)]
-            norm, stored = (norms[0].norm if norms else None), [n.weight for n in norms]
-        query, key = stored if len(stored) == 2 else (None, None)
-        if not isinstance(norm, GainNorm) or query is None or key is None:
+        self._own = module if isinstance(module, SpecModule) else None
+        found = [submodules_of(module).get(f"{side}_norm") for side in "qk"]
+        self._heads = [norm for norm in found if isinstance(norm, HeadNorm)]
+        stored = [norm.weight for norm in self._heads]
+        norm = self._heads[0].norm if self._heads else NoNorm()
+        if self._own is not None:
+            norm, stored = self._own.spec.norm, [parameters_of(module).get(f"{side}_norm") for side in "qk"]
+        gains = tuple(gain for gain in stored if gain is not None)
+        if len(gains) != 2:
             raise RefusedError(
                 f"{where(site)}: this norm has no gain of q and of k that could be fitted; use "
                 "kind=rms or layer with gain=dim, head, head_dim, one_plus_dim or scalar"
             )
-        one, per_head = float(norm.gain == "one_plus_dim"), norm.gain in ("head", "head_dim")
-        return cls(query=query, key=key, one=one, per_head=per_head)
+        self.gains = gains
+        self.norm = norm if eps is None else norm.with_eps(eps)
+        self.one, self.per_head = float(norm.gain == "one_plus_dim"), norm.gain in ("head", "head_dim")
+        for head in self._heads:
+            head.norm = self.norm
+        self.set(1.0)
+        super().__init__(self._end)
+
+    def set(self, share: float) -> None:
+        """From now on this share of the norm."""
+        if self._own is not None:
+            norm = self.norm if share == 1 else BlendedNorm(inner=self.norm, share=share)
+            self._own.spec = self._own.spec.replace(norm=norm)
+        for head in self._heads:
+            head.blend(share)
+
+    def _end(self) -> None:
+        self.set(1.0)
+        for head in self._heads:
+            head.share = None
 
     @torch.no_grad()
     def put(self, factors: Tensor) -> None:
         """Constant gains whose product is `factors` [h] (all equal unless per_head)."""
+        query, key = self.gains
         if not self.per_head:
-            root = factors[0].sqrt()
-            self.query.fill_(float(root - self.one))
-            self.key.fill_(float(root - self.one))
+            root = float(factors[0].sqrt() - self.one)
+            query.fill_(root)
+            key.fill_(root)
             return
-        groups = self.key.shape[0]
-        key = factors.unflatten(0, (groups, -1)).log().mean(1).mul(0.5).exp()
-        query = factors / key.repeat_interleave(len(factors) // groups)
-        self.key.copy_(key[:, None].expand_as(self.key))
-        self.query.copy_(query[:, None].expand_as(self.query))
+        groups = key.shape[0]
+        of_key = factors.unflatten(0, (groups, -1)).log().mean(1).mul(0.5).exp()
+        key.copy_(of_key[:, None].expand_as(key))
+        query.copy_((factors / of_key.repeat_interleave(len(factors) // groups))[:, None].expand_as(query))
 
 
-def fit(gains: Gains, old: Sequence[Rows], replay: Replay, *, iterations: int) -> None:
+@final
+class Best:
+    """The values of some parameters at which a gap was least so far, from those they have when this is made."""
+
+    def __init__(self, parameters: Sequence[Tensor], measure: Callable[[], Gap]) -> None:
+        self.parameters, self._measure = parameters, measure
+        self.gap, self._values = measure(), copies(parameters)
+
+    def offer(self) -> bool:
+        """Measure the values of now, and take them if they are better; else put the best ones back."""
+        gap = self._measure()
+        better = gap.kl < (math.inf if math.isnan(self.gap.kl) else self.gap.kl)
+        if better:
+            self.gap, self._values = gap, copies(self.parameters)
+        else:
+            put_back(self.parameters, self._values)
+        return better
+
+
+def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The values of now."""
+    return [p.detach().clone() for p in parameters]
+
+
+@torch.no_grad()
+def put_back(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write values into parameters, bit for bit."""
+    for p, value in zip(parameters, values):
+        p.copy_(value)
+
+
+def fit(norm: SiteNorm, replay: Replay, *, iterations: int) -> None:
     """Set the gains: least squares, then `iterations` of L-BFGS on the KL; never worse than it was."""
-    start, began = _values(gains), _loss(old, replay)
-    gains.put(least_squares(old, _now(replay), shared=not gains.per_head))
-    solved, after = _values(gains), _loss(old, replay)
-    best, least = (solved, after) if after < began else (start, began)
+
+    def loss() -> Tensor:
+        return replay.divergence().mean()
+
+    @torch.no_grad()
+    def measure() -> Gap:
+        return Gap(kl=float(loss()), loss=None)
+
+    best = Best(norm.gains, measure)
+    with torch.no_grad():
+        factors = least_squares(replay.old, replay.rows(), shared=not norm.per_head)
+    norm.put(factors)
+    best.offer()
     if iterations:
-        _restore(gains, best)
-
-        def divergences() -> Tensor:
-            return mean(divergence(a, b).mean() for a, b in zip(old, replay()))
-
-        descend([gains.query, gains.key], divergences, iterations)
-        fitted, loss = _values(gains), _loss(old, replay)
-        best = fitted if loss < least else best
-    _restore(gains, best)
+        descend(norm.gains, loss, iterations)
+        best.offer()
 
 
 def least_squares(old: Sequence[Rows], new: Sequence[Rows], *, shared: bool) -> Tensor:
@@ -119,36 +198,27 @@ def least_squares(old: Sequence[Rows], new: Sequence[Rows], *, shared: bool) -> 
 
 def descend(parameters: Sequence[nn.Parameter], loss_of: Callable[[], Tensor], iterations: int) -> None:
     """L-BFGS on a loss by these parameters alone; their gradients are left empty."""
+
+    def gradients() -> tuple[Tensor, Sequence[Tensor]]:
+        loss = loss_of()
+        return loss, torch.autograd.grad(loss, parameters)
+
+    descend_along(parameters, gradients, iterations)
+
+
+def descend_along(
+    parameters: Sequence[nn.Parameter], gradients: Callable[[], tuple[Tensor, Sequence[Tensor]]], iterations: int
+) -> None:
+    """The same where the loss comes with its gradients by the parameters."""
     optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         with torch.enable_grad():
-            loss = loss_of()
-        for p, g in zip(parameters, torch.autograd.grad(loss, parameters)):
+            loss, found = gradients()
+        for p, g in zip(parameters, found):
             p.grad = g
         return loss.detach()
 
     optimizer.step(closure)
     for p in parameters:
         p.grad = None
-
-
-@torch.no_grad()
-def _now(replay: Replay) -> list[Rows]:
-    return replay()
-
-
-def _loss(old: Sequence[Rows], replay: Replay) -> float:
-    with torch.no_grad():
-        loss = float(mean(divergence(a, b).mean() for a, b in zip(old, replay())))
-    return loss if loss == loss else float("inf")
-
-
-def _values(gains: Gains) -> tuple[Tensor, Tensor]:
-    return gains.query.detach().clone(), gains.key.detach().clone()
-
-
-@torch.no_grad()
-def _restore(gains: Gains, values: tuple[Tensor, Tensor]) -> None:
-    gains.query.copy_(values[0])
-    gains.key.copy_(values[1])

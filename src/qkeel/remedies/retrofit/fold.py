@@ -19,8 +19,8 @@ from qkeel.remedies.base import where
 from qkeel.remedies.sigma_reparam import SigmaReparam, folded
 from qkeel.sites.find import find_sites
 from qkeel.sites.site import AttentionSite, HeadSlice
-from qkeel.spec import InverseSqrt
-from qkeel.spec.norm import GainNorm
+from qkeel.spec import InverseSqrt, NoNorm
+from qkeel.spec.norm import Norm
 
 
 @final
@@ -81,20 +81,18 @@ def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
     assert isinstance(module, SpecModule)
     spec, d = module.spec, module.head_dim
     inner = spec.scale.base
-    norm = spec.norm if isinstance(spec.norm, GainNorm) and "q" in spec.norm.on else None
-    if isinstance(norm, GainNorm) and norm.on != "q" and norm.gain != "none":
-        gains = f"the gains of {norm.formula()} come after a norm, which undoes any scaling of weights"
-    else:
-        gains = None
-    if inner == InverseSqrt() or (norm is not None and norm.gain == "none"):
-        if inner == InverseSqrt():
-            return gains
+    norm = spec.norm if "q" in spec.norm.sides else NoNorm()
+    if inner == InverseSqrt():
+        if norm.sides in ("", "q") or norm.gain == "none":
+            return None
+        return f"the gains of {norm.formula()} come after a norm, which undoes any scaling of weights"
+    if norm.sides and norm.gain == "none":
         return "q is normed without a gain, which no scaling of its weights gets past"
     if inner.follows_position:
         return f"{inner.formula()} depends on the position"
     factor = inner.factor(torch.zeros(1, 1), d, module.spec_params())
     ratio = (torch.as_tensor(factor, dtype=torch.float64) * math.sqrt(d)).flatten().expand(site.n_heads)
-    reason = _into_weights(model, site, ratio) if norm is None else _into_gain(module, norm, ratio)
+    reason = _into_gain(module, norm, ratio) if norm.sides else _into_weights(model, site, ratio)
     if reason:
         return reason
     parameters_of(module).pop("logit_scale", None)
@@ -123,14 +121,14 @@ def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
     return ""
 
 
-def _into_gain(module: SpecModule, norm: GainNorm, ratio: Tensor) -> str:
+def _into_gain(module: SpecModule, norm: Norm, ratio: Tensor) -> str:
     """The gain of q times a factor per query head."""
     if norm.shared:
         return "q and k share one gain"
-    equal = bool((ratio == ratio[0]).all())
-    if norm.gain not in ("head", "head_dim") and not equal:
+    per_head = norm.gain in ("head", "head_dim")
+    if not per_head and bool((ratio != ratio[0]).any()):
         return f"a scale per head does not fit into gain={norm.gain}, which heads share"
-    gain, by = module.get_parameter("q_norm"), ratio[:, None] if norm.gain in ("head", "head_dim") else ratio[0]
+    gain, by = module.get_parameter("q_norm"), ratio[:, None] if per_head else ratio[0]
     one = 1.0 if norm.gain == "one_plus_dim" else 0.0
     gain.copy_((gain.double() + one) * by.to(gain.device) - one)
     if norm.bias:

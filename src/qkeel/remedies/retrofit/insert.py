@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import final
 
 import torch
@@ -14,24 +13,17 @@ from torch.optim import Optimizer
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.handle import Handle
-from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.forward_passes import unwrapped
-from qkeel.patching.module_tables import submodules_of
 from qkeel.remedies.apply import apply, parse
-from qkeel.remedies.attention.projection_norms import HeadNorm
+from qkeel.remedies.base import evaluating
 from qkeel.remedies.qk_norm import QKNorm
 from qkeel.remedies.retrofit.balance import Balance
-from qkeel.remedies.retrofit.blend import Blend
-from qkeel.remedies.retrofit.cost import Gap, LayerGap, RetrofitReport
-from qkeel.remedies.retrofit.fit_gains import Gains, descend, fit
-from qkeel.remedies.retrofit.predictions import Reference, divergence, predictions
-from qkeel.remedies.retrofit.replay import Rows, capture, mean, rows_of
-from qkeel.remedies.retrofit.replay import divergence as attention_divergence
+from qkeel.remedies.retrofit.fit_gains import Best, SiteNorm, copies, descend, fit, put_back
+from qkeel.remedies.retrofit.predictions import Gap, LayerGap, Reference, RetrofitReport, divergence, predictions
+from qkeel.remedies.retrofit.replay import Replay, captured
 from qkeel.sites.example import Arguments, arguments
 from qkeel.sites.find import find_sites
-from qkeel.sites.probe import undisturbed
 from qkeel.sites.site import AttentionSite
-from qkeel.spec.norm import GainNorm
 
 
 @final
@@ -75,10 +67,10 @@ class Retrofit(Handle):
     checkpoint.
     """
 
-    def __init__(self, undo: Callable[[], None], report: RetrofitReport, blends: list[Blend], steps: int) -> None:
+    def __init__(self, undo: Callable[[], None], report: RetrofitReport, norms: list[SiteNorm], steps: int) -> None:
         super().__init__(undo, state=lambda: {"step": torch.tensor(self.step)}, load=self._load)
         self.report = report
-        self._blends, self._steps = blends, steps
+        self._norms, self._steps = norms, steps
         self.step = 0
 
     @property
@@ -89,11 +81,11 @@ class Retrofit(Handle):
     def advance(self, steps: int = 1) -> None:
         """So many steps of blending more; each step of the optimizer, where one was given, is one."""
         self.step += steps
-        for blend in self._blends:
-            if blend.active:
-                blend.set(self.share)
+        for norm in self._norms:
+            if norm.active:
+                norm.set(self.share)
                 if self.share == 1 and self._steps:
-                    blend.remove()
+                    norm.remove()
 
     def _load(self, state: dict[str, Tensor]) -> None:
         self.step = int(state["step"])
@@ -110,7 +102,7 @@ def retrofit(
 ) -> Retrofit:
     """Put a q/k norm into a *trained* model so that its first outputs are as close to the old ones as the norm allows.
 
-    The gains are fitted site by site on what the old model feeds it (`retrofit.gains` has the derivation), optionally
+    The gains are fitted site by site on what the old model feeds it (derived in `retrofit.fit_gains`), optionally
     q and k are distilled for some steps, and the gap to the old model is measured: before, after, and layer by layer.
 
     Args:
@@ -133,28 +125,29 @@ def retrofit(
     remedy = _remedy(named)
     given = _batches(batches)
     plain = unwrapped(model)
-    with _evaluating(plain):
+    with evaluating(plain):
         reference = Reference(plain, given)
-        sites = _firsts(find_sites(plain, *given[0][0], **given[0][1]))
+        found_sites = find_sites(plain, *given[0][0], **given[0][1])
+        sites = list({id(site.module): site for site in reversed(found_sites)}.values())[
+            ::-1
+        ]  # the first of each module
         balance = Balance.of(reference, sites) if fitting.balance and not fitting.anneal else None
-        inputs = [capture(plain, sites, batch) for batch in given]
-        with torch.no_grad():
-            old = {s.name: _replayed(s, inputs) for s in sites}
+        replays = captured(plain, sites, given)
     with ExitStack() as undo:
-        handle = apply(remedy, plain, optimizer, example=batches[0])
-        undo.callback(handle.remove)
-        blends = [Blend(site) for site in sites]
-        for blend in blends:
-            undo.callback(blend.remove)
-        _set_eps(plain, sites, fitting.eps)
-        with _evaluating(plain):
-            report, restore = _fit_all(reference, sites, blends, (inputs, old, balance), fitting)
+        undo.callback(apply(remedy, plain, optimizer, example=batches[0]).remove)
+        # The eps asked for, or that of the model's other norms.
+        eps = fitting.eps or getattr(getattr(plain, "config", None), "rms_norm_eps", None)
+        norms = [SiteNorm(site, eps if isinstance(eps, float) else None) for site in sites]
+        for norm in norms:
+            undo.callback(norm.remove)
+        with evaluating(plain):
+            report, restore = _fit_all(reference, sites, norms, (replays, balance), fitting)
         undo.callback(restore)
         if not fitting.anneal:
-            for blend in blends:
-                blend.remove()
+            for norm in norms:
+                norm.remove()
         undone = undo.pop_all()
-        found = Retrofit(undone.close, report, blends, fitting.anneal)
+        found = Retrofit(undone.close, report, norms, fitting.anneal)
         if fitting.anneal:
             found.advance(0)
             if optimizer is not None:
@@ -162,100 +155,75 @@ def retrofit(
         return found
 
 
-Captured = tuple[list[dict[str, Arguments]], dict[str, list[Rows]], Balance | None]
-
-
 def _fit_all(
-    reference: Reference, sites: Sequence[AttentionSite], blends: Sequence[Blend], captured: Captured, fitting: Fitting
+    reference: Reference,
+    sites: Sequence[AttentionSite],
+    norms: Sequence[SiteNorm],
+    known: tuple[Sequence[Replay], Balance | None],
+    fitting: Fitting,
 ) -> tuple[RetrofitReport, Callable[[], None]]:
-    inputs, old, balance = captured
-    naive = reference.gap()
-    kls: list[tuple[tuple[float, ...], Callable[[], list[Rows]]]] = []
-    start: list[tuple[Tensor, Tensor]] = []
-    gains = [Gains.of(site) for site in sites]
-    for site, gain in zip(sites, gains):
-        replay = functools.partial(_replayed, site, inputs)
-        before = _attention(old[site.name], replay)
-        start.append((gain.query.detach().clone(), gain.key.detach().clone()))
-        fit(gain, old[site.name], replay, iterations=fitting.iterations)
-        kls.append((before, replay))
-    fitted = _fit_all_gains(reference, gains, (naive, start), fitting.iterations)
-    alone = []
-    for one in blends:
-        for other in blends:
-            other.set(float(other is one))
-        alone.append(reference.gap(1))
-    for one in blends:
-        one.set(1.0)
+    """Fit the norms in steps, each kept only if it helps; the report, and what undoes the changes of weights."""
+    replays, balance = known
+    gains = [p for norm in norms for p in norm.gains]
+    best = Best(gains, reference.gap)
+    naive, naive_kl = best.gap, [_per_head(replay) for replay in replays]
+    for norm, replay in zip(norms, replays):
+        fit(norm, replay, iterations=fitting.iterations)
+    best.offer()
+    if fitting.iterations:
+        descend(gains, reference.divergence, fitting.iterations)
+        best.offer()
     layers = tuple(
-        LayerGap(name=s.name, attention_kl_naive=k[0], attention_kl=_attention(old[s.name], k[1]), alone=a)
-        for s, k, a in zip(sites, kls, alone)
+        LayerGap(name=site.name, attention_kl_naive=before, attention_kl=_per_head(replay), alone=alone)
+        for site, before, replay, alone in zip(sites, naive_kl, replays, _alone(reference, norms))
     )
     with ExitStack() as undo:
         balanced, distilled = None, None
         if balance is not None and fitting.iterations:
             undo.callback(balance.restore)
-            balanced = _balance(reference, gains, balance, fitting.iterations)
+            kept = Best([*balance.weights, *gains], reference.gap)
+            balance.descend(gains, reference.divergence, fitting.iterations)
+            balanced = kept.gap if kept.offer() else None
         if fitting.distil:
-            undo.callback(_distil(reference, sites, gains, fitting))
-            distilled = reference.gap()
+            distilled = _distil(reference, sites, gains, fitting, undo)
         restore = undo.pop_all().close
-    steps = {"naive": naive, "fitted": fitted, "balanced": balanced, "distilled": distilled}
+    steps = {"naive": naive, "fitted": best.gap, "balanced": balanced, "distilled": distilled}
     return RetrofitReport(old_loss=reference.loss, layers=layers, **steps), restore
 
 
-def _fit_all_gains(
-    reference: Reference, gains: Sequence[Gains], naive: tuple[Gap, list[tuple[Tensor, Tensor]]], iterations: int
-) -> Gap:
-    """All gains on the KL of the output, from those fitted site by site; the best of naive, these and those."""
-    parameters = [p for g in gains for p in (g.query, g.key)]
-
-    def values() -> list[Tensor]:
-        return [p.detach().clone() for p in parameters]
-
-    found = [(naive[0], [p for pair in naive[1] for p in pair]), (reference.gap(), values())]
-    _put_back(parameters, min(found, key=lambda one: one[0].kl)[1])
-    if iterations:
-        descend(parameters, functools.partial(_output_loss, reference), iterations)
-        found.append((reference.gap(), values()))
-    best = min(found, key=lambda one: one[0].kl if one[0].kl == one[0].kl else torch.inf)
-    _put_back(parameters, best[1])
-    return best[0]
+def _per_head(replay: Replay) -> tuple[float, ...]:
+    with torch.no_grad():
+        return tuple(replay.divergence().tolist())
 
 
-def _output_loss(reference: Reference) -> Tensor:
-    pairs = zip(reference.old, reference.batches)
-    return mean(divergence(old, predictions(reference.model, batch), batch) for old, batch in pairs)
-
-
-def _balance(reference: Reference, gains: Sequence[Gains], balance: Balance, iterations: int) -> Gap | None:
-    """The gap after queries were scaled against keys, the gains with them; None if it did not fall: all as it was."""
-    parameters, before = [p for g in gains for p in (g.query, g.key)], reference.gap()
-    kept = [p.detach().clone() for p in parameters]
-    balance.descend(parameters, functools.partial(_output_loss, reference), iterations)
-    after = reference.gap()
-    if after.kl < before.kl:
-        return after
-    balance.restore()
-    _put_back(parameters, kept)
-    return None
+def _alone(reference: Reference, norms: Sequence[SiteNorm]) -> list[Gap]:
+    """The gap on the first batch with each norm in force alone."""
+    found = []
+    for one in norms:
+        for other in norms:
+            other.set(float(other is one))
+        found.append(reference.gap(1))
+    for one in norms:
+        one.set(1.0)
+    return found
 
 
 def _distil(
-    reference: Reference, sites: Sequence[AttentionSite], gains: Sequence[Gains], fitting: Fitting
-) -> Callable[[], None]:
-    """Steps on KL(old ‖ new) by the q and k weights and the gains; kept only if the KL fell. Returns what undoes it."""
+    reference: Reference,
+    sites: Sequence[AttentionSite],
+    gains: Sequence[nn.Parameter],
+    fitting: Fitting,
+    undo: ExitStack,
+) -> Gap:
+    """Steps on KL(old ‖ new) by the q and k weights and the gains; kept only if the KL fell."""
     model = reference.model
     names = dict.fromkeys(s.parameter for site in sites for s in (*site.query, *site.key))
     weights = [model.get_parameter(name) for name in names]
-    trained = [*weights, *(p for g in gains for p in (g.query, g.key))]
-    kept, frozen = [p.detach().clone() for p in trained], [p for p in trained if not p.requires_grad]
-    for p in frozen:
-        p.requires_grad_(True)
+    undo.callback(put_back, weights, copies(weights))
+    trained = [*weights, *gains]
+    grads, best = [p.grad for p in trained], Best(trained, reference.gap)
     optimizer = torch.optim.AdamW(trained, lr=fitting.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, fitting.distil)
-    grads = [p.grad for p in trained]
-    before, better = reference.gap().kl, False
     try:
         for step in range(fitting.distil):
             i = step % len(reference.batches)
@@ -266,21 +234,11 @@ def _distil(
                 p.grad = g
             optimizer.step()
             schedule.step()
-        better = reference.gap().kl < before
+        best.offer()
     finally:
-        if not better:
-            _put_back(trained, kept)
         for p, g in zip(trained, grads):
             p.grad = g
-        for p in frozen:
-            p.requires_grad_(False)
-    return functools.partial(_put_back, weights, kept[: len(weights)])
-
-
-@torch.no_grad()
-def _put_back(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for p, value in zip(parameters, values):
-        p.copy_(value)
+    return best.gap
 
 
 def _remedy(named: str | QKNorm) -> QKNorm:
@@ -298,46 +256,3 @@ def _batches(batches: Sequence[object]) -> list[Arguments]:
     if isinstance(batches, (Tensor, dict, str)) or not isinstance(batches, Sequence) or not batches:
         raise InvalidTypeError(f"expected a list of one or more batches, got {type(batches).__name__}")
     return [arguments(batch, "batch") for batch in batches]
-
-
-def _firsts(sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-    """One site per module: a module's second call has the same norms."""
-    return list({id(site.module): site for site in reversed(sites)}.values())[::-1]
-
-
-def _replayed(site: AttentionSite, inputs: Sequence[dict[str, Arguments]]) -> list[Rows]:
-    return [rows_of(site, one[site.name]) for one in inputs]
-
-
-def _attention(old: Sequence[Rows], replay: Callable[[], list[Rows]]) -> tuple[float, ...]:
-    with torch.no_grad():
-        return tuple(mean(attention_divergence(a, b) for a, b in zip(old, replay())).tolist())
-
-
-def _set_eps(model: nn.Module, sites: Sequence[AttentionSite], eps: float | None) -> None:
-    """The eps of the new norms: the one asked for, or that of the model's other norms."""
-    wanted = eps if eps is not None else getattr(getattr(model, "config", None), "rms_norm_eps", None)
-    if not isinstance(wanted, float):
-        return
-    for site in sites:
-        if isinstance(site.module, SpecModule):
-            norm = site.module.spec.norm
-            assert isinstance(norm, GainNorm)
-            site.module.spec = site.module.spec.replace(norm=dataclasses.replace(norm, eps=wanted))
-        for side in "qk":
-            held = submodules_of(site.module).get(f"{side}_norm")
-            if isinstance(held, HeadNorm):
-                held.norm = dataclasses.replace(held.norm, eps=wanted)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, random streams and buffers put back afterwards."""
-    modes = [(m, m.training) for m in model.modules()]
-    try:
-        model.eval()
-        with undisturbed(model):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -39,23 +39,41 @@ class Rows:
         return torch.where(self.visible, torch.log_softmax(z.masked_fill(~self.counted[..., None], 0.0), -1), 0.0)
 
 
-def capture(model: nn.Module, sites: Sequence[AttentionSite], batch: Arguments) -> dict[str, Arguments]:
-    """The arguments that each site's module gets in one pass, by the site's name."""
-    kept: dict[str, Arguments] = {}
-    hooks = []
-    for site in sites:
+@final
+class Replay:
+    """The logits of one attention of the old model, and those that its module makes of the same inputs now."""
 
-        def note(_: nn.Module, args: Args, kwargs: Kwargs, name: str = site.name) -> None:
-            kept.setdefault(name, (copied(args), copied(dict(kwargs))))
-
-        hooks.append(site.module.register_forward_pre_hook(note, with_kwargs=True))
-    try:
+    def __init__(self, site: AttentionSite, inputs: Sequence[Arguments]) -> None:
+        self._site, self._inputs = site, inputs
         with torch.no_grad():
-            model(*copied(batch[0]), **copied(batch[1]))
+            self.old = self.rows()
+
+    def rows(self) -> list[Rows]:
+        """Those of now, a batch each, with gradients."""
+        return [rows_of(self._site, one) for one in self._inputs]
+
+    def divergence(self) -> Tensor:
+        """Per head [h], the mean over the batches of KL(old weights ‖ weights now) in nats."""
+        return torch.stack([divergence(a, b) for a, b in zip(self.old, self.rows())]).mean(0)
+
+
+def captured(model: nn.Module, sites: Sequence[AttentionSite], batches: Sequence[Arguments]) -> list[Replay]:
+    """A replay of each site, from the arguments that its module gets first in a pass on each batch."""
+    kept: list[dict[int, Arguments]] = []
+
+    def note(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        kept[-1].setdefault(id(module), (copied(args), copied(dict(kwargs))))
+
+    hooks = [site.module.register_forward_pre_hook(note, with_kwargs=True) for site in sites]
+    try:
+        for args, kwargs in batches:
+            kept.append({})
+            with torch.no_grad():
+                model(*copied(args), **copied(kwargs))
     finally:
         for hook in hooks:
             hook.remove()
-    return kept
+    return [Replay(site, [inputs[id(site.module)] for inputs in kept]) for site in sites]
 
 
 def rows_of(site: AttentionSite, inputs: Arguments) -> Rows:
@@ -87,18 +105,18 @@ def rows_of(site: AttentionSite, inputs: Arguments) -> Rows:
 
 
 def _called(call: AttentionCall) -> Rows:
-    rows = _spread(call.q.shape[2], call.q.device)
+    rows = _spread(call.q)
     mask = call.mask if call.mask is None or call.mask.shape[-2] == 1 else call.mask[..., rows, :]
     some = dataclasses.replace(call, q=call.q[:, :, rows], pos_q=call.pos_q[:, rows], mask=mask, plain=False)
     q, k = some.encoded()
-    whole = slice(0, len(rows)), slice(0, k.shape[2])
+    whole = slice(0, q.shape[2]), slice(0, k.shape[2])
     z = some.spec.cap.apply(some.scores(q, k, *whole))
     seen = some.visible(*whole)
     return _rows(z, torch.ones_like(z, dtype=torch.bool) if seen is None else seen.expand_as(z))
 
 
 def _written(call: ScoresCall) -> Rows:
-    rows = _spread(call.capped.shape[2], call.capped.device)
+    rows = _spread(call.capped)
     z = call.capped[:, :, rows].to(wide(call.capped.dtype))
     seen = torch.isfinite(z)
     if call.hidden is not None:
@@ -111,10 +129,10 @@ def _rows(z: Tensor, visible: Tensor) -> Rows:
     return Rows(logits=z, visible=visible, counted=visible.sum(-1) > 1)
 
 
-def _spread(t: int, device: torch.device) -> Tensor:
-    if t <= ROWS:
-        return torch.arange(t, device=device)
-    return torch.linspace(0, t - 1, ROWS, device=device).round().long()
+def _spread(x: Tensor) -> Tensor:
+    """The query rows that are compared of all in x [b h t …]."""
+    t = x.shape[2]
+    return torch.linspace(0, t - 1, min(t, ROWS), device=x.device).round().long()
 
 
 def divergence(old: Rows, new: Rows) -> Tensor:
@@ -123,8 +141,3 @@ def divergence(old: Rows, new: Rows) -> Tensor:
     kl = (p.exp() * (p - q)).masked_fill(~old.visible, 0.0).sum(-1)
     count = old.counted.sum((0, 2)).clamp_min(1)
     return kl.masked_fill(~old.counted, 0.0).sum((0, 2)) / count
-
-
-def mean(values: Iterable[Tensor]) -> Tensor:
-    """The mean of equally long tensors, entry by entry."""
-    return torch.stack(list(values)).mean(0)

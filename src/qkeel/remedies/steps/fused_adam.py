@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from qkeel.kernels.native import adamw
 from qkeel.patching import adam_groups
 from qkeel.patching.graph_nodes import version_of
-from qkeel.remedies.steps.head_views import HeadView, stacked
+from qkeel.remedies.steps.head_groups import HeadView, stacked
 from qkeel.sites.site import HeadSlice
 
 Owner = tuple[Tensor, list[int], list[HeadView]]

@@ -13,14 +13,11 @@ from torch.optim import Optimizer
 
 from qkeel.handle import Handle
 from qkeel.remedies.base import Target
-from qkeel.remedies.steps.decay_factors import DecayFactors
 from qkeel.remedies.steps.fused_adam import AdamPass
-from qkeel.remedies.steps.head_groups import HeadGroups, Measure, frobenius_norm
-from qkeel.remedies.steps.head_views import HeadView, views_by_tensor
-from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.steps.head_groups import HeadGroups, Measure, frobenius_norm, views_by_tensor
+from qkeel.remedies.steps.head_weights import HeadWeights, found_inf, innermost
 from qkeel.remedies.steps.linearity import ParamGroup, check_linear
-from qkeel.remedies.steps.mixed_precision import found_inf, innermost
-from qkeel.remedies.steps.replaced_weights import ReplacementCheck
+from qkeel.remedies.steps.step_remedy import ReplacementCheck
 
 Rates = Callable[[Tensor], Tensor]
 
@@ -41,16 +38,7 @@ def head_steps(
     """
     optimizer = innermost(target.need_optimizer(remedy))
     tensors = check_linear(optimizer, remedy, weights, decay=decay)
-    by_tensor = views_by_tensor(tensors, weights.slices)
-    # A float32 copy, where there is one, is what is measured too: the weight is its rounding.
-    read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
-    return HeadSteps(
-        optimizer,
-        ReplacementCheck(target.model, remedy, weights.names),
-        _Heads(weights, read, [view for _, _, views in by_tensor for view in views], measure),
-        decay=None if decay else DecayFactors(optimizer, tensors, weights.counts, _decay_rate),
-        adam=AdamPass.of(optimizer, by_tensor, weights.slices, plain=not decay),
-    )
+    return HeadSteps(optimizer, ReplacementCheck(target.model, remedy, weights.names), weights, tensors, measure, decay)
 
 
 @final
@@ -75,20 +63,32 @@ class HeadSteps:
         self,
         optimizer: Optimizer,
         replaced: ReplacementCheck,
-        heads: _Heads,
-        *,
-        decay: DecayFactors | None,
-        adam: AdamPass | None,
+        weights: HeadWeights,
+        tensors: Sequence[Tensor | None],
+        measure: Measure | None,
+        decay: bool,
     ) -> None:
-        self._optimizer, self._replaced, self._heads = optimizer, replaced, heads
-        self._decay, self._adam = decay, adam
+        by_tensor = views_by_tensor(tensors, weights.slices)
+        views = [view for _, _, own in by_tensor for view in own]
+        counts = self._counts = weights.counts
+        self._optimizer, self._replaced, self._slices, self._measure = optimizer, replaced, weights.slices, measure
+        # A float32 copy, where there is one, is what is measured too: the weight is its rounding.
+        self._read = [p if t is None else t for p, t in zip(weights.parameters, tensors)]
+        self._stepped = [(view, view.weight) for view in views]
+        self._groups = HeadGroups(lambda view: view.places(counts))
+        # The view of a single slice is measured by its copy, other entries one by one.
+        self._measured = {view.shares[0][0]: k for k, view in enumerate(views) if not view.whole}
+        self._others = [i for i in range(len(counts)) if i not in self._measured]
+        self._order, self._dtype = torch.empty(0, dtype=torch.int64), _widest(self._read)
+        self._decay = None if decay else DecayFactors(optimizer, tensors, counts, _decay_rate)
+        self._adam = AdamPass.of(optimizer, by_tensor, weights.slices, plain=not decay)
         self._factors: Tensor | None = None  # of the step under way
 
+    @torch.no_grad()
     def sizes(self) -> Tensor:
         """The measure of all heads [h] now, to the bit as in a step."""
-        with torch.no_grad():
-            found = self._heads.copy() if self._ready_adam() is None else self._heads.measure({})
-        self._heads.forget()
+        found = self._copied() if self._ready_adam() is None else self._one_by_one({})
+        self._forget()
         return found
 
     def scale(self, rates: Rates) -> Handle:
@@ -123,18 +123,23 @@ class HeadSteps:
     def _clear(self) -> None:
         """Forget the step."""
         self._factors = None
-        self._heads.forget()
+        self._forget()
         if self._adam is not None:
             self._adam.end()
+
+    def _forget(self) -> None:
+        """Drop the copies."""
+        for group in self._groups.all:
+            group.forget()
 
     def _begin(self, rates: Rates) -> None:
         """Measure and copy, or take the step over."""
         self._clear()  # of a step that raised
         adam = self._ready_adam()
         if adam is None:
-            sizes = self._heads.copy()
+            sizes = self._copied()
         else:
-            sizes = self._heads.measure(adam.norms() if self._heads.measures_norms else {})
+            sizes = self._one_by_one(adam.norms() if self._measure is frobenius_norm else {})
         factors = F.pad(rates(sizes), (0, 1), value=1.0)
         if adam is not None:
             adam.begin(factors)
@@ -147,48 +152,13 @@ class HeadSteps:
         """Scale. Nothing is saved when a subclass's step calls its parent's: both run hooks, the inner was the step."""
         if self._factors is not None:
             decay = None if self._decay is None else self._decay.row(lambda w: w.grad is not None, infinite)
-            self._heads.scale_step(self._factors, decay)
+            for group in self._groups.all:
+                if decay is not None:
+                    group.decay(decay)
+                group.interpolate(self._factors)
         self._clear()
 
-
-def _decay_rate(group: ParamGroup) -> float | Tensor:
-    """η·λ now; 0 without weight decay."""
-    return group.get("lr", 0.0) * group.get("weight_decay", 0.0)
-
-
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype that holds numbers of all of them, float32 at least."""
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
-
-
-@final
-class _Heads:
-    """The heads of all entries in one row: the tensor each is measured on, and the groups that scale their steps.
-
-    Args:
-        read: the tensor that each entry is measured on.
-        stepped: views of everything that the optimizer steps.
-        measure: as for `head_steps`.
-    """
-
-    def __init__(
-        self, weights: HeadWeights, read: Sequence[Tensor], stepped: Sequence[HeadView], measure: Measure | None
-    ) -> None:
-        self._slices, self._read, self._measure = weights.slices, read, measure
-        self._stepped = [(view, view.weight) for view in stepped]
-        counts = self._counts = weights.counts
-        self._groups = HeadGroups(lambda view: view.places(counts))
-        # The view of a single slice is measured by its copy.
-        self._measured = {view.shares[0][0]: k for k, view in enumerate(stepped) if not view.whole}
-        self._others = [i for i in range(len(read)) if i not in self._measured]
-        self._order, self._dtype = torch.empty(0, dtype=torch.int64), _widest(read)
-
-    @property
-    def measures_norms(self) -> bool:
-        """True if the measure is the Frobenius norm, which a pass of Adam knows too."""
-        return self._measure is frobenius_norm
-
-    def copy(self) -> Tensor:
+    def _copied(self) -> Tensor:
         """Copy what is stepped, and return the measure of all heads [h]."""
         if self._groups.update(self._stepped):
             self._order, self._dtype = self._positions(), _widest(self._read)
@@ -198,24 +168,12 @@ class _Heads:
         found.extend(self._one(self._measure, i) for i in self._others)
         return self._row(found)[self._order]
 
-    def measure(self, known: Mapping[int, Tensor]) -> Tensor:
+    def _one_by_one(self, known: Mapping[int, Tensor]) -> Tensor:
         """The same without a copy, entry by entry; some may be known."""
         if self._measure is None:
             return self._ones()
         found = [known[i] if i in known else self._one(self._measure, i) for i in range(len(self._slices))]
         return self._row(found)
-
-    def scale_step(self, factors: Tensor, decay: Tensor | None) -> None:
-        """Scale the step, after the decay of what it started from."""
-        for group in self._groups.all:
-            if decay is not None:
-                group.decay(decay)
-            group.interpolate(factors)
-
-    def forget(self) -> None:
-        """Drop the copies."""
-        for group in self._groups.all:
-            group.forget()
 
     def _row(self, found: Sequence[Tensor]) -> Tensor:
         """All on the first weight's device."""
@@ -236,3 +194,59 @@ class _Heads:
             firsts[i], after = after, after + self._counts[i]
         order = torch.cat([torch.arange(n) + firsts[i] for i, n in enumerate(self._counts)])
         return order.to(self._read[0].device)
+
+
+def _decay_rate(group: ParamGroup) -> float | Tensor:
+    """η·λ now; 0 without weight decay."""
+    return group.get("lr", 0.0) * group.get("weight_decay", 0.0)
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype that holds numbers of all of them, float32 at least."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+Rate = Callable[[ParamGroup], float | Tensor]
+
+
+@final
+class DecayFactors:
+    """1 - rate for every head of every entry, by the group that holds its tensor, in a few operators per group.
+
+    Args:
+        tensors: what the optimizer steps for each entry; None where it steps nothing.
+        counts: the number of heads of each entry.
+        rate: the share that a group's options take away in one step.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, tensors: Sequence[Tensor | None], counts: Sequence[int], rate: Rate
+    ) -> None:
+        self._optimizer, self._tensors, self._counts, self._rate = optimizer, tensors, counts, rate
+        self._values = torch.ones(1)
+        self._groups: tuple[int, ...] = ()
+        self._index = torch.empty(0, dtype=torch.int64)
+
+    def read(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Read the rates as they are now; numbers are never sent to the device, tensors never read by the host."""
+        groups = self._optimizer.param_groups
+        if (self._values.shape[0], self._values.dtype, self._values.device) != (len(groups) + 1, dtype, device):
+            self._values = torch.ones(len(groups) + 1, dtype=dtype, device=device)
+        for value, group in zip(self._values.unbind(), groups):
+            rate = self._rate(group)
+            value.fill_(1 - (rate.reshape(()) if isinstance(rate, Tensor) else rate))
+
+    def row(self, is_stepped: Callable[[Tensor], bool], found_inf: Tensor | None) -> Tensor:
+        """[all heads, and a 1]: 1 where a tensor is not stepped, and everywhere in a step that a GradScaler skips."""
+        groups = self._optimizer.param_groups
+        group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        numbers = tuple(len(groups) if t is None or not is_stepped(t) else group_of[id(t)] for t in self._tensors)
+        if numbers != self._groups or self._index.device != self._values.device:
+            self._groups = numbers
+            index = [i for i, n in zip(numbers, self._counts) for _ in range(n)]
+            self._index = torch.tensor([*index, len(groups)], device=self._values.device)
+        if found_inf is None:
+            return self._values[self._index]
+        # A fused optimizer runs its hooks though a GradScaler skips the step.
+        skipped = torch.as_tensor(found_inf).to(self._values.device) != 0
+        return torch.where(skipped, 1.0, self._values)[self._index]

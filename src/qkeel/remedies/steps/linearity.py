@@ -78,17 +78,16 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 
 def _tried(optimizer: Optimizer, remedy: str, group: ParamGroup, device: torch.device) -> bool:
-    try:
-        return _is_linear(optimizer, group, device, torch.float64)
-    except Exception:  # some optimizers, and some devices, know float32 only
+    for dtype in (torch.float64, torch.float32):  # some optimizers, and some devices, know float32 only
         try:
-            return _is_linear(optimizer, group, device, torch.float32)
+            return _is_linear(optimizer, group, device, dtype)
         except Exception as error:
-            raise RefusedError(
-                f"{remedy} needs an optimizer whose step is proportional to the learning rate, and a probe step "
-                f"of {type(optimizer).__name__} failed: {error}. Use AdamW, SGD, Muon, …; if it wraps another "
-                "optimizer, give that one"
-            ) from error
+            failed = error
+    raise RefusedError(
+        f"{remedy} needs an optimizer whose step is proportional to the learning rate, and a probe step of "
+        f"{type(optimizer).__name__} failed: {failed}. Use AdamW, SGD, Muon, …; if it wraps another optimizer, give "
+        "that one"
+    ) from failed
 
 
 def _is_linear(optimizer: Optimizer, group: ParamGroup, device: torch.device, dtype: torch.dtype) -> bool:

@@ -32,6 +32,7 @@ class ReRope(Position):
     rotary: float = 1.0
     kind = "rerope"
     folds = False
+    rounded = False  # are positions beyond the window whole?
 
     def __post_init__(self) -> None:
         if not self.window >= 1:
@@ -66,12 +67,16 @@ class ReRope(Position):
 
     def far_query(self, q: Queries, pos_q: PosQ, side: int = 1) -> Queries:
         """Returns q as it meets keys at least a window before it (side 1) or behind it (side -1)."""
-        at = pos_q.to(q.dtype) / self.leak + side * (self.window - self.window / self.leak)
-        return self._rotated(q, at)
+        within = math.floor(self.window / self.leak) if self.rounded else self.window / self.leak
+        return self._rotated(q, self._slowed(q, pos_q) + side * (self.window - within))
 
     def far_key(self, k: Keys, pos_k: PosK) -> Keys:
         """Returns k as queries outside its window meet it."""
-        return self._rotated(k, pos_k.to(k.dtype) / self.leak) if math.isfinite(self.leak) else k
+        return self._rotated(k, self._slowed(k, pos_k)) if math.isfinite(self.leak) else k
+
+    def _slowed(self, x: Heads, pos: Tensor) -> Tensor:
+        at = pos.to(x.dtype) / self.leak
+        return torch.floor(at) if self.rounded else at
 
     def _rotated(self, x: Tensor, pos: Tensor) -> Tensor:
         theta = rope_frequencies(round(x.shape[-1] * self.rotary), self.base)
@@ -93,7 +98,7 @@ class LeakyReRope(ReRope):
     """
 
     factor: float = 16.0
-    rounded: bool = False
+    rounded: bool = False  # type: ignore[assignment]
     kind = "rerope"
 
     def __post_init__(self) -> None:
@@ -104,19 +109,6 @@ class LeakyReRope(ReRope):
     @property
     def leak(self) -> float:
         return self.factor
-
-    def far_query(self, q: Queries, pos_q: PosQ, side: int = 1) -> Queries:
-        if not self.rounded:
-            return ReRope.far_query(self, q, pos_q, side)
-        whole = torch.floor(pos_q.to(q.dtype) / self.factor)
-        return self._rotated(q, whole + side * (self.window - math.floor(self.window / self.factor)))
-
-    def far_key(self, k: Keys, pos_k: PosK) -> Keys:
-        return (
-            self._rotated(k, torch.floor(pos_k.to(k.dtype) / self.factor))
-            if self.rounded
-            else ReRope.far_key(self, k, pos_k)
-        )
 
     def formula(self) -> str:
         name = "Self-Extend" if self.rounded else "Leaky ReRoPE"

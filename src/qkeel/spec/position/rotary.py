@@ -1,18 +1,19 @@
-"""Position slot: how positions enter the score."""
+"""Position slot: how positions enter the score; no position, RoPE, one that fades, one that sees the keys near it."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal, final, get_args
 
 from torch import Tensor
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
+from qkeel.functional.distances import xpos_decay
 from qkeel.functional.rope import Pairing, check_pairs, rope_frequencies, rope_table, rotate
 from qkeel.spec.position.rope_scaling import NoStretch, Stretch
 from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries
-from qkeel.spec.slot import Params, Slot
+from qkeel.spec.slot import Geometry, Parameter, Params, Slot
 
 Order = Literal["norm_then_rotate", "rotate_then_norm"]
 
@@ -156,3 +157,105 @@ class Rope(Position):
         after = " before the norm" if self.order == "rotate_then_norm" else ""
         stretch = self.stretch.formula()
         return f"RoPE(base {self.base:g}{share}{pairs}{', ' if stretch else ''}{stretch}){after}"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow(Position):
+    """`inner`, where query i sees the keys with |i - j| < window only: itself and window - 1 before it if causal.
+
+    What hides keys by the distance of positions is a matter of position, so it is no sixth slot. log n counts the keys
+    that a query sees: n = min(position + 1, window). The window is that of Mistral and Gemma in transformers.
+
+    Source: Child et al. 2019, arXiv 1904.10509; Beltagy et al. 2020, arXiv 2004.05150.
+    """
+
+    window: int
+    inner: Position = dataclasses.field(default_factory=Rope)
+    kind = "window"
+
+    def __post_init__(self) -> None:
+        if not self.window >= 1:
+            raise InvalidValueError(f"expected a window of at least 1 token, got {self.window}")
+        if not isinstance(self.inner, Position):
+            raise InvalidTypeError(f"expected a position such as Rope() as inner, got {self.inner!r}")
+        if self.inner.reach is not None:
+            raise RefusedError(f"{self.inner.formula()} has a window already; use the smaller of the two alone")
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """See Position."""
+        return self.inner.folds
+
+    @property
+    def order(self) -> Order:  # type: ignore[override]
+        """See Position."""
+        return self.inner.order
+
+    @property
+    def keeps(self) -> bool:
+        return self.inner.keeps
+
+    @property
+    def reach(self) -> int:
+        return self.window
+
+    def encoded(self) -> Position:
+        return SlidingWindow(window=self.window, inner=NoPosition())
+
+    @property
+    def unwindowed(self) -> Position:
+        return self.inner
+
+    def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
+        return self.inner.parameters(geometry)
+
+    def check(self, head_dim: int) -> None:
+        self.inner.check(head_dim)
+
+    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
+        return self.inner.encode(q, k, pos_q, pos_k)
+
+    def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
+        return self.inner.scores(q, k, pos_q, pos_k, params)
+
+    def formula(self) -> str:
+        return f"{self.inner.formula()}, |i - j| < {self.window}"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class XPos(Position):
+    """Interleaved RoPE, pair n of q times ζ_n^(i/scale), of k times ζ_n^(-j/scale): scores fade as ζ_n^((i - j)/scale).
+
+    Causal attention only: forward in time they would grow. The released code centres positions, which changes no score;
+    here they are not, so that cached keys stay what they are. In float32 that holds to about 35,000 tokens.
+
+    Source: Sun et al. 2022, arXiv 2212.10554 (LeX), torchscale.
+    """
+
+    base: float = 10_000.0
+    scale: float = 512.0
+    kind = "xpos"
+
+    def __post_init__(self) -> None:
+        if not self.base > 1:
+            raise InvalidValueError(f"expected a RoPE base above 1, got {self.base}")
+        if not self.scale > 0:
+            raise InvalidValueError(f"expected a scale above 0 tokens, got {self.scale}")
+
+    def check(self, head_dim: int) -> None:
+        check_pairs(head_dim)
+
+    def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
+        return self._turned(q, pos_q, 1.0), self._turned(k, pos_k, -1.0)
+
+    def _turned(self, x: Tensor, pos: Tensor, sign: float) -> Tensor:
+        d = x.shape[-1]
+        cos, sin = rope_table(pos[:, None], rope_frequencies(d, self.base), x.dtype)
+        power = sign * pos[:, None, :, None].to(x.dtype) / self.scale
+        faded = xpos_decay(d).to(x) ** power
+        return rotate(x, cos * faded, sin * faded, "interleaved")
+
+    def formula(self) -> str:
+        return f"xPos(base {self.base:g}, scale {self.scale:g})"

@@ -1,4 +1,4 @@
-"""Decoupled weight decay for query and key weights only."""
+"""Options of an optimizer for query and key weights only: a learning rate of their own, and decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ from typing import final
 import torch
 
 from qkeel.handle import Handle
-from qkeel.remedies.base import Target, check_number
-from qkeel.remedies.steps.decay_factors import DecayFactors
-from qkeel.remedies.steps.head_groups import HeadGroups
-from qkeel.remedies.steps.head_views import views_by_tensor
-from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.base import Target
+from qkeel.remedies.steps.head_groups import HeadGroups, views_by_tensor
+from qkeel.remedies.steps.head_steps import DecayFactors, head_steps
+from qkeel.remedies.steps.head_weights import HeadWeights, found_inf, innermost
 from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.mixed_precision import found_inf, innermost
-from qkeel.remedies.steps.replaced_weights import ReplacementCheck
-from qkeel.remedies.steps.step_remedy import StepRemedy
+from qkeel.remedies.steps.step_remedy import ReplacementCheck, StepRemedy
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QKLearningRate(StepRemedy):
+    """Makes steps of query and key weights, not of biases, `factor` times as long; 0 freezes them."""
+
+    factor: float = 0.1
+
+    name, may_be_zero = "qk_lr", ("factor",)
+    line = "a fixed, smaller learning rate for query and key weights"
+    source = "the ablation of Anson & Aitchison 2025, arXiv 2511.21377, figure 1"
+
+    def apply(self, target: Target) -> Handle:
+        steps = head_steps(target, self.name, HeadWeights.of(target))
+        return steps.scale(lambda ones: ones * self.factor)
 
 
 @final
@@ -33,12 +46,9 @@ class QKWeightDecay(StepRemedy):
 
     decay: float = 0.1
 
-    name = "qk_weight_decay"
+    name, may_be_zero = "qk_weight_decay", ("decay",)
     line = "decoupled weight decay for query and key weights only"
     source = "Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2, on part of the weights"
-
-    def __post_init__(self) -> None:
-        check_number("qk_weight_decay", "decay", self.decay, zero=True)
 
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
