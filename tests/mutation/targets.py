@@ -46,7 +46,8 @@ ROOMS = {
             "src/qkeel/remedies/steps/*.py",
             "src/qkeel/remedies/lalr.py",
             "src/qkeel/remedies/qk_clip.py",
-            "src/qkeel/remedies/qk_step_options.py",
+            "src/qkeel/remedies/qk_lr.py",
+            "src/qkeel/remedies/qk_weight_decay.py",
             "src/qkeel/remedies/spectral_cap.py",
         ),
         tests=(

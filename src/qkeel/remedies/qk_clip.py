@@ -18,9 +18,11 @@ from qkeel.handle import Handle
 from qkeel.kernels.stats.per_head import stats_of_rows
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, head_views, stacked
-from qkeel.remedies.steps.head_weights import LOW_PRECISION, HeadWeights, copies_in_state, found_inf, innermost
+from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.step_remedy import ReplacementCheck, StepRemedy
+from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, copies_in_state, found_inf, innermost
+from qkeel.remedies.steps.replaced_weights import ReplacementCheck
+from qkeel.remedies.steps.step_remedy import StepRemedy
 from qkeel.sites.calls.logit_statistics import maxima
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
 from qkeel.sites.tap import Tap

@@ -14,9 +14,11 @@ from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import factor_per_row, views_by_tensor
-from qkeel.remedies.steps.head_weights import HeadWeights, found_inf, innermost
+from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.step_remedy import ReplacementCheck, StepRemedy
+from qkeel.remedies.steps.mixed_precision import found_inf, innermost
+from qkeel.remedies.steps.replaced_weights import ReplacementCheck
+from qkeel.remedies.steps.step_remedy import StepRemedy
 
 
 @final

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
-from qkeel.nn.block import Block
+from qkeel.nn.block import Block, NormOrder
 from qkeel.patching.module_tables import submodules_of
 from qkeel.remedies.base import Target, evaluating, module_name, where
 from qkeel.sites.see.running_modules import tensors
@@ -185,3 +185,11 @@ class _PostNorm:
         if isinstance(output, tuple):
             return (self.norm(output[0]), *output[1:])
         return self.norm(output)
+
+
+def ordered(block: nn.Module, order: NormOrder) -> Handle:
+    """The name of the new order on one of qkeel's blocks, by the first of its two branches."""
+    if not isinstance(block, Block) or block.norm_order != "pre":
+        return Handle(lambda: None)
+    block.norm_order = order
+    return Handle(lambda: setattr(block, "norm_order", "pre"))

@@ -15,9 +15,10 @@ from qkeel.handle import Handle
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.fused_adam import AdamPass
 from qkeel.remedies.steps.head_groups import HeadGroups, Measure, frobenius_norm, views_by_tensor
-from qkeel.remedies.steps.head_weights import HeadWeights, found_inf, innermost
+from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import ParamGroup, check_linear
-from qkeel.remedies.steps.step_remedy import ReplacementCheck
+from qkeel.remedies.steps.mixed_precision import found_inf, innermost
+from qkeel.remedies.steps.replaced_weights import ReplacementCheck
 
 Rates = Callable[[Tensor], Tensor]
 

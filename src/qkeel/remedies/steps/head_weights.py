@@ -1,4 +1,4 @@
-"""The query and key weights of a model by head, each once, and the tensor that the optimizer steps for each of them."""
+"""The query and key weights of a model by head, each once."""
 
 from __future__ import annotations
 
@@ -9,30 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel.errors import NonFiniteError, RefusedError
-from qkeel.patching.graph_nodes import is_wrapper
-from qkeel.patching.optimizer_hooks import runs_step_hooks
 from qkeel.remedies.base import Target
+from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, stepped
+from qkeel.remedies.steps.sharded_weights import check_plain_rows, has_plain_rows
 from qkeel.sites.site import HeadSlice
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
-def has_plain_rows(weight: Tensor) -> bool:
-    """True if the rows of a weight can be read and scaled as they are."""
-    return weight.is_floating_point() and not is_wrapper(weight)
-
-
-def check_plain_rows(name: str, weight: Tensor, remedy: str) -> None:
-    """Raise RefusedError for a weight that is sharded or quantised, of whose heads no process may hold all rows.
-
-    FSDP2 and tensor parallelism keep a weight as a DTensor, of which each process has a part; its rows cannot be
-    measured or scaled head by head. The flat copies of ZeRO and FSDP1 are not recognised as copies either.
-    """
-    if not has_plain_rows(weight):
-        raise RefusedError(
-            f"{name} is quantised or sharded ({type(weight).__name__} of {weight.dtype}), so the rows of its heads "
-            f"cannot be read or scaled; apply {remedy} to plain floating point weights"
-        )
 
 
 def check_weights(target: Target, remedy: str) -> None:
@@ -43,51 +23,6 @@ def check_weights(target: Target, remedy: str) -> None:
             raise RefusedError(f"{name} is on the meta device; give it values before {remedy} is applied")
         if has_plain_rows(p) and not bool(torch.isfinite(p).all()):
             raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load sound weights")
-
-
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that takes the steps: wrappers that are none themselves (accelerate's) run no hooks. A wrapper
-    that runs hooks, and steps another optimizer inside its own step, is kept: it may do more than that one."""
-    while not runs_step_hooks(optimizer):
-        inner = vars(optimizer).get("optimizer")
-        if not isinstance(inner, Optimizer):
-            break
-        optimizer = inner
-    return optimizer
-
-
-def found_inf(optimizer: Optimizer) -> Tensor | None:
-    """The tensor that a GradScaler gives a fused optimizer: not zero where the step, whose hooks run, is skipped."""
-    return vars(optimizer).get("found_inf")
-
-
-def stepped(optimizer: Optimizer, weight: Tensor) -> Tensor | None:
-    """The tensor in the optimizer's groups that becomes the weight: itself, or its one float32 copy.
-
-    Training in low precision the way of apex and Megatron gives the optimizer float32 copies, and copies them back
-    after each step. Such a copy is recognised by its values: of one shape and device, rounding to the weight's bits.
-    """
-    held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p is weight for p in held):
-        return weight
-    copies = [p for p in held if _rounds_to(p, weight)]
-    return copies[0] if len(copies) == 1 else None
-
-
-def copies_in_state(optimizer: Optimizer, weight: Tensor) -> tuple[str, ...]:
-    """Under which names the optimizer keeps float32 copies of a low-precision weight in its state."""
-    state: dict[str, object] = optimizer.state.get(weight, {})
-    return tuple(name for name, x in state.items() if isinstance(x, Tensor) and _rounds_to(x, weight))
-
-
-def _rounds_to(copy: Tensor, weight: Tensor) -> bool:
-    return (
-        weight.dtype in LOW_PRECISION
-        and copy.dtype == torch.float32
-        and copy.shape == weight.shape
-        and copy.device == weight.device
-        and torch.equal(copy.detach().to(weight.dtype), weight.detach())
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Options of an optimizer for query and key weights only: a learning rate of their own, and decoupled weight decay."""
+"""Decoupled weight decay for query and key weights only."""
 
 from __future__ import annotations
 
@@ -11,26 +11,12 @@ import torch
 from qkeel.handle import Handle
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import HeadGroups, views_by_tensor
-from qkeel.remedies.steps.head_steps import DecayFactors, head_steps
-from qkeel.remedies.steps.head_weights import HeadWeights, found_inf, innermost
+from qkeel.remedies.steps.head_steps import DecayFactors
+from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import check_changes_last
-from qkeel.remedies.steps.step_remedy import ReplacementCheck, StepRemedy
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QKLearningRate(StepRemedy):
-    """Makes steps of query and key weights, not of biases, `factor` times as long; 0 freezes them."""
-
-    factor: float = 0.1
-
-    name, may_be_zero = "qk_lr", ("factor",)
-    line = "a fixed, smaller learning rate for query and key weights"
-    source = "the ablation of Anson & Aitchison 2025, arXiv 2511.21377, figure 1"
-
-    def apply(self, target: Target) -> Handle:
-        steps = head_steps(target, self.name, HeadWeights.of(target))
-        return steps.scale(lambda ones: ones * self.factor)
+from qkeel.remedies.steps.mixed_precision import found_inf, innermost
+from qkeel.remedies.steps.replaced_weights import ReplacementCheck
+from qkeel.remedies.steps.step_remedy import StepRemedy
 
 
 @final

@@ -1,0 +1,65 @@
+"""Random dropout, in training, of entries that attention and MLP add to the residual stream."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import final
+
+from torch import nn
+from torch.nn import functional as F
+
+from qkeel.errors import InvalidValueError
+from qkeel.handle import Handle
+from qkeel.nn.block import Block
+from qkeel.remedies.base import Remedy, Target, compose_all
+from qkeel.remedies.blocks.residual_blocks import ModuleOutput, pre_norm_branches
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dropout(Remedy):
+    """Branches x + m ∘ F(N(x)) / (1 - rate), m ~ Bernoulli(1 - rate) for each entry, after attention and after the MLP.
+
+    In evaluation nothing changes. The masks come from PyTorch's global generator. A branch whose output is normed
+    (swin, peri) is dropped before that norm; Chameleon's authors found that the two do badly in combination.
+
+    Source: Chameleon, arXiv 2405.09818, section 2.3 (7B: rate 0.1); Srivastava et al. 2014, JMLR 15.
+    """
+
+    rate: float = 0.1
+
+    name, may_be_zero = "dropout", ("rate",)
+    line = "drops entries of the outputs of attention and MLP at random in training"
+    source = "Chameleon, arXiv 2405.09818, section 2.3; Srivastava et al. 2014, JMLR 15"
+
+    def __post_init__(self) -> None:
+        Remedy.__post_init__(self)
+        if self.rate >= 1:
+            raise InvalidValueError(f"expected a rate under 1 for dropout, got {self.rate}")
+
+    def apply(self, target: Target) -> Handle:
+        return compose_all(
+            Handle(module.register_forward_hook(_Hook(self.rate)).remove) for module in _branches(target, self.name)
+        )
+
+
+def _branches(target: Target, remedy: str) -> list[nn.Module]:
+    """Attention and MLP of every block around a site; qkeel's own blocks in any norm order, others pre-norm."""
+    around = {id(site.module) for site in target.sites}
+    own = [m for m in target.model.modules() if isinstance(m, Block) and id(m.attention) in around]
+    if len(own) == len(around):
+        return [branch for block in own for branch in (block.attention, block.mlp)]
+    return [b.block.get_submodule(b.function) for b in pre_norm_branches(target, remedy)]
+
+
+@final
+class _Hook:
+    """The forward hook."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
+        if isinstance(output, tuple):
+            return (F.dropout(output[0], self.rate, module.training), *output[1:])
+        return F.dropout(output, self.rate, module.training)
