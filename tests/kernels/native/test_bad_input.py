@@ -64,6 +64,7 @@ def test_where_nothing_can_be_compiled_torch_computes(
         off.setenv("QKEEL_NATIVE", "0")
         true = door()
     monkeypatch.setattr(operator, "_loaded", functools.cache(operator._loaded.__wrapped__))
+    monkeypatch.setattr(operator, "_reasons", functools.cache(operator._reasons.__wrapped__))
     spoil(tmp_path, monkeypatch)
     with pytest.warns(QkeelWarning, match="without its compiled") as told:
         found = [door(), door()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -9,10 +11,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from qkeel.kernels.native.trusted_files import BuildError as BuildError
+from qkeel.kernels.native.trusted_files import cache_folder, opened_folder, opened_library, sealed
 
 FOLDER = Path(__file__).parent / "source"  # the sources, and the headers that they share
 FLAGS = (
@@ -28,46 +35,54 @@ FLAGS = (
     # that the last rows of a block would not have the bits of the others.
     *(("--param=avoid-fma-max-bits=0",) if platform.machine() == "x86_64" else ()),
 )
-LONGEST = 600  # seconds a compiler may take
+LONGEST = 600.0  # seconds a compiler may take
+REPORT_AFTER = 2.0  # seconds of waiting for another process before a line on stderr says so
+PATIENCE = 300.0  # seconds of waiting before torch's path is taken
 
 
-class BuildError(RuntimeError):
-    """There is no compiled library, for the reason that the message gives."""
-
-
-def compiled(name: str, from_scratch: bool = False) -> Path:
-    """Returns the library of the source `name`.cpp, from the cache or compiled now; `from_scratch`: always the latter.
-
-    Two processes that want it at once: one compiles, the other waits for the lock, which the system lifts when its
-    holder dies. The file appears whole, by one rename.
+def compiled(name: str) -> Path:
+    """Returns the place of the library of the source `name`.cpp, which is compiled now if it is not there.
 
     Raises:
-        BuildError: no compiler, or one that fails. OSError: a cache that can't be written.
+        BuildError, OSError: see `opened`.
     """
-    import fcntl  # not on Windows, where nothing is compiled
+    os.close(opened(name))
+    return cache_folder() / _file_name(name)
 
-    folder = cache_folder()
-    path = folder / f"{name}-{key(name)}.so"
-    if not from_scratch and _sound(path):
-        return path
+
+def opened(name: str, from_scratch: bool = False) -> int:
+    """Returns a descriptor of that library, checked, from the cache or compiled now; `from_scratch`: always the latter.
+
+    Two processes that want it at once: one compiles, the other waits for the lock, which the system lifts when its
+    holder and the compiler that it started are gone. The file appears whole, by one rename, after everything else that
+    was written is removed: what a killed process leaves, the next one to compile removes.
+
+    Raises:
+        BuildError: no compiler, one that fails, another process that takes longer than PATIENCE, or a cache that other
+            users can write. OSError: a cache that can't be written.
+    """
+    file_name = _file_name(name)
+    if not from_scratch and cache_folder().exists():
+        with opened_folder(make=False) as folder:
+            library = opened_library(folder, file_name)
+        if library is not None:
+            return library
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise BuildError("no C++ compiler: neither c++ on the PATH nor what CXX names")
-    folder.mkdir(parents=True, exist_ok=True)
-    before = _stamp(path)
-    with open(folder / f"{name}.lock", "a", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _sound(path) or (from_scratch and _stamp(path) == before):  # else another process was faster
-            _compile(compiler, name, path)
-    return path
-
-
-def cache_folder() -> Path:
-    """Returns QKEEL_NATIVE_CACHE, or qkeel/native in the user's cache."""
-    own = os.environ.get("QKEEL_NATIVE_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qkeel" / "native"
+    with opened_folder(make=True) as folder:
+        before = _stamp(folder, file_name)
+        with _locked(folder, name) as lock:
+            library = opened_library(folder, file_name)
+            if library is not None and not (from_scratch and _stamp(folder, file_name) == before):
+                return library  # another process was faster
+            if library is not None:
+                os.close(library)
+            _compile(os.path.abspath(compiler), name, folder, lock)
+            library = opened_library(folder, file_name)
+    if library is None:
+        raise BuildError(f"{file_name} was changed as soon as it was written")
+    return library
 
 
 def key(name: str) -> str:
@@ -88,8 +103,33 @@ def _processor() -> str:
     return f"{platform.machine()} {' '.join(sorted(set(features[0].split()))) if features else platform.processor()}"
 
 
-def _compile(compiler: str, name: str, path: Path) -> None:
-    where = f"{name} for this CPU, once, into {path.parent}"
+@contextmanager
+def _locked(folder: int, name: str) -> Iterator[int]:
+    """Holds the lock of everything that is written for a source, once no other process does."""
+    import fcntl  # not on Windows, where nothing is compiled
+
+    lock = os.open(f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+    try:
+        start, reported = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - start
+            if waited >= PATIENCE:
+                raise BuildError(f"another process holds {cache_folder() / name}.lock for more than {PATIENCE:.0f} s")
+            if waited >= REPORT_AFTER and not reported:
+                print(f"qkeel: waiting up to {PATIENCE:.0f} s for another process to compile {name}", file=sys.stderr)
+                reported = True
+            time.sleep(0.05)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _compile(compiler: str, name: str, folder: int, lock: int) -> None:
+    where = f"{name} for this CPU, once, into {cache_folder()}"
     print(f"qkeel: compiling {where} (QKEEL_NATIVE=0 switches this off)", file=sys.stderr)
     home = Path(torch.__file__).parent
     include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
@@ -97,31 +137,63 @@ def _compile(compiler: str, name: str, path: Path) -> None:
         f"-I{sysconfig.get_path('include')}"
     )  # where its headers are missing, a source is compiled without its Python functions
     libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, *FLAGS, *include, str(FOLDER / f"{name}.cpp"), "-o", str(made), *libraries]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=False)
+    made, whole = "made.so", f".{name}.so"
+    command = [compiler, *FLAGS, *include, str(FOLDER / f"{name}.cpp"), "-o", made, *libraries]
+    with _workplace(folder, f".{name}") as inside:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+            check=False,
+            cwd=f"/proc/self/fd/{inside}",
+            env={**os.environ, "TMPDIR": "."},  # what a killed compiler leaves lies there too
+            pass_fds=(lock,),  # a compiler that outlives this process keeps others away from its files
+        )
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [done.stderr[-300:]]
             raise BuildError(f"{compiler} failed: {errors[0].strip()}")
-        content = made.read_bytes()
-        made.write_bytes(content + hashlib.sha256(content).digest())  # a loader ignores what follows the sections
-        os.replace(made, path)
+        with open(made, "rb", opener=functools.partial(os.open, dir_fd=inside)) as file:
+            content = file.read()
+        _write(folder, whole, sealed(content))
+    os.rename(whole, _file_name(name), src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _sound(path: Path) -> bool:
-    """Returns whether the file is what the compiler wrote: loading a torn one could end the interpreter."""
+@contextmanager
+def _workplace(folder: int, name: str) -> Iterator[int]:
+    """Lends a descriptor of a new folder in the cache's, in place of one that a killed process left."""
+    shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
+    os.mkdir(name, 0o700, dir_fd=folder)
+    inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+        yield inside
+    finally:
+        os.close(inside)
+        shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def _write(folder: int, name: str, content: bytes) -> None:
+    """Writes a new file of this user alone, in place of one that a killed process left."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+    try:
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o700, dir_fd=folder)
+        with open(file, "wb") as to:
+            to.write(content)
+    except OSError:  # a full disk keeps no half of it
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+        raise
+
+
+def _stamp(folder: int, name: str) -> tuple[int, int] | None:
     """Returns what differs between a file and the one that replaced it."""
     try:
-        found = path.stat()
-    except OSError:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+def _file_name(name: str) -> str:
+    return f"{name}-{key(name)}.so"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import importlib.machinery
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import caution
-from qkeel.kernels.native.build import compiled
+from qkeel.kernels.native.build import opened
 from qkeel.patching.compiler_state import constant_when_compiled, transformed
 
 STORED = (torch.float32, torch.bfloat16, torch.float16)  # what operators read; they compute in float32
@@ -48,7 +49,7 @@ class OperatorSource:
         if _switched_off() or transformed():
             return False
         with _LOADING:
-            return _loaded(self)
+            return _loaded(self) is not None
 
     def functions(self) -> ModuleType | None:
         """Returns the source's Python functions, which call no dispatcher of torch; None where there are none.
@@ -58,7 +59,8 @@ class OperatorSource:
         if _switched_off():
             return None
         with _LOADING:
-            return _functions(self.name) if _loaded(self) else None
+            library = _loaded(self)
+            return None if library is None else _functions(self.name, library)
 
 
 def is_plain(x: Tensor) -> bool:
@@ -76,8 +78,8 @@ def _switched_off() -> bool:
 
 
 @functools.cache
-def _functions(name: str) -> ModuleType | None:
-    found = importlib.machinery.ExtensionFileLoader(name, str(compiled(name)))
+def _functions(name: str, library: str) -> ModuleType | None:
+    found = importlib.machinery.ExtensionFileLoader(name, library)
     try:
         return importlib.util.module_from_spec(importlib.util.spec_from_loader(name, found))  # type: ignore[arg-type]
     except ImportError:  # compiled where Python's headers are missing
@@ -85,16 +87,43 @@ def _functions(name: str) -> ModuleType | None:
 
 
 @functools.cache
-def _loaded(source: OperatorSource) -> bool:
+def _loaded(source: OperatorSource) -> str | None:
+    """Loads the library and returns the path of what was loaded; None, and a warning, where there is none."""
     try:
         try:
-            torch.ops.load_library(compiled(source.name))
-        except OSError:  # sound, but not for this machine
-            torch.ops.load_library(compiled(source.name, from_scratch=True))
+            library = _load(opened(source.name))
+        except ImportError:  # sound, but not for this machine
+            library = _load(opened(source.name, from_scratch=True))
         for operator, shapes in source.shapes.items():
             torch.library.register_fake(f"qkeel_native::{operator}", shapes)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        reason = " ".join(str(error).split())
-        caution(f"qkeel computes without its compiled {source.name}: {reason}. QKEEL_NATIVE=0 silences this.")
-        return False
-    return True
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        _tell(source.name, " ".join(str(error).split()))
+        return None
+    return library
+
+
+def _load(file: int) -> str:
+    """Loads an open file and returns its path in this process, under which the file stays open.
+
+    torch.ops.load_library would go back to the file's name, where another file may lie by now. A loader tells
+    libraries apart by their paths, so that the descriptor of a loaded one must not be given to another.
+    """
+    path = f"/proc/self/fd/{file}"
+    try:
+        ctypes.CDLL(path)
+    except OSError as error:
+        os.close(file)
+        raise ImportError(str(error)) from error
+    return path
+
+
+@functools.cache
+def _reasons() -> set[str]:
+    return set()
+
+
+def _tell(name: str, reason: str) -> None:
+    """Says why, once for all sources that it keeps from being loaded."""
+    if reason not in _reasons():
+        _reasons().add(reason)
+        caution(f"qkeel computes without its compiled {name}: {reason}. QKEEL_NATIVE=0 silences this.")
