@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidTypeError
+from qkeel.patching.compiler_state import with_tangents
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -44,7 +44,7 @@ def l2_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-12) -> Float[Tensor, "
     >>> l2_norm(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
     """
-    return _Resize.apply(_widened(x), eps, False)[0].to(x.dtype)
+    return _resized(x, eps, mean=False)
 
 
 def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
@@ -55,7 +55,7 @@ def rms_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-6) -> Float[Tensor, "
     >>> rms_norm(torch.tensor([3.0, 4.0]), eps=0.0)
     tensor([0.8485, 1.1314])
     """
-    return _Resize.apply(_widened(x), eps, True)[0].to(x.dtype)
+    return _resized(x, eps, mean=True)
 
 
 def layer_norm(x: Float[Tensor, "*batch d"], eps: float = 1e-5) -> Float[Tensor, "*batch d"]:
@@ -101,6 +101,12 @@ def _one_over(norm: Tensor, mean_over: int | None, eps: float) -> Tensor:
     return torch.rsqrt(norm.square() / mean_over + eps)
 
 
+def _resized(x: Tensor, eps: float, mean: bool) -> Tensor:
+    if with_tangents():
+        return (_widened(x) * _one_over(_norm(x), x.shape[-1] if mean else None, eps)).to(x.dtype)
+    return _Resize.apply(_widened(x), eps, mean)[0].to(x.dtype)
+
+
 def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(_widened(x), dim=-1, keepdim=True)
 
@@ -109,8 +115,9 @@ class _Resize(torch.autograd.Function):
     """The product y = x · r with r one over a size of x: sqrt(mean(x²) + eps) if `mean`, else max(‖x‖₂, eps).
 
     The derivative is written out so that backward keeps y, which the gain's own backward keeps anyway, and one
-    number per vector, instead of every intermediate: dx = r (g - c y ⟨g, y⟩), c = 1/d for the mean, 1 for the
-    norm, 0 where eps is the larger. Once differentiable, like fused attention itself.
+    number per vector, instead of every intermediate: dx = r (g - c y (⟨g, y⟩ + r g_r)) for the gradients g of y and
+    g_r of r, c = 1/d for the mean, 1 for the norm, 0 where eps is the larger. Only y and r are in it, which are
+    results, so it is differentiable itself, any number of times.
     """
 
     generate_vmap_rule = True
@@ -124,13 +131,17 @@ class _Resize(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)  # of r: nobody asks for it but a second derivative
         ctx.save_for_backward(*output)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, None, None]:
         y, r, c = ctx.saved_tensors
-        g = grad_outputs[0]
-        along = (g * y).sum(-1, keepdim=True) * c
-        return torch.addcmul(g, y, along, value=-1) * r, None, None
+        g, of_r = grad_outputs[:2]
+        if g is None:
+            return None if of_r is None else -c * y * r.square() * of_r, None, None
+        along = (g * y).sum(-1, keepdim=True)
+        if of_r is not None:
+            along = along + r * of_r
+        return torch.addcmul(g, y, along * c, value=-1) * r, None, None

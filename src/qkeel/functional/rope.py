@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkeel.errors import ShapeError
+from qkeel.patching.compiler_state import with_tangents
 
 Pairing = Literal["half", "interleaved", "half_reversed"]
 
@@ -79,7 +80,18 @@ def rotate(
     >>> rotate(torch.tensor([1.0, 2.0]), c, s)
     tensor([-2.,  1.])
     """
-    return _Rotate.apply(x.to(cos.dtype), cos, sin, pairing).to(x.dtype)
+    rotated = _rotated if with_tangents() else _Rotate.apply
+    return rotated(x.to(cos.dtype), cos, sin, pairing).to(x.dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
+    """The rotation by operators that have derivatives of every kind."""
+    half = cos.shape[-1]
+    (a, b), rest = _pairs(x, half, pairing), x[..., 2 * half :]
+    a, b = a * cos - b * sin, b * cos + a * sin
+    if pairing == "interleaved":
+        return torch.cat([torch.stack([a, b], -1).flatten(-2), rest], -1)
+    return torch.cat([a, b, rest] if pairing == "half" else [b, a, rest], -1)
 
 
 class _Rotate(torch.autograd.Function):

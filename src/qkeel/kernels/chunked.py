@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qkeel.kernels.contract import Kernel, Refusal
-from qkeel.kernels.prepare import average, row_blocks
+from qkeel.kernels.prepare import average, row_blocks, without_pairs
+from qkeel.patching.compiler_state import transformed
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs
 
@@ -26,8 +27,10 @@ class Chunked(Kernel):
     def __call__(self, call: AttentionCall) -> Outputs:
         q, k = call.encoded()
         v = call.spec.values(call.v, call.params).to(q.dtype)
+        if not (q.shape[2] and k.shape[2]):
+            return without_pairs(q, k, v).to(call.q.dtype)
         blocks = list(row_blocks(call, BLOCK))
-        if len(blocks) == 1 or not torch.is_grad_enabled():
+        if len(blocks) == 1 or not torch.is_grad_enabled() or transformed():  # those know no checkpoints
             parts = [_block(call, q, k, v, rows) for rows in blocks]
         else:
             parts = [

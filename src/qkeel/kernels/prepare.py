@@ -10,7 +10,7 @@ from torch import Tensor
 from qkeel.functional.norms import unrounded, wide
 from qkeel.kernels.triton import available
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.shapes import Logits, Outputs, Values
+from qkeel.spec.shapes import Keys, Logits, Outputs, Queries, Values
 
 LEAST_UNDER_WINDOW = 128  # rows at once under a narrower window: fewer make poor matrix products
 
@@ -35,6 +35,12 @@ def average(weights: Logits, v: Values) -> Outputs:
         if g == h:
             return weights @ v
         return (weights.reshape(b, g, h // g * t, s) @ v).view(b, h, t, v.shape[-1])
+
+
+def without_pairs(q: Queries, k: Keys, v: Values) -> Outputs:
+    """Returns the output where there is no query or no key: zeros with a gradient of zeros."""
+    share = q.shape[1] // k.shape[1]
+    return (q @ k.repeat_interleave(share, 1).mT) @ v.repeat_interleave(share, 1)
 
 
 def row_statistics(call: AttentionCall) -> available.Rows | None:

@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import folded
-from qkeel.kernels.prepare import row_blocks
+from qkeel.kernels.prepare import row_blocks, without_pairs
+from qkeel.patching.compiler_state import with_tangents
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs
 
@@ -30,12 +31,16 @@ class Sdpa(Kernel):
             return Refusal("SDPA cannot cap logits", out)
         if not spec.position.folds:
             return Refusal(f"{spec.position.formula()} does not fold into q and k", out)
+        if with_tangents():
+            return Refusal("torch's fused attention has no forward-mode derivative", out)
         if _rounds_mask(call):
             return Refusal(f"SDPA would round the {call.mask.dtype} mask to {call.q.dtype}", out)  # type: ignore[union-attr]
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:
         q, k, v, scale = folded(call)
+        if not (q.shape[2] and k.shape[2]):
+            return without_pairs(q, k, v)
         if call.causal and call.whole:
             return _sdpa(q, k, v, scale, call, is_causal=True)
         if call.mask is None and call.window is None and (not call.causal or (call.plain and q.shape[2] == 1)):
@@ -78,7 +83,7 @@ def _sdpa(
         dropout_p=call.dropout,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=bool(q.shape[1] != k.shape[1]),  # a trace makes tensors of sizes
     )
     return out[..., :width]
 

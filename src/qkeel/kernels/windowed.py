@@ -6,11 +6,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from qkeel.errors import RefusedError
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import dense
+from qkeel.patching.compiler_state import transformed
 from qkeel.patching.private_operators import flash_on_cpu, flash_on_cpu_backward
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.position.rerope import ReRope
@@ -36,8 +37,8 @@ class Windowed(Kernel):
             return Refusal("the windowed kernel is for causal attention of a whole sequence without a mask", out)
         if call.q.device.type != "cpu" or call.dropout or call.q.shape[-1] != call.v.shape[-1]:
             return Refusal("the windowed kernel runs on a CPU, without dropout, with values as wide as keys", out)
-        if torch.compiler.is_compiling():
-            return Refusal("the windowed kernel cannot be compiled", out)
+        if torch.compiler.is_compiling() or transformed():
+            return Refusal("the windowed kernel cannot be compiled, nor go through torch.func transforms", out)
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:
@@ -78,8 +79,9 @@ class _Merged(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad leave this out without a word
+            raise RefusedError("the windowed kernel can be differentiated once; impl='chunked' any number of times")
         *inputs, out, lse = ctx.saved_tensors
         with torch.enable_grad():  # how the parts were cut out is undone by autograd
             leaves = [x.detach().requires_grad_() for x in inputs]

@@ -10,11 +10,19 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 # Where torch lacks the name every call counts; tests/patching says so.
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def constant_when_compiled(function: AnyFunction) -> AnyFunction:
+    """Marks a function whose answer torch's compiler takes for a constant, at the time it compiles. As
+    torch.compiler.assume_constant_result, which would import the compiler together with qkeel."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def recomputing() -> bool:
@@ -33,17 +41,20 @@ def in_vmap() -> bool:
     return levels is not None and any(level.key() == TransformType.Vmap for level in levels)
 
 
+@constant_when_compiled
+def with_tangents() -> bool:
+    """True if tensors may have tangents, which operators without a forward derivative would drop: inside
+    torch.autograd.forward_ad.dual_level, torch.func.jvp, jacfwd, hessian and linearize."""
+    levels = get_interpreter_stack()
+    inside = levels is not None and any(level.key() == TransformType.Jvp for level in levels)
+    return inside or forward_ad._current_level >= 0
+
+
 def transformed() -> bool:
-    """True if a torch.func transform, export or trace is under way."""
+    """True if a torch.func transform, forward-mode differentiation, export or trace is under way."""
     # What is exported or traced runs elsewhere, in programs that do not have qkeel's operators.
-    return in_function_transform() or torch.compiler.is_exporting() or torch.jit.is_tracing()
-
-
-def constant_when_compiled(function: AnyFunction) -> AnyFunction:
-    """Marks a function whose answer torch's compiler takes for a constant, at the time it compiles. As
-    torch.compiler.assume_constant_result, which would import the compiler together with qkeel."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+    differentiated = in_function_transform() or with_tangents()
+    return differentiated or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def run_uncompiled(*codes: CodeType) -> None:

@@ -47,6 +47,13 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "qkeel's compiled kernels, which such transforms cannot go through, and sites inside vmap",
     ),
     *_rows(
+        "torch.autograd.forward_ad",
+        "compiler_state",
+        ("_current_level",),
+        "to know that forward-mode differentiation is under way",
+        "forward-mode differentiation: fused operators would drop its tangents",
+    ),
+    *_rows(
         "torch._C",
         "compiler_state",
         ("_current_graph_task_id",),

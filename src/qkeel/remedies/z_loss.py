@@ -105,8 +105,9 @@ class _AddGradient(torch.autograd.Function):
         ctx.hook = inputs[1]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # torch's once_differentiable would let autograd.grad leave this out without a word
+            raise RefusedError("a loss with z_loss can be differentiated once; remove the remedy for create_graph=True")
         (z,), g = ctx.saved_tensors, grad_outputs[0]
         with torch.no_grad():
             return g + ctx.hook.gradient(z, g), None

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 from typing import Literal, final, get_args
 
+import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
@@ -129,7 +130,10 @@ class Rope(Position):
         return self if self.kind == "rope" else None
 
     def check(self, head_dim: int) -> None:
-        check_pairs(round(head_dim * self.rotary))
+        check_pairs(self._rotated(head_dim))
+
+    def _rotated(self, head_dim: int) -> int:
+        return round(int(head_dim) * self.rotary)  # a trace makes tensors of sizes
 
     def encode(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Queries, Keys]:
         (cos_q, sin_q), (cos_k, sin_k) = self.tables(q, k, pos_q, pos_k)
@@ -140,8 +144,8 @@ class Rope(Position):
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """The cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider."""
         # A copy from the host would make it wait for a GPU; elsewhere float64 may not be had.
-        device = q.device if q.device.type == "cuda" else None
-        theta = rope_frequencies(round(q.shape[-1] * self.rotary), self.base, device)
+        device = q.device if q.device.type == "cuda" else torch.device("cpu")
+        theta = rope_frequencies(self._rotated(q.shape[-1]), self.base, device)
         frequencies = self.stretch.frequencies(theta, self.base, pos_k) if self.stretch.changes else theta
         keys = self._table(pos_k, frequencies, k)
         return (keys if pos_q is pos_k else self._table(pos_q, frequencies, q)), keys

@@ -1,0 +1,243 @@
+"""Whatever goes on in torch, numbers are those of float64, or an error says why not: with kernels and without."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+
+import qkeel
+from qkeel import reference
+from qkeel.spec.call import Visibility
+
+from . import hazards as h
+from .hazards import Hazard
+
+# Old doors of torch warn that they are old, and maps that they are slow.
+pytestmark = [
+    pytest.mark.usefixtures("library"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error::qkeel.errors.QkeelWarning"),
+]
+
+OVERWRITTEN = "modified by an inplace operation"
+NOT_TWICE = "derivative for .*_backward is not implemented"
+NO_TANGENT = "implement the jvp function"  # a compiled graph has none
+NOT_ON_ITSELF = "needs the parameter 'q_norm'"
+
+OF_MODULES: dict[str, Hazard] = {
+    "a hook that removes itself and keeps q": Hazard(do=h.one_shot_hook),
+    "hooks that keep q, k and v": Hazard(do=h.standing_hooks),
+    "a hook that replaces k": Hazard(do=h.replacing_hook),
+    "a hook that overwrites v": Hazard(do=h.overwriting_hook),
+    "hooks before the module and its q": Hazard(do=h.pre_hook),
+    "a global hook that keeps q, k and v": Hazard(do=h.global_hook),
+    "a global hook before all modules": Hazard(do=h.global_pre_hook),
+    "backward hooks on q and k": Hazard(do=h.backward_hooks),
+    "a global backward hook": Hazard(do=h.global_backward_hook),
+    "a hook on the tensor q": Hazard(do=h.tensor_hook),
+    "kept gradients of q, k and v": Hazard(do=h.retained_gradient),
+    "hooks on parameters": Hazard(do=h.parameter_hooks),
+    "hooks on autograd's nodes": Hazard(do=h.node_hooks),
+    "a patched class of projections": Hazard(do=h.patched_class),
+    "a patched projection": Hazard(do=h.patched_instance),
+    "a patched F.linear": Hazard(do=h.patched_linear),
+    "parametrized weights and gains": Hazard(do=h.parametrized),
+    "parametrized gains": Hazard(do=h.parametrized_gain, on=NOT_ON_ITSELF, off=NOT_ON_ITSELF),
+    "parameters of the caller's own": Hazard(do=h.other_parameters),
+    "no gradient": Hazard(do=h.no_gradient),
+    "a gradient within none": Hazard(do=h.gradient_within_none),
+    "inference, then training": Hazard(do=h.inference_first),
+    "an input made in inference mode": Hazard(do=h.inference_input),
+    "fake tensors, then real ones": Hazard(do=h.fake_first),
+    "meta tensors": Hazard(do=h.on_meta),
+    "a default dtype of float64": Hazard(do=h.default_dtype),
+    "a default device without memory": Hazard(do=h.under(lambda: torch.device("meta"))),
+    "anomaly mode": Hazard(do=h.under(lambda: torch.autograd.detect_anomaly(check_nan=True))),
+    "saved tensors packed": Hazard(
+        do=h.under(lambda: torch.autograd.graph.saved_tensors_hooks(h.to_array, torch.from_numpy))
+    ),
+    "saved tensors elsewhere": Hazard(do=h.under(torch.autograd.graph.save_on_cpu)),
+    "saved tensors may change": Hazard(do=h.under(torch.autograd.graph.allow_mutation_on_saved_tensors)),
+    "a mode over torch's functions": Hazard(do=h.under(h.Copying)),
+    "a mode over torch's operators": Hazard(do=h.under(h.Counting)),
+    "both modes": Hazard(do=h.under(h.Copying, h.Counting)),
+    "gradient checkpoints": Hazard(do=h.checkpointed(reentrant=False)),
+    "reentrant gradient checkpoints": Hazard(do=h.checkpointed(reentrant=True)),
+    "autocast to bfloat16": Hazard(do=h.autocast(torch.bfloat16), tolerance=0.03),
+    "autocast to float16": Hazard(do=h.autocast(torch.float16), tolerance=0.004),
+    "autocast switched off within": Hazard(do=h.autocast_switched_off_within),
+    "a trace": Hazard(do=h.traced, alone=True),
+    "module.compile()": Hazard(do=h.compiled, alone=True),
+    "module.compile() and a dual input": Hazard(do=h.compiled_then_dual, alone=True, on=NO_TANGENT, off=NO_TANGENT),
+    "torch.func.grad": Hazard(do=h.grad_of),
+    "gradients of each sample": Hazard(do=h.per_sample),
+    "an ensemble of models": Hazard(do=h.ensemble),
+    "vmap": Hazard(do=h.mapped),
+    "jvp, vjp and linearize": Hazard(do=h.forward_tangent),
+    "jacrev and jacfwd": Hazard(do=h.jacobians),
+    "hessian": Hazard(do=h.hessian_of),
+    "a dual input": Hazard(do=h.dual_input),
+    "a gradient of a gradient": Hazard(do=h.twice, on="can be differentiated once", off=NOT_TWICE),
+    "a gradient of a gradient, chunked": Hazard(do=h.twice_chunked),
+    "batched gradients": Hazard(do=h.batched_gradients),
+    "backward twice": Hazard(do=h.backward_again),
+    "a gradient of gains only": Hazard(do=h.only_gains),
+    "deepcopy": Hazard(do=h.copied),
+    "pickle": Hazard(do=h.pickled),
+    "torch.save": Hazard(do=h.saved),
+    "shared memory": Hazard(do=h.shared),
+    "four threads": Hazard(do=h.threads),
+    "a thread with modes of its own": Hazard(do=h.thread_without_gradient),
+    "a model that is forgotten": Hazard(do=h.forgotten),
+    "two threads of torch": Hazard(do=h.two_threads),
+    "a gain overwritten before backward": Hazard(do=h.mutated_gain, on=OVERWRITTEN, off=OVERWRITTEN),
+    "a weight overwritten before backward": Hazard(do=h.mutated_weight, on=OVERWRITTEN, off=OVERWRITTEN),
+    "a cache, hooks and inference mode": Hazard(do=h.with_cache),
+    "a cache with a gradient": Hazard(do=h.cache_with_gradient),
+}
+
+OF_CALLS: dict[str, Hazard] = {
+    "a dual value": Hazard(do=h.dual_value),
+    "a dual query of one token": Hazard(do=h.dual_query_of_one_token),
+    "a tangent's gradient": Hazard(do=h.dual_then_backward, on=OVERWRITTEN, off=OVERWRITTEN),
+    "a gradient of a gradient of values": Hazard(do=h.twice_in_value, on="can be differentiated once", off=NOT_TWICE),
+    "a gradient of values only": Hazard(do=h.only_value),
+    "a gradient of a mask only": Hazard(do=h.only_mask),
+    "tokens before heads": Hazard(do=h.laid_out(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))),
+    "rows of stride 2": Hazard(do=h.laid_out(h.spread)),
+    "rows last": Hazard(do=h.laid_out(lambda x: x.mT.contiguous().mT)),
+    "an expanded batch": Hazard(do=h.laid_out(lambda x: x[:1].expand(3, -1, -1, -1))),
+    "expanded heads": Hazard(do=h.laid_out(lambda x: x[:, :1].expand(-1, 4, -1, -1))),
+    "expanded tokens": Hazard(do=h.laid_out(lambda x: x[:, :, :1].expand(-1, -1, 5, -1))),
+    "every second token": Hazard(do=h.laid_out(lambda x: x[:, :, ::2])),
+    "reversed tokens": Hazard(do=h.laid_out(lambda x: x.flip(2))),
+    "overlapping windows": Hazard(do=h.laid_out(h.overlapping)),
+    "memory that is not aligned": Hazard(do=h.laid_out(h.unaligned)),
+    "negated views": Hazard(do=h.laid_out(h.negated)),
+    "an empty batch": Hazard(do=h.empty(0)),
+    "no queries and no keys": Hazard(do=h.empty(2)),
+    "no keys": Hazard(do=h.without_keys),
+    "no queries": Hazard(do=h.without_queries),
+    "one tensor three times": Hazard(do=h.same_tensor),
+    "parameters": Hazard(do=h.parameters),
+    "a subclass": Hazard(do=h.of_class(h.Own)),
+    "a subclass with functions of its own": Hazard(do=h.of_class(h.Counted)),
+    "a subclass around two tensors": Hazard(do=h.wrapper_subclass),
+    "an expanded gradient": Hazard(do=h.gradient_of_sum),
+    "a transposed gradient": Hazard(do=h.transposed_gradient),
+    "a negated gradient": Hazard(do=h.negated_gradient),
+    "q overwritten before backward": Hazard(do=h.mutated("q")),
+    "k overwritten before backward": Hazard(do=h.mutated("k")),
+    "v overwritten before backward": Hazard(do=h.mutated("v"), on=OVERWRITTEN, off=OVERWRITTEN),
+    "a mask overwritten before backward": Hazard(do=h.mutated("mask"), on=OVERWRITTEN),
+    "the output overwritten before backward": Hazard(do=h.mutated("out"), on=OVERWRITTEN),
+    "a number that is none": Hazard(do=h.not_a_number),
+    "numbers far apart": Hazard(do=h.huge),
+    "nested tensors": Hazard(do=h.jagged, on="expected q .b h t d.", off="expected q .b h t d."),
+    "one token after the other": Hazard(do=h.one_token),
+}
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, *, spec: Any, params: Any, seen: Visibility) -> Tensor:
+    """In place of SpecModule.attend."""
+    return reference.attend_call(seen.call(spec, q, k, v, params)).out.transpose(1, 2).flatten(2)
+
+
+def both_modules(spec: str) -> tuple[Callable[[], tuple[Any, Tensor]], Callable[[], tuple[Any, Tensor]]]:
+    def own() -> tuple[Any, Tensor]:
+        torch.manual_seed(0)
+        m = qkeel.nn.Attention(32, 4, 2, 16, spec=qkeel.preset(spec))
+        with torch.no_grad():
+            for name in ("q_norm", "k_norm"):
+                getattr(m, name).add_(0.2 * torch.randn(16))
+        return m, torch.randn(2, 12, 32)
+
+    def oracle() -> tuple[Any, Tensor]:
+        m, x = own()
+        m.double().attend = written_out
+        return m, x.double()
+
+    return own, oracle
+
+
+def both_calls(spec: str) -> tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any, ...]]]:
+    own_spec = qkeel.preset(spec)
+
+    def given() -> list[Tensor]:
+        torch.manual_seed(0)
+        return [torch.randn(2, n, 12, 16) for n in (4, 2, 2)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        return qkeel.attention(q, k, v, spec=own_spec, params=own_spec.init_params(4, 2, 16), **more)
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        params = {n: p.double() for n, p in own_spec.init_params(4, 2, 16).items()}
+        return reference.attend(own_spec, q, k, v, params=params, **more).out
+
+    return lambda: (attend, *given()), lambda: (oracle, *(x.double() for x in given()))
+
+
+def check(hazard: Hazard, native: str, own: Callable[[], Any], oracle: Callable[[], Any]) -> None:
+    error = hazard.on if native == "1" else hazard.off
+    if error:
+        with pytest.raises(Exception) as raised:
+            hazard.do(*own())
+        assert re.search(error, str(raised.value))
+        return
+    found, true = hazard.do(*own()), hazard.do(*oracle())
+    assert len(found) == len(true) > 0
+    for i, (a, b) in enumerate(zip(found, true)):
+        np.testing.assert_allclose(
+            a.detach().double().numpy(), b.detach().numpy(), rtol=hazard.tolerance,
+            atol=hazard.tolerance * max(1.0, b.detach().nan_to_num().abs().max().item() if b.numel() else 0.0),
+            err_msg=f"result {i}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("name", [name for name, hazard in OF_MODULES.items() if not hazard.alone])
+def test_a_module_is_right_or_says_why_not(name: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", native)
+    check(OF_MODULES[name], native, *both_modules(OF_MODULES[name].spec))
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("name", OF_CALLS)
+def test_a_call_is_right_or_says_why_not(name: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", native)
+    check(OF_CALLS[name], native, *both_calls(OF_CALLS[name].spec))
+
+
+@pytest.mark.slow
+def test_what_compiles_or_traces_a_module_is_right_too() -> None:
+    use = f"from {__name__} import check_those_alone; check_those_alone()"
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", use],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def check_those_alone() -> None:
+    for name, hazard in OF_MODULES.items():
+        for native in "10" if hazard.alone else "":
+            os.environ["QKEEL_NATIVE"] = native
+            torch._dynamo.reset()
+            try:
+                check(hazard, native, *both_modules(hazard.spec))
+            except Exception as error:
+                raise AssertionError(f"{name}, QKEEL_NATIVE={native}") from error
