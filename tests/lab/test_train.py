@@ -128,6 +128,25 @@ def test_every_kind_of_model_trains_and_resumes(tiny: Make, tmp_path: Path, mode
     assert everything(run(config, tmp_path / "cut")) == everything(whole)
 
 
+@pytest.mark.parametrize("checkpoint_every", [1, 100])
+def test_a_run_whose_directory_is_moved_away_stops_at_its_next_write(
+    tiny: Make, tmp_path: Path, checkpoint_every: int
+) -> None:
+    config, steps = tiny(checkpoint_every=checkpoint_every), []
+
+    def move(record: Mapping[str, Any]) -> None:
+        steps.append(record["step"])
+        if record["step"] == 4:
+            (tmp_path / "r").rename(tmp_path / "away")
+
+    with pytest.raises(RunDirectoryError, match=r"cannot (make|append to) .*/r/.*(is not there|No such file)"):
+        run(config, tmp_path / "r", watcher=Watcher(on_record=move))
+    assert steps == [0, 2, 4]
+    assert not (tmp_path / "r").exists()
+    assert RunDirectory(tmp_path / "away").status is RunStatus.STARTED
+    assert everything(run(config, tmp_path / "away")) == everything(run(config, tmp_path / "whole"))
+
+
 def test_a_finished_run_is_not_run_again(tiny: Make, tmp_path: Path) -> None:
     run(tiny(), tmp_path / "r")
     before = (tmp_path / "r" / "metrics.jsonl").read_bytes()

@@ -11,13 +11,14 @@ import pytest
 
 from qkeel.errors import RunDirectoryError
 from qkeel.records import append_line, files, read_json, read_lines, write_bytes, write_json, write_text
+from qkeel.records.files import make_directory
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     value = {"a": 1, "b": [1.5, None, True, "x"], "c": {"d": math.inf, "e": -math.inf}}
-    write_json(tmp_path / "deep" / "x.json", value)
-    assert read_json(tmp_path / "deep" / "x.json") == value
-    json.loads((tmp_path / "deep" / "x.json").read_text(), parse_constant=pytest.fail)  # any JSON reader can
+    write_json(tmp_path / "x.json", value)
+    assert read_json(tmp_path / "x.json") == value
+    json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)  # any JSON reader can
     write_json(tmp_path / "nan.json", {"x": math.nan})
     assert math.isnan(read_json(tmp_path / "nan.json")["x"])
 
@@ -49,6 +50,18 @@ def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
         write_json(tmp_path / "file" / "x.json", {})
     with pytest.raises(RunDirectoryError, match="cannot append"):
         append_line(tmp_path / "file" / "x.jsonl", {})
+
+
+def test_a_directory_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
+    for write in (write_json, append_line):
+        with pytest.raises(RunDirectoryError, match=r"the directory .*gone is not there \(any more\)"):
+            write(tmp_path / "gone" / "x.json", {})
+    with pytest.raises(RunDirectoryError, match=r"cannot make .*last: the directory .*gone is not there"):
+        make_directory(tmp_path / "gone" / "last", parents=False)
+    assert list(tmp_path.iterdir()) == []
+    make_directory(tmp_path / "new" / "last")
+    make_directory(tmp_path / "new" / "last", parents=False)
+    assert (tmp_path / "new" / "last").is_dir()
 
 
 def test_lines_come_back_in_order(tmp_path: Path) -> None:

@@ -22,6 +22,16 @@ def remove_leftovers(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def make_directory(path: Path, parents: bool = True) -> None:
+    """Makes a directory unless it is there; without `parents` only inside one that is there."""
+    try:
+        path.mkdir(parents=parents, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot make {path}: {_reason(path, error)}. Expected a writable place; choose another directory."
+        ) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically, see `write_bytes`.
 
@@ -33,10 +43,11 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it.
 
+    Its directory must be there: one that was moved away while a run went on is not made a second time.
+
     >>> write_bytes(Path("a.bin"), b"whole")
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -50,9 +61,15 @@ def write_bytes(path: Path, data: bytes) -> None:
             raise
     except OSError as error:
         raise RunDirectoryError(
-            f"cannot write {path}: {error.strerror or error}. Expected a writable place with free space; "
+            f"cannot write {path}: {_reason(path, error)}. Expected a writable place with free space; "
             "nothing that was there is changed. Free some space or choose another directory."
         ) from error
+
+
+def _reason(path: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"the directory {path.parent} is not there (any more)"
+    return error.strerror or str(error)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -73,7 +90,7 @@ def append_line(path: Path, value: Mapping[str, object]) -> None:
             file.write(json_line(value))
     except OSError as error:
         raise RunDirectoryError(
-            f"cannot append to {path}: {error.strerror or error}. What was written before is kept; "
+            f"cannot append to {path}: {_reason(path, error)}. What was written before is kept; "
             "free some space or choose another directory, then run the same command again to go on."
         ) from error
 

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import IO
 
 from qkeel.errors import RunDirectoryError
-from qkeel.records.files import JSONObject, json_line, read_json, read_lines, remove_leftovers, write_json, write_text
+from qkeel.records.files import (
+    JSONObject,
+    json_line,
+    make_directory,
+    read_json,
+    read_lines,
+    remove_leftovers,
+    write_json,
+    write_text,
+)
 from qkeel.records.heads_file import Heads, cut_heads, read_heads
 
 
@@ -107,6 +116,7 @@ class RunDirectory:
                 f"{self.path} is not empty and holds no config.json, so it is not a run directory. "
                 "Choose another directory; nothing was changed."
             )
+        make_directory(self.path)
         write_json(self.path / "config.json", config)
 
     def cut_back(self, last_step: int) -> None:

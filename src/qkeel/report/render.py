@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.records import write_text
+from qkeel.records.files import make_directory
 from qkeel.report.html.page import Page
 from qkeel.report.study.collect import as_paths, collect
 from qkeel.report.study.study_page import study_page
@@ -37,7 +38,9 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
     target = Path(out)
     if target.is_dir():
         raise RunDirectoryError(f"cannot write {target}: expected the name of a file, got a directory; add report.html")
-    write_text(target, page(paths).html())
+    text = page(paths).html()
+    make_directory(target.parent)
+    write_text(target, text)
     return target
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.training.run_state import RunState
 from qkeel.records import RunDirectory, write_bytes
+from qkeel.records.files import make_directory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ def save(directory: RunDirectory, run: RunState, progress: Progress) -> None:
     tensors.update(_random_state())
     about = {"step": progress.step, "cpu_seconds": progress.cpu_seconds, "optimizer": numbers}
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    make_directory(directory.checkpoint.parent, parents=False)
     write_bytes(directory.checkpoint, safetensors.torch.save(plain, {"qkeel": json.dumps(about)}))
 
 
