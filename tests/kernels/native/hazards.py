@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Found = list[Tensor]
-Attend = Callable[..., Tensor]
+Found = list[Any]  # tensors: values and gradients
+Attend = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Hazard:
     alone: bool = False  # in a process without the shape checks of the tests, which are in the way of compilers
 
 
-def trained(m: nn.Module, x: Tensor, *extra: Tensor) -> Found:
+def trained(m: Any, x: Tensor, *extra: Tensor) -> Found:
     """The output and the gradients of a loss that depends on all of it, and on what was captured."""
     x = x.detach().requires_grad_()
     y = m(x)
@@ -55,13 +55,13 @@ def trained(m: nn.Module, x: Tensor, *extra: Tensor) -> Found:
     return [y, *gradients(loss, m, x)]
 
 
-def gradients(loss: Tensor, m: nn.Module, *more: Tensor) -> Found:
+def gradients(loss: Tensor, m: Any, *more: Tensor) -> Found:
     given = [*more, *(p for p in m.parameters() if p.requires_grad)]
     found = torch.autograd.grad(loss, given, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(found, given)]
 
 
-def backward(m: nn.Module, x: Tensor, keep: Callable[[], list[Tensor]]) -> Found:
+def backward(m: Any, x: Tensor, keep: Callable[[], list[Tensor]]) -> Found:
     """As `trained`, with what a hook kept in the loss, and with .backward(), which runs hooks of every kind."""
     m.zero_grad()
     y = m(x)
@@ -84,7 +84,7 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
 # Hooks.
 
 
-def one_shot_hook(m: nn.Module, x: Tensor) -> Found:
+def one_shot_hook(m: Any, x: Tensor) -> Found:
     kept: list[Tensor] = []
 
     def keep(_: nn.Module, __: object, out: Tensor) -> None:
@@ -95,30 +95,30 @@ def one_shot_hook(m: nn.Module, x: Tensor) -> Found:
     return backward(m, x, lambda: kept)
 
 
-def standing_hooks(m: nn.Module, x: Tensor) -> Found:
+def standing_hooks(m: Any, x: Tensor) -> Found:
     kept: list[Tensor] = []
     for layer in (m.q_proj, m.k_proj, m.v_proj):
         layer.register_forward_hook(lambda _, __, out: kept.append(out))
     return backward(m, x, lambda: kept)
 
 
-def replacing_hook(m: nn.Module, x: Tensor) -> Found:
+def replacing_hook(m: Any, x: Tensor) -> Found:
     m.k_proj.register_forward_hook(lambda _, __, out: out.tanh())
     return trained(m, x)
 
 
-def overwriting_hook(m: nn.Module, x: Tensor) -> Found:
+def overwriting_hook(m: Any, x: Tensor) -> Found:
     m.v_proj.register_forward_hook(lambda _, __, out: out.mul_(0.5))
     return trained(m, x)
 
 
-def pre_hook(m: nn.Module, x: Tensor) -> Found:
+def pre_hook(m: Any, x: Tensor) -> Found:
     m.q_proj.register_forward_pre_hook(lambda _, given: (given[0].tanh(),))
     m.register_forward_pre_hook(lambda _, given, named: ((given[0] * 2,), named), with_kwargs=True)
     return trained(m, x)
 
 
-def global_hook(m: nn.Module, x: Tensor) -> Found:
+def global_hook(m: Any, x: Tensor) -> Found:
     kept: list[Tensor] = []
 
     def keep(layer: nn.Module, _: object, out: Tensor) -> None:
@@ -132,21 +132,22 @@ def global_hook(m: nn.Module, x: Tensor) -> Found:
         handle.remove()
 
 
-def global_pre_hook(m: nn.Module, x: Tensor) -> Found:
-    handle = global_hooks.register_module_forward_pre_hook(lambda layer, given: (given[0] * 0.5,))
+def global_pre_hook(m: Any, x: Tensor) -> Found:
+    halve: Any = lambda layer, given: (given[0] * 0.5,)  # noqa: E731 - typed, for torch's own type is too narrow
+    handle = global_hooks.register_module_forward_pre_hook(halve)
     try:
         return trained(m, x)
     finally:
         handle.remove()
 
 
-def backward_hooks(m: nn.Module, x: Tensor) -> Found:
+def backward_hooks(m: Any, x: Tensor) -> Found:
     m.q_proj.register_full_backward_hook(lambda _, got, __: (got[0] * 3,))
     m.k_proj.register_full_backward_pre_hook(lambda _, up: (up[0] * 2,))
     return trained(m, x)
 
 
-def global_backward_hook(m: nn.Module, x: Tensor) -> Found:
+def global_backward_hook(m: Any, x: Tensor) -> Found:
     handle = global_hooks.register_module_full_backward_hook(lambda _, got, __: tuple(g * 0.5 for g in got))
     try:
         return trained(m, x)
@@ -154,12 +155,12 @@ def global_backward_hook(m: nn.Module, x: Tensor) -> Found:
         handle.remove()
 
 
-def tensor_hook(m: nn.Module, x: Tensor) -> Found:
+def tensor_hook(m: Any, x: Tensor) -> Found:
     m.q_proj.register_forward_hook(lambda _, __, out: out.register_hook(lambda g: g * 2) and None)
     return trained(m, x)
 
 
-def retained_gradient(m: nn.Module, x: Tensor) -> Found:
+def retained_gradient(m: Any, x: Tensor) -> Found:
     kept: list[Tensor] = []
 
     def keep(_: nn.Module, __: object, out: Tensor) -> None:
@@ -172,7 +173,7 @@ def retained_gradient(m: nn.Module, x: Tensor) -> Found:
     return [out.grad for out in kept]
 
 
-def parameter_hooks(m: nn.Module, x: Tensor) -> Found:
+def parameter_hooks(m: Any, x: Tensor) -> Found:
     kept: list[Tensor] = []
     m.q_norm.register_hook(lambda g: g * 4)
     m.q_proj.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.clone()))
@@ -181,7 +182,7 @@ def parameter_hooks(m: nn.Module, x: Tensor) -> Found:
     return [m.q_norm.grad, *kept]
 
 
-def node_hooks(m: nn.Module, x: Tensor) -> Found:
+def node_hooks(m: Any, x: Tensor) -> Found:
     x = x.clone().requires_grad_()
     y, kept = m(x), []
     y.grad_fn.register_prehook(lambda up: (up[0] * 1.5,))
@@ -190,11 +191,11 @@ def node_hooks(m: nn.Module, x: Tensor) -> Found:
     return [x.grad, *kept]
 
 
-def patched_class(m: nn.Module, x: Tensor) -> Found:
+def patched_class(m: Any, x: Tensor) -> Found:
     kept, forward = [], nn.Linear.forward
 
-    def keep(self: nn.Linear, given: Tensor) -> Tensor:
-        kept.append(forward(self, given))
+    def keep(self: nn.Linear, input: Tensor) -> Tensor:
+        kept.append(forward(self, input))
         return kept[-1]
 
     nn.Linear.forward = keep
@@ -204,13 +205,13 @@ def patched_class(m: nn.Module, x: Tensor) -> Found:
         nn.Linear.forward = forward
 
 
-def patched_instance(m: nn.Module, x: Tensor) -> Found:
+def patched_instance(m: Any, x: Tensor) -> Found:
     kept, forward = [], m.q_proj.forward
     m.q_proj.forward = lambda given: kept.append(forward(given)) or kept[-1]
     return backward(m, x, lambda: kept)
 
 
-def patched_linear(m: nn.Module, x: Tensor) -> Found:
+def patched_linear(m: Any, x: Tensor) -> Found:
     kept, linear = [], F.linear
 
     def keep(*given: Tensor) -> Tensor:
@@ -229,17 +230,17 @@ class Twice(nn.Module):
         return 2 * weight
 
 
-def parametrized(m: nn.Module, x: Tensor) -> Found:
+def parametrized(m: Any, x: Tensor) -> Found:
     parametrize.register_parametrization(m.k_proj, "weight", Twice())
     return trained(m, x)
 
 
-def parametrized_gain(m: nn.Module, x: Tensor) -> Found:
+def parametrized_gain(m: Any, x: Tensor) -> Found:
     parametrize.register_parametrization(m, "q_norm", Twice())
     return trained(m, x)
 
 
-def other_parameters(m: nn.Module, x: Tensor) -> Found:
+def other_parameters(m: Any, x: Tensor) -> Found:
     other = {n: (p.detach() * 1.5).requires_grad_() for n, p in m.named_parameters()}
     y = functional_call(m, other, (x,))
     return [y, *torch.autograd.grad(y.sin().sum(), list(other.values()))]
@@ -248,10 +249,10 @@ def other_parameters(m: nn.Module, x: Tensor) -> Found:
 # Modes, and what is around a call.
 
 
-def under(*contexts: Callable[[], Any]) -> Callable[[nn.Module, Tensor], Found]:
+def under(*contexts: Callable[[], Any]) -> Callable[[Any, Tensor], Found]:
     """Forward and backward inside of contexts."""
 
-    def do(m: nn.Module, x: Tensor) -> Found:
+    def do(m: Any, x: Tensor) -> Found:
         with contextmanager(lambda: _entered(contexts))():
             return trained(m, x)
 
@@ -266,39 +267,39 @@ def _entered(contexts: tuple[Callable[[], Any], ...]) -> Iterator[None]:
         yield from _entered(contexts[1:])
 
 
-def no_gradient(m: nn.Module, x: Tensor) -> Found:
+def no_gradient(m: Any, x: Tensor) -> Found:
     with torch.no_grad():
         quiet = m(x)
     return [quiet, *trained(m, x)]
 
 
-def gradient_within_none(m: nn.Module, x: Tensor) -> Found:
+def gradient_within_none(m: Any, x: Tensor) -> Found:
     with torch.no_grad(), torch.enable_grad():
         return trained(m, x)
 
 
-def inference_first(m: nn.Module, x: Tensor) -> Found:
+def inference_first(m: Any, x: Tensor) -> Found:
     """What is kept from a call, tables of angles say, must serve a call with a gradient."""
     with torch.inference_mode():
         quiet = [m(x).clone(), m(x[:, :1]).clone()]
     return [*quiet, *trained(m, x), *trained(m, x[:, :1])]
 
 
-def inference_input(m: nn.Module, x: Tensor) -> Found:
+def inference_input(m: Any, x: Tensor) -> Found:
     with torch.inference_mode():
         x = x * 2
     y = m(x.clone())
     return [y, *gradients(y.sin().sum(), m)]
 
 
-def fake_first(m: nn.Module, x: Tensor) -> Found:
+def fake_first(m: Any, x: Tensor) -> Found:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         m(mode.from_tensor(x))
         m(mode.from_tensor(x[:, :1]))
     return [*trained(m, x), *trained(m, x[:, :1])]
 
 
-def on_meta(m: nn.Module, x: Tensor) -> Found:
+def on_meta(m: Any, x: Tensor) -> Found:
     other = copy.deepcopy(m).to("meta")
     y = other(x.to("meta").requires_grad_())
     got = torch.autograd.grad(y.sum(), list(other.parameters()))
@@ -307,7 +308,7 @@ def on_meta(m: nn.Module, x: Tensor) -> Found:
     return [torch.tensor(y.shape, dtype=x.dtype), *trained(m, x)]
 
 
-def default_dtype(m: nn.Module, x: Tensor) -> Found:
+def default_dtype(m: Any, x: Tensor) -> Found:
     torch.set_default_dtype(torch.float64)
     try:
         return trained(m, x)
@@ -333,8 +334,8 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def checkpointed(reentrant: bool) -> Callable[[nn.Module, Tensor], Found]:
-    def do(m: nn.Module, x: Tensor) -> Found:
+def checkpointed(reentrant: bool) -> Callable[[Any, Tensor], Found]:
+    def do(m: Any, x: Tensor) -> Found:
         again = functools.partial(torch.utils.checkpoint.checkpoint, m, use_reentrant=reentrant)
         x = x.clone().requires_grad_()
         y = again(x) + torch.utils.checkpoint.checkpoint(again, x * 2, use_reentrant=reentrant)
@@ -344,8 +345,8 @@ def checkpointed(reentrant: bool) -> Callable[[nn.Module, Tensor], Found]:
     return do
 
 
-def autocast(dtype: torch.dtype) -> Callable[[nn.Module, Tensor], Found]:
-    def do(m: nn.Module, x: Tensor) -> Found:
+def autocast(dtype: torch.dtype) -> Callable[[Any, Tensor], Found]:
+    def do(m: Any, x: Tensor) -> Found:
         with torch.autocast("cpu", dtype):
             y = m(x)
         return [y, *gradients(y.double().sin().sum(), m)]
@@ -353,22 +354,22 @@ def autocast(dtype: torch.dtype) -> Callable[[nn.Module, Tensor], Found]:
     return do
 
 
-def autocast_switched_off_within(m: nn.Module, x: Tensor) -> Found:
+def autocast_switched_off_within(m: Any, x: Tensor) -> Found:
     with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
         return trained(m, x)
 
 
-def traced(m: nn.Module, x: Tensor) -> Found:
-    program = torch.jit.trace(m, (x,), check_trace=False)
+def traced(m: Any, x: Tensor) -> Found:
+    program: Any = torch.jit.trace(m, (x,), check_trace=False)
     return [program(x), program(-x)]
 
 
-def compiled(m: nn.Module, x: Tensor) -> Found:
+def compiled(m: Any, x: Tensor) -> Found:
     m.compile(backend="aot_eager")
     return [*trained(m, x), *trained(m, 2 * x)]
 
 
-def compiled_then_dual(m: nn.Module, x: Tensor) -> Found:
+def compiled_then_dual(m: Any, x: Tensor) -> Found:
     m.compile(backend="aot_eager")
     return [*trained(m, x), *dual_input(m, x)]
 
@@ -376,23 +377,23 @@ def compiled_then_dual(m: nn.Module, x: Tensor) -> Found:
 # Transforms and tangents.
 
 
-def of_parameters(m: nn.Module, x: Tensor) -> tuple[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]]:
+def of_parameters(m: Any, x: Tensor) -> tuple[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]]:
     given = {n: p.detach() for n, p in m.named_parameters()}
     return lambda p: functional_call(m, p, (x,)).sin().sum(), given
 
 
-def grad_of(m: nn.Module, x: Tensor) -> Found:
+def grad_of(m: Any, x: Tensor) -> Found:
     loss, given = of_parameters(m, x)
     return list(grad(loss)(given).values())
 
 
-def per_sample(m: nn.Module, x: Tensor) -> Found:
+def per_sample(m: Any, x: Tensor) -> Found:
     given = {n: p.detach() for n, p in m.named_parameters()}
     each = grad(lambda p, one: functional_call(m, p, (one[None],)).sin().sum())
     return list(vmap(each, (None, 0))(given, x).values())
 
 
-def ensemble(m: nn.Module, x: Tensor) -> Found:
+def ensemble(m: Any, x: Tensor) -> Found:
     other = copy.deepcopy(m)
     with torch.no_grad():
         for p in other.parameters():
@@ -401,27 +402,27 @@ def ensemble(m: nn.Module, x: Tensor) -> Found:
     return [vmap(lambda p: functional_call(m, p, (x,)))({n: p.detach() for n, p in stacked.items()})]
 
 
-def mapped(m: nn.Module, x: Tensor) -> Found:
+def mapped(m: Any, x: Tensor) -> Found:
     return [vmap(m)(torch.stack([x, -x, 2 * x])), vmap(m, in_dims=3, out_dims=2)(torch.stack([x, -x], 3))]
 
 
-def forward_tangent(m: nn.Module, x: Tensor) -> Found:
+def forward_tangent(m: Any, x: Tensor) -> Found:
     return [*jvp(m, (x,), (x.cos(),)), vjp(m, x)[1](x.sin())[0], linearize(m, x)[1](x.cos())]
 
 
-def jacobians(m: nn.Module, x: Tensor) -> Found:
+def jacobians(m: Any, x: Tensor) -> Found:
     x = x[:1, :3]
     return [jacrev(m)(x), jacfwd(m)(x)]
 
 
-def hessian_of(m: nn.Module, x: Tensor) -> Found:
+def hessian_of(m: Any, x: Tensor) -> Found:
     def loss(row: Tensor) -> Tensor:
         return m(torch.cat([row[None, None], x[:1, 1:3]], 1)).sin().sum()
 
     return [hessian(loss)(x[0, 0])]
 
 
-def dual_input(m: nn.Module, x: Tensor) -> Found:
+def dual_input(m: Any, x: Tensor) -> Found:
     with forward_ad.dual_level():
         y = forward_ad.unpack_dual(m(forward_ad.make_dual(x, x.cos())))
         return [y.primal, y.tangent]
@@ -443,17 +444,17 @@ def dual_query_of_one_token(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> 
 def dual_then_backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     q, k, v = leaves(q, k, v)
     with forward_ad.dual_level():
-        y = forward_ad.unpack_dual(attend(forward_ad.make_dual(q, q.detach().cos()), k, v))
+        y: Any = forward_ad.unpack_dual(attend(forward_ad.make_dual(q, q.detach().cos()), k, v))
         return [y.tangent, *torch.autograd.grad(y.tangent.sum(), [q, k, v])]
 
 
-def twice(m: nn.Module, x: Tensor) -> Found:
+def twice(m: Any, x: Tensor) -> Found:
     x = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(m(x).sin().sum(), x, create_graph=True)
     return [*torch.autograd.grad(first.square().sum(), [x])]
 
 
-def twice_chunked(m: nn.Module, x: Tensor) -> Found:
+def twice_chunked(m: Any, x: Tensor) -> Found:
     m.impl = "chunked"
     return [*twice(m, x), jacrev(jacrev(lambda row: m(torch.cat([row[None, None], x[:1, 1:3]], 1)).sum()))(x[0, 0])]
 
@@ -464,13 +465,13 @@ def twice_in_value(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     return [first, *torch.autograd.grad(first.square().sum(), [v])]
 
 
-def batched_gradients(m: nn.Module, x: Tensor) -> Found:
+def batched_gradients(m: Any, x: Tensor) -> Found:
     y = m(x)
     up = torch.eye(8, dtype=x.dtype)[:, : y.shape[0] * 4].repeat(1, y.numel() // 8).view(8, *y.shape)
     return [*torch.autograd.grad(y, [m.q_proj.weight, m.q_norm], up, is_grads_batched=True)]
 
 
-def backward_again(m: nn.Module, x: Tensor) -> Found:
+def backward_again(m: Any, x: Tensor) -> Found:
     m.zero_grad()
     loss = m(x).sin().sum()
     loss.backward(retain_graph=True)
@@ -478,7 +479,7 @@ def backward_again(m: nn.Module, x: Tensor) -> Found:
     return [p.grad for p in m.parameters()]
 
 
-def only_gains(m: nn.Module, x: Tensor) -> Found:
+def only_gains(m: Any, x: Tensor) -> Found:
     for name, p in m.named_parameters():
         p.requires_grad_(name in ("q_norm", "k_norm"))
     y = m(x)
@@ -498,33 +499,33 @@ def only_mask(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
 # Copies, processes, threads.
 
 
-def copied(m: nn.Module, x: Tensor) -> Found:
+def copied(m: Any, x: Tensor) -> Found:
     m(x)
     return trained(copy.deepcopy(m), x)
 
 
-def pickled(m: nn.Module, x: Tensor) -> Found:
+def pickled(m: Any, x: Tensor) -> Found:
     m(x)
     return trained(pickle.loads(pickle.dumps(m)), x)
 
 
-def saved(m: nn.Module, x: Tensor) -> Found:
+def saved(m: Any, x: Tensor) -> Found:
     m(x)
     file = io.BytesIO()
     torch.save(m, file)
     return trained(torch.load(io.BytesIO(file.getvalue()), weights_only=False), x)
 
 
-def shared(m: nn.Module, x: Tensor) -> Found:
+def shared(m: Any, x: Tensor) -> Found:
     return trained(m.share_memory(), x.share_memory_())
 
 
-def threads(m: nn.Module, x: Tensor) -> Found:
+def threads(m: Any, x: Tensor) -> Found:
     with ThreadPoolExecutor(4) as pool:
         return [y for found in pool.map(lambda i: trained(m, x * i), range(1, 5)) for y in found]
 
 
-def thread_without_gradient(m: nn.Module, x: Tensor) -> Found:
+def thread_without_gradient(m: Any, x: Tensor) -> Found:
     """The modes of a thread are its own."""
     found: Found = []
     with torch.no_grad():
@@ -534,7 +535,7 @@ def thread_without_gradient(m: nn.Module, x: Tensor) -> Found:
     return found
 
 
-def forgotten(m: nn.Module, x: Tensor) -> Found:
+def forgotten(m: Any, x: Tensor) -> Found:
     """Nothing keeps a model alive."""
     other = copy.deepcopy(m)
     seen, found = weakref.ref(other), trained(other, x)
@@ -666,14 +667,14 @@ def mutated(which: str) -> Callable[..., Found]:
     return do
 
 
-def mutated_gain(m: nn.Module, x: Tensor) -> Found:
+def mutated_gain(m: Any, x: Tensor) -> Found:
     loss = m(x).sin().sum()
     with torch.no_grad():
         m.q_norm.mul_(1.5)
     return gradients(loss, m)
 
 
-def mutated_weight(m: nn.Module, x: Tensor) -> Found:
+def mutated_weight(m: Any, x: Tensor) -> Found:
     loss = m(x.clone().requires_grad_()).sin().sum()
     with torch.no_grad():
         m.q_proj.weight.mul_(1.5)
@@ -698,7 +699,7 @@ def jagged(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
     return [attend(*parts).values()]
 
 
-def two_threads(m: nn.Module, x: Tensor) -> Found:
+def two_threads(m: Any, x: Tensor) -> Found:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -712,7 +713,7 @@ def one_token(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Found:
         return [attend(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(q.shape[2])]
 
 
-def with_cache(m: nn.Module, x: Tensor) -> Found:
+def with_cache(m: Any, x: Tensor) -> Found:
     """Decoding, with hooks on the projections, inside and outside of inference mode in turn."""
     kept: list[Tensor] = []
     m.k_proj.register_forward_hook(lambda _, __, out: kept.append(out))
@@ -723,7 +724,7 @@ def with_cache(m: nn.Module, x: Tensor) -> Found:
     return [*found, *(k.clone() for k in kept)]
 
 
-def cache_with_gradient(m: nn.Module, x: Tensor) -> Found:
+def cache_with_gradient(m: Any, x: Tensor) -> Found:
     cache = m.new_cache()
     first, second = m(x[:, :5], cache=cache), m(x[:, 5:], cache=cache)
     return [first, second, *gradients(first.sin().sum() + second.sin().sum(), m)]
