@@ -27,7 +27,7 @@ def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
 
     lower = 2 ** int(math.log2(n_heads))
     more = slopes(2 * lower)[::2][: n_heads - lower]
-    return torch.tensor(slopes(lower) + more, dtype=torch.float64)
+    return torch.tensor(slopes(lower) + more, dtype=torch.float64, device="cpu")
 
 
 def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
@@ -48,5 +48,5 @@ def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
 
     Source: Sun et al. 2022, arXiv 2212.10554, γ = 0.4 as in the released code.
     """
-    i = torch.arange(0, rotary_dim, 2, dtype=torch.float64)
+    i = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu")
     return (i + 0.4 * rotary_dim) / (1.4 * rotary_dim)

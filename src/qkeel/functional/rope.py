@@ -18,12 +18,12 @@ Pairing = Literal["half", "interleaved", "half_reversed"]
 def rope_frequencies(
     rotary_dim: int, base: float = 10_000.0, device: torch.device | None = None
 ) -> Float[Tensor, " half"]:
-    """θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, in float64, on a device (default: torch's default).
+    """θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, in float64, on a device (default: the CPU).
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
     """
     check_pairs(rotary_dim)
-    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
+    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device or "cpu") / rotary_dim)
 
 
 def check_pairs(rotary_dim: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+from tests.conformance.cases import SPECS
 from torch import Tensor
 
 import qkeel
@@ -216,6 +217,18 @@ def test_a_module_is_right_or_says_why_not(name: str, native: str, monkeypatch: 
 def test_a_call_is_right_or_says_why_not(name: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", native)
     check(OF_CALLS[name], native, *both_calls(OF_CALLS[name].spec))
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_default_device_reaches_into_no_spec(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", native)
+    for name, spec in SPECS.items():
+        q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+        params = spec.init_params(2, 2, 16)
+        out = qkeel.attention(q, k, v, spec=spec, params=params)
+        with torch.device("meta"):
+            again = qkeel.attention(q, k, v, spec=spec, params=params)
+        assert torch.equal(out, again), name
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import abc
 import dataclasses
 from typing import Literal, final, get_args
 
-import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
@@ -144,7 +143,7 @@ class Rope(Position):
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """The cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider."""
         # A copy from the host would make it wait for a GPU; elsewhere float64 may not be had.
-        device = q.device if q.device.type == "cuda" else torch.device("cpu")
+        device = q.device if q.device.type == "cuda" else None
         theta = rope_frequencies(self._rotated(q.shape[-1]), self.base, device)
         frequencies = self.stretch.frequencies(theta, self.base, pos_k) if self.stretch.changes else theta
         keys = self._table(pos_k, frequencies, k)
