@@ -114,16 +114,8 @@ def json_rows(path: Path) -> Iterator[tuple[str, object]]:
     for number, line in enumerate(read_bytes(path).splitlines(), start=1):
         where = f"{path}, line {number}"
         try:
-        where = f"{path}, line {number}"
-        try:
             if line.strip():
                 yield where, json_value(line)
-        except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}); expected one object a line") from error
-
-
-def _jsonl(path: Path, column: str) -> Iterator[object]:
-    for where, row in json_rows(path):
         except ValueError as error:
             raise DataError(f"{where} is not JSON ({error}); expected one object a line") from error
 
