@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,11 +13,10 @@ from tests.fuzz.hostile import numbers, texts
 from tests.fuzz.hunt import Hunt
 from tests.fuzz.places import scratch
 
-from qkeel.cli.flags import as_toml, configure, view
+from qkeel.cli.flags import as_toml, configure
 from qkeel.lab import RunConfig
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig
 
-_FLAGS = view("RunFlags")
 _SECTIONS = {"data": DataConfig, "optim": OptimConfig, "model": ModelConfig, "images": ImagesConfig, "study": None}
 _RAW = [
     "[" * 2000,
@@ -90,7 +90,7 @@ def check(text: str) -> None:
     with scratch() as place:
         recipe = place / "a.toml"
         recipe.write_text(text, encoding="utf-8", errors="replace")
-        config, study = configure(_FLAGS(), recipe)
+        config, study = configure(SimpleNamespace(), recipe)
         assert isinstance(study, dict)
         printed = as_toml(config)
         read: dict[str, Any] = tomllib.loads(printed)
