@@ -9,7 +9,9 @@ from tests.fuzz.classes import CLASSES
 
 from qkeel.errors import QkeelError
 
+_NTK = {"groups": 1, "shared": 1, "t": 1, "s": 5, "d": 2, "values": 0, "mask": "full", "dtype": "bf16", "large": 0.0}
 REFUSED: list[tuple[str, Any]] = [
+    ("kernels", {"spec": "dynamic_ntk", **_NTK, "seed": 0}),  # NaN in silence
     ("checkpoint-configs", ({"head_dim": [None]}, None, "qwen3")),
     ("checkpoint-configs", ({"model_type": []}, None, "scan")),
     ("checkpoint-configs", ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, None, "scan")),
