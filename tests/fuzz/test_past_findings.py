@@ -41,6 +41,9 @@ REFUSED: list[tuple[str, Any]] = [
     ("resumed-runs", (1, ("text", "{}"))),
     ("resumed-runs", (29, ("lose", [59]))),
     ("objects", ("RunConfig", {"seed": 2**64})),
+    ("objects", ("LongContexts", {"sequences": None})),
+    ("objects", ("LongContexts", {"test_lengths": ["512"]})),
+    ("objects", ("Grid", {"remedies": ["none"], "lrs": ["fast"], "seeds": [0]})),
 ]
 RIGHT: list[tuple[str, Any]] = [
     ("spec-strings", ("terms", "0\r:")),
