@@ -6,7 +6,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 JOBS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup demo test slow mutation zoo gpu check lint docs bench roofline assets clean
+CASES ?= 10000
+SEED ?= 0
+KILLS ?= 100
+
+.PHONY: setup demo test slow fuzz crash mutation zoo gpu check lint docs bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,6 +31,14 @@ test: $(VENV)/.dev  ## everything but slow and GPU tests
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
+
+fuzz: $(VENV)/.dev  ## CASES (10000) inputs of each class from SEED (0), then as many for the parsers by coverage (atheris)
+	$(PIP) -e '.[fuzz]'
+	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED)
+	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.coverage_guided --cases $(CASES)
+
+crash: $(VENV)/.dev  ## KILLS (100) times kill -9, of studies, watched runs, reports and compilers
+	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.crash --kills $(KILLS) --seed $(SEED)
 
 SEEDS ?= 0 1
 

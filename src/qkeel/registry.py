@@ -56,12 +56,13 @@ def _split_terms(text: str) -> list[str]:
 
 
 def _term(part: str, text: str) -> Term:
-    name, _, tail = part.strip().partition(":")
+    name, _, tail = part.partition(":")
+    name = name.strip()
     if not name:
         raise InvalidValueError(f"empty name in {text!r}; expected 'name:key=value' terms joined by '+'")
     options: dict[str, bool | int | float | str] = {}
     for item in filter(None, (s.strip() for s in tail.split(","))):
-        key, equals, value = item.partition("=")
+        key, equals, value = (word.strip() for word in item.partition("="))
         if not equals or not key or not value:
             raise InvalidValueError(f"cannot read {item!r} in {text!r}; expected key=value")
         if key in options:

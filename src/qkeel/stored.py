@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import mmap
 from collections.abc import Mapping
@@ -14,12 +13,15 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import DataError, RefusedError
+from qkeel.records.file_fields import check_parts
+from qkeel.records.regular_files import read_start, refuse_irregular, refuse_path
+from qkeel.records.safetensors_header import read_header
+from qkeel.records.strict_json import read_json_file
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _AHEAD = 1 << 26  # bytes to have the system read before they are looked at
-_HEADER_LIMIT = 100_000_000  # bytes; the safetensors format's own limit
 
 # Names of the format -> torch. What is not here is listed without numbers.
 DTYPES: dict[str, torch.dtype] = {
@@ -119,6 +121,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     weights = _json(folder / INDEX).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise DataError(f"{folder / INDEX} has no weight_map of names to files: it is damaged; download it again")
+    for name in set(weights.values()):
+        refuse_path(name, f"weight_map of {folder / INDEX}", DataError)
     return weights
 
 
@@ -132,56 +136,21 @@ def _refusal(file: Path) -> RefusedError:
 
 def _header(file: Path) -> list[StoredTensor]:
     """The tensors of one file, by place."""
-    try:
-        size = file.stat().st_size
-        with open(file, "rb") as stream:
-            start, brace = stream.read(8), stream.read(1)
-            stream.seek(8)
-            # The length of a sound header may begin as a pickle does (640 is 80 02), but a brace follows it.
-            pickled = start.startswith(_PICKLE_STARTS) and brace != b"{"
-            if pickled or (file.suffix in PICKLES and file.suffix != ".ckpt"):
-                raise _refusal(file)
-            length = int.from_bytes(start, "little")
-            if size < 8 or length > size - 8:
-                raise DataError(_torn(file, size, 8 + length if size >= 8 and length <= _HEADER_LIMIT else None))
-            text = stream.read(length)
-    except OSError as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"cannot read {file}: {error.strerror or error}") from error
-    try:
-        entries = {name: e for name, e in json.loads(text).items() if name != "__metadata__"}
-        found = [_entry(name, e, file, 8 + length) for name, e in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file} has no readable safetensors header: it is damaged or of another format") from error
-    end = max((t.end for t in found), default=8 + length)
-    if end > size:
-        raise DataError(_torn(file, size, end))
-    return sorted(found, key=lambda t: t.begin)
-
-
-def _torn(file: Path, size: int, wanted: int | None) -> str:
-    if wanted is None:
-        return f"{file} ({size:,} bytes) is not a safetensors file, or its beginning is damaged; download it again"
-    return f"{file} is truncated: its header asks for {wanted:,} bytes, it has {size:,}; download or save it again"
-
-
-def _entry(name: str, entry: Mapping[str, Any], file: Path, data: int) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(n) for n in entry["shape"])
-    dtype = str(entry["dtype"])
-    if begin < 0 or end < begin or min(shape, default=0) < 0:
-        raise ValueError(name)
-    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
-        raise ValueError(name)
-    return StoredTensor(name=name, file=file, dtype=dtype, shape=shape, begin=data + begin, end=data + end)
+    if file.suffix in PICKLES and file.suffix != ".ckpt" and refuse_irregular(file, DataError) is not None:
+        raise _refusal(file)
+    start = read_start(file, 9, DataError)
+    # The length of a sound header may begin as a pickle does (640 is 80 02), but a brace follows it.
+    if start.startswith(_PICKLE_STARTS) and start[8:] != b"{":
+        raise _refusal(file)
+    found = read_header(file, DataError).tensors
+    return [
+        StoredTensor(name=name, file=file, dtype=t.dtype, shape=t.shape, begin=t.begin, end=t.end)
+        for name, t in found.items()
+    ]
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {file} as JSON: {error}; restore it or scan the weight file by itself") from error
+    value = read_json_file(file, DataError)
     if not isinstance(value, dict):
         raise DataError(f"{file} is no JSON object; restore it or scan the weight file by itself")
     return value
@@ -191,7 +160,8 @@ def _config(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     # A qkeel run keeps its weights in last/ and its configuration next to last/.
     places = [folder / "config.json", *([folder.parent / "config.json"] if folder.name == "last" else [])]
-    return next((_json(file) for file in places if file.exists()), {})
+    file = next((file for file in places if file.exists()), None)
+    return {} if file is None else check_parts(_json(file), "config.json of a checkpoint", str(file), DataError)
 
 
 @final

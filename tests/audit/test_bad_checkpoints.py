@@ -93,7 +93,7 @@ def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     for text, expected in (
-        ("{", "as JSON"),
+        ("{", "not whole JSON"),
         ("[]", "no JSON object"),
         ("{}", "weight_map"),
         (json.dumps({"weight_map": {"a": 1}}), "weight_map"),

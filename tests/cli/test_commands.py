@@ -185,7 +185,7 @@ BAD = [
     (["run", "--d-model", "12", "--n-heads", "4"], "even"),
     (["run", "--data", "nowhere.txt"], "no such file"),
     (["run", "--device", "cuda:99"], "expected a device of this machine"),
-    (["run", "--recipe", "nowhere.toml"], "cannot read recipe nowhere.toml"),
+    (["run", "--recipe", "nowhere.toml"], "nowhere.toml is missing"),
     (["study", "lr", "--remedies", "none", "softcapp"], "Did you mean 'softcap'"),
     (["study", "lr", "--lrs", "-1"], "expected a learning rate above 0"),
     (["study", "lr", "--shard", "3/2"], "expected a shard i/n"),

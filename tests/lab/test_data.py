@@ -10,6 +10,7 @@ import pytest
 from qkeel.errors import DataError
 from qkeel.lab.config import DataConfig
 from qkeel.lab.data.corpus import batch, heldout, load, split
+from qkeel.records import regular_files
 
 
 def text(n: int, seed: int = 0) -> bytes:
@@ -168,10 +169,10 @@ def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "secret.txt"
     path.write_bytes(text(500))
 
-    def refuse(self: Path) -> bytes:
+    def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(regular_files, "open", refuse, raising=False)
     refused(data(path), "cannot read .*secret.txt: Permission denied")
 
 

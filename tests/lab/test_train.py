@@ -312,13 +312,14 @@ def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from qkeel.lab.training import run_record
+    from qkeel.records import files
 
     real = run_record.append_line
 
     def full(path: Path, record: dict[str, Any]) -> None:
         if record.get("step") == 6:
             # /dev/full is where every write ends with "no space left on device".
-            return real(Path("/dev/full"), record)
+            monkeypatch.setattr(files, "open", lambda *_, **__: open("/dev/full", "a"), raising=False)  # noqa: SIM115
         return real(path, record)
 
     monkeypatch.setattr(run_record, "append_line", full)

@@ -100,7 +100,7 @@ def test_a_damaged_file_is_told_on_the_page(tmp_path: Path):
     with serve(run) as server:
         status, page = get(server)
     assert status == 200
-    assert "does not describe heads.f32" in page
+    assert "heads.json has no fields" in page
 
 
 def test_a_study_has_a_live_page_too(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -9,10 +10,11 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import qkeel
-from qkeel.cli.exits import INTERRUPTED, OK, USAGE, command_line
+from qkeel.cli.exits import FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.errors import QkeelError
 from qkeel.lab.studies import STUDIES
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of stdout: no command opens files bare
 # Name, as typed -> where it is and its line in the list of commands. A module is imported when its command is called,
 # so that `qkeel --help` waits for no torch.
 COMMANDS = {
@@ -77,6 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         app = make_app(arguments)
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()  # here a full disk can still be reported; at the interpreter's end it cannot
     except (CycloptsError, QkeelError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return USAGE
@@ -86,4 +89,10 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # `qkeel presets | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        print(f"error: cannot write the output: {error.strerror}; free some space", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     return code if isinstance(code, int) else OK

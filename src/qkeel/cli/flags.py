@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
@@ -13,10 +12,11 @@ from typing import Annotated, Any
 import docstring_parser
 from cyclopts import Parameter
 
-from qkeel.errors import DataError, InvalidValueError
+from qkeel.errors import InvalidValueError
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.config_fields import field_types
 from qkeel.lab.studies.multimodal import BASE
+from qkeel.records.strict_toml import read_toml, toml_line
 
 Settings = dict[str, Any]  # a TOML table: numbers, text, booleans, lists and tables by name
 Flag = tuple[str, object, Parameter]  # its name, its type, and how it is shown
@@ -78,7 +78,7 @@ def _optional(kind: object) -> object:
 
 def configure(flags: object, recipe: Path | None, base: RunConfig | None = None) -> tuple[RunConfig, Settings]:
     """Returns the configuration of a recipe with flags over it and `base` under it, and the recipe's [study] table."""
-    values = _over(base.to_dict() if base else {}, _read_recipe(recipe))
+    values = _over(base.to_dict() if base else {}, {} if recipe is None else read_toml(recipe))
     study = values.pop("study", {})
     for flag, (section, field) in _ENTRIES.items():
         given = vars(flags).get(flag)
@@ -105,31 +105,11 @@ def _over(values: Settings, more: Settings) -> Settings:
     return values
 
 
-def _read_recipe(path: Path | None) -> Settings:
-    if path is None:
-        return {}
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"cannot read recipe {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidValueError(f"recipe {path} is not TOML: {error}") from error
-
-
 def as_toml(config: RunConfig) -> str:
     """Returns the configuration as a recipe, without what is not set."""
     values = config.to_dict()
-    lines = [_line(k, v) for k, v in values.items() if not isinstance(v, dict) and v is not None]
+    lines = [toml_line(k, v) for k, v in values.items() if not isinstance(v, dict) and v is not None]
     for section, table in values.items():
         if isinstance(table, Mapping):
-            lines += ["", f"[{section}]", *(_line(k, v) for k, v in table.items() if v is not None)]
+            lines += ["", f"[{section}]", *(toml_line(k, v) for k, v in table.items() if v is not None)]
     return "\n".join(lines)
-
-
-def _line(key: str, value: object) -> str:
-    if isinstance(value, bool):
-        return f"{key} = {str(value).lower()}"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'{key} = "{escaped}"'
-    return f"{key} = {value!r}"

@@ -39,7 +39,6 @@ def study_precision(
         raise InvalidValueError(f"expected a head_dim of at least 2, got {head_dim}; give a larger one")
     shape = precision.Shape(head_dim=head_dim)
     table = list(precision.rows(shape, remedies=remedies or tuple(precision.REMEDIES), seed=seed))
-    out.mkdir(parents=True, exist_ok=True)
     write_table(out, table, precision.COLUMNS)
     lines = precision.thresholds(table)
     write_text(out / "report.html", precision_page(table, lines, precision.TOLERANCE))

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkeel.errors import InvalidValueError
+
 Frequencies = Float[Tensor, " half"]
 Ramp = Literal["code", "paper"]
 
@@ -29,8 +31,12 @@ def ntk(theta: Frequencies, factor: float | Tensor, *, exact: bool = False) -> F
     >>> theta = torch.ones(64, dtype=torch.float64)
     >>> [round(float(ntk(theta, 8.0)[m - 1]), 5) for m in (1, 2, 64)]
     [1.0, 0.96803, 0.12913]
+
+    Raises: InvalidValueError for `exact` with one pair, which would have to keep its frequency and turn 1/k as fast.
     """
     half = len(theta)
+    if exact and half < 2:
+        raise InvalidValueError("expected at least 4 rotated numbers for the exact base of NTK, got 2; use NTK or PI")
     index = torch.arange(half, dtype=theta.dtype, device=theta.device)
     power = -index / (half - 1 if exact else half)
     return theta * torch.as_tensor(factor, dtype=theta.dtype, device=theta.device) ** power

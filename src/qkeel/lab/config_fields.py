@@ -9,9 +9,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from qkeel.errors import InvalidTypeError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
 
 T = TypeVar("T")
+_MOST = 1 << 53
 # An object as JSON and TOML have it: plain values by name, nested.
 Json = dict[str, Any]
 
@@ -43,6 +44,10 @@ def _plain(name: str, value: Any, kind: Any) -> Any:
         return float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise InvalidTypeError(f"expected {kind.__name__} as {name}, got {type(value).__name__} {value!r}")
+    if kind is int and not -_MOST < value < _MOST:
+        raise InvalidValueError(f"expected {name} between -2^53 and 2^53, which JSON holds exactly, got {value}")
+    if isinstance(value, str) and value.encode("utf-8", "replace").decode("utf-8") != value:
+        raise InvalidValueError(f"expected Unicode text as {name}, got {value!r}; rename what it names")
     return value
 
 

@@ -11,6 +11,8 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.registry import Term, parse
 
+# The types of an axis; the others are text.
+_KINDS: dict[str, tuple[type, ...]] = {"lrs": (int, float), "seeds": (int,), "test_lengths": (int,)}
 AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes")
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
 
@@ -63,6 +65,8 @@ class LongContexts:
             raise InvalidTypeError(f"expected a list of methods and one of lengths, got {self}")
         object.__setattr__(self, "posthoc", tuple(dict.fromkeys(str(Method.parse(text)) for text in self.posthoc)))
         object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
+        if type(self.sequences) is not int or type(self.continue_steps) is not int:
+            raise InvalidTypeError(f"expected whole numbers as sequences and continue_steps, got {self}")
         if self.sequences < 1:
             raise InvalidValueError(f"expected at least 1 held-out sequence, got {self.sequences}")
         if self.continue_steps < 1:
@@ -198,6 +202,10 @@ def _settle_lists(of: object, names: Sequence[str]) -> None:
         values = getattr(of, name)
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise InvalidTypeError(f"expected a list of {name}, got {values!r}")
+        kinds = _KINDS.get(name, (str,))
+        for value in values:
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise InvalidTypeError(f"expected {' or '.join(k.__name__ for k in kinds)} in {name}, got {value!r}")
         object.__setattr__(of, name, tuple(dict.fromkeys(values)))
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from qkeel.errors import RunDirectoryError
+from qkeel.records.regular_files import MOST_BYTES, refuse_irregular
+from qkeel.records.strict_json import json_value, read_json_file
 
 _PART = ".part"
 JSONObject = dict[str, Any]  # as a file gives it: what its values are, its reader knows
@@ -48,6 +50,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     >>> write_bytes(Path("a.bin"), b"whole")
     """
     try:
+        refuse_irregular(path)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -60,6 +63,8 @@ def write_bytes(path: Path, data: bytes) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
+        if isinstance(error, RunDirectoryError):
+            raise
         raise RunDirectoryError(
             f"cannot write {path}: {_reason(path, error)}. Expected a writable place with free space; "
             "nothing that was there is changed. Free some space or choose another directory."
@@ -85,6 +90,7 @@ def append_line(path: Path, value: Mapping[str, object]) -> None:
 
     >>> append_line(Path("a.jsonl"), {"step": 1})
     """
+    refuse_irregular(path)
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json_line(value))
@@ -107,17 +113,7 @@ def read_json(path: Path) -> Any:
     >>> read_json(Path("a.json"))
     {'loss': inf}
     """
-    try:
-        return _numbers(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise RunDirectoryError(f"{path} is missing; expected a file that every run writes") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunDirectoryError(f"cannot read {path}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise RunDirectoryError(
-            f"{path} is not whole JSON (line {error.lineno}: {error.msg}). It was not written by qkeel or was "
-            "damaged later; delete the directory to run again, or restore the file."
-        ) from error
+    return _numbers(read_json_file(path))
 
 
 def read_lines(path: Path) -> Iterator[JSONObject]:
@@ -127,17 +123,28 @@ def read_lines(path: Path) -> Iterator[JSONObject]:
     >>> list(read_lines(Path("b.jsonl")))
     [{'step': 1}]
     """
-    if not path.exists():
+    if refuse_irregular(path) is None:
         return
-    raw = path.read_bytes()
-    lines = raw.split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn or empty
-        try:
-            yield _numbers(json.loads(line))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            if number == len(lines) - 1:
-                return
-            raise RunDirectoryError(f"{path}, line {number} is not whole JSON: the file was damaged") from error
+    try:
+        with open(path, "rb") as file:
+            number, line = 1, file.readline(MOST_BYTES)
+            while line.endswith(b"\n"):  # what follows the last newline is torn or empty
+                after = file.readline(MOST_BYTES)
+                try:
+                    yield _numbers(json_value(line))
+                except ValueError as error:
+                    if not after:
+                        return
+                    raise RunDirectoryError(
+                        f"{path}, line {number} is not whole JSON: the file was damaged ({error})"
+                    ) from error
+                number, line = number + 1, after
+            if len(line) == MOST_BYTES:
+                raise RunDirectoryError(f"{path}, line {number} has more than {MOST_BYTES:,} bytes: it is damaged")
+    except OSError as error:
+        if isinstance(error, RunDirectoryError):
+            raise
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -146,6 +153,8 @@ _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 def _plain(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "replace").decode("utf-8")  # names of files may hold what is no Unicode
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

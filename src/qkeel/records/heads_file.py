@@ -8,9 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.errors import RunDirectoryError, ShapeError
-from qkeel.records.files import read_json, write_json
+from qkeel.records.file_fields import check_fields
+from qkeel.records.files import JSONObject, read_json, write_json
 from qkeel.records.names_and_units import head_field
+from qkeel.records.regular_files import read_regular, refuse_irregular
 
+_MOST_NUMBERS = 1 << 24  # of one step
+_MOST_BYTES = 1 << 35
 _FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
 
 
@@ -46,6 +50,7 @@ class HeadRecorder:
         if values.shape != self.shape:
             raise ShapeError(f"expected values of shape {self.shape}, got {values.shape}")
         record = np.concatenate([[step], values.reshape(-1)]).astype("<f4")
+        refuse_irregular(self.path)
         try:
             with open(self.path, "ab") as file:
                 file.write(record.tobytes())
@@ -62,28 +67,53 @@ def read_heads(directory: Path, name: str = "heads") -> Heads:
 
     Raises: RunDirectoryError if heads.json is damaged or describes another file.
     """
-    about, path = read_json(directory / f"{name}.json"), directory / f"{name}.f32"
-    try:
-        fields, layers, heads = about["fields"], about["n_layers"], about["n_heads"]
-        width = 1 + len(fields) * layers * heads
-        flat = np.fromfile(path, dtype="<f4") if path.exists() else np.zeros(0, "<f4")
-        rows = flat[: flat.size // width * width].reshape(-1, width)
-        body = rows[:, 1:].reshape(-1, len(fields), layers, heads)
-    except (KeyError, TypeError, ValueError) as error:
+    about, path = _description(directory, name), directory / f"{name}.f32"
+    fields, layers, heads = about["fields"], about["n_layers"], about["n_heads"]
+    width = 1 + len(fields) * layers * heads
+    flat = np.frombuffer(_stored(path, 4 * width), dtype="<f4")
+    rows = flat[: flat.size // width * width].reshape(-1, width)
+    steps = rows[:, 0]
+    if not (np.isfinite(steps) & (steps >= 0)).all():
         raise RunDirectoryError(
-            f"{directory / name}.json does not describe {name}.f32 ({error!r}); expected fields, n_layers and n_heads. "
-            "Restore the file, leave this directory out, or delete it to run again."
-        ) from error
+            f"{path} has a step that is no whole number: {name}.json does not describe it, or it was damaged. Restore "
+            "the files, or delete the directory and run again."
+        )
+    body = rows[:, 1:].reshape(len(rows), len(fields), layers, heads)
     values = {f: body[:, i] for i, f in enumerate(fields)}
-    return Heads(steps=rows[:, 0].astype(np.int64), values=values, layers=tuple(about.get("layers") or ()))
+    return Heads(steps=steps.astype(np.int64), values=values, layers=tuple(about.get("layers") or ()))
+
+
+def _stored(path: Path, least: int) -> bytes:
+    """The whole numbers of the file; none where it is missing or has less than one record."""
+    size = refuse_irregular(path) or 0
+    raw = read_regular(path, most=_MOST_BYTES) if size >= least else b""
+    return raw[: len(raw) // 4 * 4]
+
+
+def _description(directory: Path, name: str) -> JSONObject:
+    """The fields, layers and heads of a file, as its .json says."""
+    place = directory / f"{name}.json"
+    about = check_fields(read_json(place), "heads.json", str(place))
+    names, layers = about["fields"], about.get("layers") or ()
+    if len(names) * about["n_layers"] * about["n_heads"] > _MOST_NUMBERS or len(set(names)) < len(names):
+        raise RunDirectoryError(
+            f"{place} does not describe {name}.f32: it names a field twice, or more than {_MOST_NUMBERS:,} numbers "
+            "of a step. Restore the file, or delete the directory and run again."
+        )
+    if layers and len(layers) != about["n_layers"]:
+        raise RunDirectoryError(
+            f"{place} has {len(layers)} names of layers; expected {about['n_layers']}, as its n_layers. Restore the "
+            "file, or delete the directory and run again."
+        )
+    return about
 
 
 def cut_heads(directory: Path, last_step: int) -> None:
     """Drop the records after `last_step` (and a torn tail) so that a resumed run appends where it stood."""
     path = directory / "heads.f32"
-    if not path.exists() or not (directory / "heads.json").exists():
+    if refuse_irregular(path) is None or not (directory / "heads.json").exists():
         return
-    about = read_json(directory / "heads.json")
+    about = _description(directory, "heads")
     width = 1 + len(about["fields"]) * about["n_layers"] * about["n_heads"]
     keep = int(np.searchsorted(read_heads(directory).steps, last_step, side="right"))
     with open(path, "r+b") as file:

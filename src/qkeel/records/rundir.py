@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from qkeel.errors import RunDirectoryError
+from qkeel.records.file_fields import check_fields, check_parts
 from qkeel.records.files import (
     JSONObject,
     json_line,
@@ -28,6 +29,7 @@ from qkeel.records.files import (
     write_text,
 )
 from qkeel.records.heads_file import Heads, cut_heads, read_heads
+from qkeel.records.regular_files import read_regular, refuse_irregular
 
 
 class RunStatus(StrEnum):
@@ -61,19 +63,23 @@ class RunDirectory:
 
     def config(self) -> JSONObject:
         """The run's configuration."""
-        return read_json(self.path / "config.json")
+        path = self.path / "config.json"
+        config = read_json(path)
+        watched = isinstance(config, dict) and config.get("kind") == "watch"
+        return check_parts(config, "config.json of a watched model" if watched else "config.json", str(path))
 
     def env(self) -> JSONObject:
         """Versions, corpus hash, command, formula in use."""
-        return read_json(self.path / "env.json")
+        path = self.path / "env.json"
+        return check_parts(read_json(path), "env.json", str(path))
 
     def metrics(self) -> list[JSONObject]:
         """One dict per logged step, by records.STEP_FIELDS."""
-        return list(read_lines(self.path / "metrics.jsonl"))
+        return self._lines("metrics.jsonl")
 
     def events(self) -> list[JSONObject]:
         """Warnings and what a remedy did, one dict each."""
-        return list(read_lines(self.path / "events.jsonl"))
+        return self._lines("events.jsonl")
 
     def heads(self) -> Heads:
         """Per layer and head, by records.HEAD_FIELDS."""
@@ -81,7 +87,7 @@ class RunDirectory:
 
     def eval_metrics(self) -> list[JSONObject]:
         """The rows of a watched model in evaluation mode, as metrics()."""
-        return list(read_lines(self.path / "eval.jsonl"))
+        return self._lines("eval.jsonl")
 
     def eval_heads(self) -> Heads:
         """Per layer and head in evaluation mode."""
@@ -89,16 +95,22 @@ class RunDirectory:
 
     def long_contexts(self) -> list[JSONObject]:
         """The results of the weights at other lengths, one dict per post-hoc method and length."""
-        return list(read_lines(self.path / "extrapolation.jsonl"))
+        return self._lines("extrapolation.jsonl")
 
     def summary(self) -> JSONObject:
         """The run's row of table.csv."""
-        return read_json(self.path / "summary.json")
+        path = self.path / "summary.json"
+        return check_fields(read_json(path), "summary.json", str(path))
 
     def failure(self) -> str:
         """The error that ended the run; empty if it did not fail."""
         path = self.path / "FAILED"
-        return path.read_text(encoding="utf-8") if path.exists() else ""
+        return read_regular(path).decode("utf-8", errors="replace") if path.exists() else ""
+
+    def _lines(self, name: str) -> list[JSONObject]:
+        """The lines of a .jsonl file, each checked."""
+        path = self.path / name
+        return [check_fields(line, name, f"{path}, line {i}") for i, line in enumerate(read_lines(path), start=1)]
 
     def open(self, config: Mapping[str, object]) -> None:
         """Make the directory for `config`, or check that it was made for the same one."""
@@ -123,8 +135,8 @@ class RunDirectory:
         """Drops everything recorded after `last_step`, so that a resumed run repeats it bit for bit."""
         for name in ("metrics.jsonl", "events.jsonl"):
             path = self.path / name
-            if path.exists():
-                kept = [record for record in read_lines(path) if record["step"] <= last_step]
+            if refuse_irregular(path) is not None:
+                kept = [record for record in self._lines(name) if record["step"] <= last_step]
                 write_text(path, "".join(map(json_line, kept)))
         cut_heads(self.path, last_step)
 
@@ -180,29 +192,36 @@ def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: st
 @contextmanager
 def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
     """An exclusive advisory lock on `path`; after `wait` seconds a RunDirectoryError that names its holder."""
+    refuse_irregular(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, the lock lives as long as it
+        file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed below, the lock lives as long as it
     except OSError as error:
-        raise RunDirectoryError(
-            f"cannot write in {path.parent}: {error.strerror or error}. Choose a writable directory."
-        ) from error
+        raise _unwritable(path.parent, error) from error
     with file:
         deadline = time.monotonic() + wait
         while not (held := _try_lock(file)) and time.monotonic() < deadline:
             time.sleep(0.05)
         if not held:
             file.seek(0)
-            holder = file.read().strip()
+            holder = file.read(20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
             raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
+        except OSError as error:
+            raise _unwritable(path.parent, error) from error
         yield
 
 
-def _try_lock(file: IO[str]) -> bool:
+def _unwritable(folder: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"cannot write in {folder}: {error.strerror or error}. Choose a writable directory with free space."
+    )
+
+
+def _try_lock(file: IO[bytes]) -> bool:
     try:
         import fcntl
     except ImportError:  # Windows has no flock; runs are still resumable, only not guarded

@@ -8,6 +8,7 @@ from pathlib import Path
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.records import write_text
 from qkeel.records.files import make_directory
+from qkeel.records.regular_files import refuse_irregular
 from qkeel.report.html.page import Page
 from qkeel.report.study.collect import as_paths, collect
 from qkeel.report.study.study_page import study_page
@@ -36,8 +37,7 @@ def write(paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
     if not isinstance(out, (str, Path)):
         raise InvalidTypeError(f"expected a path for the page, got {type(out).__name__}; give one ending in .html")
     target = Path(out)
-    if target.is_dir():
-        raise RunDirectoryError(f"cannot write {target}: expected the name of a file, got a directory; add report.html")
+    refuse_irregular(target)
     text = page(paths).html()
     make_directory(target.parent)
     write_text(target, text)

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, final
 
+from qkeel.errors import DataError
+
 Config = Mapping[str, Any]  # config.json, or a part of it: whatever JSON holds
 
 # Keys of config.json by meaning, the first that is present counts.
@@ -109,8 +111,13 @@ def section(config: Config, tensor: str) -> Config:
 
 
 def _first(config: Config, keys: tuple[str, ...]) -> int | None:
-    found = (config[key] for key in keys if key in config)
-    return next((v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, (str, bool, float)):
+            raise DataError(f"config.json has {value!r:.60} as {key}; expected a whole number: correct or restore it")
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
 
 
 def _kv_heads(config: Config) -> int | None:
@@ -129,15 +136,32 @@ def _scale(config: Config) -> float | None:
     """None for 1/√head_dim. DeepSeek's YaRN multiplies it with (0.1·m·ln s + 1)²; others name it."""
     if config.get("model_type") in UNSCALED or config.get("scale_attn_weights") is False:
         return 1.0
-    if isinstance(config.get("query_pre_attn_scalar"), (int, float)):
-        return float(config["query_pre_attn_scalar"]) ** -0.5
-    if isinstance(config.get("attention_multiplier"), (int, float)):
-        return float(config["attention_multiplier"])
+    if scalar := _positive(config, "query_pre_attn_scalar"):
+        return scalar**-0.5
+    if multiplier := _positive(config, "attention_multiplier"):
+        return multiplier
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     width = (_first(config, ("qk_nope_head_dim",)) or 0) + (_first(config, ("qk_rope_head_dim",)) or 0)
-    if isinstance(rope, Mapping) and width and rope.get("mscale_all_dim") and rope.get("factor", 1) > 1:
-        return width**-0.5 * (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1) ** 2
+    if isinstance(rope, Mapping) and width:
+        over, factor = _positive(rope, "mscale_all_dim"), _positive(rope, "factor") or 1.0
+        if over and factor > 1:
+            return width**-0.5 * (0.1 * over * math.log(factor) + 1) ** 2
     return None
+
+
+def _positive(config: Config, key: str) -> float | None:
+    """The number above 0 of that name; None where it is not given, null or 0.
+
+    Raises: DataError for anything else.
+    """
+    value = config.get(key)
+    if value is None or (value == 0 and not isinstance(value, str)):
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise DataError(
+            f"config.json has {str(value)[:60]!r} as {key}; expected a number above 0: correct or restore it"
+        )
+    return float(value)
 
 
 def _rope_factor(config: Config) -> float:
@@ -149,14 +173,15 @@ def _rope_factor(config: Config) -> float:
     if not isinstance(rope, Mapping):
         return 1.0
     kind = rope.get("rope_type", rope.get("type"))
-    factor = float(rope.get("factor") or 1.0)
-    if isinstance(rope.get("attention_factor"), (int, float)):
-        return max(1.0, float(rope["attention_factor"]))
+    factor = _positive(rope, "factor") or 1.0
+    if attention_factor := _positive(rope, "attention_factor"):
+        return max(1.0, attention_factor)
     if kind == "yarn" and factor > 1:
-        m, over = rope.get("mscale"), rope.get("mscale_all_dim")
+        m, over = _positive(rope, "mscale"), _positive(rope, "mscale_all_dim")
         top = 0.1 * (m if m and over else 1.0) * math.log(factor) + 1
         return max(1.0, top / (0.1 * over * math.log(factor) + 1) if m and over else top)
-    before = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    if kind == "longrope" and before and (after := config.get("max_position_embeddings")):
+    before = _positive(rope, name := "original_max_position_embeddings") or _positive(config, name)
+    after = _positive(config, "max_position_embeddings")
+    if kind == "longrope" and before and before > 1 and after:
         return max(1.0, math.sqrt(1 + math.log(max(after / before, 1.0)) / math.log(before)))
     return 1.0

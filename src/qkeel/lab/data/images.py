@@ -16,7 +16,7 @@ import numpy as np
 
 from qkeel.errors import DataError, missing
 from qkeel.lab.data.corpus import HELD_OUT, stamp
-from qkeel.lab.data.sources import json_rows
+from qkeel.lab.data.sources import json_rows, read_bytes
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".webp")
 _MODES = ("L", "RGB")
@@ -154,7 +154,7 @@ def _read(path: Path, size: int) -> np.ndarray:
     except ImportError as error:
         raise missing("reading images", "'qkeel[images]'") from error
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(read_bytes(path))) as image:
             mode, shape = image.mode, image.size
             _check(path, mode, shape, size)
             pixels = np.asarray(image, dtype=np.float32) / 255

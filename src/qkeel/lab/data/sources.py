@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import functools
 import glob
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from qkeel.errors import DataError
+from qkeel.records.regular_files import read_regular, refuse_irregular
+from qkeel.records.strict_json import json_value
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".json", ".c", ".h", ".cpp", ".js", ".ts")
 _NOT_STDLIB = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
@@ -43,10 +44,7 @@ def read_documents(source: str) -> Documents:
 
 def read_bytes(path: Path) -> bytes:
     """The bytes of one file, or a DataError."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}. Expected a readable file.") from error
+    return read_regular(path, DataError, most=None)
 
 
 def _stdlib() -> Documents:
@@ -117,7 +115,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, object]]:
         where = f"{path}, line {number}"
         try:
             if line.strip():
-                yield where, json.loads(line)
+                yield where, json_value(line)
         except ValueError as error:
             raise DataError(f"{where} is not JSON ({error}); expected one object a line") from error
 
@@ -135,12 +133,15 @@ def _parquet(path: Path, column: str) -> list[object]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise DataError("reading .parquet needs pyarrow: pip install 'qkeel[data]'") from error
+    refuse_irregular(path, DataError)
     try:
         names = parquet.read_schema(path).names
         if column not in names:
             raise _no_column(str(path), column, ", ".join(names))
         return parquet.read_table(path, columns=[column])[column].to_pylist()
-    except ArrowException as error:
+    except (ArrowException, OSError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"cannot read {path} as parquet: {error}") from error
 
 

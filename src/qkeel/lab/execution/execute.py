@@ -21,7 +21,9 @@ from qkeel.lab.stack.what_runs_share import How
 from qkeel.lab.studies import find_study
 from qkeel.lab.tasks.text import load_task
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, read_json, write_json
+from qkeel.records.file_fields import check_parts
 from qkeel.records.files import remove_leftovers
+from qkeel.records.regular_files import refuse_path
 from qkeel.records.rundir import differences, locked
 
 
@@ -138,7 +140,7 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
                         failures.append(outcome)
         finally:
             with _alone(out):
-                about = read_json(out / "study.json")
+                about = read_study(out)
                 table = rows(out, about["runs"])
                 long_table = long_rows(out, about) if plan.contexts else []
                 if plan.contexts:
@@ -192,13 +194,13 @@ def _merge(out: Path, plan: Plan, command: str) -> Json:
     bases, commands = plan.bases(), [command]
     contexts = {} if plan.contexts is None else {"contexts": json.loads(json.dumps(dataclasses.asdict(plan.contexts)))}
     if (out / "study.json").exists():
-        old = read_json(out / "study.json")
+        old = read_study(out)
         _same_study(out, old, plan)
         known = {entry["run_id"] for entry in old["runs"]}
         new = [entry for entry in entries if entry["run_id"] not in known]
         commands = [*old["command"].splitlines(), *([command] if new else [])]
         entries = [*old["runs"], *new]
-        axes = {name: list(dict.fromkeys([*old.get(name, ()), *values])) for name, values in axes.items()}
+        axes = {name: list(dict.fromkeys([*(old.get(name) or ()), *values])) for name, values in axes.items()}
         axes = {name: sorted(values) if name in ("lrs", "seeds") else values for name, values in axes.items()}
         bases = {**old["base"], **bases}
         contexts = {name: _joined(old.get(name), now) for name, now in contexts.items()}
@@ -215,6 +217,29 @@ def _merge(out: Path, plan: Plan, command: str) -> Json:
         "runs": _in_order(entries, axes["remedies"], list(bases)),
         "base": bases,
     }
+
+
+def read_study(out: Path) -> Json:
+    """The study.json of a directory, every field there and of its type; see records.file_fields.
+
+    Raises: RunDirectoryError for a file that is damaged, or names directories that are not the study's.
+    """
+    file = out / "study.json"
+    about = check_parts(read_json(file), "study.json", str(file))
+    lost = [name for name in ("study", "base", "remedies", "lrs", "seeds", "command") if about.get(name) is None]
+    if lost:
+        raise RunDirectoryError(
+            f"{file} lacks {', '.join(lost)}; it was not written by qkeel or was damaged later. "
+            "Restore it, or choose another directory; nothing was changed."
+        )
+    for entry in about["runs"]:
+        refuse_path(entry["run_id"], str(file))
+        if entry.get("role") not in about["base"]:
+            raise RunDirectoryError(
+                f"{file} has no base of the role {entry.get('role')!r} of {entry['run_id']}; it was damaged. "
+                "Restore it, or choose another directory; nothing was changed."
+            )
+    return about
 
 
 def _joined(old: Json | None, new: Json) -> Json:
@@ -237,18 +262,11 @@ def _joined(old: Json | None, new: Json) -> Json:
 
 
 def _same_study(out: Path, old: Json, plan: Plan) -> None:
-    try:
-        name, bases = old["study"], old["base"]
-        changed = [] if name == plan.name else [f"study: {name}, not {plan.name}"]
-        for role, base in plan.bases().items():
-            # As JSON reads it back: a float that is whole stays a float, a tuple becomes a list.
-            changed += differences(bases.get(role, base), json.loads(json.dumps(base)))
-        _ = old["runs"], old["remedies"], old["lrs"], old["seeds"], old["command"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RunDirectoryError(
-            f"{out / 'study.json'} lacks {error}; it was not written by qkeel or was damaged later. "
-            "Restore it, or choose another directory; nothing was changed."
-        ) from error
+    name, bases = old["study"], old["base"]
+    changed = [] if name == plan.name else [f"study: {name}, not {plan.name}"]
+    for role, base in plan.bases().items():
+        # As JSON reads it back: a float that is whole stays a float, a tuple becomes a list.
+        changed += differences(bases.get(role, base), json.loads(json.dumps(base)))
     if changed:
         raise RunDirectoryError(
             f"{out} holds a study of another configuration (different: {', '.join(dict.fromkeys(changed))}). A study "

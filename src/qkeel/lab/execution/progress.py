@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,8 @@ from qkeel.lab.plan import PlannedRun
 from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
+from qkeel.records.regular_files import refuse_irregular
+from qkeel.records.strict_json import json_value
 
 _WARM, _TIMED = 3, 10  # steps
 
@@ -20,11 +21,13 @@ _WARM, _TIMED = 3, 10  # steps
 def last_step(directory: Path) -> int:
     """The last recorded step of a run; 0 before there is one. Reads only the end of the file."""
     try:
-        with open(directory / "metrics.jsonl", "rb") as file:
+        path = directory / "metrics.jsonl"
+        refuse_irregular(path)
+        with open(path, "rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - 4096))
             lines = file.read().split(b"\n")
-        return int(json.loads(lines[-2])["step"])
+        return int(json_value(lines[-2])["step"])
     except (OSError, IndexError, ValueError, KeyError, TypeError):
         return 0
 

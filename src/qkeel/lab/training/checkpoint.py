@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 
 import safetensors
 import safetensors.torch
@@ -13,7 +14,13 @@ from torch import Tensor, nn
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.training.run_state import RunState
 from qkeel.records import RunDirectory, write_bytes
+from qkeel.records.file_fields import check_fields
 from qkeel.records.files import make_directory
+from qkeel.records.safetensors_header import read_header
+from qkeel.records.strict_json import json_value
+
+# What an optimizer keeps of a parameter: AdamW, SGD, Muon.
+_STATES = (frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"]), frozenset(["momentum"]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,14 +56,15 @@ def load(directory: RunDirectory, run: RunState) -> Progress:
     """
     path = directory.checkpoint
     try:
+        stored = json_value(read_header(path, RunDirectoryError).metadata["qkeel"])
+        about = check_fields(stored, "state.safetensors", str(path))
         with safetensors.safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-            about = json.loads(file.metadata()["qkeel"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         _load_model(run.model, _under(tensors, "model."))
         _load_optimizer(run.optimizer, _under(tensors, "optimizer."), about["optimizer"])
         run.handle.load(_under(tensors, "remedy."))
         _set_random_state(tensors)
-        return Progress(int(about["step"]), float(about["cpu_seconds"]))
+        return Progress(about["step"], float(about["cpu_seconds"]))
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunDirectoryError(
             f"{path} is not a whole checkpoint of this run ({error}). It was not written by this version of qkeel or "
@@ -87,15 +95,36 @@ def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if own[name].shape != tensor.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}")
+        if own[name].dtype != tensor.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {own[name].dtype}")
         own[name].copy_(tensor)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, object]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, object]] = {}
     for name, value in [*tensors.items(), *numbers.items()]:
         index, _, key = name.partition(".")
+        if not index.isdecimal() or int(index) >= len(parameters):
+            raise ValueError(f"state {name} of no parameter; there are {len(parameters)}")
+        if not isinstance(value, (Tensor, int, float)):
+            raise ValueError(f"state {name} is {value!r}, expected a number")
         state.setdefault(int(index), {})[key] = value
+    for index, entries in state.items():
+        _check_state(index, entries, parameters[index])
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _check_state(index: int, entries: Mapping[str, object], parameter: Tensor) -> None:
+    """Raises unless these are an optimizer's numbers of one parameter."""
+    if frozenset(entries) not in _STATES:
+        raise ValueError(f"parameter {index} has the state {', '.join(sorted(entries))}, which no optimizer here keeps")
+    for key, value in entries.items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if shape != (() if key == "step" else tuple(parameter.shape)):
+            raise ValueError(f"state {index}.{key} has shape {shape}, its parameter {tuple(parameter.shape)}")
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            raise ValueError(f"state {index}.{key} is {value.dtype}, expected floating-point numbers")
 
 
 def _random_state() -> dict[str, Tensor]:

@@ -21,6 +21,8 @@ from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.throughput import peak, speed
 from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
 
+_SUMMED = ("step", "max_logit", "max_abs_logit", "capped_max_logit", "entropy")  # in every line, never null
+
 
 def _ignore(record: Mapping[str, object]) -> None:
     return
@@ -51,6 +53,19 @@ def mark_failed(place: RunDirectory) -> None:
     """Leaves the traceback of the error that is being handled in the directory."""
     with contextlib.suppress(RunDirectoryError):  # a full disk is often why it failed; the error is on its way up
         write_text(place.path / "FAILED", traceback.format_exc())
+
+
+def check_recorded(place: RunDirectory) -> None:
+    """Raises RunDirectoryError unless every line of metrics.jsonl has what the summary is made from."""
+    for number, record in enumerate(place.metrics(), start=1):
+        lost = [name for name in _SUMMED if record.get(name) is None]
+        lost += ["train_loss"] if "train_loss" not in record else []
+        lost += ["val_loss"] if record.get("val_loss") is None and (number == 1 or "val_loss" not in record) else []
+        if lost:
+            raise RunDirectoryError(
+                f"{place.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}: the file was damaged. Delete "
+                f"{place.path} to run again, or restore the file."
+            )
 
 
 @final
@@ -144,7 +159,12 @@ class RunRecord:
         write_text(self.place.path / "DONE", "")
 
     def _check_corpus(self, now: str) -> None:
-        before = self.place.env()["corpus"]["sha256"]
+        before = (self.place.env().get("corpus") or {}).get("sha256")
+        if before is None:
+            raise RunDirectoryError(
+                f"{self.place.path / 'env.json'} lacks the SHA-256 of the corpus: the file was damaged. Restore it, or "
+                f"delete {self.place.path} to run again."
+            )
         if before[:12] != now[:12]:
             raise RunDirectoryError(
                 f"{self.place.path} was begun on another text of {self.config.data.source}: its SHA-256 was "
@@ -154,6 +174,7 @@ class RunRecord:
 
     def _resume(self) -> None:
         done = load(self.place, self.state)
+        check_recorded(self.place)
         wanted = [step for step in range(done.step + 1) if self._is_logged(step)]
         for name, steps in (
             ("metrics.jsonl", [record["step"] for record in self.place.metrics()]),

@@ -144,7 +144,12 @@ def _sizes(config: Config, shapes: Shapes) -> _Sizes:
             "found no model.layers.0.self_attn.k_proj.weight; expected the tensors of a causal language model as "
             "save_pretrained writes them, with separate projections of q, k and v and adapters merged"
         )
-    head_dim = int(config.get("head_dim") or width // heads)
+    head_dim = config.get("head_dim") or (width // heads if heads else 0)
+    if not isinstance(head_dim, int) or min(heads, width, layers, head_dim) < 1:
+        raise RefusedError(
+            f"config.json gives {heads} heads of {head_dim} numbers, hidden_size {width} and {layers} layers; expected "
+            "whole numbers of at least 1"
+        )
     tied = bool(config.get("tie_word_embeddings", "lm_head.weight" not in shapes))
     return _Sizes(layers=layers, heads=heads, kv_heads=key[0] // head_dim, head_dim=head_dim, tied=tied)
 

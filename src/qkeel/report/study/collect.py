@@ -7,11 +7,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.metrics import Row, collapsed
 from qkeel.records import Heads, RunDirectory, RunStatus, read_json
+from qkeel.records.file_fields import check_parts
+from qkeel.records.regular_files import refuse_path
 
 BASELINE = "none"
 
@@ -122,15 +123,11 @@ def _open(path: Path) -> StudyData:
 
 def _study(path: Path) -> StudyData:
     file = path / "study.json"
-    about = _mapping(read_json(file), file)
-    entries = about.get("runs")
-    if not isinstance(entries, list):
-        raise RunDirectoryError(f"{file} lists no runs; expected a 'runs' list. Run the study's command again.")
-    runs = []
-    for entry in entries:
-        planned = _mapping(entry, file)
-        _need(planned, ("run_id", "remedy", "lr", "seed"), file)
-        runs.append(_run(RunDirectory(path / "runs" / str(planned["run_id"])), planned, path.name))
+    about = check_parts(read_json(file), "study.json", str(file))
+    runs = [
+        _run(RunDirectory(path / "runs" / refuse_path(planned["run_id"], str(file))), planned, path.name)
+        for planned in about["runs"]
+    ]
     remedies = [str(remedy) for remedy in about.get("remedies") or ()]
     name, command = about.get("study") or path.name, about.get("command") or ""
     return StudyData(name=str(name), command=str(command), remedies=remedies, runs=runs)
@@ -138,24 +135,20 @@ def _study(path: Path) -> StudyData:
 
 def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
     status, path = directory.status, directory.path
-    config = {} if status is RunStatus.MISSING else _mapping(directory.config(), path / "config.json")
+    config = {} if status is RunStatus.MISSING else directory.config()
     if not planned:
         file = path / "config.json"
         _need(config, ("remedy", "optim", "seed"), file)
-        optim = _mapping(config["optim"], file)
+        optim = config["optim"]
         _need(optim, ("lr",), file)
         planned = {"run_id": path.name, "remedy": config["remedy"], "seed": config["seed"], "lr": optim["lr"]}
-    try:
-        lr, seed = float(planned["lr"]), int(planned["seed"])
-    except (TypeError, ValueError) as error:
-        raise RunDirectoryError(f"{path}: expected numbers for lr and seed, got {dict(planned)}") from error
     run = RunData(
         path=path,
         source=source,
         run_id=str(planned["run_id"]),
         remedy=str(planned["remedy"]),
-        lr=lr,
-        seed=seed,
+        lr=float(planned["lr"]),
+        seed=int(planned["seed"]),
         role=str(planned.get("role") or "grid"),
         status=status,
         config=config,
@@ -166,17 +159,11 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
 def _with_results(run: RunData, directory: RunDirectory) -> RunData:
     path = directory.path
     metrics = directory.metrics()
-    for record in metrics:
-        _need(record, ("step",), path / "metrics.jsonl")
-    row = None
-    if run.status is RunStatus.DONE:
-        row = _row(_mapping(directory.summary(), path / "summary.json"), run)
-    env = _mapping(directory.env(), path / "env.json") if (path / "env.json").exists() else {}
+    row = _row(directory.summary(), run) if run.status is RunStatus.DONE else None
+    env = directory.env() if (path / "env.json").exists() else {}
     heads = directory.heads() if (path / "heads.json").exists() else None
     error = directory.failure() if run.status is RunStatus.FAILED else ""
     long = directory.long_contexts()
-    for line in long:
-        _need(line, ("posthoc", "test_length"), path / "extrapolation.jsonl")
     return dataclasses.replace(run, metrics=metrics, row=row, env=env, heads=heads, long=long, error=error)
 
 
@@ -214,15 +201,6 @@ def _labelled(run: RunData, label: str) -> RunData:
 
 def _float(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-
-
-def _mapping(value: object, file: Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RunDirectoryError(
-            f"{file} holds {type(value).__name__} where an object was expected; it was not written by qkeel or was "
-            "damaged later. Restore it, or delete the directory and run again."
-        )
-    return value
 
 
 def _need(value: Row, names: Iterable[str], file: Path) -> None:

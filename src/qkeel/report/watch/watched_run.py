@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from qkeel.errors import RunDirectoryError
 from qkeel.metrics import Row, growth_exponent
 from qkeel.records import Heads, RunDirectory, RunStatus, fold_heads
 
@@ -93,8 +92,7 @@ def is_watched(path: Path) -> bool:
     directory = RunDirectory(path)
     if directory.status is RunStatus.MISSING:
         return False
-    config = directory.config()
-    return isinstance(config, dict) and config.get("kind") == KIND
+    return directory.config().get("kind") == KIND
 
 
 def read_watched(paths: Sequence[Path]) -> list[Watched]:
@@ -110,8 +108,8 @@ def read_watched(paths: Sequence[Path]) -> list[Watched]:
 def _read(path: Path) -> Watched:
     directory = RunDirectory(path)
     events = directory.events()
-    records, heads = _aligned(directory.metrics(), _heads(directory, "heads"), path / "metrics.jsonl")
-    eval_records, eval_heads = _aligned(directory.eval_metrics(), _heads(directory, "eval_heads"), path / "eval.jsonl")
+    records, heads = _aligned(directory.metrics(), _heads(directory, "heads"))
+    eval_records, eval_heads = _aligned(directory.eval_metrics(), _heads(directory, "eval_heads"))
     return Watched(
         path=path,
         name=path.resolve().name,
@@ -133,11 +131,8 @@ def _heads(directory: RunDirectory, name: str) -> Heads:
     return directory.heads() if name == "heads" else directory.eval_heads()
 
 
-def _aligned(records: Sequence[Row], heads: Heads, file: Path) -> tuple[Sequence[Row], Heads]:
+def _aligned(records: Sequence[Row], heads: Heads) -> tuple[Sequence[Row], Heads]:
     """Records and heads of the steps that both have: a run that was killed may lack the heads of its last step."""
-    for record in records:
-        if not isinstance(record.get("step"), (int, float)):
-            raise RunDirectoryError(f"{file} has a line without a step; it was damaged. Leave this directory out.")
     if not heads.values:
         return records, heads
     row = {int(step): i for i, step in enumerate(heads.steps)}
