@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -21,12 +21,13 @@ from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
+from qkeel.sites.calls.head_layout import key_heads
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.see.running_modules import tensors
-from qkeel.sites.site import AttentionSite, NormGain
+from qkeel.sites.site import AttentionSite, LogitTerm, NormGain
 from qkeel.sites.weights.autograd_walk import names_of
-from qkeel.sites.weights.head_rows import UnknownRowsError, logit_terms
+from qkeel.sites.weights.head_rows import UnknownRowsError, sum_terms
 from qkeel.sites.weights.norm_gains import seen_gains
 from qkeel.spec import AttentionCall
 
@@ -107,34 +108,60 @@ def grouped(seen: Mapping[str, list[Sighting]]) -> Iterator[list[Sighting]]:
 
 def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
     first = calls[0]
-    q, k = (_stacked([getattr(s.call, side) for s in calls]) for side in ("q", "k"))
-    terms, normed, why = (), False, ""
-    if q is None or k is None:
-        why = "the operands of the product could not be brought into the shape of the scores"
-    elif first.ordinal and isinstance(first.frame.module, torch.jit.ScriptModule):
-        why = "it is one of several in a scripted module, whose parts can't be distinguished"
-    else:
-        try:
-            terms, normed = logit_terms(q, k, first.frame, names)
-        except UnknownRowsError as error:
-            why = str(error)
-    query_gains, key_gains = _gains(calls, q, k, names)
     call = first.call
+    q, k = (_stacked([getattr(s.call, side) for s in calls]) for side in ("q", "k"))
+    products = [(q, k)]
+    lost: tuple[str, ...] = ()
+    layout = None
+    if isinstance(call, ScoresCall):
+        layout, lost = call.layout, call.lost
+        products = products if len(calls) > 1 else list(call.products)
+    used = None if k is None else key_heads(k)
+    if used is not None and k is not None:
+        k = _first_of_each(k, used)
+        products = [(a, None if b is None else _first_of_each(b, used)) for a, b in products]
+    terms, normed, why = _terms(products, lost, first, names)
+    query_gains, key_gains = _gains(calls, q, k if used is None else None, names)
     heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1] * len(calls)
     return AttentionSite(
         name=first.name,
         module=first.frame.module,
         spec=call.spec,
         n_heads=heads,
-        n_kv_heads=heads if k is None else k.shape[1],
-        head_dim=0 if q is None else q.shape[-1],
+        n_kv_heads=max((b.shape[1] for _, b in products if b is not None), default=heads),
+        head_dim=sum({id(side): side.shape[-1] for side, _ in products if side is not None}.values()),
         terms=terms,
         why=why,
         normed=normed,
         below=first.below,
         query_gains=query_gains,
         key_gains=key_gains,
+        key_heads=used,
+        layout=layout,
     )
+
+
+def _first_of_each(k: Tensor, used: Sequence[int]) -> Tensor:
+    """[b g s d] of keys that were repeated for query heads: the first copy of each."""
+    return k if k.shape[1] < len(used) else k[:, [used.index(j) for j in range(max(used) + 1)]]
+
+
+def _terms(
+    products: Sequence[tuple[Tensor | None, Tensor | None]],
+    lost: Sequence[str],
+    first: Sighting,
+    names: dict[int, str],
+) -> tuple[tuple[LogitTerm, ...], bool, str]:
+    """The terms of a site, whether a norm lies between its weights and the logit, and why there are no terms."""
+    if first.ordinal and isinstance(first.frame.module, torch.jit.ScriptModule):
+        return (), False, "it is one of several in a scripted module, whose parts can't be distinguished"
+    if any(side is None for pair in products for side in pair) and len(products) == 1 and not lost:
+        return (), False, "the operands of the product could not be brought into the shape of the scores"
+    try:
+        terms, normed = sum_terms(products, first.frame, names)
+    except UnknownRowsError as error:
+        return (), False, "; ".join((*lost, str(error)))
+    return ((), normed, "; ".join(lost)) if lost else (terms, normed, "")
 
 
 Gains = tuple[NormGain, ...]

@@ -13,6 +13,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, ShapeError, unknown
+from qkeel.sites.calls.head_layout import Layout
 from qkeel.spec import AttentionSpec
 
 Grid = tuple[int, int, int]
@@ -226,9 +227,13 @@ class NormGain:
 class AttentionSite:
     """One attention of a model.
 
-    `terms` is empty where the weights are unknown; `why` then says why. `normed`: a norm stands between the weights
-    and the logit, one that is part of the model, not of the spec. `below`: only an Interceptor with dispatch=True sees
-    it. `description` is there for a site that was described by hand.
+    `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why. `normed`:
+    a norm stands between the weights and the logit, one that is part of the model, not of the spec. `below`: only an
+    Interceptor with dispatch=True sees it. `description` is there for a site that was described by hand.
+
+    `key_heads` [n_heads] is the key head that each query head uses, None where they do in blocks of consecutive ones.
+    `layout` is what the dimensions of scores that are written out are; `layout.guess` says so where that is not sure.
+    `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
     """
 
     name: str
@@ -244,6 +249,25 @@ class AttentionSite:
     description: Description | None = None
     query_gains: tuple[NormGain, ...] = ()
     key_gains: tuple[NormGain, ...] = ()
+    key_heads: tuple[int, ...] | None = None
+    layout: Layout | None = None
+
+    def used(self, n: int) -> Int64[Tensor, " h"]:
+        """The head of each query head in a weight with rows for n heads: query heads, key heads, or 1 that all share.
+
+        >>> site = AttentionSite(
+        ...     name="", module=nn.Identity(), spec=AttentionSpec(), n_heads=4, n_kv_heads=2, head_dim=8
+        ... )
+        >>> site.used(2).tolist(), dataclasses.replace(site, key_heads=(0, 1, 0, 1)).used(2).tolist()
+        ([0, 0, 1, 1], [0, 1, 0, 1])
+        """
+        if self.key_heads is not None and n == self.n_kv_heads:
+            return torch.tensor(self.key_heads)
+        return torch.arange(self.n_heads) // (self.n_heads // n)
+
+    def users(self, n: int) -> Int64[Tensor, "n r"]:
+        """The query heads that use each of n heads, the opposite of `used`."""
+        return self.used(n).argsort(stable=True).view(n, -1)
 
     @property
     def query(self) -> list[HeadSlice]:

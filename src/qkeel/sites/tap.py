@@ -241,6 +241,7 @@ class _Pass:
                 on_fault=self.tap.fault,
                 dispatch=any(site.below for site in self.tap.sites),
                 described=[site for site in self.tap.sites if site.description is not None],
+                layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
             )
             if call is not None:
                 interceptor.stack.begun(call[0], dict(call[1]))

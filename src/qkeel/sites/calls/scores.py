@@ -26,6 +26,7 @@ from qkeel.functional.statistics.rows import (
 )
 from qkeel.kernels.stats.per_head import BLOCK
 from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.sites.calls.head_layout import Layout
 from qkeel.spec import AttentionSpec
 
 
@@ -35,8 +36,10 @@ class ScoresCall:
 
     Where no cap was seen both are one tensor. `hidden` [b|1 h|1 t|1 s] is True where a query may not see a key.
     q [b h t d] and k [b g s d] are those that were multiplied, or None where these are unknown: they carry
-    norms, angles and weights, the logits are never computed from them. `headless` marks a call of one head of
-    several. `query_mask` [b t]: False leaves a query row out of the statistics; `classes` splits them.
+    norms, angles and weights, the logits are never computed from them; of a logit that is a sum of products neither
+    is there. `layout` is that of the scores in the module. In a probe `products` are q and k of every product of the
+    sum, and `lost` says what else is in it. `query_mask` [b t]: False leaves a query row out of the statistics;
+    `classes` splits them.
     """
 
     spec: AttentionSpec
@@ -45,9 +48,16 @@ class ScoresCall:
     hidden: Bool[Tensor, "#b #h #t #s"] | None
     q: Float[Tensor, "b h t d"] | None
     k: Float[Tensor, "b g s d"] | None
-    headless: bool = False
+    products: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
+    lost: tuple[str, ...] = ()
+    layout: Layout | None = None
     query_mask: Bool[Tensor, "b t"] | None = None
     classes: TokenClasses | None = None
+
+    @property
+    def headless(self) -> bool:
+        """True if these are the scores of one head of several."""
+        return self.layout is not None and self.layout.headless
 
     @property
     def query_shape(self) -> tuple[int, int]:

@@ -19,27 +19,41 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.sites.calls.head_layout import fewest_keys, head_counts, layout
+from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.handwritten.added_masks import MASKS, hidden_by_sum, is_low
 from qkeel.sites.handwritten.concatenation import CATS, joined
 from qkeel.sites.handwritten.products import PRODUCTS, Product, product
+from qkeel.sites.handwritten.rearranged import rearranged
 from qkeel.sites.handwritten.score_operators import ELEMENTWISE, READS, VIEWS
+from qkeel.sites.handwritten.seen_call import seen_call
+from qkeel.sites.handwritten.sums import SUMS, added, depends_on_input, factors_of, mixed
 from qkeel.sites.handwritten.tags import Powers, RowTop, Scores, Tag, Tags, Weights
 from qkeel.sites.handwritten.written_softmax import OUTER, outer, over_last, raised, row_top
 from qkeel.sites.see.running_modules import Frame
-from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
 
 Given = tuple[Args, Kwargs]
 
 
 class Handwritten:
-    """A reader of every torch function of a forward pass that reports the softmaxes that are attention."""
+    """A reader of every torch function of a forward pass that reports the softmaxes that are attention.
 
-    def __init__(self, report: Callable[[Frame, ScoresCall], None]) -> None:
+    Args:
+        report: gets every call.
+        known: the layout of the scores whose softmax a module takes, where it is known.
+        names: parameters by identity, in a probe: dimensions are told apart by walks to them. None where there is no
+            graph to walk.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[Frame, ScoresCall], None],
+        known: Callable[[Frame], Layout | None] = lambda frame: None,
+        names: dict[int, str] | None = None,
+    ) -> None:
         self.tags = Tags()
         self.stopped: collections.Counter[str] = collections.Counter()
-        self._report = report
+        self._report, self._known, self._names = report, known, names
 
     def minds(self, name: str) -> bool:
         """True if a call of this function can matter now: most can't."""
@@ -47,20 +61,27 @@ class Handwritten:
 
     def follow(self, name: str, frame: Frame, args: Args, kwargs: Kwargs, out: object) -> None:
         """Take one call of a torch function into account; its name without underscores around it."""
-        found = product(name, args, kwargs, out) if name in PRODUCTS else outer(name, args, kwargs)
-        if found is not None and not any(self.tags.get(x) is not None for x in found.operands):
+        found = product(name, args, kwargs, out) if name in PRODUCTS else outer(name, args, kwargs, out)
+        if found is not None and not any(self._is_made(x) for x in found.operands):
             assert isinstance(out, torch.Tensor)
-            self._multiplied(found, frame, out, summed=name in PRODUCTS)
+            self._multiplied(found, frame, out, kwargs, summed=name in PRODUCTS)
             return
-        if not self.tags or name == "get" or name in PRODUCTS:
+        if not self.tags or name == "get":
             return
         if name == "setitem":
             self._write(args)
         place, tag = self._tagged(name, args, kwargs)
+        if name in PRODUCTS and not (isinstance(tag, Scores) and not tag.table):
+            return
         if isinstance(tag, Scores) and place is not None:
             self._scores(name, frame, tag, place, (args, kwargs), out)
         elif place is not None and isinstance(out, torch.Tensor):
             self._others(name, frame, tag, place, (args, kwargs), out)
+
+    def _is_made(self, x: Tensor) -> bool:
+        """True if a tensor is on its way from q and k to the values: no factor of a product of scores."""
+        tag = self.tags.get(x)
+        return tag is not None and not (isinstance(tag, Scores) and tag.table)
 
     def _scores(self, name: str, frame: Frame, tag: Scores, x: Tensor, given: Given, out: object) -> None:
         """`name(…)` of tagged scores x made `out`."""
@@ -71,23 +92,40 @@ class Handwritten:
         if top is not None or not isinstance(out, torch.Tensor):
             return
         if name in ("softmax", "safe_softmax"):
-            self._softmax(frame, tag, args, kwargs)
-            self.tags.put(out, Weights())
+            if not tag.table:
+                self._softmax(frame, tag, args, kwargs)
+                self.tags.put(out, Weights())
             return
         if name == "exp":
-            self._raised(frame, tag, x, out)
+            if not tag.table:
+                self._raised(frame, tag, x, out)
             return
         new = self._less(tag, x, args, kwargs, out) if name in ("sub", "subtract", "isub", "rsub") else None
+        if new is None and name in SUMS:
+            new = self._sum(name, frame, tag, x, given, out)
         if name in CATS:
             new = self._joined(args, kwargs, out)
         elif name == "log_softmax" and over_last(x, args, kwargs):
             new = dataclasses.replace(tag, unshifted=x if tag.unshifted is None else tag.unshifted, normalised=True)
         elif new is None:
-            new = _step(name, tag, x, given, out)
+            new = self._step(name, tag, x, given, out)
         if isinstance(new, Scores):
             self.tags.put(out, new)
-        elif name not in READS:
+        elif name not in READS and name not in PRODUCTS and not tag.table:
             self.stopped[new or name] += 1
+
+    def _sum(self, name: str, frame: Frame, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
+        """The tag of scores to which others were added, or what else depends on the input; None of any other sum."""
+        args, kwargs = given
+        operands = [a for n, a in (*enumerate(args), *kwargs.items()) if n != "alpha"]
+        other = next((a for a in operands if a is not x), None)
+        more = self.tags.get(other)
+        if isinstance(more, Scores) and isinstance(other, torch.Tensor):
+            return added(tag, more, factors_of(name, bool(args) and args[0] is x, kwargs), out, frame)
+        if self._names is None or more is not None or tag.table or not depends_on_input(other, tag, out):
+            return None
+        new = dataclasses.replace(tag, lost=(*tag.lost, "what is added to it depends on the input and is no product"))
+        return new if name.startswith(("sub", "rsub", "isub")) else hidden_by_sum(new, other, out)
 
     def _joined(self, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
         tags = [(x, self.tags.get(x)) for x in (args[0] if args else kwargs["tensors"])]
@@ -100,7 +138,7 @@ class Handwritten:
         same = name in ELEMENTWISE or name in VIEWS
         if isinstance(tag, Product):
             if name == "sum" and over_last(x, args, kwargs):
-                self.tags.put(out, Scores(product=tag, frame=frame))
+                self.tags.put(out, Scores(parts=(tag,), frame=frame))
         elif isinstance(tag, Weights):
             if same or name in MASKS or name in CATS:
                 self.tags.put(out, tag)
@@ -145,13 +183,20 @@ class Handwritten:
                 return x, tag
         return None, None
 
-    def _multiplied(self, found: Product, frame: Frame, out: Tensor, *, summed: bool) -> None:
+    def _multiplied(self, found: Product, frame: Frame, out: Tensor, kwargs: Kwargs, *, summed: bool) -> None:
         """Two activations were multiplied, and summed over the dimensions of a head or not yet."""
         if not summed:
             self.tags.put(out, found)
             return
-        tag = Scores(product=found, frame=frame)
-        self.tags.put(out, tag if found.added is None else hidden_by_sum(tag, found.added, out))
+        tag = Scores(parts=(dataclasses.replace(found, factor=1.0, added=None),), frame=frame, scale=found.factor)
+        more = self.tags.get(found.added)
+        if isinstance(more, Scores):
+            tag = added(more, tag, (float(kwargs.get("beta", 1.0)), 1.0), out, frame)
+        elif found.added is not None:
+            tag = hidden_by_sum(tag, found.added, out)
+            if self._names is not None and not tag.table and depends_on_input(found.added, tag, out):
+                tag = dataclasses.replace(tag, lost=("what is added to it depends on the input and is no product",))
+        self.tags.put(out, tag)
 
     def _write(self, args: Args) -> None:
         """Follows x[index] = value, in place."""
@@ -169,73 +214,30 @@ class Handwritten:
         x = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
-        if dim < x.ndim - 2:
+        followed = any(part.sides is not None for part in tag.parts)
+        if dim < x.ndim - 2 and not followed:
             self.stopped[f"softmax over dimension {dim} of {x.ndim}"] += 1
             return
-        self._report_softmax(frame, tag, x, turned=dim == x.ndim - 2)
+        self._report_softmax(frame, tag, x, dim)
 
-    def _report_softmax(self, frame: Frame, tag: Scores, x: Tensor, *, turned: bool = False) -> None:
+    def _report_softmax(self, frame: Frame, tag: Scores, x: Tensor, dim: int = -1) -> None:
         where = tag.frame.shared_with(frame)
-        self._report(where, _call(tag, x if tag.unshifted is None else tag.unshifted, where, turned=turned))
+        x = x if tag.unshifted is None else tag.unshifted
+        self._report(where, seen_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names))
+
+    def _step(self, name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
+        """The tag of `name(…)` of tagged scores x, or None if what comes out are no scores any more."""
+        args, kwargs = given
+        if any(isinstance(arg, torch.dtype) for arg in args[1:]) and name == "view":
+            return None  # the bits of scores, as numbers of another kind
+        if name in VIEWS:
+            return rearranged(name, tag, x, args, kwargs, out, whole=self._names is not None)
+        return _elementwise(name, tag, x, given, out)
 
 
-def _call(tag: Scores, x: Tensor, frame: Frame, *, turned: bool) -> ScoresCall:
-    """The call whose softmax takes x; `turned` if it runs over rows, k qᵀ."""
-    q, k = tag.product.q, tag.product.k
-    uncapped = x if tag.uncapped is None else tag.uncapped
-    if uncapped.shape != x.shape and uncapped.numel() == x.numel():
-        uncapped = uncapped.reshape(x.shape)
-    hidden = None if tag.hidden is None else tag.hidden.broadcast_to(x.shape)
-    parts = [uncapped, x, hidden]
-    if turned:
-        q, k = k, q
-        parts = [p if p is None else p.mT for p in parts]
-    if tag.keys is not None:
-        parts = [p if p is None else p[..., slice(*tag.keys)] for p in parts]
-    shape = parts[1].shape  # type: ignore[union-attr]
-    how = layout(shape, _hints(frame), next((f.batch for f in frame.line() if f.batch), 0))
-    logits, capped, hidden = (p if p is None else how.apply(p) for p in parts)
-    assert logits is not None
-    assert capped is not None
-    keys = _operand(k, shape, shape[-1])
-    queries = _operand(q, shape, shape[-2])
-    cap = NoCap() if tag.cap is None else Softcap(abs(tag.cap))
-    return ScoresCall(
-        spec=AttentionSpec(scale=Fixed(tag.scale), cap=cap),
-        logits=logits,
-        capped=logits if tag.uncapped is None else capped,
-        hidden=hidden,
-        q=None if queries is None else how.apply(queries),
-        k=None if keys is None else fewest_keys(how.apply(keys)),
-        headless=how.headless,
-    )
-
-
-def _operand(x: Tensor | None, scores: torch.Size, length: int) -> Tensor | None:
-    """A factor of the product with the leading dimensions of the scores as the softmax takes them."""
-    if x is None or x.shape[-2] != length:
-        return None
-    lead = scores[:-2]
-    if x.ndim == len(scores) and all(n in (1, m) for n, m in zip(x.shape, lead)):
-        return x.expand(*lead, *x.shape[-2:])
-    return x.reshape(*lead, *x.shape[-2:]) if x.shape[:-2].numel() == lead.numel() else None
-
-
-def _hints(frame: Frame) -> frozenset[int]:
-    for f in frame.line():
-        if hints := head_counts(f.module):
-            return hints
-    return frozenset()
-
-
-def _step(name: str, tag: Scores, x: Tensor | None, given: tuple[Args, Kwargs], out: Tensor) -> Scores | None:
-    """The tag of `name(…)` of tagged scores x, or None if what comes out are no scores any more."""
-    assert x is not None
+def _elementwise(name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
+    """The tag of scores that were masked, capped, scaled, cast, or whose heads were mixed."""
     args, kwargs = given
-    if any(isinstance(arg, torch.dtype) for arg in args[1:]) and name == "view":
-        return None  # the bits of scores, as numbers of another kind
-    if name in VIEWS:
-        return _rearranged(name, tag, x, args, kwargs, out)
     if name == "tanh":
         return dataclasses.replace(tag, before_tanh=None if out is x else x)
     if name in MASKS:
@@ -243,7 +245,7 @@ def _step(name: str, tag: Scores, x: Tensor | None, given: tuple[Args, Kwargs], 
     if name in ("max", "min"):
         return tag if len(args) > 1 and isinstance(args[1], torch.Tensor) else None
     if name not in ELEMENTWISE:
-        return None
+        return mixed(name, tag, x, args, kwargs, out)
     factor = _factor(name, x, args, kwargs)
     if factor is None:
         return tag
@@ -264,32 +266,3 @@ def _factor(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> float | None:
     if isinstance(other, bool) or not isinstance(other, (int, float)):
         return None
     return 1.0 / other if "div" in name else float(other)
-
-
-def _rearranged(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
-    """The tag after a view or an index, which masks and logits before the cap go through too."""
-    method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
-    op = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
-
-    def rearranged(part: Tensor | None) -> Tensor | None:
-        if part is None:
-            return None
-        with torch.no_grad():
-            part = part.broadcast_to(x.shape)
-            return (
-                op(part.to(torch.uint8), *args[1:], **kwargs).bool()
-                if part.dtype == torch.bool
-                else op(part, *args[1:], **kwargs)
-            )
-
-    keys = tag.keys
-    if keys is not None and out.shape[-1] != x.shape[-1]:
-        keys = keys if out.shape[-1] >= keys[1] else None
-    return dataclasses.replace(
-        tag,
-        hidden=rearranged(tag.hidden),
-        uncapped=rearranged(tag.uncapped),
-        before_tanh=rearranged(tag.before_tanh),
-        unshifted=rearranged(tag.unshifted),
-        keys=keys,
-    )

@@ -1,10 +1,13 @@
-"""Products of two activations that may be scores, and what their rows (q) and columns (k) are."""
+"""Products that may be scores: two factors, and which vector of each a number of the result is made of."""
 
 from __future__ import annotations
 
 import dataclasses
+import string
+from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from qkeel.patching.graph_nodes import base_of
@@ -14,70 +17,155 @@ PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Product:
-    """The factors q [... t d] and k [... s d] with the dimensions of the scores, None where an einsum hides them."""
+class Operand:
+    """A factor of a product: `x`, whose dimensions `summed` the product sums over.
 
-    q: Tensor | None
-    k: Tensor | None
+    `index` has the shape of the scores: the number of the vector that each score is made of, counted over the other
+    dimensions of x, -1 in columns that are no keys. It is an expanded view as far as the vector does not change. None
+    where what was done to the scores has lost it.
+    """
+
+    x: Tensor
+    summed: tuple[int, ...]
+    index: Int64[Tensor, ...] | None
+
+    def vectors(self) -> Float[Tensor, "n d"]:
+        """The vectors that `index` numbers."""
+        kept = [i for i in range(self.x.ndim) if i not in self.summed]
+        size = torch.Size([self.x.shape[i] for i in self.summed]).numel()
+        return self.x.permute(*kept, *self.summed).reshape(-1, size)
+
+    def varies(self, dim: int) -> bool:
+        """True if scores next to each other along this dimension are made of different vectors."""
+        assert self.index is not None
+        small = narrowed(self.index)
+        return small.shape[dim] > 1 and not bool((small == small.narrow(dim, 0, 1)).all())
+
+
+def narrowed(index: Tensor) -> Tensor:
+    """An expanded tensor with one number along each dimension that it was expanded over."""
+    for dim, step in enumerate(index.stride()):
+        if step == 0 and index.shape[dim] > 1:
+            index = index.narrow(dim, 0, 1)
+    return index
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Product:
+    """A product of two factors, each None where the product could not be read.
+
+    `operands` are the tensors that were given; `added` what baddbmm adds. `table`: one factor is a parameter or has
+    two dimensions, as a weight has: these are scores only where they are added to others. `factor` is what it is
+    multiplied by in the sum that it is a part of.
+    """
+
+    left: Operand | None
+    right: Operand | None
     operands: tuple[Tensor, Tensor]
     added: Tensor | None = None
+    table: bool = False
+    factor: float = 1.0
+
+    @property
+    def sides(self) -> tuple[Operand, Operand] | None:
+        """Both factors, where it is known which scores they make."""
+        if self.left is None or self.right is None or self.left.index is None or self.right.index is None:
+            return None
+        return self.left, self.right
 
 
 def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | None:
-    """The product, if it is one of two activations: at least three dimensions each, neither a parameter."""
+    """The product, if it is one of two activations, or of an activation and a table."""
     if not isinstance(out, torch.Tensor) or out.ndim < 3:
         return None
     if name == "einsum":
-        return _einsum(args)
-    given = [*args, *kwargs.values()]
+        return _einsum(args, out)
+    given = [*args, *(v for n, v in kwargs.items() if n not in ("alpha", "beta"))]
     added = given.pop(0) if name == "baddbmm" else None
-    if len(given) < 2 or not _activations(given[0], given[1]):
+    if len(given) < 2:
         return None
     a, b = given[:2]
-    return Product(q=a, k=b.mT, operands=(a, b), added=added)
+    kind = _kind(a, b)
+    if kind is None or a.ndim < 2 or b.ndim < 2:
+        return None
+    n = out.ndim
+    left = operand(a, (a.ndim - 1,), [*range(n - a.ndim, n - 1)], out)
+    right = operand(b, (b.ndim - 2,), [*range(n - b.ndim, n - 2), n - 1], out)
+    factor = float(kwargs.get("alpha", 1.0)) if name == "baddbmm" else 1.0
+    return Product(left=left, right=right, operands=(a, b), added=added, table=kind == "table", factor=factor)
 
 
-def _activations(a: object, b: object) -> bool:
-    return all(
-        isinstance(x, torch.Tensor) and x.ndim >= 3 and x.is_floating_point() and not _is_weight(x) for x in (a, b)
-    )
+def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tensor) -> Operand:
+    """The factor x of `out`, whose dimensions that are not summed over are these dimensions of `out`."""
+    index = torch.zeros((1,) * out.ndim, dtype=torch.int64, device=out.device)
+    kept = [i for i in range(x.ndim) if i not in summed]
+    step = 1
+    for dim, place in zip(reversed(kept), reversed(places)):
+        n = x.shape[dim]
+        if n > 1:
+            shape = [n if i == place else 1 for i in range(out.ndim)]
+            index = index + step * torch.arange(n, device=out.device).view(shape)
+        step *= n
+    return Operand(x=x, summed=summed, index=index.expand(out.shape))
 
 
-def _is_weight(x: Tensor) -> bool:
-    """A parameter or a view of one, as in a product with every expert's matrix."""
-    return isinstance(x, nn.Parameter) or isinstance(base_of(x), nn.Parameter)
+def is_weight(x: object) -> bool:
+    """True of a parameter or a view of one, as in a product with every expert's matrix."""
+    return isinstance(x, nn.Parameter) or (isinstance(x, torch.Tensor) and isinstance(base_of(x), nn.Parameter))
 
 
-def _einsum(args: Args) -> Product | None:
+def _kind(a: object, b: object) -> str | None:
+    """"scores" of two activations, "table" of an activation and what may be a weight, None of anything else."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return None
+    if not (a.is_floating_point() and b.is_floating_point()):
+        return None
+    active = [x.ndim >= 3 and not is_weight(x) for x in (a, b)]
+    if all(active):
+        return "scores"
+    return "table" if any(active) else None
+
+
+def _einsum(args: Args, out: Tensor) -> Product | None:
     operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-    if not isinstance(args[0], str) or len(operands) != 2 or not _activations(*operands):
+    if not isinstance(args[0], str) or len(operands) != 2:
         return None
     a, b = operands
-    q, k = _rows_and_columns(args[0].replace(" ", ""), a, b)
-    return Product(q=q, k=k, operands=(a, b))
+    kind = _kind(a, b)
+    if kind is None:
+        return None
+    read = _letters(args[0].replace(" ", ""), a.ndim, b.ndim)
+    left = right = None
+    if read is not None:
+        first, second, result = read
+        summed = set(first) & set(second) - set(result)
+        known = all(len(set(x)) == len(x) for x in read) and set(first) | set(second) <= set(result) | summed
+        if known and summed:
+            left, right = (_named(x, own, summed, result, out) for x, own in ((a, first), (b, second)))
+    return Product(left=left, right=right, operands=(a, b), table=kind == "table")
 
 
-def _rows_and_columns(equation: str, a: Tensor, b: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The operands as [... t d] and [... s d], if the result is [... t s] and one index is summed over."""
-    if "->" not in equation or "." in equation:
-        return None, None
-    given, result = equation.split("->")
-    left, right = given.split(",")
-    summed = [i for i in left if i in right and i not in result]
-    if len(summed) != 1 or len(result) < 3:
-        return None, None
-    t, s, lead = result[-2], result[-1], result[:-2]
-    if t not in left:
-        a, b, left, right = b, a, right, left
-    known = set(lead) | {t, s, *summed}
-    if t not in left or s not in right or t in right or s in left or not set(left + right) <= known:
-        return None, None
+def _named(x: Tensor, letters: str, summed: set[str], result: str, out: Tensor) -> Operand:
+    places = [result.index(i) for i in letters if i not in summed]
+    order = sorted(summed)
+    return operand(x, tuple(letters.index(i) for i in order), places, out)
 
-    def arranged(x: Tensor, names: str, own: str) -> Tensor:
-        order = [names.index(i) for i in (*(i for i in lead if i in names), own, *summed)]
-        x = x.permute(*order)
-        for place, i in enumerate(lead):
-            x = x if i in names else x.unsqueeze(place)
-        return x
 
-    return arranged(a, left, t), arranged(b, right, s)
+def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | None:
+    """The letters of the dimensions of both operands and of the result, those of an ellipsis too."""
+    given, arrow, result = equation.partition("->")
+    left, comma, right = given.partition(",")
+    if not comma or "," in right:
+        return None
+    spare = [c for c in string.ascii_letters if c not in equation]
+    wide = max(first - len(left.replace("...", "")), second - len(right.replace("...", "")), 0)
+    rest = "".join(spare[:wide])
+
+    def full(letters: str, ndim: int) -> str:
+        n = ndim - len(letters.replace("...", ""))
+        return letters.replace("...", rest[len(rest) - n :] if n else "")
+
+    left, right = full(left, first), full(right, second)
+    if not arrow:
+        result = rest + "".join(sorted(i for i in set(left + right) if (left + right).count(i) == 1 and i not in rest))
+    return left, right, result.replace("...", rest)

@@ -16,13 +16,15 @@ from qkeel.sites.see.running_modules import Frame
 class Scores:
     """A tag on a tensor of scores: its origin, hidden pairs, the logits before a cap, which columns are keys.
 
+    `parts` are the products that they are the sum of, `lost` says what else is in them and could not be followed.
     `before_tanh` is the input of a tanh whose factor has not come yet. `keys` are the columns that are keys, where
     others (sinks) were attached. `unshifted` are the scores from which each row's largest, or its logsumexp
     (`normalised`), was subtracted.
     """
 
-    product: Product
+    parts: tuple[Product, ...]
     frame: Frame
+    lost: tuple[str, ...] = ()
     hidden: Tensor | None = None
     uncapped: Tensor | None = None
     cap: float | None = None
@@ -31,6 +33,11 @@ class Scores:
     keys: tuple[int, int] | None = None
     unshifted: Tensor | None = None
     normalised: bool = False
+
+    @property
+    def table(self) -> bool:
+        """True if they are no scores by themselves: products with what may be a weight."""
+        return all(part.table for part in self.parts)
 
     def also_hidden(self, more: Tensor, like: Tensor) -> Scores:
         """The same with more pairs hidden."""

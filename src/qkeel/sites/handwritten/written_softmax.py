@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.sites.handwritten.products import Product
+from qkeel.sites.handwritten.products import Product, operand
 from qkeel.sites.handwritten.score_operators import ELEMENTWISE
 from qkeel.sites.handwritten.tags import Powers, RowTop
 
@@ -47,12 +47,10 @@ def raised(name: str, tag: Powers, x: Tensor, args: Args, kwargs: Kwargs) -> Pow
     return tag if name in ELEMENTWISE and name not in ("div", "divide", "true_divide", "mul", "multiply") else None
 
 
-def outer(name: str, args: Args, kwargs: Kwargs) -> Product | None:
-    """Returns q [... t d] and k [... s d] of the outer product q[..., :, None, :] * k[..., None, :, :]."""
-    if name not in OUTER:
-        return None
+def outer(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | None:
+    """The outer product q[..., :, None, :] * k[..., None, :, :], before its sum over the last dimension."""
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-    if len(given) != 2:
+    if name not in OUTER or len(given) != 2 or not isinstance(out, torch.Tensor):
         return None
     a, b = given
     if a.ndim != b.ndim or a.ndim < 4 or a.shape[-1] != b.shape[-1]:
@@ -60,5 +58,7 @@ def outer(name: str, args: Args, kwargs: Kwargs) -> Product | None:
     if a.shape[-3] == 1 and b.shape[-2] == 1 and b.shape[-3] > 1:
         a, b = b, a
     if a.shape[-2] == 1 and b.shape[-3] == 1 and b.shape[-2] > 1:
-        return Product(q=a.squeeze(-2), k=b.squeeze(-3), operands=(a, b))
+        n = a.ndim - 1
+        left, right = (operand(x, (n,), [*range(n)], out[..., 0]) for x in (a, b))
+        return Product(left=left, right=right, operands=(a, b))
     return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -23,6 +23,7 @@ from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.compiler_state import in_vmap
 from qkeel.patching.modes import Args, Function, Kwargs, OperatorMode, function_name, suspended
 from qkeel.sites.by_hand import DescribedSiteHooks
+from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.handwritten.follow import Handwritten
@@ -31,6 +32,7 @@ from qkeel.sites.see.foreign_functions import CallObserver, observed_by
 from qkeel.sites.see.running_modules import Frame, ModuleStack
 from qkeel.sites.see.sdpa import SDPA
 from qkeel.sites.site import AttentionSite
+from qkeel.sites.weights.autograd_walk import names_of
 
 # Per thread: whether an interceptor computes something itself, which is nobody's attention.
 _READING: contextvars.ContextVar[bool] = contextvars.ContextVar("qkeel_reading", default=False)
@@ -57,12 +59,17 @@ class Sighting:
     @property
     def name(self) -> str:
         """The site's name: that of the module, "#2" appended for its second call."""
-        return self.frame.name if self.ordinal == 0 else f"{self.frame.name}#{self.ordinal + 1}"
+        return name_of(self.frame, self.ordinal)
 
     @property
     def headless(self) -> bool:
         """True if it is one of several heads that are computed one by one."""
         return isinstance(self.call, ScoresCall) and self.call.headless
+
+
+def name_of(frame: Frame, ordinal: int) -> str:
+    """The name of the site of a module's call number `ordinal`, from 0."""
+    return frame.name if ordinal == 0 else f"{frame.name}#{ordinal + 1}"
 
 
 class Interceptor(CallObserver):
@@ -78,6 +85,7 @@ class Interceptor(CallObserver):
         dispatch: see also what torch.jit.script and torch.func.vmap hide from a function mode, at the price of a
             callback per operator.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
+        layouts: what the dimensions of scores are at sites that are known, by name.
         on_fault: gets any exception in here or in `report`, which then never reaches the model's forward pass.
     """
 
@@ -89,6 +97,7 @@ class Interceptor(CallObserver):
         probing: bool = False,
         dispatch: bool = False,
         described: Sequence[AttentionSite] = (),
+        layouts: Mapping[str, Layout] | None = None,
         on_fault: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()
@@ -103,7 +112,12 @@ class Interceptor(CallObserver):
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call) for site in described]
         self._undo = ExitStack()
-        self.handwritten = Handwritten(lambda frame, call: self._saw(frame, "softmax", call))
+        self._layouts = layouts or {}
+        self.handwritten = Handwritten(
+            lambda frame, call: self._saw(frame, "softmax", call),
+            lambda frame: self._layouts.get(name_of(frame, frame.calls)),
+            names_of(model) if probing else None,
+        )
 
     def __enter__(self) -> Interceptor:
         with ExitStack() as undo:

@@ -66,6 +66,21 @@ def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
     return {x.grad_fn for x in inputs if x.grad_fn is not None}
 
 
+def leaves_of(start: Node, stops: set[Node]) -> list[Node]:
+    """The nodes of parameters behind `start`, nothing beyond `stops`."""
+    seen: set[Node] = set()
+    queue, found = [start], []
+    while queue and len(seen) < _LIMIT:
+        node = queue.pop()
+        if node in seen or node in stops:
+            continue
+        seen.add(node)
+        if variable_of(node) is not None:
+            found.append(node)
+        queue += [n for n, _ in node.next_functions if n is not None]
+    return found
+
+
 def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -> Walk:
     """The projections nearest to `start`, each with those above it; nothing beyond `stops`."""
     found: dict[Node, Projection] = {}

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils.hooks import RemovableHandle
 
 from qkeel.errors import QkeelError
 from qkeel.sites.see.running_modules import Frame
 from qkeel.sites.site import HeadSlice, LogitTerm
-from qkeel.sites.weights.autograd_walk import Projection, Walk, nodes_of, walk
+from qkeel.sites.weights.autograd_walk import Projection, Walk, leaves_of, nodes_of, variable_of, walk
+from qkeel.sites.weights.gradient_paths import only, opened
 
 
 class UnknownRowsError(QkeelError, LookupError):
@@ -48,7 +47,7 @@ class Side:
         """The rows of each projection on a path that make these places of each head."""
         part = self.x if len(dims) == self.x.shape[-1] else self.x[..., sorted(dims)]
         last = len(path.projections) - 1
-        with _open(self.found.mixers), _only(path.projections[-1], self.found.nearest):
+        with opened(self.found.mixers), only(path.projections[-1], self.found.nearest):
             index = [_rows(part, p, self.what, inner=i < last) for i, p in enumerate(path.projections)]
         return tuple(
             HeadSlice(parameter=p.parameter, axis=p.axis, index=rows, bias=p.bias)
@@ -81,6 +80,28 @@ def logit_terms(
     return terms, query.normed or key.normed
 
 
+def sum_terms(
+    products: Sequence[tuple[Tensor | None, Tensor | None]], frame: Frame, names: dict[int, str]
+) -> tuple[tuple[LogitTerm, ...], bool]:
+    """The terms of a sum of products, each q [b h t d] · k [b g s d], as `logit_terms` of one.
+
+    Raises:
+        UnknownRowsError: those of one of them are unknown; with its number.
+    """
+    terms, normed = [], False
+    for i, (q, k) in enumerate(products):
+        try:
+            if q is None or k is None:
+                raise UnknownRowsError("what was done to it hides which q and k it is made of")
+            own, after_norm = logit_terms(q, k, frame, names)
+        except UnknownRowsError as error:
+            which = f"its logit is a sum of {len(products)} products, and number {i + 1} is not known: "
+            raise UnknownRowsError(f"{which if len(products) > 1 else ''}{error}") from error
+        terms += own
+        normed = normed or after_norm
+    return tuple(terms), normed
+
+
 def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what: str) -> Side:
     """Walk from x [b h t d] to the input of the module that made the call, or, where nothing lies between (its
     input is q itself), to that of the one around it."""
@@ -95,8 +116,23 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
         if found.nearest:
             break
     if not found.nearest:
-        raise UnknownRowsError(f"no matrix product with a parameter lies between the module's input and {what}")
+        found = Walk(nearest=(_table(x, frame, names, what),), mixers=())
     return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
+
+
+def _table(x: Tensor, frame: Frame, names: dict[int, str], what: str) -> Projection:
+    """The parameter whose columns (or rows) x is, as keys by position are: a matrix that multiplies positions."""
+    assert x.grad_fn is not None
+    leaves = leaves_of(x.grad_fn, nodes_of(frame.inputs))
+    known = [(leaf, names[id(p)], p) for leaf in leaves if id(p := variable_of(leaf)) in names]
+    if len(known) != 1 or len(leaves) != 1:
+        raise UnknownRowsError(f"no matrix product with a parameter lies between the module's input and {what}")
+    node, name, p = known[0]
+    if p.ndim != 2:
+        raise UnknownRowsError(f"{what} is the parameter {name} of {p.ndim} dimensions, which has no rows of heads")
+    if not len(_features(_probe(x[:, 0], node))) % x.shape[-1] == 0:
+        raise UnknownRowsError(f"the columns of {name} are not those of {what}")
+    return Projection(node=node, parameter=name, axis=1, size=p.shape[1], bias=None, normed=False)
 
 
 def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:
@@ -104,7 +140,7 @@ def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:
     for projection in found.nearest:
         made = whole
         if len(found.nearest) > 1:
-            with _open(found.mixers), _only(projection, found.nearest):
+            with opened(found.mixers), only(projection, found.nearest):
                 made = _dims(x, projection.node)
         for above in projection.above or (None,):
             if made:
@@ -153,40 +189,3 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
     if index.unique().numel() != index.numel():
         raise UnknownRowsError(f"heads of {what} share some rows of {projection.parameter} and not others")
     return index
-
-
-@contextmanager
-def _only(one: Projection, among: Sequence[Projection]) -> Iterator[None]:
-    """While it lasts gradients do not pass the others: what reaches a projection came to it directly."""
-    with ExitStack() as undo:
-        for other in among:
-            if other.node is not one.node:
-                undo.callback(other.node.register_prehook(_nothing).remove)
-        yield
-
-
-@contextmanager
-def _open(nodes: Sequence[Node]) -> Iterator[None]:
-    """While it lasts gradients pass norms as if these multiplied by a constant."""
-    with ExitStack() as undo:
-        for node in nodes:
-            undo.callback(_pass_through(node).remove)
-        yield
-
-
-def _pass_through(node: Node) -> RemovableHandle:
-    name = node.name()
-    if name in ("NativeLayerNormBackward0", "FusedRmsNormBackward0", "_ResizeBackward"):
-        return node.register_hook(_as_factor)
-    return node.register_prehook(_nothing)
-
-
-def _as_factor(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    first = outputs[0]
-    if first is None or inputs[0] is None:
-        return inputs
-    return (first.reshape(inputs[0].shape), *inputs[1:])
-
-
-def _nothing(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(g if g is None else torch.zeros_like(g) for g in grads)
