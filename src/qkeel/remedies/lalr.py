@@ -21,8 +21,9 @@ from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.step_remedy import StepRemedy
 from qkeel.sites.site import AttentionSite
 
-# One term a weight takes part in: the entries of the other weights of the term, and the number of query heads.
-Use = tuple[tuple[int, ...], int]
+# One term a weight takes part in: the entries of the other weights of the term, the head of each of them that each
+# query head uses, and the query heads of each of the weight's own heads.
+Use = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 
 @final
@@ -95,7 +96,7 @@ class Rates:
         firsts = [0, *itertools.accumulate(counts)]
         by_shape: dict[torch.Size, list[tuple[int, Tensor]]] = {}
         for i, own in enumerate(uses):
-            table = _table(own, counts, firsts, i)
+            table = _table(own, firsts, i)
             by_shape.setdefault(table.shape[1:], []).append((firsts[i], table))
         self._tables = [torch.cat([table for _, table in group]) for group in by_shape.values()]
         order = [torch.arange(first, first + len(t)) for group in by_shape.values() for first, t in group]
@@ -127,16 +128,16 @@ class Rates:
         self._tables, self._back = [table.to(device) for table in self._tables], self._back.to(device)
 
 
-def _table(uses: Sequence[Use], counts: Sequence[int], firsts: Sequence[int], i: int) -> Tensor:
+def _table(uses: Sequence[Use], firsts: Sequence[int], i: int) -> Tensor:
     """[n uses repeats others] places of the norms that the rate of entry i depends on; 1 fills up."""
-    most = max(len(others) for others, _ in uses)
-    repeats = max(n_heads for _, n_heads in uses) // counts[i]
+    most = max(len(others) for others, _, _ in uses)
+    repeats = max(len(own[0]) for _, _, own in uses)
     found = []
-    for others, n_heads in uses:
-        heads = torch.arange(n_heads)
-        places = [firsts[j] + heads // (n_heads // counts[j]) for j in others]
-        places += [torch.full((n_heads,), firsts[-1])] * (most - len(others))
-        table = torch.stack(places, -1).view(counts[i], -1, most)
+    for others, used, own in uses:
+        users = torch.tensor(own)
+        places = [firsts[j] + torch.tensor(heads)[users] for j, heads in zip(others, used)]
+        places += [torch.full(users.shape, firsts[-1])] * (most - len(others))
+        table = torch.stack(places, -1)
         found.append(table.repeat(1, -(-repeats // table.shape[1]), 1)[:, :repeats])
     return torch.stack(found, 1)
 
@@ -145,9 +146,13 @@ def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use
     found: list[list[Use]] = [[] for _ in weights.slices]
     for site in sites:
         for term in site.terms:
-            factors = [weights.place(s) for s in (*term.query, *term.key)]
+            slices = (*term.query, *term.key)
+            factors = [weights.place(s) for s in slices]
+            heads = [tuple(site.used(s.n).tolist()) for s in slices]
             for a, i in enumerate(factors):  # by position: a weight that makes q and k is its own partner
-                found[i].append((tuple(j for b, j in enumerate(factors) if b != a), site.n_heads))
+                others = [b for b in range(len(factors)) if b != a]
+                own = tuple(map(tuple, site.users(slices[a].n).tolist()))
+                found[i].append((tuple(factors[b] for b in others), tuple(heads[b] for b in others), own))
     return [list(dict.fromkeys(u)) for u in found]
 
 

@@ -15,16 +15,18 @@ from qkeel import dist
 from qkeel.errors import QkeelWarning, RefusedError, caution
 from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle
+from qkeel.kernels.contract import Refusal
 from qkeel.kernels.stats.per_head import stats_of_rows
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, head_views, stacked
 from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import check_changes_last
+from qkeel.remedies.steps.logit_shares import LogitShare, logit_shares
 from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, copies_in_state, found_inf, innermost
 from qkeel.remedies.steps.replaced_weights import ReplacementCheck
 from qkeel.remedies.steps.step_remedy import StepRemedy
 from qkeel.sites.calls.logit_statistics import maxima
-from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
+from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.tap import Tap
 
 
@@ -36,7 +38,8 @@ class QKClip(StepRemedy):
     After the optimizer step W_Q^h and W_K^h are multiplied by √γ_h each (biases too), so the same batch would
     now give exactly τ if the step had not moved them. Where query heads share a key head, `groups` decides:
     "query" puts the whole γ_h on W_Q^h and leaves the key alone (exact per head), "group" clips the whole group
-    by its worst head (Megatron-LM). MLA: √γ on both up-projections, γ on the rotated query, the shared rotated
+    by its worst head (Megatron-LM). Where the logit is a sum of products each of them is multiplied by γ_h: with a
+    table of positions as the key of one of them, W_Q^h takes γ_h and the other key none. MLA: √γ on both up-projections, γ on the rotated query, the shared rotated
     key untouched. GAU: √γ on the gains (and offsets) of q and of k. A weight that layers share is scaled once, by the
     smallest of their factors. Low-rank adapters: the base weight's rows and B's; where the base is frozen that is
     refused unless `frozen` is "scale".
@@ -60,6 +63,16 @@ class QKClip(StepRemedy):
     )
     if_computed = "scaling what is stored would not scale the logit"
 
+    def holds(self, site: AttentionSite) -> Refusal | None:
+        refusal = StepRemedy.holds(self, site)
+        if refusal is not None or not site.terms or self.shares(site) is not None:
+            return refusal
+        return Refusal(
+            "its logit is a sum of products whose weights are shared by heads in such a way that no factor on each of "
+            "them multiplies the whole logit of one head",
+            "use lalr or qk_lr",
+        )
+
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _Plan(self, target, optimizer)
@@ -78,19 +91,9 @@ class QKClip(StepRemedy):
 
         return Handle(undo, state=clip.state, load=clip.load)
 
-    def shares(self, site: AttentionSite, term: LogitTerm) -> list[tuple[HeadSlice, Tensor, bool]]:
-        """The weights of a term and the part of γ that each takes; the last of each side is the head's own. With each
-        weight come the query heads [n k] of whose γ it takes the smallest, and whether it takes its root."""
-        query, key, h = term.query[-1], term.key[-1], site.n_heads
-        own = torch.arange(h)[:, None]
-        if query.n == key.n == h:
-            return [(query, own, True), (key, own, True)]
-        if query.n == h and (self.groups == "query" or key.n == 1 < site.n_kv_heads):
-            return [(query, own, False)]
-        if key.n == h:
-            return [(key, own, False)]
-        groups = torch.arange(h).view(min(query.n, key.n), -1)  # each is clipped by the worst of its heads
-        return [(s, groups.repeat_interleave(s.n // len(groups), 0), True) for s in (query, key)]
+    def shares(self, site: AttentionSite) -> list[LogitShare] | None:
+        """The weights of a site and the part of γ that each takes; None where no parts suit all products."""
+        return logit_shares(site, by_group=self.groups == "group")
 
 
 class _Plan:
@@ -107,12 +110,13 @@ class _Plan:
         found: dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]] = {}
         first = 0
         for site in target.sites:
-            for s, heads, root in (share for term in site.terms for share in remedy.shares(site, term)):
+            for share in remedy.shares(site) or ():
+                s = share.weight
                 if id(s) not in entries:
                     _check_frozen(remedy, target, s)
                     entries[id(s)] = self._enter(target, s, self.stepped[weights.place(s)], found)
                 for i in entries[id(s)]:
-                    self._places[i].append(heads + first + (self._last // 2 if root else 0))
+                    self._places[i].append(share.heads + first + (self._last // 2 if share.root else 0))
             first += site.n_heads
         self.views = [view for tensor, shares in found.values() for view in head_views(tensor, shares)]
         self._counts = [tables[0].shape[0] for tables in self._places]
