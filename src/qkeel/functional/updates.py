@@ -22,9 +22,9 @@ def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Ten
     return torch.where(over, threshold / torch.where(over, max_logit, torch.ones_like(max_logit)), 1.0)
 
 
-def repeat_groups(x: Float[Tensor, " g"], n_heads: int) -> Float[Tensor, " h"]:
+def repeat_groups(x: Float[Tensor, "g ..."], n_heads: int) -> Float[Tensor, "h ..."]:
     """Each group's value for its query heads."""
-    return x.repeat_interleave(n_heads // x.shape[0])
+    return x.repeat_interleave(n_heads // x.shape[0], dim=0)
 
 
 def newton_schulz(g: Float[Tensor, "*b m n"], steps: int = 5) -> Float[Tensor, "*b m n"]:

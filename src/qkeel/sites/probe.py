@@ -116,12 +116,12 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
     if isinstance(call, ScoresCall):
         layout, lost = call.layout, call.lost
         products = products if len(calls) > 1 else list(call.products)
-    used = None if k is None else key_heads(k)
-    if used is not None and k is not None:
-        k = _first_of_each(k, used)
+    used = next((found for _, b in products if b is not None and (found := key_heads(b)) is not None), None)
+    if used is not None:
+        k = None if k is None else _first_of_each(k, used)
         products = [(a, None if b is None else _first_of_each(b, used)) for a, b in products]
     terms, normed, why = _terms(products, lost, first, names)
-    query_gains, key_gains = _gains(calls, q, k if used is None else None, names)
+    query_gains, key_gains = _gains(calls, q, k, names)
     heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1] * len(calls)
     return AttentionSite(
         name=first.name,
@@ -129,7 +129,7 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
         spec=call.spec,
         n_heads=heads,
         n_kv_heads=max((b.shape[1] for _, b in products if b is not None), default=heads),
-        head_dim=sum({id(side): side.shape[-1] for side, _ in products if side is not None}.values()),
+        head_dim=sum(q.shape[-1] for q in _distinct([q for q, _ in products])),
         terms=terms,
         why=why,
         normed=normed,
@@ -139,6 +139,15 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
         key_heads=used,
         layout=layout,
     )
+
+
+def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those that are there, each once, by their numbers."""
+    found: list[Tensor] = []
+    for x in tensors:
+        if x is not None and not any(x.shape == y.shape and torch.equal(x, y) for y in found):
+            found.append(x)
+    return found
 
 
 def _first_of_each(k: Tensor, used: Sequence[int]) -> Tensor:

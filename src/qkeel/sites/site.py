@@ -13,6 +13,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidValueError, ShapeError, unknown
+from qkeel.functional.updates import repeat_groups
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.spec import AttentionSpec
 
@@ -268,6 +269,12 @@ class AttentionSite:
     def users(self, n: int) -> Int64[Tensor, "n r"]:
         """The query heads that use each of n heads, the opposite of `used`."""
         return self.used(n).argsort(stable=True).view(n, -1)
+
+    def per_query_head(self, x: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "h ..."]:
+        """Numbers of the heads of a weight as those of the query heads that use them."""
+        if self.key_heads is not None and len(x) == self.n_kv_heads:
+            return x[self.used(len(x)).to(x.device)]
+        return x if len(x) == self.n_heads else repeat_groups(x, self.n_heads)
 
     @property
     def query(self) -> list[HeadSlice]:

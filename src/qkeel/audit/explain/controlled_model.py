@@ -140,7 +140,8 @@ class ControlledModel:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.targets = {s.parameter for site in sites for s in ends(site)}
         self.names = {id(p): name for name, p in model.named_parameters() if p.ndim > 1}
-        self.groups = {site.name: site.n_kv_heads for site in sites}
+        # Keys that are repeated in another order than blocks stay as they are, one for each query head.
+        self.groups = {s.name: s.n_kv_heads if s.key_heads is None else s.n_heads for s in sites}
         self.inputs: dict[str, Tensor] = {}
         self.order: list[str] = []
 

@@ -64,7 +64,12 @@ def explain_model(model: nn.Module, batch: object) -> Explanation:
 def _recipe(experiment: Experiment, site: AttentionSite) -> SiteRecipe:
     name = site.name
     recipe = functools.partial(
-        SiteRecipe, name=name, n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim
+        SiteRecipe,
+        name=name,
+        n_heads=site.n_heads,
+        n_kv_heads=site.n_kv_heads,
+        head_dim=site.head_dim,
+        key_heads=site.key_heads,
     )
     if name not in experiment.base:
         return recipe(

@@ -64,6 +64,7 @@ class SiteRecipe:
     key: NormRecipe
     rotation: Rotation | None = None
     latent: str = ""
+    key_heads: tuple[int, ...] | None = None
     scale: tuple[float, ...] = ()
     scale_parameter: str = ""
     softcap: float | None = None
@@ -83,7 +84,8 @@ class SiteRecipe:
         """Returns the recipe in words, one part per line."""
         same = dataclasses.replace(self.query, parameters=()) == dataclasses.replace(self.key, parameters=())
         heads = f"{self.n_heads} heads of {self.head_dim}"
-        groups = "" if self.n_kv_heads == self.n_heads else f", {self.n_kv_heads} of keys, query heads in blocks"
+        use = "query heads in blocks" if self.key_heads is None else f"used by the query heads as {self.key_heads}"
+        groups = "" if self.n_kv_heads == self.n_heads else f", {self.n_kv_heads} of keys, {use}"
         rows = [
             f"heads     {heads}{groups}{f'; {self.latent}' if self.latent else ''}",
             *([f"q, k      {self.query.text()}{_key_parameters(self.key)}"] if same else []),

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from qkeel.dist import whole
 from qkeel.functional.norms import wide
-from qkeel.functional.updates import repeat_groups
 from qkeel.monitor.measure.weight_norms import Numbers
 from qkeel.nn.spec_module import SpecModule
 from qkeel.sites.site import AttentionSite, NormGain
@@ -39,7 +38,7 @@ class GainBounds:
         for site in self.sites:
             query = self._longest(site.query_gains, site.n_heads)
             key = self._longest(site.key_gains, site.n_kv_heads)
-            found[site.name, "gain_bound"] = _scale(site, query) * query * repeat_groups(key, site.n_heads)
+            found[site.name, "gain_bound"] = _scale(site, query) * query * site.per_query_head(key)
         return found
 
     def _longest(self, norms: tuple[NormGain, ...], heads: int) -> Tensor:

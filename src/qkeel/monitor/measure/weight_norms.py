@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from qkeel.dist import whole
 from qkeel.functional.bounds import gram_interaction_norms
 from qkeel.functional.norms import wide
-from qkeel.functional.updates import repeat_groups
 from qkeel.sites.site import AttentionSite, HeadSlice
 
 Key = tuple[str, str]  # the site, "" for the whole model, and the name of the number
@@ -56,7 +55,7 @@ class WeightNorms:
         alike: dict[tuple[object, ...], list[tuple[int, Tensor, Tensor]]] = {}
         for i, site in enumerate(self.sites):
             grams = (self._gram([t.query for t in site.terms]), self._gram([t.key for t in site.terms]))
-            a, b = _same_heads(*grams, site.n_heads)
+            a, b = (site.per_query_head(gram) for gram in grams)
             alike.setdefault((a.shape[-1], a.dtype, a.device), []).append((i, a, b))
         for group in alike.values():
             places, a, b = zip(*group)
@@ -80,7 +79,7 @@ class WeightNorms:
         return found
 
     def _norm(self, chains: Sequence[Chain], site: AttentionSite, of: Callable[[HeadSlice], Tensor]) -> Tensor:
-        norms = [_repeated(torch.linalg.vector_norm(of(part), dim=(1, 2)), site.n_heads) for part in _own(chains)]
+        norms = [site.per_query_head(torch.linalg.vector_norm(of(part), dim=(1, 2))) for part in _own(chains)]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
     def _rms(self, chains: Sequence[Chain], site: AttentionSite) -> Tensor | None:
@@ -140,15 +139,6 @@ def _own(chains: Sequence[Chain]) -> list[HeadSlice]:
         if not any(chain[-1].parameter == f.parameter and chain[-1].same(f) for f in found):
             found.append(chain[-1])
     return found
-
-
-def _repeated(per_head: Tensor, n_heads: int) -> Tensor:
-    return repeat_groups(per_head, n_heads) if len(per_head) != n_heads else per_head
-
-
-def _same_heads(a: Tensor, b: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
-    a, b = (x if len(x) == n_heads else x.repeat_interleave(n_heads // len(x), 0) for x in (a, b))
-    return a, b
 
 
 def _eps_by_parameter(optimizer: torch.optim.Optimizer | None) -> Mapping[int, float]:

@@ -91,7 +91,7 @@ class Balance:
         lines = torch.ones(p.shape[axis], device=p.device, dtype=torch.float32)
         for one in rows:
             t = self.numbers[one.site][:, self._pairs[one.site]]
-            t = t.repeat_interleave(one.heads.n // len(t), 0)
+            t = t if len(t) == one.heads.n else self.sites[one.site].per_query_head(t)
             lines = lines.index_put((one.heads.index.to(p.device).flatten(),), (one.sign * t).exp().flatten())
         return (across(lines, axis) if p.ndim > 1 else lines).to(p.dtype)
 

@@ -77,7 +77,7 @@ class SiteNorm(Handle):
     """
 
     def __init__(self, site: AttentionSite, eps: float | None) -> None:
-        module = site.module
+        self.site, module = site, site.module
         self._own = module if isinstance(module, SpecModule) else None
         found = [submodules_of(module).get(f"{side}_norm") for side in "qk"]
         self._heads = [norm for norm in found if isinstance(norm, HeadNorm)]
@@ -121,10 +121,10 @@ class SiteNorm(Handle):
             query.fill_(root)
             key.fill_(root)
             return
-        groups = key.shape[0]
-        of_key = factors.unflatten(0, (groups, -1)).log().mean(1).mul(0.5).exp()
+        users = self.site.users(key.shape[0]).to(factors.device)
+        of_key = factors[users].log().mean(1).mul(0.5).exp()
         key.copy_(of_key[:, None].expand_as(key))
-        query.copy_((factors / of_key.repeat_interleave(len(factors) // groups))[:, None].expand_as(query))
+        query.copy_((factors / self.site.per_query_head(of_key))[:, None].expand_as(query))
 
 
 @final
