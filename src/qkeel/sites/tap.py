@@ -19,7 +19,7 @@ from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, statistics
-from qkeel.sites.calls.scores import cat_heads
+from qkeel.sites.calls.scores import ScoresCall, cat_heads
 from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
@@ -93,6 +93,7 @@ class Tap(Handle):
         self.foreign = True  # until a pass has shown that all attention is of own modules
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self._on_fault = on_fault
+        self._guessed: set[str] = set()
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
         self._running: _Pass | BracketMode | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, on_fault=self.fault, owner=self)
@@ -203,6 +204,18 @@ class Tap(Handle):
             self._stats[look.phase].update(look.sites)
             self.visitor.after(look.phase, output, self.has(look.phase))
 
+    def tell_guess(self, sighting: Sighting) -> None:
+        """Say once for each site that which numbers are of which head is a guess."""
+        layout = sighting.call.layout if isinstance(sighting.call, ScoresCall) else None
+        if layout is None or not layout.guess or sighting.name in self._guessed:
+            return
+        self._guessed.add(sighting.name)
+        caution(
+            f"the heads of {sighting.name or 'the model itself'} are a guess: {layout.guess}, so they were taken to be "
+            f"[{layout}]. find_sites(model, example) finds out where the weights can be followed, and qkeel.watch does "
+            "so by itself"
+        )
+
     def fault(self, error: Exception) -> None:
         """Switch off and say so, once."""
         if self.active:
@@ -265,6 +278,7 @@ class _Pass:
 
     def _foreign(self, sighting: Sighting) -> None:
         self.foreign_calls += 1
+        self.tap.tell_guess(sighting)
         self._take(sighting.name, sighting.call, sighting.frame.name if sighting.headless else None)
 
     def _take(self, name: str, call: Seen, part_of: str | None = None, measure: Measure | None = None) -> None:

@@ -100,6 +100,7 @@ class _Replace(TorchFunctionMode):
     def __init__(self, targets: Mapping[int, str], stimulus: Mapping[str, Stimulus]) -> None:
         super().__init__()
         self.targets, self.stimulus = targets, stimulus
+        self.layouts = {site.name: site.layout for site in sites if site.layout is not None}
         self.inputs: dict[str, Tensor] = {}
         self.order: list[str] = []
         self.softmax_input: Tensor | None = None
@@ -142,6 +143,7 @@ class ControlledModel:
         self.names = {id(p): name for name, p in model.named_parameters() if p.ndim > 1}
         # Keys that are repeated in another order than blocks stay as they are, one for each query head.
         self.groups = {s.name: s.n_kv_heads if s.key_heads is None else s.n_heads for s in sites}
+        self.layouts = {site.name: site.layout for site in sites if site.layout is not None}
         self.inputs: dict[str, Tensor] = {}
         self.order: list[str] = []
 
@@ -157,7 +159,8 @@ class ControlledModel:
             beyond.setdefault(sighting.name, _beyond(sighting, replace.softmax_input))
 
         with replace:
-            forward(self.model, Interceptor(self.model, report), copied(self.args), copied(dict(self.kwargs)))
+            watcher = Interceptor(self.model, report, layouts=self.layouts)
+            forward(self.model, watcher, copied(self.args), copied(dict(self.kwargs)))
         self.inputs, self.order = replace.inputs, replace.order
         firsts = {calls[0].name: calls for calls in grouped(seen)}
         found = {n: _observation(calls, beyond[n], self.groups[n]) for n, calls in firsts.items() if n in self.groups}

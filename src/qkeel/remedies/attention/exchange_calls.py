@@ -21,6 +21,7 @@ from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.scale import Scale
 from qkeel.spec.slot import Geometry
 
+LAYOUTS = ("b h t s", "(b h) t s")  # of scores whose softmax can be exchanged
 _NESTED = "_qkeel_use_nested_tensor"  # on a torch encoder: what its use_nested_tensor was
 
 
@@ -122,6 +123,13 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
             "calls; it is not known which of them are attention"
         )
     hidden = [h for calls in passes for h in calls if h is not None]
+    other = [str(s.layout) for s in sites if s.layout is not None and s.n_heads > 1 and str(s.layout) not in LAYOUTS]
+    if hidden and other:
+        raise RefusedError(
+            f"{name} lays its scores out as [{other[0]}], h heads, t queries, s keys; where attention is written out "
+            f"only [{'] or ['.join(LAYOUTS)}] can be changed; use the model's fused attention "
+            "(attn_implementation='sdpa')"
+        )
     if hidden and not all(spec.norm.kind == "none" for spec in calls.specs.values()):
         raise RefusedError(
             f"{name} multiplies queries and keys before the softmax that could be changed, and no module makes whole "

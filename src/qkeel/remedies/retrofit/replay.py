@@ -91,7 +91,8 @@ def rows_of(site: AttentionSite, inputs: Arguments) -> Rows:
         def saw(sighting: Sighting) -> None:
             calls.append(sighting.call)
 
-        with Interceptor(site.module, saw, probing=True):
+        layouts = {} if site.layout is None else {"": site.layout}
+        with Interceptor(site.module, saw, probing=True, layouts=layouts):
             site.module(*args, **kwargs)
     call = calls[0] if calls else None
     if isinstance(call, AttentionCall):

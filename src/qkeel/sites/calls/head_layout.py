@@ -111,9 +111,10 @@ def _lead(lead: Sequence[int], hints: frozenset[int], batch: int) -> tuple[list[
     if n == 1:
         return _merged(lead[0], hints, batch)
     if n == 2:
-        if lead[0] in hints and lead[1] not in hints and lead[1] == batch:
+        if lead[1] == batch != lead[0] and lead[1] not in hints:
             return ["h", "b"], (lead[0],), True
-        return ["b", "h"], (lead[1],), lead[1] in hints or not hints or (lead[0] == batch != lead[1])
+        certain = lead[0] == batch != lead[1] or (lead[1] in hints and lead[0] not in hints)
+        return ["b", "h"], (lead[1],), certain or 1 in lead
     if lead[1] * lead[2] in hints:
         return ["b", "h", "h", *"b" * (n - 3)], (lead[1], lead[2]), True
     for place in (1, 2, 0):
