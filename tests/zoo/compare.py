@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tests.zoo.reference import given_away
 from tests.zoo.tables import Entry
 from torch import Tensor, nn
 
+from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.logit_statistics import statistics
 from qkeel.sites.calls.scores import cat_heads
 from qkeel.sites.find import find_sites
@@ -41,7 +43,7 @@ def compare(entry: Entry, implementation: str) -> Result:
     model = build(entry, implementation)
     batch = entry.maker(model)
     sites = find_sites(model, **batch)
-    seen = entropies(model, batch)
+    seen = entropies(model, batch, {site.name: site.layout for site in sites if site.layout is not None})
     reference = build(entry, "eager")
     reference.load_state_dict(model.state_dict())
     given = given_away(reference, batch, entry.class_name)
@@ -62,10 +64,10 @@ def compare(entry: Entry, implementation: str) -> Result:
     )
 
 
-def entropies(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
+def entropies(model: nn.Module, batch: dict[str, Any], layouts: Mapping[str, Layout]) -> list[Tensor]:
     """Entropy per head of every call of a forward pass."""
     calls: list[Sighting] = []
-    with torch.no_grad(), Interceptor(model, calls.append):
+    with torch.no_grad(), Interceptor(model, calls.append, layouts=layouts):
         model(**batch)
     groups: dict[int, list[Sighting]] = {}
     for call in calls:

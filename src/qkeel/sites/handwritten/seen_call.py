@@ -39,11 +39,12 @@ def seen_call(
     found = [p if p is None else p.narrow(keys, columns[0], columns[1] - columns[0]) for p in (uncapped, x, hidden)]
     assert found[1] is not None
     parts = [_sides(part, x, keys, columns) for part in tag.parts]
-    how = _layout(found[1], parts, keys, frame, known, names)
+    with torch.set_grad_enabled(names is not None):  # an autograd.Function that takes the softmax turns it off
+        how = _layout(found[1], parts, keys, frame, known, names)
+        factors = [_factors(sides, how, keys, exact=names is None or len(parts) == 1) for sides in parts]
     logits, capped, hidden = (p if p is None else how.apply(p) for p in found)
     assert logits is not None
     assert capped is not None
-    factors = [_factors(sides, how, keys, exact=names is None or len(parts) == 1) for sides in parts]
     q, k = factors[0] if len(factors) == 1 and not tag.lost else (None, None)
     cap = NoCap() if tag.cap is None else Softcap(abs(tag.cap))
     return ScoresCall(

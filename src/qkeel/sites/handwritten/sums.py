@@ -99,14 +99,13 @@ def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
     """
     if not isinstance(x, torch.Tensor) or x.grad_fn is None:
         return False
-    if x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch and x.stride(0) != 0:
-        return True
     factors = [y.grad_fn for part in tag.parts for y in part.operands if y.grad_fn is not None]
     for frame in tag.frame.line():
         stops = nodes_of(frame.inputs)
         if own := _reached(factors, stops):
             return bool(_reached([x.grad_fn], own))
-    return False
+    own_numbers = x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
+    return own_numbers and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))
 
 
 def _reached(starts: Sequence[Node], stops: set[Node]) -> set[Node]:

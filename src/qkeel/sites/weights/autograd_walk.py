@@ -29,6 +29,12 @@ NORMS = frozenset((*_NORMS, *_NORMS_TOO))
 _ENDS = ("Softmax", "ScaledDotProduct", "Embedding", "Gelu", "CrossEntropy", "NllLoss")
 _TURNS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "TransposeBackward1"})
 _PARTS = ("Slice", "Split", "Select", "Narrow", "Unbind", "Index")
+# What moves the numbers of a parameter about, or multiplies them by a constant.
+MOVES = (
+    *("View", "UnsafeView", "ReshapeAlias", "AsStrided", "Alias", "Transpose", "Permute", "TBackward", "Slice", "Mul"),
+    *("Split", "Cat", "Stack", "Unbind", "Select", "Index", "Unsqueeze", "Squeeze", "Expand", "Clone", "ToCopy", "Div"),
+    *("Neg", "Repeat", "Roll", "Flip", "Unfold", "Embedding", "Gather"),
+)
 _LIMIT = 4000
 
 
@@ -50,10 +56,15 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Walk:
-    """The result of a walk from q or k: the nearest projections, and norm nodes between."""
+    """The result of a walk from q or k: the nearest projections, and norm nodes between.
+
+    `opaque` are the names of parameters that something was multiplied by on the way and whose rows cannot be told:
+    they are no matrices, or a part of one was used.
+    """
 
     nearest: tuple[Projection, ...]
     mixers: tuple[Node, ...]
+    opaque: tuple[str, ...] = ()
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -66,17 +77,22 @@ def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
     return {x.grad_fn for x in inputs if x.grad_fn is not None}
 
 
-def leaves_of(start: Node, stops: set[Node]) -> list[Node]:
-    """The nodes of parameters behind `start`, nothing beyond `stops`."""
+def leaves_of(start: Node, stops: set[Node]) -> list[Node] | None:
+    """The parameters' nodes behind one that was made of parameters alone by views, indices and constant factors; None
+    of any other, or where `stops` are among them."""
     seen: set[Node] = set()
     queue, found = [start], []
-    while queue and len(seen) < _LIMIT:
+    while queue:
         node = queue.pop()
-        if node in seen or node in stops:
+        if node in seen:
             continue
         seen.add(node)
+        if node in stops or len(seen) > 40:
+            return None
         if variable_of(node) is not None:
             found.append(node)
+        elif not node.name().startswith(MOVES):
+            return None
         queue += [n for n, _ in node.next_functions if n is not None]
     return found
 
@@ -85,6 +101,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
     """The projections nearest to `start`, each with those above it; nothing beyond `stops`."""
     found: dict[Node, Projection] = {}
     mixers: list[Node] = []
+    opaque: list[str] = []
     seen: set[tuple[Node, bool]] = set()
     queue: list[tuple[Node, bool, str | None]] = [(start, False, None)]
     while queue and len(seen) < _LIMIT:
@@ -97,6 +114,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
             if node not in found or (normed and not found[node].normed):
                 found[node] = dataclasses.replace(projection, bias=projection.bias or added)
             continue
+        opaque += _opaque(node, stops, names)
         norm = node.name() in NORMS
         normed = normed or norm
         # What is added after a norm is the norm's bias, not the projection's.
@@ -104,7 +122,19 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         if _mixes(node):
             mixers.append(node)
         queue += [(n, normed, added) for n, _ in node.next_functions if n is not None]
-    return Walk(nearest=tuple(found.values()), mixers=tuple(dict.fromkeys(mixers)))
+    unique = (tuple(dict.fromkeys(x)) for x in (mixers, opaque))
+    return Walk(nearest=tuple(found.values()), mixers=next(unique), opaque=next(unique))
+
+
+def _opaque(node: Node, stops: set[Node], names: dict[int, str]) -> list[str]:
+    """The parameters of a product that are no projection's: one of its factors is made of them alone."""
+    places = _MATRIX.get(node.name(), ())
+    for factor in (node.next_functions[place][0] for place in places[:2]):
+        leaves = None if factor is None else leaves_of(factor, stops)
+        found = [names.get(id(variable_of(leaf)), "") for leaf in leaves or ()]
+        if leaves and all(found):
+            return found
+    return []
 
 
 def _mixes(node: Node) -> bool:

@@ -113,8 +113,12 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
     found = Walk(nearest=(), mixers=())
     for f in frame.line():
         found = walk(x.grad_fn, nodes_of(f.inputs), names)
-        if found.nearest:
+        if found.nearest or found.opaque:
             break
+    if found.opaque:
+        raise UnknownRowsError(
+            f"{what} is a product with {', '.join(found.opaque)}, of whose rows it is not known which make which head"
+        )
     if not found.nearest:
         found = Walk(nearest=(_table(x, frame, names, what),), mixers=())
     return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
@@ -123,7 +127,7 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
 def _table(x: Tensor, frame: Frame, names: dict[int, str], what: str) -> Projection:
     """The parameter whose columns (or rows) x is, as keys by position are: a matrix that multiplies positions."""
     assert x.grad_fn is not None
-    leaves = leaves_of(x.grad_fn, nodes_of(frame.inputs))
+    leaves = leaves_of(x.grad_fn, nodes_of(frame.inputs)) or []
     known = [(leaf, names[id(p)], p) for leaf in leaves if id(p := variable_of(leaf)) in names]
     if len(known) != 1 or len(leaves) != 1:
         raise UnknownRowsError(f"no matrix product with a parameter lies between the module's input and {what}")
