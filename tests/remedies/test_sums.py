@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.sites.sums import SUMS, UNKNOWN, Sum, batch, largest, made, unknown
 
 import qkeel
 from qkeel.errors import RefusedError
-from tests.sites.sums import SUMS, UNKNOWN, Sum, batch, largest, made, unknown
 
 STEPS = 10
 
@@ -109,7 +109,7 @@ def test_lalr_steps_a_weight_by_the_largest_of_its_partners_over_all_products(na
 
 @pytest.mark.parametrize("name", SUMS)
 def test_a_norm_that_would_leave_a_product_out_is_refused(name: str) -> None:
-    with pytest.raises(RefusedError, match="qk_norm at the model itself|multiplies queries and keys"):
+    with pytest.raises(RefusedError, match=r"qk_norm at the model itself|multiplies queries and keys"):
         qkeel.apply("qk_norm", made(name), example=batch())
 
 

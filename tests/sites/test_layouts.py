@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel import find_sites
+from qkeel.errors import RefusedError
 from qkeel.sites import AttentionSite, Tap
 
 B, H, T, D = 4, 4, 4, 8  # all alike: no shape says which is which
@@ -91,7 +92,9 @@ def truth(model: Heads, used: list[int], mask: Tensor | None = None) -> tuple[Te
     """Largest logit and entropy per query head in float64; `used`: the key head of each."""
     assert model.last is not None
     q, k = (x.double() for x in model.last)
-    z = torch.einsum("...thd,...shd->...hts", q, k[..., used, :]) * SCALE + (causal(q.shape[-3]) if mask is None else mask)
+    z = torch.einsum("...thd,...shd->...hts", q, k[..., used, :]) * SCALE + (
+        causal(q.shape[-3]) if mask is None else mask
+    )
     p = z.softmax(-1)
     entropy = -torch.special.xlogy(p, p).sum(-1)
     return z.flatten(0, -4).amax((0, 2, 3)), entropy.flatten(0, -3).mean((0, 2))
@@ -258,3 +261,62 @@ def test_what_is_attended_to_need_not_be_all_tokens(attend: Attend, keys: int) -
         model(x)
         (stats,) = tap.read().values()
     assert stats.n_pairs.tolist() == [B * (D if attend is channels else T) * keys] * H
+
+
+def fused_merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads before the batch in three dimensions, as no shape shows."""
+    b, t = q.shape[:2]
+    q, k, v = (x.permute(2, 0, 1, 3).reshape(H * b, t, D) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.view(H, b, t, D).permute(1, 2, 0, 3)
+
+
+def fused_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3)
+
+
+@pytest.mark.parametrize(("attend", "shape"), [(fused_merged, (B, T, 32)), (fused_windows, (2, H, T, 32))])
+def test_fused_attention_of_other_dimensions_is_read_by_its_operands(attend: Attend, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = Heads(attend), torch.randn(shape)
+    (site,) = find_sites(model, x)
+    assert (site.n_heads, site.why) == (H, "")
+    assert torch.equal(site.query[0].index, torch.arange(H * D).view(H, D))
+    with torch.no_grad(), Tap(model) as tap:
+        tap.sites = [site]
+        model(x)
+        (stats,) = tap.read().values()
+    top, entropy = truth(model, list(range(H)))
+    torch.testing.assert_close(stats.max_logit.double(), top, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> None:
+    """Queries and keys that nothing in the model makes: no experiment says which dimension is heads."""
+
+    class Given(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return (q @ k.mT).softmax(-1) @ k
+
+    model, q = Given(), torch.randn(H, H, T, D)
+    (site,) = find_sites(model, q, q)
+    assert site.terms == ()
+    assert "do not show which dimension is heads" in site.why
+    for sites in ([], [site]):
+        with torch.no_grad(), Tap(model) as tap:
+            tap.sites = sites
+            with pytest.warns(UserWarning, match="the heads of the model itself are a guess") as seen:
+                model(q, q)
+                model(q, q)
+            assert len(seen) == 1
+    (certain,) = find_sites(model, q[:2], q[:2])
+    assert certain.layout is not None
+    assert certain.layout.guess == ""
+
+
+def test_the_softmax_of_another_layout_is_not_exchanged() -> None:
+    """A sink per head would be added along the queries."""
+    x = torch.randn(B, T, 32)
+    with pytest.raises(RefusedError, match=r"lays its scores out as \[b t h s\]"):
+        qkeel.apply("sink", Heads(bsht), example=x)

@@ -112,10 +112,9 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
     call = first.call
     q, k = (_stacked([getattr(s.call, side) for s in calls]) for side in ("q", "k"))
     products = [(q, k)]
-    lost: tuple[str, ...] = ()
-    layout = None
+    lost, layout = (), first.layout
     if isinstance(call, ScoresCall):
-        layout, lost = call.layout, call.lost
+        lost = call.lost
         products = products if len(calls) > 1 else list(call.products)
     used = next((found for _, b in products if b is not None and (found := key_heads(b)) is not None), None)
     if used is not None:

@@ -19,7 +19,7 @@ from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, statistics
-from qkeel.sites.calls.scores import ScoresCall, cat_heads
+from qkeel.sites.calls.scores import cat_heads
 from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
@@ -206,7 +206,7 @@ class Tap(Handle):
 
     def tell_guess(self, sighting: Sighting) -> None:
         """Say once for each site that which numbers are of which head is a guess."""
-        layout = sighting.call.layout if isinstance(sighting.call, ScoresCall) else None
+        layout = sighting.layout
         if layout is None or not layout.guess or sighting.name in self._guessed:
             return
         self._guessed.add(sighting.name)

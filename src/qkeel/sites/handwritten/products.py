@@ -115,7 +115,7 @@ def is_weight(x: object) -> bool:
 
 
 def _kind(a: object, b: object) -> str | None:
-    """"scores" of two activations, "table" of an activation and what may be a weight, None of anything else."""
+    """ "scores" of two activations, "table" of an activation and what may be a weight, None of anything else."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return None
     if not (a.is_floating_point() and b.is_floating_point()):

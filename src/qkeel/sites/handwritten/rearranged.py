@@ -22,9 +22,7 @@ def rearranged(
     """The tag of `name(x, …)`, a view or an index. Unless `whole`, which vectors the scores are made of is followed
     through views only: anything else would write a number for every score."""
     method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
-    op: Callable[..., Tensor] = (
-        torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
-    )
+    op: Callable[..., Tensor] = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
 
     def moved(part: Tensor | None) -> Tensor | None:
         if part is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qkeel.sites.calls.head_layout import Layout, fewest_keys, head_counts, layout
 from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.handwritten.products import Operand, Product, narrowed
+from qkeel.sites.handwritten.products import Operand, Product, narrowed, operand
 from qkeel.sites.handwritten.tags import Scores
 from qkeel.sites.see.running_modules import Frame
 from qkeel.sites.weights.head_dims import Sides, layout_of
@@ -58,6 +58,15 @@ def seen_call(
         lost=tag.lost,
         layout=how,
     )
+
+
+def fused_layout(q: Tensor, k: Tensor, frame: Frame, *, known: Layout | None, names: dict[int, str] | None) -> Layout:
+    """The layout of the scores that a fused function makes of q and k [... t d], which need not be [b h t d]."""
+    shape = torch.Size((*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2]))
+    out, n = q.detach().new_zeros(()).expand(shape), len(shape)
+    query = operand(q, (q.ndim - 1,), [*range(n - q.ndim, n - 1)], out)
+    key = operand(k, (k.ndim - 1,), [*range(n - k.ndim, n - 2), n - 1], out)
+    return _layout(out, [Sides(query=query, key=key)], n - 1, frame, known, names)
 
 
 def _sides(part: Product, x: Tensor, keys: int, columns: tuple[int, int]) -> Sides | None:

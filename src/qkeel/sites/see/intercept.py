@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.compiler_state import in_vmap
@@ -27,6 +27,7 @@ from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.handwritten.follow import Handwritten
+from qkeel.sites.handwritten.seen_call import fused_layout
 from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError
 from qkeel.sites.see.foreign_functions import CallObserver, observed_by
 from qkeel.sites.see.running_modules import Frame, ModuleStack
@@ -48,6 +49,7 @@ class Sighting:
         how: the function it was seen in, "softmax" for a hand-written one.
         call: what was seen.
         below: whether only an Interceptor with dispatch=True sees it.
+        layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
     """
 
     frame: Frame
@@ -55,6 +57,7 @@ class Sighting:
     how: str
     call: Seen
     below: bool = False
+    layout: Layout | None = None
 
     @property
     def name(self) -> str:
@@ -113,10 +116,11 @@ class Interceptor(CallObserver):
         self._hooks = [DescribedSiteHooks(site, self._described_call) for site in described]
         self._undo = ExitStack()
         self._layouts = layouts or {}
+        self._names = names_of(model) if probing else None
         self.handwritten = Handwritten(
             lambda frame, call: self._saw(frame, "softmax", call),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
-            names_of(model) if probing else None,
+            self._names,
         )
 
     def __enter__(self) -> Interceptor:
@@ -184,7 +188,14 @@ class Interceptor(CallObserver):
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
         elif not self._elsewhere(top):
-            self._saw(top, name, fused(top, args, kwargs))
+            found: list[Layout] = []
+
+            def layout_of(q: Tensor, k: Tensor) -> Layout:
+                known = self._layouts.get(name_of(top, top.calls))
+                found.append(fused_layout(q, k, top, known=known, names=self._names))
+                return found[0]
+
+            self._saw(top, name, fused(args, kwargs, layout_of), *found)
 
     def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
         if self._inside or _READING.get():
@@ -206,11 +217,13 @@ class Interceptor(CallObserver):
             return
         self._saw(top, name, call)
 
-    def _saw(self, frame: Frame, how: str, call: Seen) -> None:
+    def _saw(self, frame: Frame, how: str, call: Seen, layout: Layout | None = None) -> None:
         if self._elsewhere(frame):
             return
         ordinal, frame.calls = frame.calls, frame.calls + 1
-        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=self._is_below))
+        layout = call.layout if isinstance(call, ScoresCall) else layout
+        sighting = Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=self._is_below, layout=layout)
+        self._report(sighting)
 
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
         def report() -> None:

@@ -14,25 +14,26 @@ from torch import Tensor
 
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.private_operators import SDPA_KERNELS, Operator, argument_names
-from qkeel.sites.calls.head_layout import fewest_keys, head_counts, layout
+from qkeel.sites.calls.head_layout import Layout, fewest_keys
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.mask_functions import HIDES, packed_call
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
-from qkeel.sites.see.running_modules import Frame
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed
 from qkeel.spec.call import make_call
 
-Reader = Callable[[Frame, Args, Kwargs], Seen]
+# What the dimensions of q and k before tokens and features are, where there are not the two of [b h t d].
+LayoutOf = Callable[[Tensor, Tensor], Layout]
+Reader = Callable[[Args, Kwargs, LayoutOf], Seen]
 
 _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
 
 
-def sdpa(frame: Frame, args: Args, kwargs: Kwargs) -> Seen:
+def sdpa(args: Args, kwargs: Kwargs, layout_of: LayoutOf) -> Seen:
     """Reads a call of F.scaled_dot_product_attention."""
-    return _sdpa(frame, sdpa_arguments(args, kwargs))
+    return _sdpa(sdpa_arguments(args, kwargs), layout_of)
 
 
-def _sdpa(frame: Frame, given: Kwargs) -> Seen:
+def _sdpa(given: Kwargs, layout_of: LayoutOf) -> Seen:
     q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
     scale = given.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -42,30 +43,30 @@ def _sdpa(frame: Frame, given: Kwargs) -> Seen:
         whole = [torch.cat([x[i][0].transpose(0, 1) for x in pairs]) for i in (0, 1)]
         starts = itertools.accumulate((a.shape[2] for a, _ in pairs[:-1]), initial=0)
         return packed_call(zip(starts, calls), *whole)
-    return _call(frame, q, k, scale, given.get("attn_mask"), causal=causal)
+    return _call(q, k, scale, given.get("attn_mask"), layout_of, causal=causal)
 
 
 def _kernel(operator: Operator) -> Reader:
     """Reads a call of an operator behind F.scaled_dot_product_attention, its arguments named by its schema."""
 
-    def read(frame: Frame, args: Args, kwargs: Kwargs) -> Seen:
+    def read(args: Args, kwargs: Kwargs, layout_of: LayoutOf) -> Seen:
         given = {**dict(zip(argument_names(operator), args)), **kwargs}
-        return _sdpa(frame, {**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))})
+        return _sdpa({**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))}, layout_of)
 
     return read
 
 
-def _call(frame: Frame, q: Tensor, k: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> AttentionCall:
+def _call(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, layout_of: LayoutOf, *, causal: bool
+) -> AttentionCall:
     """The call of q and k [... t d]; `causal` as SDPA has it: query i sees the keys up to i, however many there are."""
-    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]) if q.ndim > 4 or q.ndim < 4 else q.shape[:2]
     t, s = q.shape[-2], k.shape[-2]
-    how = layout(torch.Size((*lead, t, s)), _hints(frame), frame.batch)
     if q.ndim == 4:
         q4, k4 = q, k.expand(q.shape[0], *k.shape[1:])
     else:
+        lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), layout_of(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
-    if mask is not None and q.ndim != 4:
-        mask = how.apply(mask.expand(*lead, t, s))
+        mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
     k4 = fewest_keys(k4)
     pos = (torch.arange(t, device=q.device), torch.arange(s, device=q.device)) if causal and t != s else (None, None)
     spec = AttentionSpec(scale=Fixed(scale))
@@ -90,11 +91,7 @@ def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | 
     return mask if mask.dtype == torch.bool else mask.masked_fill(mask <= HIDES, -torch.inf)
 
 
-def _hints(frame: Frame) -> frozenset[int]:
-    return next((hints for f in frame.line() if (hints := head_counts(f.module))), frozenset())
-
-
-def mha(frame: Frame, args: Args, kwargs: Kwargs) -> Seen:
+def mha(args: Args, kwargs: Kwargs, layout_of: LayoutOf) -> Seen:
     """Reads a call of F.multi_head_attention_forward, opaque inside: q and k are computed again from its arguments."""
     bound = _MHA.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -117,7 +114,7 @@ def mha(frame: Frame, args: Args, kwargs: Kwargs) -> Seen:
     if mask is not None:
         mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))
     causal = bool(given["is_causal"]) and mask is None
-    return _call(frame, q, k, 1 / math.sqrt(q.shape[-1]), mask, causal=causal)
+    return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, layout_of, causal=causal)
 
 
 def _projected(given: Kwargs, query: Tensor, key: Tensor, m: int) -> tuple[Tensor, Tensor]:
