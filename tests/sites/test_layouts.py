@@ -22,7 +22,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Heads(nn.Module):
     """Projections of `h` query and `g` key heads around a way to attend; what is given and returned is [b t h d]."""
 
-    def __init__(self, attend: Attend, g: int = H, *, merged: bool = True) -> None:
+    def __init__(self, attend: Attend, g: int = H) -> None:
         super().__init__()
         self.attend = attend
         self.q, self.k, self.v = nn.Linear(32, H * D), nn.Linear(32, g * D), nn.Linear(32, H * D)
@@ -88,13 +88,11 @@ def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 WAYS = {f.__name__: f for f in (bsht, hbts, ijbn, merged_bh, merged_hb, with_ellipsis, turned)}
 
 
-def truth(model: Heads, used: list[int], mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def truth(model: Heads, used: list[int]) -> tuple[Tensor, Tensor]:
     """Largest logit and entropy per query head in float64; `used`: the key head of each."""
     assert model.last is not None
     q, k = (x.double() for x in model.last)
-    z = torch.einsum("...thd,...shd->...hts", q, k[..., used, :]) * SCALE + (
-        causal(q.shape[-3]) if mask is None else mask
-    )
+    z = torch.einsum("...thd,...shd->...hts", q, k[..., used, :]) * SCALE + causal(q.shape[-3])
     p = z.softmax(-1)
     entropy = -torch.special.xlogy(p, p).sum(-1)
     return z.flatten(0, -4).amax((0, 2, 3)), entropy.flatten(0, -3).mean((0, 2))
@@ -307,8 +305,7 @@ def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> Non
         with torch.no_grad(), Tap(model) as tap:
             tap.sites = sites
             with pytest.warns(UserWarning, match="the heads of the model itself are a guess") as seen:
-                model(q, q)
-                model(q, q)
+                [model(q, q) for _ in range(2)]
             assert len(seen) == 1
     (certain,) = find_sites(model, q[:2], q[:2])
     assert certain.layout is not None

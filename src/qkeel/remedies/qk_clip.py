@@ -40,9 +40,9 @@ class QKClip(StepRemedy):
     "query" puts the whole γ_h on W_Q^h and leaves the key alone (exact per head), "group" clips the whole group
     by its worst head (Megatron-LM). Where the logit is a sum of products each of them is multiplied by γ_h: with a
     table of positions as the key of one of them, W_Q^h takes γ_h and the other key none. MLA: √γ on both
-    up-projections, γ on the rotated query, the shared rotated key untouched. GAU: √γ on the gains (and offsets) of q and of k. A weight that layers share is scaled once, by the
-    smallest of their factors. Low-rank adapters: the base weight's rows and B's; where the base is frozen that is
-    refused unless `frozen` is "scale".
+    up-projections, γ on the rotated query, the shared rotated key untouched. GAU: √γ on the gains (and offsets) of q
+    and of k. A weight that layers share is scaled once, by the smallest of their factors. Low-rank adapters: the
+    base weight's rows and B's; where the base is frozen that is refused unless `frozen` is "scale".
 
     Heads under τ keep their weights bit for bit; negative, zero, missing, infinite and NaN maxima never clip.
     Only forwards in training mode count, all of those since the last step that was taken, of all processes of a

@@ -123,9 +123,9 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
     terms, normed, why = _terms(products, lost, first, names)
     if layout is not None and layout.guess:
         # Other features for every head say as much as the experiment would have.
-        told = bool(terms) and all(s.n > 1 for t in terms for s in t.query[-1:])
-        layout = dataclasses.replace(layout, guess="" if told else layout.guess)
-        why = why if told else "; ".join(filter(None, (why, layout.guess)))
+        shown = bool(terms) and all(s.n > 1 for t in terms for s in t.query[-1:])
+        layout = dataclasses.replace(layout, guess="" if shown else layout.guess)
+        why = why if shown else "; ".join(filter(None, (why, layout.guess)))
     query_gains, key_gains = _gains(calls, q, k, names)
     heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1] * len(calls)
     return AttentionSite(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What the dimensions of scores are, in letters: b batch, h heads, t queries, s keys; "bh" is one of both, merged.
+    """The dimensions of scores in letters: b batch, h heads, t queries, s keys; "bh" is one of both, merged.
 
     `sizes` are those of the dimensions h, in order; any number of dimensions may be b. `headless`: the scores of one
     head of several. `guess` says why the layout is a guess from the shape of the scores, "" where it is none.

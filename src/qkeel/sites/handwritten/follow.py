@@ -41,7 +41,7 @@ class Handwritten:
     Args:
         report: gets every call.
         known: the layout of the scores whose softmax a module takes, where it is known.
-        names: parameters by identity, in a probe: dimensions are told apart by walks to them. None where there is no
+        names: parameters by identity, in a probe: walks to them show which dimensions are heads. None where there is no
             graph to walk.
     """
 

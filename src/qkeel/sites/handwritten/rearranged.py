@@ -24,7 +24,7 @@ def rearranged(
     method = getattr(torch.Tensor, "__getitem__" if name == "getitem" else name, None)
     op: Callable[..., Tensor] = torch.nn.functional.pad if name == "pad" else method or getattr(torch.ops.aten, name)
 
-    def moved(part: Tensor | None) -> Tensor | None:
+    def taken(part: Tensor | None) -> Tensor | None:
         if part is None:
             return None
         with torch.no_grad():
@@ -40,7 +40,7 @@ def rearranged(
     def side(factor: Operand | None) -> Operand | None:
         if factor is None or factor.index is None:
             return factor
-        return dataclasses.replace(factor, index=_index(name, factor.index.broadcast_to(x.shape), moved, args, whole))
+        return dataclasses.replace(factor, index=_index(name, factor.index.broadcast_to(x.shape), taken, args, whole))
 
     def part(product: Product) -> Product:
         return dataclasses.replace(product, left=side(product.left), right=side(product.right))
@@ -51,16 +51,16 @@ def rearranged(
     return dataclasses.replace(
         tag,
         parts=tuple(part(p) for p in tag.parts),
-        hidden=moved(tag.hidden),
-        uncapped=moved(tag.uncapped),
-        before_tanh=moved(tag.before_tanh),
-        unshifted=moved(tag.unshifted),
+        hidden=taken(tag.hidden),
+        uncapped=taken(tag.uncapped),
+        before_tanh=taken(tag.before_tanh),
+        unshifted=taken(tag.unshifted),
         keys=keys,
     )
 
 
 def _index(
-    name: str, index: Tensor, moved: Callable[[Tensor | None], Tensor | None], args: Args, whole: bool
+    name: str, index: Tensor, taken: Callable[[Tensor | None], Tensor | None], args: Args, whole: bool
 ) -> Tensor | None:
     """The numbers of the vectors, rearranged."""
     if not whole and (name in _COPIES or (name == "getitem" and not _is_view(args))):
@@ -68,7 +68,7 @@ def _index(
     if name == "pad":
         return torch.nn.functional.pad(index, args[1], value=-1) if len(args) > 1 else None
     if name not in ("view", "reshape", "view_as", "reshape_as") or len(args) < 2:
-        return moved(index)
+        return taken(index)
     given = args[1].shape if isinstance(args[1], torch.Tensor) else args[1]
     sizes = [*given] if isinstance(given, (tuple, list, torch.Size)) else [*args[1:]]
     try:

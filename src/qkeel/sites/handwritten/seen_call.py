@@ -122,7 +122,7 @@ def hints(frame: Frame) -> frozenset[int]:
 
 
 def _factors(sides: Sides | None, how: Layout, keys: int, *, exact: bool) -> Factors:
-    """q [b h t d] and k [b g s d] of a product; with `exact` only where each logit is one of these by one of those,
+    """The q [b h t d] and k [b g s d] of a product; with `exact` only where each logit is one of these by one of those,
     else those of the first key and of the last query."""
     if sides is None:
         return None, None

@@ -58,8 +58,8 @@ class Projection:
 class Walk:
     """The result of a walk from q or k: the nearest projections, and norm nodes between.
 
-    `opaque` are the names of parameters that something was multiplied by on the way and whose rows cannot be told:
-    they are no matrices, or a part of one was used.
+    `opaque` are the names of parameters that something was multiplied by on the way and of whose rows it is
+    not known which make which head: they are no matrices, or a part of one was used.
     """
 
     nearest: tuple[Projection, ...]

@@ -120,7 +120,7 @@ def _are_features(side: Operand, found: Walk | None, keys: int) -> bool:
 
 
 def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None:
-    """How heads are merged into a dimension of x; (m, 1, 1) if its slices all use the same features.
+    """The parts that a dimension of x consists of, with its heads; (m, 1, 1) if all slices use the same features.
 
     None where that cannot be said: no feature is reached, or features are shared by some slices and not by others.
     """
@@ -144,7 +144,7 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
 
 
 def _used(x: Tensor, dim: int, node: Node) -> Bool[Tensor, "m features"] | None:
-    """Which slices along a dimension use which features; None where one number at one token is used by several."""
+    """The features that each slice along a dimension uses; None where one number at one token is used by several."""
     size = x.shape[dim]
     numbers = torch.arange(1, size + 1, device=x.device)
     weights = torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
