@@ -70,7 +70,7 @@ def _one_factor(
     parts: Sequence[tuple[Tensor, Scores | None]], factors: Sequence[Operand], out: Tensor
 ) -> Operand | None:
     """The vectors of several factors as those of one; None if they are of unequal size."""
-    small = [narrowed(f.index) for f in factors if f.index is not None]
+    small = [narrowed(f.index).cpu() for f in factors if f.index is not None]
     first = factors[0]
     if all(f.x is first.x and torch.equal(small[0], s) for f, s in zip(factors, small)) and small[0].shape[-1] == 1:
         return dataclasses.replace(first, index=small[0].expand(out.shape))
@@ -81,7 +81,7 @@ def _one_factor(
     columns, each, start = [], iter(zip(small, vectors)), 0
     for x, tag in parts:
         if tag is None:
-            columns.append(torch.full((*lead, x.shape[-1]), -1, device=out.device))
+            columns.append(torch.full((*lead, x.shape[-1]), -1))
             continue
         index, own = next(each)
         columns.append(index.expand(*lead, x.shape[-1]) + start)

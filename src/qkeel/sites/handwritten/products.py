@@ -21,8 +21,9 @@ class Operand:
     """A factor of a product: `x`, whose dimensions `summed` the product sums over.
 
     `index` has the shape of the scores: the number of the vector that each score is made of, counted over the other
-    dimensions of x, -1 in columns that are no keys. It is an expanded view as far as the vector does not change. None
-    where what was done to the scores has lost it.
+    dimensions of x, -1 in columns that are no keys. It is an expanded view as far as the vector does not change, and
+    on the CPU unless scores were picked by indices, so that reading it waits for no other device. None where what was
+    done to the scores has lost it.
     """
 
     x: Tensor
@@ -97,14 +98,14 @@ def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | Non
 
 def operand(x: Tensor, summed: tuple[int, ...], places: Sequence[int], out: Tensor) -> Operand:
     """The factor x of `out`, whose dimensions that are not summed over are these dimensions of `out`."""
-    index = torch.zeros((1,) * out.ndim, dtype=torch.int64, device=out.device)
+    index = torch.zeros((1,) * out.ndim, dtype=torch.int64)
     kept = [i for i in range(x.ndim) if i not in summed]
     step = 1
     for dim, place in zip(reversed(kept), reversed(places)):
         n = x.shape[dim]
         if n > 1:
             shape = [n if i == place else 1 for i in range(out.ndim)]
-            index = index + step * torch.arange(n, device=out.device).view(shape)
+            index = index + step * torch.arange(n).view(shape)
         step *= n
     return Operand(x=x, summed=summed, index=index.expand(out.shape))
 

@@ -37,10 +37,17 @@ def rearranged(
                 else op(part, *args[1:], **kwargs)
             )
 
+    picked = name in _COPIES or (name == "getitem" and not _is_view(args))
+
     def side(factor: Operand | None) -> Operand | None:
         if factor is None or factor.index is None:
             return factor
-        return dataclasses.replace(factor, index=_index(name, factor.index.broadcast_to(x.shape), taken, args, whole))
+        index = factor.index.broadcast_to(x.shape)
+        if picked:
+            new = _index(name, index.to(x.device), taken, args, whole) if whole else None
+        else:
+            new = _index(name, index, taken, args, whole)
+        return dataclasses.replace(factor, index=new)
 
     def part(product: Product) -> Product:
         return dataclasses.replace(product, left=side(product.left), right=side(product.right))
@@ -63,8 +70,6 @@ def _index(
     name: str, index: Tensor, taken: Callable[[Tensor | None], Tensor | None], args: Args, whole: bool
 ) -> Tensor | None:
     """The numbers of the vectors, rearranged."""
-    if not whole and (name in _COPIES or (name == "getitem" and not _is_view(args))):
-        return None
     if name == "pad":
         return torch.nn.functional.pad(index, args[1], value=-1) if len(args) > 1 else None
     if name not in ("view", "reshape", "view_as", "reshape_as") or len(args) < 2:

@@ -122,8 +122,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         if _mixes(node):
             mixers.append(node)
         queue += [(n, normed, added) for n, _ in node.next_functions if n is not None]
-    unique = (tuple(dict.fromkeys(x)) for x in (mixers, opaque))
-    return Walk(nearest=tuple(found.values()), mixers=next(unique), opaque=next(unique))
+    return Walk(nearest=tuple(found.values()), mixers=tuple(dict.fromkeys(mixers)), opaque=tuple(dict.fromkeys(opaque)))
 
 
 def _opaque(node: Node, stops: set[Node], names: dict[int, str]) -> list[str]:
