@@ -32,9 +32,22 @@ class Operand:
 
     def vectors(self) -> Float[Tensor, "n d"]:
         """The vectors that `index` numbers."""
+        arranged = self._arranged()
+        return arranged.reshape(-1, arranged.shape[-1])
+
+    def picked(self, index: Int64[Tensor, ...]) -> Float[Tensor, "... d"]:
+        """The vectors of these numbers; the factor itself, not a copy, where they are all of its in order."""
+        arranged, flat = self._arranged(), index.reshape(-1)
+        n = arranged.shape[:-1].numel()
+        if len(flat) == n and torch.equal(flat, torch.arange(n, device=flat.device)):
+            return arranged if arranged.shape[:-1] == index.shape else arranged.reshape(*index.shape, -1)
+        return self.vectors()[flat.clamp_min(0)].view(*index.shape, -1)
+
+    def _arranged(self) -> Tensor:
+        """The factor with the dimensions that are summed over as its last one."""
         kept = [i for i in range(self.x.ndim) if i not in self.summed]
-        size = torch.Size([self.x.shape[i] for i in self.summed]).numel()
-        return self.x.permute(*kept, *self.summed).reshape(-1, size)
+        x = self.x.permute(*kept, *self.summed)
+        return x if len(self.summed) == 1 else x.flatten(len(kept))
 
     def varies(self, dim: int) -> bool:
         """True if scores next to each other along this dimension are made of different vectors."""

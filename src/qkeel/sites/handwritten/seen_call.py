@@ -140,12 +140,4 @@ def _factors(sides: Sides | None, how: Layout, keys: int, *, exact: bool) -> Fac
         # Keys that all heads share are taken once.
         if group == "h" and narrowed(k.index).shape[place] == 1 and how.groups.count("h") == 1:
             other, how = other.narrow(place, 0, 1), Layout(groups=how.groups, sizes=(1,))
-    return _taken(q, own), fewest_keys(_taken(k, how.apply(other)[:, :, -1]))
-
-
-def _taken(side: Operand, index: Tensor) -> Tensor:
-    """The vectors of these numbers [b h n d]."""
-    vectors, flat = side.vectors(), index.reshape(-1)
-    if len(flat) == len(vectors) and torch.equal(flat, torch.arange(len(flat), device=flat.device)):
-        return vectors.view(*index.shape, -1)
-    return vectors[flat.clamp_min(0)].view(*index.shape, -1)
+    return q.picked(own), fewest_keys(k.picked(how.apply(other)[:, :, -1]))

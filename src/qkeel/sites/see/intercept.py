@@ -173,7 +173,7 @@ class Interceptor(CallObserver):
         token = _READING.set(True)
         try:
             # With gradients only where someone will walk from q and k back to the weights.
-            with torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
+            with self.suspended(), torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
                 read()
         except Exception as error:
             if self._on_fault is None:
