@@ -75,9 +75,17 @@ def factors_of(name: str, first: bool, kwargs: Kwargs) -> tuple[float, float]:
 
 
 def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
-    """The tag of scores whose heads a weight has mixed; None if `name` does something else."""
+    """The tag of scores whose heads a weight has mixed; None if `name` does something else.
+
+    Both factors of the product change along heads; along queries or keys one of them does, and what a weight mixes
+    there are no scores any more, but features.
+    """
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a is not x]
     if name not in MIXTURES or not others or out.ndim != x.ndim or not is_weight(others[0]):
+        return None
+    dim = _summed_dim(name, x, args)
+    pairs = [p.sides for p in tag.parts]
+    if dim is None or any(s is None or s[0].varies(dim) != s[1].varies(dim) for s in pairs):
         return None
     same = out.shape == x.shape
     parts = tag.parts if same else tuple(dataclasses.replace(p, left=None, right=None) for p in tag.parts)
@@ -89,6 +97,18 @@ def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Te
         scale=tag.scale,
         keys=tag.keys,
     )
+
+
+def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
+    """The dimension of x that `name(…)` sums over with a weight; None where that is not one."""
+    if name.startswith("conv"):
+        return x.ndim - 1 - int(name[4])
+    if name != "einsum":
+        return x.ndim - 1 if args[0] is x else x.ndim - 2
+    given, _, result = str(args[0]).replace(" ", "").partition("->")
+    letters = dict(zip((id(a) for a in args[1:]), given.split(","))).get(id(x), "")
+    summed = [i for i, letter in enumerate(letters) if letter not in result]
+    return summed[0] if len(summed) == 1 and len(letters) == x.ndim else None
 
 
 def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
