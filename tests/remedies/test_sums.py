@@ -70,7 +70,7 @@ def test_decay_shrinks_every_weight_of_the_logit(name: str) -> None:
 
 def partners(model: Sum, name: str) -> dict[str, list[torch.Tensor]]:
     """For each weight of the logit the norms [h] of what it is multiplied by, product by product."""
-    (site,) = qkeel.find_sites(model, batch())
+    (site,) = qkeel.find_sites(model, batch().double())
     found: dict[str, list[torch.Tensor]] = {n: [] for n in on_logit(name)}
     for term in site.terms:
         for one, other in ((term.query[0], term.key[0]), (term.key[0], term.query[0])):
@@ -81,30 +81,30 @@ def partners(model: Sum, name: str) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("name", SUMS)
 def test_lalr_steps_a_weight_by_the_largest_of_its_partners_over_all_products(name: str) -> None:
-    model = made(name)
-    (site,) = qkeel.find_sites(model, batch())
+    model = made(name).double()  # small steps are lost in float32
+    (site,) = qkeel.find_sites(model, batch().double())
     slices = {s.parameter: s for s in (*site.query, *site.key)}
     start = partners(model, name)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch()):
+    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch().double()):
         with torch.no_grad():
             for head, factor in zip(model.k1.weight.chunk(4), (1.0, 3.0, 9.0, 0.5)):  # type: ignore[union-attr]
                 head.mul_(factor)
-        before = {n: p.detach().double().clone() for n, p in model.named_parameters()}
-        (model(batch()) ** 2).sum().backward()
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        (model(batch().double()) ** 2).sum().backward()
         optimizer.step()
     now = partners(model, name)
     for n, s in slices.items():
         p = model.get_parameter(n)
         assert p.grad is not None
-        step, grad = (s.heads(x).flatten(1) for x in (before[n] - p.detach().double(), p.grad.double()))
+        step, grad = (s.heads(x).flatten(1) for x in (before[n] - p.detach(), p.grad))
         largest_now, largest_then = (torch.stack(x[n]).amax(0) for x in (now, start))
         if s.n == 1:
             largest_now, largest_then = largest_now.max(), largest_then.max()
-        expected = (largest_then / largest_now).expand(s.n).double()
+        expected = (largest_then / largest_now).expand(s.n)
         counted = grad.norm(dim=1) > 1e-3 * grad.norm()
         rates = (step * grad).sum(1) / (grad * grad).sum(1) / 1e-6
-        torch.testing.assert_close(rates[counted], expected[counted], rtol=0.05, atol=0.0, msg=n)
+        torch.testing.assert_close(rates[counted], expected[counted], rtol=1e-3, atol=0.0, msg=n)
 
 
 @pytest.mark.parametrize("name", SUMS)

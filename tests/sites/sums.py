@@ -20,6 +20,7 @@ class Sum(nn.Module):
             setattr(self, name, nn.Linear(32, 32, bias=False))
         self.names = names
         self.table = nn.Parameter(torch.randn(T, D))
+        self.rows = nn.Parameter(torch.randn(D, T))
         self.per_head = nn.Parameter(torch.randn(T, H * D))
         self.pairs = nn.Parameter(torch.randn(T, T, D))
         self.embedding = nn.Embedding(2 * T - 1, D)
@@ -82,6 +83,11 @@ def shaw_table(m: Sum, p: dict[str, Tensor]) -> Tensor:
     return torch.matmul(p["q1"], m.table.mT) + p["q1"] @ p["k1"].mT
 
 
+def shaw_rows(m: Sum, p: dict[str, Tensor]) -> Tensor:
+    """A row of the table for each feature."""
+    return p["q1"] @ p["k1"].mT + p["q1"] @ m.rows
+
+
 def shaw_heads(m: Sum, p: dict[str, Tensor]) -> Tensor:
     return p["q1"] @ p["k1"].mT + torch.einsum("bhtd,shd->bhts", p["q1"], m.per_head.view(T, H, D))
 
@@ -100,6 +106,7 @@ SUMS: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str, Terms]] =
     "relative shift": (transformer_xl, "q1 k1 k2", [(["q1"], ["k1"]), (["q1"], ["k2"])]),
     "disentangled": (deberta, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q1"], ["k2"]), (["q2"], ["k1"])]),
     "table": (shaw_table, "q1 k1", [(["q1"], ["table"]), (["q1"], ["k1"])]),
+    "table of rows": (shaw_rows, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["rows"])]),
     "table of heads": (shaw_heads, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["per_head"])]),
     "embedding": (shaw_embedding, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["embedding"])]),
 }

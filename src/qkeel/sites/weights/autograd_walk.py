@@ -42,7 +42,8 @@ _LIMIT = 4000
 class Projection:
     """A product activations · weight in the graph: the node whose output holds the features, and what made it.
 
-    `normed`: a norm lies between it and q or k. `above` are the projections that make its input.
+    `normed`: a norm lies between it and q or k. `above` are the projections that make its input. `shared`: all heads
+    use all of it, as of a table of positions with a row for each feature.
     """
 
     node: Node
@@ -52,6 +53,7 @@ class Projection:
     bias: str | None
     normed: bool
     above: tuple[Projection, ...] = ()
+    shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -134,9 +134,12 @@ def _table(x: Tensor, frame: Frame, names: dict[int, str], what: str) -> Project
     node, name, p = known[0]
     if p.ndim != 2:
         raise UnknownRowsError(f"{what} is the parameter {name} of {p.ndim} dimensions, which has no rows of heads")
-    if not len(_features(_probe(x[:, 0], node))) % x.shape[-1] == 0:
-        raise UnknownRowsError(f"the columns of {name} are not those of {what}")
-    return Projection(node=node, parameter=name, axis=1, size=p.shape[1], bias=None, normed=False)
+    d = x.shape[-1]
+    if len(_features(_probe(x[:, 0], node))) == d:
+        return Projection(node=node, parameter=name, axis=1, size=p.shape[1], bias=None, normed=False)
+    if p.shape[0] == d:
+        return Projection(node=node, parameter=name, axis=0, size=d, bias=None, normed=False, shared=True)
+    raise UnknownRowsError(f"the columns of {name} are not those of {what}")
 
 
 def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:
@@ -177,6 +180,8 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
     An `inner` projection whose gradient is zero (the first of two matrices, the second being zero at the start, as
     in a low-rank adapter) belongs to all heads.
     """
+    if projection.shared:
+        return torch.arange(projection.size)[None]
     heads = [_features(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
     sizes = {len(rows) for rows in heads}
     if sizes == {0} and inner:
