@@ -100,7 +100,6 @@ class _Replace(TorchFunctionMode):
     def __init__(self, targets: Mapping[int, str], stimulus: Mapping[str, Stimulus]) -> None:
         super().__init__()
         self.targets, self.stimulus = targets, stimulus
-        self.layouts = {site.name: site.layout for site in sites if site.layout is not None}
         self.inputs: dict[str, Tensor] = {}
         self.order: list[str] = []
         self.softmax_input: Tensor | None = None
