@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qkeel import find_sites
 from qkeel.sites import Tap
 
-from .sums import SUMS, UNKNOWN, H, Sum, batch, made, unknown
+from .sums import SUMS, UNKNOWN, H, Sum, T, batch, made, unknown
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -94,3 +94,30 @@ def test_features_that_two_activations_made_are_no_scores() -> None:
 
     (site,) = find_sites(Mixed(), batch())
     assert [t.query[0].parameter for t in site.terms] == ["attention.q1.weight", "attention.q2.weight"]
+
+
+def test_a_table_that_is_read_outside_the_module_is_a_term() -> None:
+    """SpeechT5's encoder makes the keys of distances once for all layers."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, distances: Tensor) -> Tensor:
+            q, k = (p(x).unflatten(-1, (H, 8)).transpose(1, 2).flatten(0, 1) for p in (self.q, self.k))
+            z = q @ k.mT + (q.transpose(0, 1) @ distances.mT).transpose(0, 1)
+            return (z.softmax(-1) @ k).unflatten(0, (-1, H)).transpose(1, 2).flatten(2)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.first, self.second = nn.Embedding(T, 8), Layer(), Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            distances = self.table((torch.arange(T)[:, None] - torch.arange(T)).abs())
+            return self.second(self.first(x, distances), distances)
+
+    for site in find_sites(Model(), batch()):
+        assert [t.key[0].parameter for t in site.terms] == [f"{site.name}.k.weight", "table.weight"]
+        assert (site.n_heads, site.head_dim, str(site.layout)) == (H, 8, "(b h) t s")

@@ -120,14 +120,15 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
             f"{what} is a product with {', '.join(found.opaque)}, of whose rows it is not known which make which head"
         )
     if not found.nearest:
-        found = Walk(nearest=(_table(x, frame, names, what),), mixers=())
+        found = Walk(nearest=(_table(x, names, what),), mixers=())
     return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
 
 
-def _table(x: Tensor, frame: Frame, names: dict[int, str], what: str) -> Projection:
-    """The parameter whose columns (or rows) x is, as keys by position are: a matrix that multiplies positions."""
+def _table(x: Tensor, names: dict[int, str], what: str) -> Projection:
+    """The parameter whose columns (or rows) x is, as keys by position are: a matrix that multiplies positions. It may
+    have been read outside the module, for all layers."""
     assert x.grad_fn is not None
-    leaves = leaves_of(x.grad_fn, nodes_of(frame.inputs)) or []
+    leaves = leaves_of(x.grad_fn, set()) or []
     known = [(leaf, names[id(p)], p) for leaf in leaves if id(p := variable_of(leaf)) in names]
     if len(known) != 1 or len(leaves) != 1:
         raise UnknownRowsError(f"no matrix product with a parameter lies between the module's input and {what}")
