@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.sites.handwritten.products import Operand, Product
+from qkeel.sites.handwritten.products import Operand
 from qkeel.sites.handwritten.tags import Scores
 
 # Where these take numbers from depends on more than the dimensions: an expanded index would be written out.
@@ -43,21 +43,16 @@ def rearranged(
         if factor is None or factor.index is None:
             return factor
         index = factor.index.broadcast_to(x.shape)
-        if picked:
-            new = _index(name, index.to(x.device), taken, args, whole) if whole else None
-        else:
-            new = _index(name, index, taken, args, whole)
+        index = index.to(x.device) if picked else index
+        new = _index(name, index, taken, args, whole) if whole or not picked else None
         return dataclasses.replace(factor, index=new)
-
-    def part(product: Product) -> Product:
-        return dataclasses.replace(product, left=side(product.left), right=side(product.right))
 
     keys = tag.keys
     if keys is not None and out.shape[-1] != x.shape[-1]:
         keys = keys if out.shape[-1] >= keys[1] else None
     return dataclasses.replace(
         tag,
-        parts=tuple(part(p) for p in tag.parts),
+        parts=tuple(dataclasses.replace(p, left=side(p.left), right=side(p.right)) for p in tag.parts),
         hidden=taken(tag.hidden),
         uncapped=taken(tag.uncapped),
         before_tanh=taken(tag.before_tanh),
