@@ -58,7 +58,9 @@ def check(case: dict[str, Any]) -> None:
     for size in case["pieces"]:
         parts.append(wide(x.double()[:, start : start + size], cache=cache))
         start += size
-    error = (torch.cat(parts, dim=1) - whole).abs().max().item()
+    # Dynamic NTK rotates by the length of the text so far: only the last piece is rotated as in one pass.
+    since = total - case["pieces"][-1] if case["spec"] == "dynamic_ntk" else 0
+    error = (torch.cat(parts, dim=1) - whole)[:, since:].abs().max().item()
     assert error <= 1e-9 * scale, f"in pieces: error {error:.3g}"
 
 
