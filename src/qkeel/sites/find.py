@@ -14,6 +14,7 @@ from qkeel.nn.mla import MLA
 from qkeel.patching.module_tables import parameters_of
 from qkeel.sites.probe import probe
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
+from qkeel.sites.verify.site_experiment import verified
 from qkeel.sites.weights.norm_gains import spec_gains
 
 _OWN = (Attention, MLA, GAU)
@@ -40,7 +41,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSit
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = [_site(name, module) for name, module in model.named_modules() if isinstance(module, _OWN)]
     if args or kwargs:
-        return [*own, *probe(model, args, kwargs, expected=not own)]
+        return [*own, *verified(model, probe(model, args, kwargs, expected=not own), args, kwargs)]
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(

@@ -82,11 +82,13 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
     seen.setdefault(sighting.name, []).append(sighting)
 
 
-def forward(model: nn.Module, watcher: AbstractContextManager[object], args: Args, kwargs: Kwargs) -> None:
-    """One eager forward pass under the watcher, with gradients."""
+def forward(
+    model: nn.Module, watcher: AbstractContextManager[object], args: Args, kwargs: Kwargs, *, graph: bool = True
+) -> None:
+    """One eager forward pass under the watcher, with gradients unless no `graph` is wanted."""
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
-    grads = torch.inference_mode(False), torch.enable_grad()
+    grads = torch.inference_mode(False), torch.set_grad_enabled(graph)
     with eager, unoptimised, grads[0], grads[1], checkpointing_off(), watcher:
         model(*args, **kwargs)
 

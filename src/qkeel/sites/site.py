@@ -226,7 +226,8 @@ class NormGain:
 class AttentionSite:
     """One attention of a model.
 
-    `terms` is empty where the weights are unknown; `why` then says why. `normed`: a norm stands between the weights
+    `terms` is empty where the weights are unknown; `why` then says why. `unverified` says why an experiment did not
+    confirm that these weights, and no others, make the logits of these heads. `normed`: a norm stands between the weights
     and the logit, one that is part of the model, not of the spec. `below`: only an Interceptor with dispatch=True sees
     it. `description` is there for a site that was described by hand.
     """
@@ -244,6 +245,13 @@ class AttentionSite:
     description: Description | None = None
     query_gains: tuple[NormGain, ...] = ()
     key_gains: tuple[NormGain, ...] = ()
+    unverified: str = ""
+
+    @property
+    def verified(self) -> bool:
+        """True if the weights of each head are known, and an experiment confirmed them; those of qkeel's own modules
+        and of sites described by hand are known without one."""
+        return bool(self.terms) and not self.unverified
 
     @property
     def query(self) -> list[HeadSlice]:

@@ -1,0 +1,215 @@
+"""Do the weights known for a site make its logits, head by head? Found out by changing them.
+
+One more pass is made without a graph and every operator of it kept. Then the operators between a site's projections and
+its logits are repeated with other weights. Nothing of the model is changed or run again, and what else depends on the
+same weights (later layers, other calls of the module) stays as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.patching.compiler_state import uncompiled
+from qkeel.patching.forward_passes import extra_pass
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.sites.probe import copied, forward, grouped, undisturbed
+from qkeel.sites.see.intercept import Interceptor, Sighting
+from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.sites.verify.changed_weights import ChangedWeights, Chosen
+from qkeel.sites.verify.paths import Path, RecordedCall, dynamic_memory
+from qkeel.sites.verify.recorded_operators import Place, Record, memory
+from qkeel.sites.verify.repeated_logits import RepeatedLogits
+from qkeel.sites.verify.repeated_operators import Repetition
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pass:
+    """A recorded pass: its operators, the memory of all that depends on its input, and the calls of each site."""
+
+    record: Record
+    dynamic: set[int]
+    calls: Mapping[str, Sequence[RecordedCall]]
+
+
+def verified(model: nn.Module, sites: Sequence[AttentionSite], args: Args, kwargs: Kwargs) -> list[AttentionSite]:
+    """The sites of a pass on this example; where the experiment does not confirm their weights, with the reason."""
+    model = uncompiled(model)
+    if not any(site.terms for site in sites):
+        return list(sites)
+    with extra_pass(model), undisturbed(model), torch.no_grad():
+        try:
+            seen = _recorded(model, copied(args), copied(kwargs))
+        except Exception as error:
+            why = f"a pass in which operators are recorded failed: {type(error).__name__}: {error}"
+            return [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
+        return [_Experiment(model, seen, site).site() if site.terms else site for site in sites]
+
+
+def _recorded(model: nn.Module, args: Args, kwargs: Kwargs) -> _Pass:
+    """What runs in one pass without a graph."""
+    record, begun = Record(), dict[int, int]()
+    found: dict[str, list[RecordedCall]] = {}
+
+    def note(sighting: Sighting) -> None:
+        starts = {id(f): begun[id(f.module)] for f in sighting.frame.line() if id(f.module) in begun}
+        call = RecordedCall(sighting=sighting, until=len(record.operations), begun=starts)
+        found.setdefault(sighting.name, []).append(call)
+
+    def begin(module: nn.Module, _: object) -> None:
+        begun[id(module)] = len(record.operations)
+
+    torch.clear_autocast_cache()  # else a weight's cast may be one of an earlier pass
+    with ExitStack() as undo:
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                undo.callback(module.register_forward_pre_hook(begin).remove)
+        undo.enter_context(record)
+        forward(model, Interceptor(model, note, probing=True, dispatch=True), args, kwargs, graph=False)
+    by_sighting = {id(call.sighting): call for calls in found.values() for call in calls}
+    groups = grouped({name: [call.sighting for call in calls] for name, calls in found.items()})
+    calls = {group[0].name: [by_sighting[id(sighting)] for sighting in group] for group in groups}
+    return _Pass(record=record, dynamic=dynamic_memory(record, args, kwargs), calls=calls)
+
+
+@final
+class _Experiment:
+    """The experiment on one site."""
+
+    def __init__(self, model: nn.Module, seen: _Pass, site: AttentionSite) -> None:
+        self._model, self._pass, self._site = model, seen, site
+
+    def site(self) -> AttentionSite:
+        """The site, with the reason where its weights are not confirmed."""
+        try:
+            why = next(self._doubts(), "")
+        except Exception as error:
+            why = (
+                "the operators between its weights and its logits could not be repeated: "
+                f"{type(error).__name__}: {error}"
+            )
+        return dataclasses.replace(self._site, unverified=why) if why else self._site
+
+    def _doubts(self) -> Iterator[str]:
+        """What speaks against the weights that are known, the simplest first."""
+        site, calls = self._site, self._pass.calls.get(self._site.name, [])
+        if not calls:
+            yield "a second pass did not show it again"
+            return
+        self._logits = RepeatedLogits([call.sighting.call for call in calls])
+        self._seen = self._logits()
+        if any(z.shape[1] != site.n_heads for z in self._seen):
+            yield f"a second pass showed {self._seen[0].shape[1]} heads in the place of {site.n_heads}"
+            return
+        self._weights = ChangedWeights(self._model, [*site.query, *site.key])
+        path = Path(self._pass.record, self._pass.dynamic, site, self._weights.parameters, self._logits, calls)
+        narrow = Repetition(path.own, set(map(memory, self._weights.parameters.values())))
+        again = self._logits(narrow(self._weights.same()))
+        if any(self._moved(self._seen, again)):
+            yield "the operators between its weights and its logits gave other logits when they were repeated"
+            return
+        yield from self._heads(narrow)
+        yield from self._rest(Repetition(path.wide, path.changed), path)
+
+    def _heads(self, narrow: Repetition) -> Iterator[str]:
+        """Rows that move the logits of other heads than theirs, or none."""
+        base = self._logits(narrow(self._weights.base()))
+        for side, slices in (("query", self._site.query), ("key", self._site.key)):
+            for chosen, expected in _patterns(slices, side, self._site):
+                after = self._logits(narrow(self._weights.rotated(chosen)))
+                moved = self._moved(base, after)
+                if moved != expected:
+                    yield _words(chosen, moved, expected)
+                    return
+
+    def _rest(self, wide: Repetition, path: Path) -> Iterator[str]:
+        """A part of the logits that comes from weights that are not known."""
+        site, w = self._site, self._weights
+        one, other = path.inputs()
+
+        def at(weights: Mapping[Place, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            first, second = (self._logits(wide(weights, x)) for x in (one, other))
+            return first, second
+
+        scale = [float((b - a).abs().max()) for a, b in zip(*at(w.base()))]
+        both = at(w.zeroed([*site.query, *site.key]))
+        if self._varies(*both, scale):
+            yield (
+                "with all the rows that are known at zero its logits still change with its input: a part of them "
+                "comes from other weights"
+            )
+        if site.normed:
+            return  # what a norm adds to zero is no weight's
+        for side, slices, dim in (("query", site.query, 2), ("key", site.key, 3)):
+            # A constant in the place of a query makes one number per key, which is no product.
+            found = (self._centred(z, dim) for z in at(w.zeroed(slices)))
+            if self._varies(*found, scale):
+                yield (
+                    f"with the {side} rows that are known at zero its logits still change from {side} to {side} with "
+                    "its input: a part of them comes from other weights"
+                )
+
+    def _centred(self, parts: list[Tensor], dim: int) -> list[Tensor]:
+        """Less the mean over the queries or keys that are visible."""
+        found = []
+        for z, seen in zip(parts, self._logits.visible):
+            n = seen.expand(z.shape).sum(dim, keepdim=True).clamp_min(1)
+            found.append((z - z.sum(dim, keepdim=True) / n).masked_fill(~seen, 0.0))
+        return found
+
+    def _varies(self, a: list[Tensor], b: list[Tensor], scale: list[float]) -> bool:
+        noise = self._rounding()
+        return any(float((y - x).abs().max()) > max(1e-3 * s, noise * 4) for x, y, s in zip(a, b, scale))
+
+    def _rounding(self) -> float:
+        """What rounding may change of a logit."""
+        least = min(self._weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
+        steps = 4 if torch.finfo(least).bits < 32 else 64
+        return steps * torch.finfo(least).eps * max(float(z.abs().max()) for z in self._seen)
+
+    def _moved(self, before: list[Tensor], after: list[Tensor]) -> list[bool]:
+        """Of each head, whether its logits changed by more than rounding."""
+        change = torch.stack([(b - a).abs().amax((0, 2, 3)) for a, b in zip(before, after)]).amax(0)
+        return (~(change <= self._rounding())).tolist()
+
+
+def _patterns(
+    slices: Sequence[HeadSlice], side: str, site: AttentionSite
+) -> Iterator[tuple[list[Chosen], list[bool]]]:
+    """Rows to change and the heads whose logits must move then: for each bit of a head's number those that have it
+    and those that do not, so that no two heads are always changed together; and each weight as a whole."""
+    per_head = [s for s in slices if s.n > 1]
+    for n in sorted({s.n for s in per_head}):
+        own = [s for s in per_head if s.n == n]
+        for bit in range((n - 1).bit_length()):
+            for wanted in (0, 1):
+                heads = [h for h in range(n) if (h >> bit) & 1 == wanted]
+                yield [(s, heads) for s in own], _expected(site, n, set(heads))
+    alone = [s for s in slices if s.n == 1 or len(slices) > 1]
+    for s in alone:
+        yield [(s, None)], [True] * site.n_heads
+
+
+def _expected(site: AttentionSite, n: int, chosen: set[int]) -> list[bool]:
+    """The query heads that use one of the chosen n parts of a weight."""
+    return [h // (site.n_heads // n) in chosen for h in range(site.n_heads)]
+
+
+def _words(chosen: Sequence[Chosen], moved: Sequence[bool], expected: Sequence[bool]) -> str:
+    names = ", ".join(dict.fromkeys(s.parameter for s, _ in chosen))
+    heads, should = ([h for h, yes in enumerate(given) if yes] for given in (moved, expected))
+    return (
+        f"changing the rows of {names} known for the logits of {_heads(should)} changed the logits of {_heads(heads)}"
+    )
+
+
+def _heads(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:6])) + (", …" if len(numbers) > 6 else "")
+    return f"{'heads' if len(numbers) > 1 else 'head'} {shown}" if numbers else "no head"
+
+
