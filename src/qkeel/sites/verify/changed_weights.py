@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,8 @@ class ChangedWeights:
         self._base = {name: p.detach() for name, p in self.parameters.items()}
         for s in slices:
             self._fill(s)
-
-    def same(self) -> dict[Place, Tensor]:
-        """Copies of the weights as they are."""
-        return {place(p): p.detach().clone() for p in self.parameters.values()}
+        self._copies: dict[str, Tensor] = {}
+        self._changed: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, which of them, what they were
 
     def base(self) -> dict[Place, Tensor]:
         """The weights without heads of zeros, with which all others are compared."""
@@ -39,36 +37,42 @@ class ChangedWeights:
     def rotated(self, chosen: Iterable[Chosen]) -> dict[Place, Tensor]:
         """Each row of the chosen heads is in the place of the next of its head; one row alone has the other sign.
 
-        A norm over the head, or over all heads together, is what it was: no other head changes by it.
+        A norm over the head, or over all heads together, is what it was: no other head changes by it. What is returned
+        holds until the next change.
         """
-        new = self._copies(chosen := list(chosen))
-        for (s, heads), name, rows in self._parts(chosen, new):
-            index = _chosen_rows(s, heads).to(rows.device)
-            before = s.rows_of(self._base[name]) if name == s.parameter else self._base[name].reshape(-1, 1)
-            rows[index] = before[index.roll(1, dims=1)] if index.shape[1] > 1 else -before[index]
-        return self._placed(new)
+        return self._with(
+            (rows, index, rows[index.roll(1, dims=1)] if index.shape[1] > 1 else -rows[index])
+            for s, heads in chosen
+            for rows, index in self._rows(s, heads)
+        )
 
     def zeroed(self, slices: Iterable[HeadSlice]) -> dict[Place, Tensor]:
-        """All these rows and their biases are zero."""
-        chosen: list[Chosen] = [(s, None) for s in slices]
-        new = self._copies(chosen)
-        for (s, _), _, rows in self._parts(chosen, new):
-            rows[s.index.flatten().to(rows.device)] = 0
-        return self._placed(new)
+        """All these rows and their biases are zero, until the next change."""
+        return self._with(
+            (rows, index, torch.zeros((), dtype=rows.dtype, device=rows.device))
+            for s in slices
+            for rows, index in self._rows(s, None)
+        )
 
-    def _copies(self, chosen: Iterable[Chosen]) -> dict[str, Tensor]:
-        names = {name for s, _ in chosen for name in (s.parameter, s.bias) if name is not None}
-        return {name: value.clone() if name in names else value for name, value in self._base.items()}
+    def _with(self, changes: Iterable[tuple[Tensor, Tensor, Tensor]]) -> dict[Place, Tensor]:
+        """The weights with these numbers in these rows, copied once and put back before the next change."""
+        for rows, index, before in reversed(self._changed):
+            rows[index] = before
+        self._changed.clear()
+        for rows, index, numbers in changes:
+            self._changed.append((rows, index, rows[index]))
+            rows[index] = numbers
+        return {place(p): self._copies.get(name, self._base[name]) for name, p in self.parameters.items()}
 
-    def _parts(self, chosen: Iterable[Chosen], new: dict[str, Tensor]) -> Iterable[tuple[Chosen, str, Tensor]]:
-        """The rows [rows …] of each chosen weight, and those of its bias."""
-        for s, heads in chosen:
-            yield (s, heads), s.parameter, s.rows_of(new[s.parameter])
-            if s.bias is not None:
-                yield (s, heads), s.bias, new[s.bias].view(-1, 1)
-
-    def _placed(self, new: dict[str, Tensor]) -> dict[Place, Tensor]:
-        return {place(self.parameters[name]): value for name, value in new.items()}
+    def _rows(self, s: HeadSlice, heads: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows [rows …] of a copied weight and of its bias, and which of them belong to the heads [heads r]."""
+        index = s.index if heads is None else s.index[list(heads)]
+        for name in (s.parameter, s.bias):
+            if name is not None:
+                if name not in self._copies:
+                    self._copies[name] = self._base[name].clone()
+                copy = self._copies[name]
+                yield (s.rows_of(copy) if name == s.parameter else copy.view(-1, 1)), index.to(copy.device)
 
     def _fill(self, s: HeadSlice) -> None:
         rows = s.rows_of(self._base[s.parameter])
@@ -82,6 +86,3 @@ class ChangedWeights:
         self._base[s.parameter] = self._base[s.parameter].clone()
         s.rows_of(self._base[s.parameter])[index] = noise.to(rows)
 
-
-def _chosen_rows(s: HeadSlice, heads: Sequence[int] | None) -> Tensor:
-    return s.index if heads is None else s.index[list(heads)]

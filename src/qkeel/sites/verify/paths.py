@@ -49,7 +49,7 @@ class Path:
         self._record, self._dynamic, self._until = record, dynamic, max(one.until for one in calls)
         known = {memory(p) for p in parameters.values()}
         first = {path[0].parameter for term in site.terms for path in (term.query, term.key)}
-        self._made = record.made_alone_of({memory(parameters[name]) for name in first}, dynamic)
+        self._made = record.weights_of({memory(parameters[name]) for name in first}, known, dynamic)
         self._known, wanted = known | self._made, set(map(memory, logits.tensors))
         self.own = record.behind(wanted, self._until, self._activations)
         factors = {m for operation in self.own for m in self._activations(operation)}
@@ -66,12 +66,16 @@ class Path:
     def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:
         """The inputs of the innermost module around the site that its projections depend on, and how many operators
         had run when it began; where there is none, what the projections multiply, and 0."""
-        behind = {m for operation in self._record.behind(factors, self._until) for m in operation.reads} | factors
         one = calls[0]
         for frame in one.sighting.frame.line():
-            found = [x for x in frame.inputs if x.is_floating_point() and memory(x) in behind & self._dynamic]
-            if found and id(frame) in one.begun:
-                return found, one.begun[id(frame)]
+            since = one.begun.get(id(frame))
+            if since is None:
+                continue
+            inside = self._record.behind(factors, self._until, since=since)
+            behind = self._dynamic & {m for operation in inside for m in operation.reads} | factors
+            found = [x for x in frame.inputs if x.is_floating_point() and memory(x) in behind]
+            if found:
+                return found, since
         given = (x for operation in self.own for x in tensors((operation.args, operation.kwargs)))
         return [x for x in given if memory(x) in factors and x.is_floating_point()], 0
 

@@ -18,6 +18,7 @@ Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 # Their output depends on the form of what they are given, not on its numbers.
 _FORM_ALONE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "convolution")
 
 
 def place(x: Tensor) -> Place:
@@ -94,6 +95,7 @@ class Record(RecordingMode):
         until: int,
         unread: Callable[[Operation], Iterable[int]] = lambda _: (),
         given: Mapping[int, int] | None = None,
+        since: int = 0,
     ) -> list[Operation]:
         """The operators that the numbers in this memory come from, in their order.
 
@@ -101,21 +103,26 @@ class Record(RecordingMode):
             wanted: the memory.
             until: how many operators had run when it was read.
             unread: what of an operator's input is not followed further.
-            given: memory whose numbers are there from the operator of this number on: who made them is left out.
+            given: memory whose numbers are there from the operator of this number on: what made them is left out.
+            since: the number of the first operator that is looked at.
         """
         needed, kept, given = set(wanted), list[Operation](), given or {}
-        for i in range(until - 1, -1, -1):
+        for i in range(until - 1, since - 1, -1):
             operation = self.operations[i]
             if any(m in needed and i >= given.get(m, 0) for m in operation.writes):
                 kept.append(operation)
                 needed |= operation.reads.difference(unread(operation))
         return kept[::-1]
 
-    def made_alone_of(self, start: Iterable[int], besides: set[int]) -> set[int]:
-        """The memory whose numbers depend on that which is given, and on nothing of the other."""
+    def weights_of(self, start: Iterable[int], known: set[int], dynamic: set[int]) -> set[int]:
+        """The memory of weights made of those that are given, as by a transpose or a parametrization: not what they
+        are multiplied with, be that computed from the input (`dynamic`) or itself learned."""
         found = set(start)
         for operation in self.operations:
-            if not found.isdisjoint(operation.reads) and besides.isdisjoint(operation.reads):
+            reads = operation.reads
+            if found.isdisjoint(reads) or not dynamic.isdisjoint(reads):
+                continue
+            if function_name(operation.function) not in _PRODUCTS or reads <= found | known:
                 found |= operation.writes
         return found
 

@@ -15,7 +15,7 @@ from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.verify.repeated_operators import Lookup
 from qkeel.spec import AttentionCall
 
-_ROWS = 32  # the last of each sequence, which see most keys
+_ROWS = 32  # enough to see a head's logits move
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -24,18 +24,17 @@ def unchanged(x: Tensor) -> Tensor:
 
 
 class RepeatedLogits:
-    """Reads the logits [b h t s] of a site's calls, zero where a key is hidden; one tensor for each packed sequence."""
+    """Reads the logits [b h t s] of a site's calls, NaN where a key is hidden; one tensor for each packed sequence."""
 
     def __init__(self, calls: Sequence[Seen]) -> None:
         self._headless = isinstance(calls[0], ScoresCall) and calls[0].headless
         self._calls = [part for call in calls for part in (call.parts() if isinstance(call, PackedCall) else [call])]
-        self._visible = [_visible(call) for call in self._calls]
-        self.visible = [torch.cat(self._visible, 1)] if self._headless else self._visible
         self.tensors = [x for call in self._calls for x in _tensors(call)]
+        self._rows = [_rows(call) for call in self._calls]
 
     @torch.no_grad()
     def __call__(self, now: Lookup = unchanged) -> list[Tensor]:
-        found = [_logits(call, now).masked_fill(~seen, 0.0) for call, seen in zip(self._calls, self._visible)]
+        found = [_logits(call, rows, now) for call, rows in zip(self._calls, self._rows)]
         return [torch.cat(found, 1)] if self._headless else found
 
 
@@ -47,29 +46,30 @@ def _tensors(call: AttentionCall | ScoresCall) -> list[Tensor]:
     return [call.q, call.k, *mask]
 
 
+@torch.no_grad()
 def _rows(call: AttentionCall | ScoresCall) -> slice:
+    """The last rows or the first, whichever see more keys: some are of padding."""
     t = call.query_shape[1]
-    return slice(max(0, t - _ROWS), t)
+    last, first = slice(max(0, t - _ROWS), t), slice(0, min(t, _ROWS))
+    return max(last, first, key=lambda rows: int(_logits(call, rows, unchanged).isfinite().sum()))
 
 
-def _visible(call: AttentionCall | ScoresCall) -> Tensor:
-    """[b h t s], True where a query sees a key."""
-    rows, z = _rows(call), _logits(call, unchanged)
-    seen = z.isfinite() & (z > HIDES)
-    if isinstance(call, ScoresCall):
-        hidden = call.hidden
-        return seen if hidden is None else seen & ~(hidden[:, :, rows] if hidden.shape[2] > 1 else hidden)
-    visible = call.visible(rows, slice(0, call.k.shape[2]))
-    return seen if visible is None else seen & visible
-
-
-def _logits(call: AttentionCall | ScoresCall, now: Lookup) -> Tensor:
-    rows = _rows(call)
+def _logits(call: AttentionCall | ScoresCall, rows: slice, now: Lookup) -> Tensor:
     if isinstance(call, ScoresCall):
         z = now(call.logits)[:, :, rows]
-        return z.to(wide(z.dtype))
-    changed = dataclasses.replace(
-        call, q=now(call.q), k=now(call.k), mask=call.mask if call.mask is None else now(call.mask)
-    )
-    q, k = changed.encoded()
-    return changed.scores(q[:, :, rows], k, rows, slice(0, k.shape[2]))
+        z, visible = z.to(wide(z.dtype)), None
+        if call.hidden is not None:
+            visible = ~(call.hidden[:, :, rows] if call.hidden.shape[2] > 1 else call.hidden)
+    else:
+        mask = call.mask if call.mask is None else now(call.mask)
+        changed = dataclasses.replace(call, q=now(call.q), k=now(call.k), mask=mask)
+        q, k = changed.encoded()
+        keys = slice(0, k.shape[2])
+        z, visible = changed.scores(q[:, :, rows], k, rows, keys), changed.visible(rows, keys)
+    seen = z.isfinite() & (z > HIDES)
+    return z.masked_fill(~(seen if visible is None else seen & visible), torch.nan)
+
+
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """|b - a|, zero where a key is hidden in either."""
+    return (b - a).abs().nan_to_num(0.0)

@@ -24,7 +24,7 @@ from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.verify.changed_weights import ChangedWeights, Chosen
 from qkeel.sites.verify.paths import Path, RecordedCall, dynamic_memory
 from qkeel.sites.verify.recorded_operators import Place, Record, memory
-from qkeel.sites.verify.repeated_logits import RepeatedLogits
+from qkeel.sites.verify.repeated_logits import RepeatedLogits, difference
 from qkeel.sites.verify.repeated_operators import Repetition
 
 
@@ -106,10 +106,13 @@ class _Experiment:
         if any(z.shape[1] != site.n_heads for z in self._seen):
             yield f"a second pass showed {self._seen[0].shape[1]} heads in the place of {site.n_heads}"
             return
+        if not any(bool(z.isfinite().any()) for z in self._seen):
+            yield "every key is hidden from its queries in this example"
+            return
         self._weights = ChangedWeights(self._model, [*site.query, *site.key])
         path = Path(self._pass.record, self._pass.dynamic, site, self._weights.parameters, self._logits, calls)
         narrow = Repetition(path.own, set(map(memory, self._weights.parameters.values())))
-        again = self._logits(narrow(self._weights.same()))
+        again = self._logits(narrow({}))
         if any(self._moved(self._seen, again)):
             yield "the operators between its weights and its logits gave other logits when they were repeated"
             return
@@ -136,7 +139,7 @@ class _Experiment:
             first, second = (self._logits(wide(weights, x)) for x in (one, other))
             return first, second
 
-        scale = [float((b - a).abs().max()) for a, b in zip(*at(w.base()))]
+        scale = [float(difference(a, b).max()) for a, b in zip(*at(w.base()))]
         both = at(w.zeroed([*site.query, *site.key]))
         if self._varies(*both, scale):
             yield (
@@ -147,35 +150,27 @@ class _Experiment:
             return  # what a norm adds to zero is no weight's
         for side, slices, dim in (("query", site.query, 2), ("key", site.key, 3)):
             # A constant in the place of a query makes one number per key, which is no product.
-            found = (self._centred(z, dim) for z in at(w.zeroed(slices)))
+            found = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in at(w.zeroed(slices)))
             if self._varies(*found, scale):
                 yield (
                     f"with the {side} rows that are known at zero its logits still change from {side} to {side} with "
                     "its input: a part of them comes from other weights"
                 )
 
-    def _centred(self, parts: list[Tensor], dim: int) -> list[Tensor]:
-        """Less the mean over the queries or keys that are visible."""
-        found = []
-        for z, seen in zip(parts, self._logits.visible):
-            n = seen.expand(z.shape).sum(dim, keepdim=True).clamp_min(1)
-            found.append((z - z.sum(dim, keepdim=True) / n).masked_fill(~seen, 0.0))
-        return found
-
     def _varies(self, a: list[Tensor], b: list[Tensor], scale: list[float]) -> bool:
-        noise = self._rounding()
-        return any(float((y - x).abs().max()) > max(1e-3 * s, noise * 4) for x, y, s in zip(a, b, scale))
+        noise = 4 * self._rounding()
+        return any(float(difference(x, y).max()) > max(1e-3 * s, noise) for x, y, s in zip(a, b, scale))
 
     def _rounding(self) -> float:
         """What rounding may change of a logit."""
         least = min(self._weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
         steps = 4 if torch.finfo(least).bits < 32 else 64
-        return steps * torch.finfo(least).eps * max(float(z.abs().max()) for z in self._seen)
+        return steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self._seen)
 
     def _moved(self, before: list[Tensor], after: list[Tensor]) -> list[bool]:
         """Of each head, whether its logits changed by more than rounding."""
-        change = torch.stack([(b - a).abs().amax((0, 2, 3)) for a, b in zip(before, after)]).amax(0)
-        return (~(change <= self._rounding())).tolist()
+        change = torch.stack([difference(a, b).amax((0, 2, 3)) for a, b in zip(before, after)]).amax(0)
+        return (change > self._rounding()).tolist()
 
 
 def _patterns(
