@@ -22,6 +22,7 @@ from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
 from qkeel.sites.calls.scores import ScoresCall
+from qkeel.sites.missed import Sites
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.site import AttentionSite, NormGain
@@ -31,7 +32,7 @@ from qkeel.sites.weights.norm_gains import seen_gains
 from qkeel.spec import AttentionCall
 
 
-def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> list[AttentionSite]:
+def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Sites:
     """The sites that a forward pass on this example shows; none is an error if they were `expected`."""
     model = uncompiled(model)
     check_devices(model, args, kwargs)
@@ -41,7 +42,7 @@ def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> li
         sites = [_site(calls, names) for calls in grouped(seen)]
     if not sites and expected:
         raise RefusedError(unseen(model, watcher))
-    return sites
+    return Sites(sites, watcher.missed)
 
 
 def check_devices(model: nn.Module, *example: object) -> None:
@@ -186,19 +187,27 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
 
 
 def unseen(model: nn.Module, watcher: Interceptor) -> str:
-    """The message that no attention was seen: the trials, their end, and how to describe a site by hand."""
-    stopped = ", ".join(f"{name} ({n}x)" for name, n in watcher.handwritten.stopped.most_common(5))
-    unread = ", ".join(f"{name} ({n}x)" for name, n in watcher.unread.most_common(5))
-    return (
+    """The message that no attention was seen: what was tried, why there is nothing, and the way out where there is one."""
+    looked = (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
         "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
         "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
         "views; also operator by operator, inside torch.jit.script and torch.func.vmap. "
-        f"Products that were followed no further ended at: "
-        f"{stopped or 'none, there was no product of two activations'}. "
-        + (f"Seen but not understood: {unread}. " if unread else "")
-        + "Inside custom C++, CUDA or Triton operators nothing can be seen. "
-        "If there is attention, describe it by hand, as in\n"
+    )
+    if watcher.missed:
+        found = "; ".join(map(str, dict.fromkeys(watcher.missed)))
+        return f"{looked}Seen but not understood: {found}. What is not understood can be neither watched nor changed"
+    if watcher.handwritten.multiplied:
+        return (
+            f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax: linear "
+            "attention, state-space models and attention by kernels have no softmax over keys, so there are no "
+            "attention logits to watch and nothing to hold down"
+        )
+    hidden = f"Hidden from view: {', '.join(watcher.hidden)}. " if watcher.hidden else ""
+    return (
+        f"{looked}Nothing of it was there: there was no product of two activations. {hidden}Inside "
+        "custom C++, CUDA or Triton operators nothing can be seen: if attention happens in one, describe it by hand, "
+        "as in\n"
         "    from qkeel.sites import Reading, describe\n"
         '    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), '
         'key=Reading(module="k_proj"), heads=8)'

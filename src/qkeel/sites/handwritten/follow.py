@@ -1,7 +1,7 @@
 """Hand-written attention, followed from q kᵀ to its softmax.
 
 The product of two activations gets a tag; operations that scale, mask, cap, cast or rearrange scores pass it on, any
-other one ends it (and is noted, for the error that asks for a description by hand). The softmax that receives a tagged
+other one ends it. What such a one made is followed as lost, and a softmax of that is an attention that is missed. The softmax that receives a tagged
 tensor is an attention; its output is tagged as weights, so that the product with the values is no score. A softmax that
 is written out, as exponentials over their sum, is treated alike.
 
@@ -11,7 +11,6 @@ a scale or a bias may be anywhere.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -23,9 +22,10 @@ from qkeel.sites.calls.head_layout import fewest_keys, head_counts, layout
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.handwritten.added_masks import MASKS, hidden_by_sum, is_low
 from qkeel.sites.handwritten.concatenation import CATS, joined
+from qkeel.sites.handwritten.lost_scores import LostScores, is_lost
 from qkeel.sites.handwritten.products import PRODUCTS, Product, product
 from qkeel.sites.handwritten.score_operators import ELEMENTWISE, READS, VIEWS
-from qkeel.sites.handwritten.tags import Powers, RowTop, Scores, Tag, Tags, Weights
+from qkeel.sites.handwritten.tags import Lost, Powers, RowTop, Scores, Tag, Tags, Weights
 from qkeel.sites.handwritten.written_softmax import OUTER, outer, over_last, raised, row_top
 from qkeel.sites.see.running_modules import Frame
 from qkeel.spec import AttentionSpec, Fixed, NoCap, Softcap
@@ -36,9 +36,11 @@ Given = tuple[Args, Kwargs]
 class Handwritten:
     """A reader of every torch function of a forward pass that reports the softmaxes that are attention."""
 
-    def __init__(self, report: Callable[[Frame, ScoresCall], None]) -> None:
+    def __init__(self, report: Callable[[Frame, ScoresCall, bool], None]) -> None:
         self.tags = Tags()
-        self.stopped: collections.Counter[str] = collections.Counter()
+        self.lost = LostScores(self.tags)
+        self.below = False  # what is followed now was seen as operators only
+        self.multiplied = False  # two activations were multiplied with each other
         self._report = report
 
     def minds(self, name: str) -> bool:
@@ -48,16 +50,20 @@ class Handwritten:
     def follow(self, name: str, frame: Frame, args: Args, kwargs: Kwargs, out: object) -> None:
         """Take one call of a torch function into account; its name without underscores around it."""
         found = product(name, args, kwargs, out) if name in PRODUCTS else outer(name, args, kwargs)
-        if found is not None and not any(self.tags.get(x) is not None for x in found.operands):
+        if found is not None and all(is_lost(self.tags.get(x)) for x in found.operands):
             assert isinstance(out, torch.Tensor)
             self._multiplied(found, frame, out, summed=name in PRODUCTS)
             return
+        if self.tags and name in PRODUCTS:
+            self.lost.product(name, (args, kwargs), out)
         if not self.tags or name == "get" or name in PRODUCTS:
             return
         if name == "setitem":
             self._write(args)
         place, tag = self._tagged(name, args, kwargs)
-        if isinstance(tag, Scores) and place is not None:
+        if isinstance(tag, Lost):
+            self.lost.go_on(name, frame, tag, out)
+        elif isinstance(tag, Scores) and place is not None:
             self._scores(name, frame, tag, place, (args, kwargs), out)
         elif place is not None and isinstance(out, torch.Tensor):
             self._others(name, frame, tag, place, (args, kwargs), out)
@@ -68,6 +74,8 @@ class Handwritten:
         top = row_top(name, x, args, kwargs)
         if top is not None:
             self.tags.put(out if isinstance(out, torch.Tensor) else out[0], top)  # type: ignore[index]
+        if top is None and not isinstance(out, torch.Tensor):
+            self.lost.begin(name, frame, tag, x, out)
         if top is not None or not isinstance(out, torch.Tensor):
             return
         if name in ("softmax", "safe_softmax"):
@@ -85,9 +93,9 @@ class Handwritten:
         elif new is None:
             new = _step(name, tag, x, given, out)
         if isinstance(new, Scores):
-            self.tags.put(out, new)
+            self.tags.put(out, dataclasses.replace(new, below=new.below or self.below))
         elif name not in READS:
-            self.stopped[new or name] += 1
+            self.lost.begin(new or name, frame, tag, x, out)
 
     def _joined(self, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
         tags = [(x, self.tags.get(x)) for x in (args[0] if args else kwargs["tensors"])]
@@ -100,7 +108,7 @@ class Handwritten:
         same = name in ELEMENTWISE or name in VIEWS
         if isinstance(tag, Product):
             if name == "sum" and over_last(x, args, kwargs):
-                self.tags.put(out, Scores(product=tag, frame=frame))
+                self.tags.put(out, Scores(product=tag, frame=frame, below=self.below))
         elif isinstance(tag, Weights):
             if same or name in MASKS or name in CATS:
                 self.tags.put(out, tag)
@@ -122,7 +130,7 @@ class Handwritten:
             self._report_softmax(frame, tag, x)
             self.tags.put(out, Weights())
         else:
-            self.tags.put(out, Powers(tag, x))
+            self.tags.put(out, Powers(dataclasses.replace(tag, below=tag.below or self.below), x))
 
     def _less(self, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | str | None:
         """Scores less one number per row, which changes no weight; None where something else is subtracted."""
@@ -139,18 +147,16 @@ class Handwritten:
 
     def _tagged(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tag] | tuple[None, None]:
         given = list(args[0] if args else ()) if name in (*CATS, "stack") and args else [*args, *kwargs.values()]
-        for x in given:
-            tag = self.tags.get(x)
-            if tag is not None:
-                return x, tag
-        return None, None
+        tagged = [(x, tag) for x in given if (tag := self.tags.get(x)) is not None]
+        return min(tagged, key=lambda one: is_lost(one[1]), default=(None, None))
 
     def _multiplied(self, found: Product, frame: Frame, out: Tensor, *, summed: bool) -> None:
         """Two activations were multiplied, and summed over the dimensions of a head or not yet."""
         if not summed:
             self.tags.put(out, found)
             return
-        tag = Scores(product=found, frame=frame)
+        self.multiplied = True
+        tag = Scores(product=found, frame=frame, below=self.below)
         self.tags.put(out, tag if found.added is None else hidden_by_sum(tag, found.added, out))
 
     def _write(self, args: Args) -> None:
@@ -162,21 +168,23 @@ class Handwritten:
                 more = torch.zeros_like(x, dtype=torch.bool)
                 more[index] = True
             self.tags.put(x, tag.also_hidden(more, x))
-        elif isinstance(self.tags.get(value), Scores):
-            self.stopped["setitem"] += 1
+        elif isinstance(written := self.tags.get(value), Scores):
+            self.lost.begin("setitem", written.frame, written, value, x)
 
     def _softmax(self, frame: Frame, tag: Scores, args: Args, kwargs: Kwargs) -> None:
         x = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
         if dim < x.ndim - 2:
-            self.stopped[f"softmax over dimension {dim} of {x.ndim}"] += 1
+            where = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the one before"
+            self.lost.miss(tag.frame.shared_with(frame), "softmax", where)
             return
         self._report_softmax(frame, tag, x, turned=dim == x.ndim - 2)
 
     def _report_softmax(self, frame: Frame, tag: Scores, x: Tensor, *, turned: bool = False) -> None:
         where = tag.frame.shared_with(frame)
-        self._report(where, _call(tag, x if tag.unshifted is None else tag.unshifted, where, turned=turned))
+        call = _call(tag, x if tag.unshifted is None else tag.unshifted, where, turned=turned)
+        self._report(where, call, tag.below or self.below)
 
 
 def _call(tag: Scores, x: Tensor, frame: Frame, *, turned: bool) -> ScoresCall:

@@ -9,7 +9,6 @@ operator would have to be read apart. A Tap observes such models in an extra pas
 
 from __future__ import annotations
 
-import collections
 import contextvars
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from qkeel.sites.by_hand import DescribedSiteHooks
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.handwritten.follow import Handwritten
+from qkeel.sites.missed import Missed
 from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError
 from qkeel.sites.see.foreign_functions import CallObserver, observed_by
 from qkeel.sites.see.running_modules import Frame, ModuleStack
@@ -45,7 +45,7 @@ class Sighting:
         ordinal: which one it is of those that its module made in this call.
         how: the function it was seen in, "softmax" for a hand-written one.
         call: what was seen.
-        below: whether only an Interceptor with dispatch=True sees it.
+        below: whether only an Interceptor with dispatch=True sees it, or what happened to its scores.
     """
 
     frame: Frame
@@ -94,16 +94,16 @@ class Interceptor(CallObserver):
         super().__init__()
         self.stack = ModuleStack(model, keep_inputs=probing, on_fault=on_fault)
         self.probing = probing
-        self.unread: collections.Counter[str] = collections.Counter()
+        self.unread: list[Missed] = []
+        self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._on_fault = on_fault
         self._report = report
         self._below = OperatorMode(self._read_below) if dispatch else None
         self._inside = 0
-        self._is_below = False
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call) for site in described]
         self._undo = ExitStack()
-        self.handwritten = Handwritten(lambda frame, call: self._saw(frame, "softmax", call))
+        self.handwritten = Handwritten(lambda frame, call, below: self._saw(frame, "softmax", call, below=below))
 
     def __enter__(self) -> Interceptor:
         with ExitStack() as undo:
@@ -131,7 +131,7 @@ class Interceptor(CallObserver):
             return function(*args, **kwargs)
         if in_vmap():
             if self._below is None:
-                self.unread["torch.func.vmap"] += 1
+                self.hidden["what runs inside torch.func.vmap"] = None
             return function(*args, **kwargs)
         self._inside += 1
         try:
@@ -142,6 +142,11 @@ class Interceptor(CallObserver):
             self._guarded(lambda: self._read(name, args, kwargs, out))
         return out
 
+    @property
+    def missed(self) -> list[Missed]:
+        """The attentions of this pass that were seen and not understood."""
+        return [*self.handwritten.lost.missed, *self.unread]
+
     def suspended(self) -> AbstractContextManager[None]:
         return suspended(self, self._below)
 
@@ -149,7 +154,7 @@ class Interceptor(CallObserver):
         self._guarded(lambda: self._read_foreign(name, arguments))
 
     def not_observable(self, name: str, error: Exception) -> None:
-        self.unread[f"{name}, which can't be watched ({error})"] += 1
+        self.hidden[f"{name}, which can't be watched ({error})"] = None
 
     def _guarded(self, read: Callable[[], None]) -> None:
         token = _READING.set(True)
@@ -170,16 +175,16 @@ class Interceptor(CallObserver):
         if fused is None:
             self.handwritten.follow(name, top, args, kwargs, out)
         elif not self._elsewhere(top):
-            self._saw(top, name, fused(top, args, kwargs))
+            self._saw(top, name, fused(top, args, kwargs), below=self.handwritten.below)
 
     def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
         if self._inside or _READING.get():
             return
-        self._is_below = True
+        self.handwritten.below = True
         try:
             self._guarded(lambda: self._read(name, args, kwargs, out))
         finally:
-            self._is_below = False
+            self.handwritten.below = False
 
     def _read_foreign(self, name: str, arguments: Kwargs) -> None:
         top = self.stack.top
@@ -188,15 +193,16 @@ class Interceptor(CallObserver):
         try:
             call = FLASH_AND_FLEX[name](arguments)
         except UnreadError as error:
-            self.unread[f"{name} with {error}"] += 1
+            reason = f"{name} is called with {error}, whose effect is not known"
+            self.unread.append(Missed(module=top.name, operation=name, reason=reason))
             return
         self._saw(top, name, call)
 
-    def _saw(self, frame: Frame, how: str, call: Seen) -> None:
+    def _saw(self, frame: Frame, how: str, call: Seen, *, below: bool = False) -> None:
         if self._elsewhere(frame):
             return
         ordinal, frame.calls = frame.calls, frame.calls + 1
-        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=self._is_below))
+        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=below))
 
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
         def report() -> None:

@@ -48,10 +48,10 @@ def _tensors(call: AttentionCall | ScoresCall) -> list[Tensor]:
 
 @torch.no_grad()
 def _rows(call: AttentionCall | ScoresCall) -> slice:
-    """The last rows or the first, whichever see more keys: some are of padding."""
+    """The last rows or the first, whichever have more logits: some are of padding."""
     t = call.query_shape[1]
     last, first = slice(max(0, t - _ROWS), t), slice(0, min(t, _ROWS))
-    return max(last, first, key=lambda rows: int(_logits(call, rows, unchanged).isfinite().sum()))
+    return max(last, first, key=lambda rows: int(_logits(call, rows, unchanged).nan_to_num(0.0).count_nonzero()))
 
 
 def _logits(call: AttentionCall | ScoresCall, rows: slice, now: Lookup) -> Tensor:
