@@ -196,22 +196,27 @@ def unseen(model: nn.Module, watcher: Interceptor) -> str:
     )
     if watcher.missed:
         found = "; ".join(map(str, dict.fromkeys(watcher.missed)))
-        return f"{looked}Seen but not understood: {found}. What is not understood can be neither watched nor changed"
-    if watcher.handwritten.multiplied:
         return (
-            f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax: linear "
-            "attention, state-space models and attention by kernels have no softmax over keys, so there are no "
-            "attention logits to watch and nothing to hold down"
+            f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries and "
+            f"keys, {_BY_HAND}"
+        )
+    if watcher.handwritten.multiplied:
+        ends = f" (they were followed to {', '.join(watcher.handwritten.lost.ends)})" if watcher.handwritten.lost.ends else ""
+        return (
+            f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "
+            "linear attention, state-space models and attention through another function of the scores have no softmax "
+            "over keys, and that is all that is watched here"
         )
     hidden = f"Hidden from view: {', '.join(watcher.hidden)}. " if watcher.hidden else ""
     return (
-        f"{looked}Nothing of it was there: there was no product of two activations. {hidden}Inside "
-        "custom C++, CUDA or Triton operators nothing can be seen: if attention happens in one, describe it by hand, "
-        "as in\n"
-        "    from qkeel.sites import Reading, describe\n"
-        '    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), '
-        'key=Reading(module="k_proj"), heads=8)'
+        f"{looked}Nothing of it was there: there was no product of two activations. {hidden}Inside custom C++, CUDA or "
+        f"Triton operators nothing can be seen: if attention happens in one, {_BY_HAND}"
     )
+
+
+_BY_HAND = """describe it by hand, as in
+    from qkeel.sites import Reading, describe
+    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), key=Reading(module="k_proj"), heads=8)"""
 
 
 def copied(value: Any) -> Any:

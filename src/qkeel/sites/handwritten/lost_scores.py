@@ -22,6 +22,7 @@ _WORDS: Mapping[str, str] = {
     "matmul": "a product with a weight, as over heads",
     "topk": "a choice of the largest",
     "scatter": "a choice of some, written into a new tensor",
+    "sub of a number per row": "the subtraction of a number per row, as in a softmax over blocks of keys",
     "setitem": "writing into a tensor piece by piece",
 }
 
@@ -31,10 +32,12 @@ class LostScores:
 
     def __init__(self, tags: Tags) -> None:
         self.missed: list[Missed] = []
+        self.ends: dict[str, None] = {}  # the operations that ended scores
         self._tags = tags
 
     def begin(self, name: str, frame: Frame, tag: Scores, x: Tensor, out: object) -> None:
         """`name(…)` of tagged scores x made `out`, which are no scores any more."""
+        self.ends[name] = None
         q, k = tag.product.q, tag.product.k
         sizes = (*x.shape[-2:],) if q is None or k is None else (q.shape[-2], k.shape[-2])
         rows, columns = sizes if {*sizes} <= {*x.shape} else x.shape[-2:]
@@ -56,12 +59,13 @@ class LostScores:
                     self.go_on(name, tag.frame, tag, out)
 
     def go_on(self, name: str, frame: Frame, tag: Lost, out: object) -> None:
-        """`name(…)` of something lost made `out`: a softmax is an attention that is missed."""
-        if name in SOFTMAXES:
+        """`name(…)` of something lost made `out`: a softmax, or exponentials, are an attention that is missed."""
+        weights = name in SOFTMAXES or name in ("exp", "exp2")
+        if weights:
             words = _WORDS.get(tag.operation, tag.operation)
             self.miss(frame.shared_with(tag.frame), tag.operation, f"its scores are followed no further than {words}")
         for part in tensors((out,)):
-            if name in SOFTMAXES:
+            if weights:
                 self._tags.put(part, Weights())
             else:
                 self._put(part, tag)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkeel.functional.norms import wide
 from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.mask_functions import HIDES, PackedCall
+from qkeel.sites.calls.mask_functions import PackedCall
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.verify.repeated_operators import Lookup
 from qkeel.spec import AttentionCall
@@ -66,7 +66,7 @@ def _logits(call: AttentionCall | ScoresCall, rows: slice, now: Lookup) -> Tenso
         q, k = changed.encoded()
         keys = slice(0, k.shape[2])
         z, visible = changed.scores(q[:, :, rows], k, rows, keys), changed.visible(rows, keys)
-    seen = z.isfinite() & (z > HIDES)
+    seen = z.isfinite() & (z > torch.finfo(call.logits.dtype if isinstance(call, ScoresCall) else call.q.dtype).min / 2)
     return z.masked_fill(~(seen if visible is None else seen & visible), torch.nan)
 
 

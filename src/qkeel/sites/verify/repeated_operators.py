@@ -28,6 +28,10 @@ class Repetition:
             made |= operation.makes
             self._foreign += [x for x in operation.changed if memory(x) not in made]
 
+    def products(self, weights: set[int]) -> list[Operation]:
+        """The operators that multiply what lies in this memory, by a matrix product or number by number."""
+        return [o for o in self._operations if not weights.isdisjoint(o.reads) and o.makes]
+
     @torch.no_grad()
     def __call__(self, values: Values, contents: Contents | None = None) -> Lookup:
         """Run with these numbers in some places, and with these in some memory; what is returned finds what any

@@ -20,12 +20,13 @@ from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.probe import copied, forward, grouped, undisturbed
 from qkeel.sites.see.intercept import Interceptor, Sighting
+from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.verify.changed_weights import ChangedWeights, Chosen
 from qkeel.sites.verify.paths import Path, RecordedCall, dynamic_memory
 from qkeel.sites.verify.recorded_operators import Place, Record, memory
 from qkeel.sites.verify.repeated_logits import RepeatedLogits, difference
-from qkeel.sites.verify.repeated_operators import Repetition
+from qkeel.sites.verify.repeated_operators import Lookup, Repetition
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,14 +122,21 @@ class _Experiment:
 
     def _heads(self, narrow: Repetition) -> Iterator[str]:
         """Rows that move the logits of other heads than theirs, or none."""
-        base = self._logits(narrow(self._weights.base()))
+        now = narrow(self._weights.base())
+        base = self._logits(now)
         for side, slices in (("query", self._site.query), ("key", self._site.key)):
             for chosen, expected in _patterns(slices, side, self._site):
-                after = self._logits(narrow(self._weights.rotated(chosen)))
-                moved = self._moved(base, after)
-                if moved != expected:
+                after = narrow(self._weights.rotated(chosen))
+                moved = self._moved(base, self._logits(after))
+                if moved != expected and not (sum(moved) == 0 and len(slices) > 1 and self._idle(narrow, chosen, now, after)):
                     yield _words(chosen, moved, expected)
                     return
+
+    def _idle(self, narrow: Repetition, chosen: Sequence[Chosen], before: Lookup, after: Lookup) -> bool:
+        """True if these weights are multiplied, but with nothing but zeros: one of several on this side."""
+        made = {memory(self._weights.parameters[s.parameter]) for s, _ in chosen}
+        outputs = [x for operation in narrow.products(made) for x in tensors((operation.out,))]
+        return bool(outputs) and all(torch.equal(before(x), after(x)) for x in outputs)
 
     def _rest(self, wide: Repetition, path: Path) -> Iterator[str]:
         """A part of the logits that comes from weights that are not known."""
