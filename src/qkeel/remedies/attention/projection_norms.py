@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import InstanceForward
 from qkeel.remedies.attention.refusals import refuse_heads
-from qkeel.remedies.base import unconfirmed, Args, Kwargs
+from qkeel.remedies.base import Args, Kwargs, unconfirmed
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.spec.norm import Norm, Part
 from qkeel.spec.scale import Scale
