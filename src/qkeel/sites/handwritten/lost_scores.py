@@ -39,8 +39,12 @@ class LostScores:
         """`name(…)` of tagged scores x made `out`, which are no scores any more."""
         self.ends[name] = None
         q, k = tag.product.q, tag.product.k
-        sizes = (*x.shape[-2:],) if q is None or k is None else (q.shape[-2], k.shape[-2])
-        rows, columns = sizes if {*sizes} <= {*x.shape} else x.shape[-2:]
+        sizes = None if q is None or k is None else (q.shape[-2], k.shape[-2])
+        if sizes is None or not {*sizes} <= {*x.shape}:
+            sizes = (x.shape[-2], x.shape[-1])
+            if x.ndim < 4:  # heads are concatenated: these are features
+                return
+        rows, columns = sizes
         first = name in _FIRST
         for part in (*tensors((out,)),)[: 1 if first else None]:
             lost = Lost(operation=name, frame=tag.frame, rows=rows, columns=part.shape[-1] if first else columns)
