@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel import apply, find_sites, watch
-from qkeel.errors import QkeelWarning, RefusedError
+from qkeel.errors import RefusedError
 from qkeel.records import RunDirectory
 from qkeel.report.watch.watch_findings import findings
 from qkeel.report.watch.watched_run import read_watched
@@ -117,7 +117,7 @@ def test_the_softmax_of_the_largest_scores_is_missed() -> None:
             top = (q @ k.mT).topk(3, -1)
             return torch.zeros(2, H, T, T).scatter(-1, top.indices, top.values.softmax(-1)).sum(1) @ x
 
-    with pytest.raises(RefusedError, match="Seen but not understood: the model itself: .* a choice of the largest"):
+    with pytest.raises(RefusedError, match=r"Seen but not understood: the model itself: .* a choice of the largest"):
         find_sites(Sparse(lambda _, z: z), x())
 
 
@@ -161,7 +161,8 @@ def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial() -> Non
 def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(tmp_path: Path) -> None:
     m = model()
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
-    with pytest.warns(QkeelWarning) as said, watch(m, optimizer, sinks=tmp_path / "run") as monitor:
+    with warnings.catch_warnings(record=True) as said, watch(m, optimizer, sinks=tmp_path / "run") as monitor:
+        warnings.simplefilter("always")
         for _ in range(3):
             m(x()).sum().backward()
             optimizer.step()

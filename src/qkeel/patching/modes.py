@@ -58,13 +58,13 @@ class RecordingMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, note: Callable[[Function, Args, Kwargs, Any], None]) -> None:
+    def __init__(self, note: Callable[[Function, Args, Kwargs, object], None]) -> None:
         super().__init__()
         self._note = note
 
     def __torch_dispatch__(
-        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)

@@ -3,7 +3,7 @@ Each is torch's own, under the name that says what it does."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -47,7 +47,7 @@ def argument_names(operator: Operator) -> list[str]:
     return [argument.name for argument in operator.default._schema.arguments]
 
 
-def written_arguments(operator: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
     """The arguments that an operator writes into, as add_ does; none of anything that is no operator."""
     if not isinstance(operator, torch._ops.OpOverload):
         return []

@@ -35,7 +35,7 @@ class Sites(list[AttentionSite]):
 
     @property
     def share(self) -> str:
-        """How many of those that were seen are understood, in words.
+        """Returns in words how many of those that were seen are understood.
 
         >>> Sites([], [Missed(module="attn", operation="relu", reason="…")]).share
         '0 of 1 attentions'
@@ -44,7 +44,7 @@ class Sites(list[AttentionSite]):
 
 
 def share(known: int, missed: int) -> str:
-    """How many attentions of a model are understood, in words.
+    """Returns in words how many attentions of a model are understood.
 
     >>> share(4, 2), share(4, 0)
     ('4 of 6 attentions', '4 attentions')

@@ -187,7 +187,7 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
 
 
 def unseen(model: nn.Module, watcher: Interceptor) -> str:
-    """The message that no attention was seen: what was tried, why there is nothing, and the way out where there is one."""
+    """The message that no attention was seen: what was tried, why nothing was found, and a way out if there is one."""
     looked = (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
         "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
@@ -197,11 +197,15 @@ def unseen(model: nn.Module, watcher: Interceptor) -> str:
     if watcher.missed:
         found = "; ".join(map(str, dict.fromkeys(watcher.missed)))
         return (
-            f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries and "
-            f"keys, {_BY_HAND}"
+            f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries "
+            f"and keys, {_BY_HAND}"
         )
     if watcher.handwritten.multiplied:
-        ends = f" (they were followed to {', '.join(watcher.handwritten.lost.ends)})" if watcher.handwritten.lost.ends else ""
+        ends = (
+            f" (they were followed to {', '.join(watcher.handwritten.lost.ends)})"
+            if watcher.handwritten.lost.ends
+            else ""
+        )
         return (
             f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "
             "linear attention, state-space models and attention through another function of the scores have no softmax "
@@ -216,7 +220,9 @@ def unseen(model: nn.Module, watcher: Interceptor) -> str:
 
 _BY_HAND = """describe it by hand, as in
     from qkeel.sites import Reading, describe
-    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), key=Reading(module="k_proj"), heads=8)"""
+    site = describe(
+        model, "name.of.its.module", query=Reading(module="q_proj"), key=Reading(module="k_proj"), heads=8
+    )"""
 
 
 def copied(value: Any) -> Any:

@@ -227,9 +227,9 @@ class AttentionSite:
     """One attention of a model.
 
     `terms` is empty where the weights are unknown; `why` then says why. `unverified` says why an experiment did not
-    confirm that these weights, and no others, make the logits of these heads. `normed`: a norm stands between the weights
-    and the logit, one that is part of the model, not of the spec. `below`: only an Interceptor with dispatch=True sees
-    it. `description` is there for a site that was described by hand.
+    confirm that these weights, and no others, make the logits of these heads. `normed`: a norm stands between the
+    weights and the logit, one that is part of the model, not of the spec. `below`: only an Interceptor with
+    dispatch=True sees it. `description` is there for a site that was described by hand.
     """
 
     name: str

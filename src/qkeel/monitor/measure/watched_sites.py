@@ -63,7 +63,7 @@ class WatchedSites:
         return failed
 
     def report(self, seen: bool) -> None:
-        """After a pass that saw attention or not: warns once of sites whose weights are unknown, and once if it saw none.
+        """After a pass that saw attention or not: warns once of sites whose weights are unknown, once if it saw none.
 
         Raises: QkeelError if no attention was seen, in this pass or an earlier one, and no site was found.
         """

@@ -1,9 +1,9 @@
 """Hand-written attention, followed from q kᵀ to its softmax.
 
 The product of two activations gets a tag; operations that scale, mask, cap, cast or rearrange scores pass it on, any
-other one ends it. What such a one made is followed as lost, and a softmax of that is an attention that is missed. The softmax that receives a tagged
-tensor is an attention; its output is tagged as weights, so that the product with the values is no score. A softmax that
-is written out, as exponentials over their sum, is treated alike.
+other one ends it. What such a one made is followed as lost, and a softmax of that is an attention that is missed. The
+softmax that receives a tagged tensor is an attention; its output is tagged as weights, so that the product with the
+values is no score. A softmax that is written out, as exponentials over their sum, is treated alike.
 
 Statistics come from what the softmax received and from the masks met on the path, never from q·k·scale computed again:
 a scale or a bias may be anywhere.

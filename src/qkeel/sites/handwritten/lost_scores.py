@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.modes import Args
 from qkeel.sites.handwritten.tags import Lost, Scores, Tags, Weights
 from qkeel.sites.missed import Missed
 from qkeel.sites.see.running_modules import Frame, tensors

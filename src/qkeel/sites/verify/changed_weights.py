@@ -85,4 +85,3 @@ class ChangedWeights:
         noise = torch.randn(*index.shape, rows.shape[1], generator=generator) * rows.shape[1] ** -0.5
         self._base[s.parameter] = self._base[s.parameter].clone()
         s.rows_of(self._base[s.parameter])[index] = noise.to(rows)
-

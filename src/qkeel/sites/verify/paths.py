@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -60,7 +60,7 @@ class Path:
         self.changed = known | {*given}
 
     def _activations(self, operation: Operation) -> frozenset[int]:
-        """What an operator multiplies a first weight by."""
+        """The memory of what an operator multiplies a first weight by."""
         return frozenset() if self._made.isdisjoint(operation.reads) else operation.reads - self._known
 
     def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from qkeel.patching.private_operators import written_arguments
 from qkeel.sites.see.running_modules import tensors
 
 # Where a tensor lies: its memory, offset, sizes, strides and number format. Two tensors at one place are the same.
-Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+Place = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 
 # Their output depends on the form of what they are given, not on its numbers.
 _FORM_ALONE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -47,7 +46,7 @@ class Operation:
     function: Function
     args: Args
     kwargs: Kwargs
-    out: Any
+    out: object
     changed: tuple[Tensor, ...]
     reads: frozenset[int]
     writes: frozenset[int]
@@ -65,8 +64,8 @@ class Record(RecordingMode):
         super().__init__(self._keep)
         self.operations: list[Operation] = []
 
-    def _keep(self, function: Function, args: Args, kwargs: Kwargs, out: Any) -> None:
-        changed = tuple(tensors(written_arguments(function, args, dict(kwargs))))
+    def _keep(self, function: Function, args: Args, kwargs: Kwargs, out: object) -> None:
+        changed = tuple(tensors(written_arguments(function, args, kwargs)))
         name = function_name(function)
         form_alone = name in _FORM_ALONE or name.startswith("new_")
         self.operations.append(

@@ -62,8 +62,8 @@ class _Now:
         """From now on, what lies in this tensor's memory is a copy of it."""
         self._contents[memory(x)] = self._contents.get(memory(x), x.untyped_storage()).clone()
 
-    def put(self, before: Any, after: Any) -> None:
-        """Where one tensor was, another is now; the same for each of several."""
+    def put(self, before: object, after: object) -> None:
+        """Puts one tensor where another was, or each of several."""
         for old, new in zip(tensors((before,)), tensors((after,)), strict=True):
             self._values[place(old)] = new
 

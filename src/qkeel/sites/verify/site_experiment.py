@@ -53,7 +53,7 @@ def verified(model: nn.Module, sites: Sequence[AttentionSite], args: Args, kwarg
 
 
 def _recorded(model: nn.Module, args: Args, kwargs: Kwargs) -> _Pass:
-    """What runs in one pass without a graph."""
+    """Runs one pass without a graph and keeps its operators."""
     record, begun = Record(), dict[int, int]()
     found: dict[str, list[RecordedCall]] = {}
 
@@ -97,7 +97,7 @@ class _Experiment:
         return dataclasses.replace(self._site, unverified=why) if why else self._site
 
     def _doubts(self) -> Iterator[str]:
-        """What speaks against the weights that are known, the simplest first."""
+        """The reasons not to trust the weights that are known, the simplest first."""
         site, calls = self._site, self._pass.calls.get(self._site.name, [])
         if not calls:
             yield "a second pass did not show it again"
@@ -114,7 +114,7 @@ class _Experiment:
         path = Path(self._pass.record, self._pass.dynamic, site, self._weights.parameters, self._logits, calls)
         narrow = Repetition(path.own, set(map(memory, self._weights.parameters.values())))
         again = self._logits(narrow({}))
-        if any(self._moved(self._seen, again)):
+        if any(self._heads_that_change(self._seen, again)):
             yield "the operators between its weights and its logits gave other logits when they were repeated"
             return
         yield from self._heads(narrow)
@@ -127,8 +127,10 @@ class _Experiment:
         for side, slices in (("query", self._site.query), ("key", self._site.key)):
             for chosen, expected in _patterns(slices, side, self._site):
                 after = narrow(self._weights.rotated(chosen))
-                moved = self._moved(base, self._logits(after))
-                if moved != expected and not (sum(moved) == 0 and len(slices) > 1 and self._idle(narrow, chosen, now, after)):
+                moved = self._heads_that_change(base, self._logits(after))
+                if moved != expected and not (
+                    sum(moved) == 0 and len(slices) > 1 and self._idle(narrow, chosen, now, after)
+                ):
                     yield _words(chosen, moved, expected)
                     return
 
@@ -141,10 +143,10 @@ class _Experiment:
     def _rest(self, wide: Repetition, path: Path) -> Iterator[str]:
         """A part of the logits that comes from weights that are not known."""
         site, w = self._site, self._weights
-        one, other = path.inputs()
+        inputs = path.inputs()
 
         def at(weights: Mapping[Place, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            first, second = (self._logits(wide(weights, x)) for x in (one, other))
+            first, second = (self._logits(wide(weights, x)) for x in inputs)
             return first, second
 
         scale = [float(difference(a, b).max()) for a, b in zip(*at(w.base()))]
@@ -158,8 +160,8 @@ class _Experiment:
             return  # what a norm adds to zero is no weight's
         for side, slices, dim in (("query", site.query, 2), ("key", site.key, 3)):
             # A constant in the place of a query makes one number per key, which is no product.
-            found = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in at(w.zeroed(slices)))
-            if self._varies(*found, scale):
+            one, other = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in at(w.zeroed(slices)))
+            if self._varies(one, other, scale):
                 yield (
                     f"with the {side} rows that are known at zero its logits still change from {side} to {side} with "
                     "its input: a part of them comes from other weights"
@@ -170,20 +172,18 @@ class _Experiment:
         return any(float(difference(x, y).max()) > max(1e-3 * s, noise) for x, y, s in zip(a, b, scale))
 
     def _rounding(self) -> float:
-        """What rounding may change of a logit."""
+        """The most that rounding may change of a logit."""
         least = min(self._weights.parameters.values(), key=lambda p: torch.finfo(p.dtype).bits).dtype
         steps = 4 if torch.finfo(least).bits < 32 else 64
         return steps * torch.finfo(least).eps * max(float(z.abs().nan_to_num(0.0).max()) for z in self._seen)
 
-    def _moved(self, before: list[Tensor], after: list[Tensor]) -> list[bool]:
+    def _heads_that_change(self, before: list[Tensor], after: list[Tensor]) -> list[bool]:
         """Of each head, whether its logits changed by more than rounding."""
         change = torch.stack([difference(a, b).amax((0, 2, 3)) for a, b in zip(before, after)]).amax(0)
         return (change > self._rounding()).tolist()
 
 
-def _patterns(
-    slices: Sequence[HeadSlice], side: str, site: AttentionSite
-) -> Iterator[tuple[list[Chosen], list[bool]]]:
+def _patterns(slices: Sequence[HeadSlice], side: str, site: AttentionSite) -> Iterator[tuple[list[Chosen], list[bool]]]:
     """Rows to change and the heads whose logits must move then: for each bit of a head's number those that have it
     and those that do not, so that no two heads are always changed together; and each weight as a whole."""
     per_head = [s for s in slices if s.n > 1]
@@ -214,5 +214,3 @@ def _words(chosen: Sequence[Chosen], moved: Sequence[bool], expected: Sequence[b
 def _heads(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:6])) + (", …" if len(numbers) > 6 else "")
     return f"{'heads' if len(numbers) > 1 else 'head'} {shown}" if numbers else "no head"
-
-

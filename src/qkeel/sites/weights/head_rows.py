@@ -105,7 +105,9 @@ def _within(found: Walk, frame: Frame, model: nn.Module) -> Walk:
     """The same without projections of other modules above those that were found: behind a key that another layer made
     lies all that came before that layer."""
     nearest = [
-        dataclasses.replace(p, above=tuple(a for a in p.above if _in_one_module(p.parameter, a.parameter, frame, model)))
+        dataclasses.replace(
+            p, above=tuple(a for a in p.above if _in_one_module(p.parameter, a.parameter, frame, model))
+        )
         for p in found.nearest
     ]
     return dataclasses.replace(found, nearest=tuple(nearest))
