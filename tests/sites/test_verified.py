@@ -142,7 +142,7 @@ def test_a_weight_that_is_computed_from_another_is_followed() -> None:
 DOUBTFUL: dict[str, tuple[Any, str]] = {
     "a second product": (two, "a part of them comes from other weights"),
     "a learned table of relative positions": (with_table, "with the key rows that are known at zero"),
-    "talking heads": (talking, r"known for the logits of heads 0, 2 changed the logits of heads 0, 1, 2, 3"),
+    "talking heads": (talking, r"known for the logits of heads 0, 1, 2 changed the logits of heads 0, 1, 2, 3"),
 }
 
 

@@ -8,6 +8,8 @@ same weights (later layers, other calls of the module) stays as it was.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import final
@@ -123,7 +125,7 @@ class _Experiment:
     def _heads(self, narrow: Repetition) -> Iterator[str]:
         """Rows that move the logits of other heads than theirs, or none."""
         now = narrow(self._weights.base())
-        base = self._logits(now)
+        self._base = base = self._logits(now)
         for side, slices in (("query", self._site.query), ("key", self._site.key)):
             for chosen, expected in _patterns(slices, side, self._site):
                 after = narrow(self._weights.rotated(chosen))
@@ -143,29 +145,27 @@ class _Experiment:
     def _rest(self, wide: Repetition, path: Path) -> Iterator[str]:
         """A part of the logits that comes from weights that are not known."""
         site, w = self._site, self._weights
-        inputs = path.inputs()
-
-        def at(weights: Mapping[Place, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            first, second = (self._logits(wide(weights, x)) for x in inputs)
-            return first, second
-
-        scale = [float(difference(a, b).max()) for a, b in zip(*at(w.base()))]
-        both = at(w.zeroed([*site.query, *site.key]))
-        if self._varies(*both, scale):
-            yield (
-                "with all the rows that are known at zero its logits still change with its input: a part of them "
-                "comes from other weights"
+        one, other = path.inputs()
+        scale = [float(difference(a, b).max()) for a, b in zip(self._base, self._logits(wide(w.base(), other)))]
+        both = ("", "with all the rows that are known at zero its logits still change", site.query + site.key, None)
+        query, key = (
+            (
+                f" from {side} to {side}",
+                f"with the {side} rows that are known at zero its logits still change",
+                own,
+                dim,
             )
-        if site.normed:
-            return  # what a norm adds to zero is no weight's
-        for side, slices, dim in (("query", site.query, 2), ("key", site.key, 3)):
-            # A constant in the place of a query makes one number per key, which is no product.
-            one, other = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in at(w.zeroed(slices)))
-            if self._varies(one, other, scale):
-                yield (
-                    f"with the {side} rows that are known at zero its logits still change from {side} to {side} with "
-                    "its input: a part of them comes from other weights"
-                )
+            for side, own, dim in (("query", site.query, 2), ("key", site.key, 3))
+        )
+        # What a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing.
+        for where, words, slices, dim in (both,) if site.normed else (query, key):
+            zero = w.zeroed(slices)
+            found = self._logits(wide(zero, one)), self._logits(wide(zero, other))
+            if dim is not None:
+                # A constant in the place of a query makes one number per key, which is no product.
+                found = tuple([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in found)
+            if self._varies(*found, scale):
+                yield f"{words}{where} with its input: a part of them comes from other weights"
 
     def _varies(self, a: list[Tensor], b: list[Tensor], scale: list[float]) -> bool:
         noise = 4 * self._rounding()
@@ -184,14 +184,19 @@ class _Experiment:
 
 
 def _patterns(slices: Sequence[HeadSlice], side: str, site: AttentionSite) -> Iterator[tuple[list[Chosen], list[bool]]]:
-    """Rows to change and the heads whose logits must move then: for each bit of a head's number those that have it
-    and those that do not, so that no two heads are always changed together; and each weight as a whole."""
+    """Rows to change and the heads whose logits must move then, and each weight as a whole.
+
+    Each head is in half of the changes, no two in the same half: whichever heads a row makes besides its own, some
+    change of that row is without a change of theirs.
+    """
     per_head = [s for s in slices if s.n > 1]
     for n in sorted({s.n for s in per_head}):
         own = [s for s in per_head if s.n == n]
-        for bit in range((n - 1).bit_length()):
-            for wanted in (0, 1):
-                heads = [h for h in range(n) if (h >> bit) & 1 == wanted]
+        changes = next(m for m in itertools.count(2) if math.comb(m, m // 2) >= n)
+        codes = list(itertools.islice(itertools.combinations(range(changes), changes // 2), n))
+        for change in range(changes):
+            heads = [h for h in range(n) if change in codes[h]]
+            if heads:
                 yield [(s, heads) for s in own], _expected(site, n, set(heads))
     alone = [s for s in slices if s.n == 1 or len(slices) > 1]
     for s in alone:
