@@ -147,5 +147,5 @@ def test_an_example_of_the_wrong_type_gets_one_error() -> None:
     with pytest.raises(InvalidValueError, match=r"forward pass of Plain on the example failed.*its forward takes \(x"):
         find_sites(Plain(), "a text")
     for example in (3, "a text"):
-        with pytest.raises(InvalidTypeError, match="expected the example as a tensor, a tuple .* got "):
+        with pytest.raises(InvalidTypeError, match=r"expected the example as a tensor, a tuple .* got "):
             apply("softcap:cap=3", Plain(), example=example)

@@ -13,7 +13,7 @@ from qkeel.patching.private_operators import written_arguments
 from qkeel.sites.see.running_modules import tensors
 
 # Where a tensor lies: its memory, offset, sizes, strides and number format. Two tensors at one place are the same.
-Place = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
+Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 # Their output depends on the form of what they are given, not on its numbers.
 _FORM_ALONE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -23,7 +23,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "c
 def place(x: Tensor) -> Place:
     """The place of a tensor; of one without memory of its own (a subclass), that of the object."""
     try:
-        return memory(x), x.storage_offset(), x.shape, x.stride(), x.dtype
+        return memory(x), int(x.storage_offset()), x.shape, x.stride(), x.dtype
     except (RuntimeError, NotImplementedError):
         return id(x), 0, x.shape, (), x.dtype
 

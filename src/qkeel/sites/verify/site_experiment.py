@@ -26,7 +26,7 @@ from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.verify.changed_weights import ChangedWeights, Chosen
 from qkeel.sites.verify.paths import Path, RecordedCall, dynamic_memory
-from qkeel.sites.verify.recorded_operators import Place, Record, memory
+from qkeel.sites.verify.recorded_operators import Record, memory
 from qkeel.sites.verify.repeated_logits import RepeatedLogits, difference
 from qkeel.sites.verify.repeated_operators import Lookup, Repetition
 
@@ -160,11 +160,11 @@ class _Experiment:
         # What a norm adds to zero is no weight's: behind one, only all of them at zero leave nothing.
         for where, words, slices, dim in (both,) if site.normed else (query, key):
             zero = w.zeroed(slices)
-            found = self._logits(wide(zero, one)), self._logits(wide(zero, other))
+            before, after = self._logits(wide(zero, one)), self._logits(wide(zero, other))
             if dim is not None:
                 # A constant in the place of a query makes one number per key, which is no product.
-                found = tuple([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in found)
-            if self._varies(*found, scale):
+                before, after = ([z - z.nanmean(dim, keepdim=True) for z in parts] for parts in (before, after))
+            if self._varies(before, after, scale):
                 yield f"{words}{where} with its input: a part of them comes from other weights"
 
     def _varies(self, a: list[Tensor], b: list[Tensor], scale: list[float]) -> bool:
