@@ -104,7 +104,9 @@ def test_own_modules_and_foreign_ones_are_found_in_one_model() -> None:
 
 
 class Counting(Plain):
-    """A buffer, a list and an attribute that each pass changes, and noise; `path` is chosen by the numbers of x."""
+    """A buffer, a list and an attribute that each pass changes, noise, and a way that the numbers of x choose."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,6 +85,10 @@ def in_pieces(parts: Parts, q: Tensor, k: Tensor) -> Tensor:
     return z.div_(3)
 
 
+def of_itself(parts: Parts, q: Tensor, k: Tensor) -> Tensor:
+    return q @ q.mT
+
+
 def x() -> Tensor:
     return torch.randn(2, 6, M, generator=torch.Generator().manual_seed(1))
 
@@ -103,6 +107,7 @@ CONFIRMED: dict[str, Callable[[], nn.Module]] = {
     "a norm over all heads": lambda: Parts(flat_norm),
     "a bias and a mask": lambda: Parts(biased),
     "written in place": lambda: Parts(in_pieces),
+    "queries that are the keys": lambda: Parts(of_itself),
     "nn.MultiheadAttention": lambda: nn.TransformerEncoderLayer(M, H, batch_first=True),
     "half precision": lambda: nn.TransformerEncoderLayer(M, H, batch_first=True, dtype=torch.bfloat16),
 }

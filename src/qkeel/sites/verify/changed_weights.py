@@ -25,6 +25,7 @@ class ChangedWeights:
         names = dict.fromkeys(name for s in slices for name in (s.parameter, s.bias) if name is not None)
         self.parameters = {name: model.get_parameter(name) for name in names}
         self._base = {name: p.detach() for name, p in self.parameters.items()}
+        self._slices = slices
         for s in slices:
             self._fill(s)
         self._copies: dict[str, Tensor] = {}
@@ -37,14 +38,20 @@ class ChangedWeights:
     def rotated(self, chosen: Iterable[Chosen]) -> dict[Place, Tensor]:
         """Each row of the chosen heads is in the place of the next of its head; one row alone has the other sign.
 
-        A norm over the head, or over all heads together, is what it was: no other head changes by it. What is returned
+        A norm over the head, or over all heads together, is what it was: no other head changes by it. Rows that make
+        queries and keys alike are stretched instead, since no rotation of both changes their product. What is returned
         holds until the next change.
         """
         return self._with(
-            (rows, index, rows[index.roll(1, dims=1)] if index.shape[1] > 1 else -rows[index])
-            for s, heads in chosen
-            for rows, index in self._rows(s, heads)
+            (rows, index, self._other(s, rows[index])) for s, heads in chosen for rows, index in self._rows(s, heads)
         )
+
+    def _other(self, s: HeadSlice, rows: Tensor) -> Tensor:
+        """Other numbers in the place of rows [heads r …]."""
+        if sum(s.parameter == other.parameter and s.same(other) for other in self._slices) > 1:
+            factors = 0.5 + torch.arange(rows.shape[1], dtype=rows.dtype, device=rows.device) % 2
+            return rows * factors.view(-1, *[1] * (rows.ndim - 2))
+        return rows.roll(1, dims=1) if rows.shape[1] > 1 else -rows
 
     def zeroed(self, slices: Iterable[HeadSlice]) -> dict[Place, Tensor]:
         """All these rows and their biases are zero, until the next change."""
