@@ -218,11 +218,12 @@ def unseen(model: nn.Module, watcher: Interceptor) -> str:
     )
 
 
-_BY_HAND = """describe it by hand, as in
-    from qkeel.sites import Reading, describe
-    site = describe(
-        model, "name.of.its.module", query=Reading(module="q_proj"), key=Reading(module="k_proj"), heads=8
-    )"""
+_BY_HAND = (
+    "describe it by hand, as in\n"
+    "    from qkeel.sites import Reading, describe\n"
+    '    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), '
+    'key=Reading(module="k_proj"), heads=8)'
+)
 
 
 def copied(value: Any) -> Any:
