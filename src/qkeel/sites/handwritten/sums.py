@@ -44,6 +44,7 @@ def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor,
         if not other.lost or (id(p.operands[0]), id(p.operands[1])) not in known:
             parts.append(_part(p, ratio, out))
     plain = Scores(parts=tuple(parts), lost=tuple(lost), frame=_nearest(one, other, frame), scale=one.scale)
+    plain = dataclasses.replace(plain, below=one.below or other.below)
     for tag in (one, other):
         if tag.hidden is not None:
             plain = plain.also_hidden(tag.hidden, out)
@@ -96,6 +97,7 @@ def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Te
         hidden=tag.hidden if same else None,
         scale=tag.scale,
         keys=tag.keys,
+        below=tag.below,
     )
 
 
