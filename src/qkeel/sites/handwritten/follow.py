@@ -218,7 +218,7 @@ class Handwritten:
                 more[index] = True
             self.tags.put(x, tag.also_hidden(more, x))
         elif isinstance(written := self.tags.get(value), Scores):
-            self.lost.begin("setitem", written.frame, written, value, x)
+            self.lost.begin("setitem", written.frame, written, x, x)
 
     def _softmax(self, frame: Frame, tag: Scores, args: Args, kwargs: Kwargs) -> None:
         x = args[0] if args else kwargs["input"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from qkeel.patching.modes import Args
+from qkeel.sites.handwritten.products import Product
 from qkeel.sites.handwritten.tags import Lost, Scores, Tags, Weights
 from qkeel.sites.missed import Missed
 from qkeel.sites.see.running_modules import Frame, tensors
@@ -38,9 +39,11 @@ class LostScores:
     def begin(self, name: str, frame: Frame, tag: Scores, x: Tensor, out: object) -> None:
         """`name(…)` of tagged scores x made `out`, which are no scores any more."""
         self.ends[name] = None
-        if all(part.sides is None for part in tag.parts) and x.ndim < 4:
+        if x.ndim < 4 and not any(_are_apart(part) for part in tag.parts):
             return  # heads are concatenated: these are features
         rows, columns = x.shape[-2:]
+        if isinstance(out, Tensor) and out.shape[:-1] == x.shape[:-1]:
+            columns = max(columns, out.shape[-1])  # some were chosen and written into a row of all
         first = name in _FIRST
         for part in (*tensors((out,)),)[: 1 if first else None]:
             lost = Lost(operation=name, frame=tag.frame, rows=rows, columns=part.shape[-1] if first else columns)
@@ -79,6 +82,14 @@ class LostScores:
             self._tags.put(out, tag)
         else:
             self._tags.drop(out)
+
+
+def _are_apart(part: Product) -> bool:
+    """True if there is a dimension of queries and one of keys: along each, one factor changes and the other does not."""
+    if part.sides is None or (index := part.sides[0].index) is None:
+        return False
+    changes = [tuple(side.varies(dim) for side in part.sides) for dim in range(index.ndim)]
+    return {(True, False), (False, True)} <= {*changes}
 
 
 def _is_weight(x: Tensor) -> bool:
