@@ -40,6 +40,7 @@ class Odd(nn.Module):
         self.q, self.k, self.v = (nn.Linear(M, M) for _ in "qkv")
         self.between = between
         self.linear, self.conv, self.weight = nn.Linear(H, H), nn.Conv2d(H, H, 1), nn.Parameter(torch.randn(H, H))
+        self.keys = nn.Linear(T, T)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
@@ -70,18 +71,8 @@ def pieces(odd: Odd, z: Tensor) -> Tensor:
 
 
 WAYS: dict[str, tuple[Between, str, str]] = {
-    "linear over heads": (
-        lambda odd, z: odd.linear(z.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
-        "linear",
-        "a linear map over heads",
-    ),
-    "convolution over heads": (lambda odd, z: odd.conv(z), "conv2d", "a convolution over heads"),
-    "two convolutions": (lambda odd, z: odd.conv(F.gelu(odd.conv(z))), "conv2d", "a convolution over heads"),
-    "einsum over heads": (
-        lambda odd, z: torch.einsum("bhts,hg->bgts", z, odd.weight),
-        "einsum",
-        "an einsum with a weight, as over heads",
-    ),
+    "two convolutions": (lambda odd, z: odd.conv(F.gelu(odd.conv(z))), "gelu", "gelu"),
+    "linear over keys": (lambda odd, z: odd.keys(z), "linear", "a linear map"),
     "relu": (lambda odd, z: F.relu(z), "relu", "relu"),
     "batch norm": (lambda odd, z: F.batch_norm(z, None, None, training=True), "batch_norm", "batch_norm"),
     "power": (lambda odd, z: z.pow(2) * z.sign(), "pow", "pow"),
@@ -108,6 +99,29 @@ def test_what_was_seen_and_not_understood_is_listed(name: str) -> None:
     assert (missed.module, missed.operation) == ("odd", operation)
     assert missed.reason == f"its scores are followed no further than {words}"
     assert sites.share == "1 of 2 attentions"
+
+
+MIXTURES: dict[str, Between] = {
+    "linear": lambda odd, z: odd.linear(z.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+    "conv2d": lambda odd, z: z + odd.conv(z),
+    "einsum": lambda odd, z: torch.einsum("bhts,hg->bgts", z, odd.weight),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_heads_that_a_weight_mixes_are_watched_and_have_no_weights_of_their_own(name: str) -> None:
+    m = Model(MIXTURES[name])
+    sites = find_sites(m, x())
+    assert ([site.name for site in sites], sites.missed, sites.share) == (["odd", "plain"], (), "2 attentions")
+    why = f"its heads are mixed by a weight ({name}) before the softmax"
+    assert (sites[0].terms, sites[0].why, sites[0].verified) == ((), why, False)
+    taken: list[Tensor] = []
+    m.odd.between = lambda odd, z: taken.append(MIXTURES[name](odd, z)) or taken[-1]
+    with torch.no_grad(), Tap(m) as tap:
+        m(x())
+        stats = tap.read()["odd"]
+    torch.testing.assert_close(stats.max_logit, taken[-1].amax((0, 2, 3)))
+    torch.testing.assert_close(stats.entropy, -torch.special.xlogy(p := taken[-1].softmax(-1), p).sum(-1).mean((0, 2)))
 
 
 def test_the_softmax_of_the_largest_scores_is_missed() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from qkeel.patching.modes import Args
-from qkeel.sites.handwritten.products import Product
+from qkeel.sites.handwritten.products import apart
 from qkeel.sites.handwritten.tags import Lost, Scores, Tags, Weights
 from qkeel.sites.missed import Missed
 from qkeel.sites.see.running_modules import Frame, tensors
@@ -17,10 +17,10 @@ _FIRST = ("topk", "sort", "kthvalue")  # the numbers come first, then where they
 
 # What people do to scores before the softmax, in words.
 _WORDS: Mapping[str, str] = {
-    "linear": "a linear map over heads",
-    "conv2d": "a convolution over heads",
-    "einsum": "an einsum with a weight, as over heads",
-    "matmul": "a product with a weight, as over heads",
+    "linear": "a linear map",
+    "conv2d": "a convolution",
+    "einsum": "an einsum with a weight",
+    "matmul": "a product with a weight",
     "topk": "a choice of the largest",
     "scatter": "a choice of some, written into a new tensor",
     "sub of a number per row": "the subtraction of a number per row, as in a softmax over blocks of keys",
@@ -39,7 +39,7 @@ class LostScores:
     def begin(self, name: str, frame: Frame, tag: Scores, x: Tensor, out: object) -> None:
         """`name(…)` of tagged scores x made `out`, which are no scores any more."""
         self.ends[name] = None
-        if x.ndim < 4 and not any(_are_apart(part) for part in tag.parts):
+        if x.ndim < 4 and not any(apart(part.sides) for part in tag.parts):
             return  # heads are concatenated: these are features
         rows, columns = x.shape[-2:]
         if isinstance(out, Tensor) and out.shape[:-1] == x.shape[:-1]:
@@ -82,14 +82,6 @@ class LostScores:
             self._tags.put(out, tag)
         else:
             self._tags.drop(out)
-
-
-def _are_apart(part: Product) -> bool:
-    """True if there is a dimension of queries and one of keys: along each, one factor changes and the other does not."""
-    if part.sides is None or (index := part.sides[0].index) is None:
-        return False
-    changes = [tuple(side.varies(dim) for side in part.sides) for dim in range(index.ndim)]
-    return {(True, False), (False, True)} <= {*changes}
 
 
 def _is_weight(x: Tensor) -> bool:

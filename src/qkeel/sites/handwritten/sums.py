@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.sites.handwritten.products import Operand, Product, is_weight, narrowed
+from qkeel.sites.handwritten.products import Operand, Product, apart, is_weight
 from qkeel.sites.handwritten.tags import Scores
 from qkeel.sites.see.running_modules import Frame
 from qkeel.sites.weights.autograd_walk import nodes_of
@@ -78,15 +78,15 @@ def factors_of(name: str, first: bool, kwargs: Kwargs) -> tuple[float, float]:
 def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | None:
     """The tag of scores whose heads a weight has mixed; None if `name` does something else.
 
-    Each head has vectors of its own on both sides. Along queries or keys one side changes, and along heads and
-    features in one dimension one side repeats itself: what a weight mixes there are no scores any more, but features.
+    Both factors of the product change along heads; along queries or keys one of them does, and what a weight mixes
+    there, or where heads are concatenated, are no scores any more, but features.
     """
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a is not x]
     if name not in MIXTURES or not others or out.ndim != x.ndim or not is_weight(others[0]):
         return None
     dim = _summed_dim(name, x, args)
     pairs = [p.sides for p in tag.parts]
-    if dim is None or any(s is None or not all(_all_differ(side, dim) for side in s) for s in pairs):
+    if dim is None or not all(_are_heads(sides, dim) for sides in pairs):
         return None
     same = out.shape == x.shape
     parts = tag.parts if same else tuple(dataclasses.replace(p, left=None, right=None) for p in tag.parts)
@@ -101,14 +101,11 @@ def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Te
     )
 
 
-def _all_differ(side: Operand, dim: int) -> bool:
-    """True if no two scores along this dimension are made of the same vector."""
-    assert side.index is not None
-    if side.index.shape[dim] == 1:
-        return True
-    along = narrowed(side.index)
-    along = along.movedim(dim, 0).flatten(1)[:, 0]
-    return along.unique().numel() == side.index.shape[dim]
+def _are_heads(sides: tuple[Operand, Operand] | None, dim: int) -> bool:
+    """True if a dimension of scores is one of heads alone."""
+    if sides is None or sides[0].varies(dim) != sides[1].varies(dim):
+        return False
+    return apart(sides, dim) or all(side.all_differ(dim) for side in sides)
 
 
 def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
