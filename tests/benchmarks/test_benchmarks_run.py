@@ -20,6 +20,7 @@ NOT_RUN = {
     "measure": "the harness that all share",
     "gpu": "a test of its own, tests/kernels/triton_kernels/test_loading.py",
     "watch": "a test of its own, test_watch_runs.py",
+    "flex_maxima": "a kernel that gpu measures",
     "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }
 NEEDS_A_COMPILER = {"native", "attention", "decode", "modules"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkeel.cli.app import COMMANDS, main, make_app
+from qkeel.cli.app import commands, main, make_app
 from qkeel.cli.console import number, ranking, spent
 from qkeel.lab import RunConfig
 from qkeel.records import RunDirectory, RunStatus, read_json
@@ -38,7 +38,7 @@ def refused(arguments: list[str], capsys: Capture) -> str:
 
 
 def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
-    for command, (_, line) in COMMANDS.items():
+    for command, (_, line) in commands().items():
         own = make_app(command.split())
         for name in command.split():
             own = own[name]

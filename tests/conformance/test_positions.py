@@ -67,8 +67,8 @@ def test_every_form_position_and_method_attends_from_a_cache_as_the_oracle_does(
             cache, end = module.new_cache(), 0
             for part in PIECES:
                 rows, end = slice(end, end + part), end + part
-                new = (x[:, :, rows] for x in (q, k, v))
-                ours = module.attend_cached(cache, *new, causal=causal, mask=None, pos=None)
+                new = (q[:, :, rows], k[:, :, rows], v[:, :, rows])
+                ours = module.attend_self(cache, new, causal=causal, mask=None, pos=None)
                 args = q[:, :, rows], k[:, :, :end], v[:, :, :end]
                 truth = reference.attend(spec, *args, params=module.spec_params(), causal=causal).out
                 assert torch.allclose(ours, truth.transpose(1, 2).flatten(2), rtol=0, atol=1e-12), (position, method)

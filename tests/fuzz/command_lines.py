@@ -14,7 +14,7 @@ from tests.fuzz.hostile import numbers, texts
 from tests.fuzz.hunt import Hunt
 from tests.fuzz.places import scratch
 
-from qkeel.cli.app import COMMANDS, main
+from qkeel.cli.app import commands, main
 from qkeel.cli.flags import _ENTRIES
 from qkeel.errors import QkeelError
 from qkeel.remedies.apply import REMEDIES
@@ -64,13 +64,13 @@ def inputs() -> SearchStrategy[list[str]]:
     )
     words = st.lists(flag, max_size=4).map(lambda flags: [word for flag in flags for word in flag])
     slow = st.tuples(
-        st.sampled_from([c for c in COMMANDS if c not in _QUICK]), st.sampled_from(["--help", "--steps=x"])
+        st.sampled_from([c for c in commands() if c not in _QUICK]), st.sampled_from(["--help", "--steps=x"])
     )
     return st.one_of(
         st.builds(lambda command, rest: [command, *rest], st.sampled_from(_QUICK), words),
         st.builds(lambda rest: ["config", *rest], words),
         slow.map(lambda pair: [*pair[0].split(), pair[1]]),
-        st.builds(lambda first, rest: [first, *rest], texts().filter(lambda t: t not in COMMANDS), words),
+        st.builds(lambda first, rest: [first, *rest], texts().filter(lambda t: t not in commands()), words),
     )
 
 

@@ -59,10 +59,15 @@ def hunt(one: Hunt, cases: int, seed: int, *, limit: float | None = None, note: 
                     raise AssertionError("an error without a word") from error
                 refused += 1
 
-    logging.getLogger("qkeel").setLevel(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        each()
+    log = logging.getLogger("qkeel")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            each()
+    finally:
+        log.setLevel(before)
     return refused
 
 

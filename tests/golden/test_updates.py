@@ -28,8 +28,11 @@ def max_logits(w_q: Tensor, w_k: Tensor, x: Tensor) -> Tensor:
 
 def lalr_rates(q_norm: Tensor, k_norm: Tensor, q_start: Tensor, k_start: Tensor) -> tuple[Tensor, ...]:
     """The rates of W_Q [h] and W_K [g], each the other's partner in the one product of the logit."""
-    sizes = [len(q_norm), len(k_norm)]
-    rates = Rates([[((1,), sizes[0])], [((0,), sizes[0])]], sizes, torch.cat([q_start, k_start]))
+    h, g = sizes = len(q_norm), len(k_norm)
+    alone, used = tuple((i,) for i in range(h)), tuple(i * g // h for i in range(h))
+    users = tuple(tuple(i for i in range(h) if used[i] == j) for j in range(g))
+    uses = [[((1,), (used,), alone)], [((0,), (tuple(range(h)),), users)]]
+    rates = Rates(uses, sizes, torch.cat([q_start, k_start]))
     return rates(torch.cat([q_norm, k_norm])).split(sizes)
 
 

@@ -34,7 +34,7 @@ QUICK = "--no-compile --device cpu --eval-every 0 --eval-sequences 2 --probe-seq
 
 
 def recipe(name: str) -> RunConfig:
-    return configure(view("Flags")(), FOLDER / f"{name}.toml")[0]
+    return configure(view()(), FOLDER / f"{name}.toml")[0]
 
 
 def built(config: RunConfig, vocab_size: int = 256) -> Decoder:

@@ -89,6 +89,7 @@ OF_A_SINK = (
     "monitor.record.sample:Sample.overall",
     "monitor.record.sinks:",
     "records.files:",
+    "records.regular_files:",
     "records.heads_file:HeadRecorder",
     "records.rundir:",
 )

@@ -51,15 +51,19 @@ COMMANDS = {
         "Print the configuration that a recipe and flags make, as a TOML recipe.",
     ),
     "bench": ("qkeel.cli.bench:bench", "Time every attention kernel on this machine, side by side."),
-    "demo": ("qkeel.cli.study:demo", STUDIES["demo"][1]),
-    **{f"study {name}": (f"qkeel.cli.study:{name}", line) for name, (_, line) in STUDIES.items() if name != "demo"},
 }
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Returns COMMANDS and a command for each study: `qkeel demo`, `qkeel study NAME` for the others."""
+    studies = {"demo" if name == "demo" else f"study {name}": (name, line) for name, (_, line) in STUDIES.items()}
+    return COMMANDS | {command: (f"qkeel.cli.study:{name}", line) for command, (name, line) in studies.items()}
 
 
 def make_app(words: Sequence[str]) -> App:
     """Returns the program for a command line.
 
-    The commands that `words` name are described by their whole docstring, the others by their line of COMMANDS.
+    The commands that `words` name are described by their whole docstring, the others by their line of `commands`.
     """
     app = App(
         name="qkeel",
@@ -68,7 +72,7 @@ def make_app(words: Sequence[str]) -> App:
         suppress_keyboard_interrupt=False,
     )
     study = app.command(App(name="study", help="Many runs, one table and one report."))
-    for command, (place, line) in COMMANDS.items():
+    for command, (place, line) in commands().items():
         group, _, name = command.rpartition(" ")
         (study if group else app).command(place, name=name, help=None if name in words else line)
     return app
