@@ -84,7 +84,7 @@ class Monitor(Handle):
             lambda: about(self.model, self.sites, self.missed, optimizer, every),
         )
         self._arrivals = Arrivals(self._group, self._journal)
-        sites = self._sites = WatchedSites(self._tap.model, self._tap.sites, self._group)
+        sites = WatchedSites(self._tap.model, self._tap.sites, self._group)
         changes = None if probe is None else LogitChanges(self._tap, probe)
         numbers = StepNumbers(self._steps, sites, calls.tokens, changes, optimizer, on_fault=self._tap.fault)
         self._tap.visitor = numbers
@@ -109,7 +109,7 @@ class Monitor(Handle):
     @property
     def missed(self) -> tuple[Missed, ...]:
         """The attentions that were seen but not understood: they are not watched."""
-        return self._sites.missed
+        return self._tap.sites.missed
 
     @property
     def steps(self) -> int:

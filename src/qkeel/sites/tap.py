@@ -20,10 +20,10 @@ from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra
 from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.sites.calls.scores import cat_heads
+from qkeel.sites.missed import Sites
 from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
@@ -90,7 +90,7 @@ class Tap(Handle):
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
         self.visitor = Visitor()
-        self.sites: list[AttentionSite] = []  # those that are known: how to see them
+        self.sites = Sites()  # those that are known: how to see them
         self.foreign = True  # until a pass has shown that all attention is of own modules
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")

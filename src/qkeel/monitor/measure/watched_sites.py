@@ -11,7 +11,7 @@ from qkeel import dist
 from qkeel.errors import QkeelError, RefusedError, caution
 from qkeel.monitor.processes.group import ProcessGroup
 from qkeel.sites.find import find_sites
-from qkeel.sites.missed import Missed, Sites, share
+from qkeel.sites.missed import Sites, share
 from qkeel.sites.site import AttentionSite
 
 
@@ -20,15 +20,14 @@ class WatchedSites:
     """Finds the sites of a model by one more forward pass, and says why where it can't.
 
     `all` holds sites that were described by hand from the start, the others once they are found. `weighed` are those
-    whose weights can be read: none where the heads of the model are split over processes. `missed` were seen but not
-    understood.
+    whose weights can be read: none where the heads of the model are split over processes. `all.missed` were seen but
+    not understood.
     """
 
-    def __init__(self, model: nn.Module, described: list[AttentionSite], group: ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, described: Sites, group: ProcessGroup) -> None:
         """Takes `described`, which is extended in place."""
         self.model, self.all = model, described
         self.weighed: list[AttentionSite] = []
-        self.missed: tuple[Missed, ...] = ()
         self._silent = False  # it was said that a measured pass showed no attention
         self._group = group
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
@@ -44,9 +43,9 @@ class WatchedSites:
             found = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._error = error
-        self.missed = found.missed
-        if self.missed:
-            others = "; ".join(map(str, self.missed))
+        self.all.missed = found.missed
+        if found.missed:
+            others = "; ".join(map(str, found.missed))
             caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
         if dist.sharded(self.model) and found and not any(site.terms for site in found):
             caution(
