@@ -180,7 +180,7 @@ class _Clip:
         self.tap = Tap(
             target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, on_fault=_off
         )
-        self.tap.sites = list(target.sites)
+        self.tap.sites.extend(target.sites)
         self.kept: Tensor | None = None  # maxima of a step that a GradScaler skipped, else -inf
         self._copies: dict[int, tuple[str, ...]] = {}
         self._warned = False
