@@ -135,6 +135,16 @@ def test_the_softmax_of_the_largest_scores_is_missed() -> None:
         find_sites(Sparse(lambda _, z: z), x())
 
 
+def test_a_softmax_over_heads_is_missed() -> None:
+    class OverHeads(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
+            return (q @ k.mT).softmax(1).sum(1) @ x
+
+    with pytest.raises(RefusedError, match="its softmax runs over dimension 1 of 4, not over the last"):
+        find_sites(OverHeads(lambda _, z: z), x())
+
+
 def test_what_is_no_attention_is_not_missed() -> None:
     class Others(Odd):
         """Linear attention, a gate of products, a router, and a softmax over classes."""

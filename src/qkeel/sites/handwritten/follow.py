@@ -23,7 +23,7 @@ from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.handwritten.added_masks import MASKS, hidden_by_sum, is_low
 from qkeel.sites.handwritten.concatenation import CATS, joined
 from qkeel.sites.handwritten.lost_scores import LostScores, is_lost
-from qkeel.sites.handwritten.products import PRODUCTS, Product, product
+from qkeel.sites.handwritten.products import PRODUCTS, Product, along_keys, product
 from qkeel.sites.handwritten.rearranged import rearranged
 from qkeel.sites.handwritten.score_operators import ELEMENTWISE, READS, VIEWS
 from qkeel.sites.handwritten.seen_call import seen_call
@@ -224,7 +224,7 @@ class Handwritten:
         x = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
-        followed = any(part.sides is not None for part in tag.parts)
+        followed = any(along_keys(part.sides, dim) for part in tag.parts)
         if dim < x.ndim - 2 and not followed:
             where = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the one before"
             self.lost.miss(tag.frame.shared_with(frame), "softmax", where)

@@ -103,6 +103,13 @@ def apart(sides: tuple[Operand, Operand] | None, but: int | None = None) -> bool
     return {(True, False), (False, True)} <= changes
 
 
+def along_keys(sides: tuple[Operand, Operand] | None, dim: int) -> bool:
+    """True if a dimension may be one of keys: one factor changes along it and the other does not, or it is one key."""
+    if sides is None or (index := sides[0].index) is None:
+        return False
+    return index.shape[dim] == 1 or sides[0].varies(dim) != sides[1].varies(dim)
+
+
 def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | None:
     """The product, if it is one of two activations, or of an activation and a table."""
     if not isinstance(out, torch.Tensor) or out.ndim < 3:
