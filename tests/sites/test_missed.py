@@ -124,6 +124,21 @@ def test_heads_that_a_weight_mixes_are_watched_and_have_no_weights_of_their_own(
     torch.testing.assert_close(stats.entropy, -torch.special.xlogy(p := taken[-1].softmax(-1), p).sum(-1).mean((0, 2)))
 
 
+def test_heads_that_share_keys_are_mixed_too() -> None:
+    class Grouped(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = self.q(x).unflatten(-1, (2, 2, D)), self.k(x)[..., : 2 * D].unflatten(-1, (2, D))
+            z = torch.einsum("btghd,bsgd->bghts", q, k).flatten(1, 2)
+            return self.conv(z).softmax(-1).sum(1) @ x
+
+    (site,) = find_sites(Grouped(lambda _, z: z), x())
+    assert (site.n_heads, site.terms, site.why) == (
+        H,
+        (),
+        "its heads are mixed by a weight (conv2d) before the softmax",
+    )
+
+
 def test_the_softmax_of_the_largest_scores_is_missed() -> None:
     class Sparse(Odd):
         def forward(self, x: Tensor) -> Tensor:

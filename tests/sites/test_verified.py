@@ -194,6 +194,16 @@ def test_of_a_sum_of_products_every_term_is_needed_and_changed() -> None:
     assert "v.weight" not in changed
 
 
+def test_a_gate_that_scores_are_added_to_in_place_is_told() -> None:
+    class Gated(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.heads(x, self.q2).amax(-1, keepdim=True) * torch.arange(6.0)
+            z += self.heads(x, self.q) @ self.heads(x, self.k).mT
+            return (z.softmax(-1) @ self.heads(x, self.v)).transpose(1, 2).flatten(2)
+
+    assert "a part of them comes from other weights" in site_of(Gated(plain)).unverified
+
+
 def test_a_remedy_on_the_call_needs_no_weights() -> None:
     model = Parts(talking)
     with apply("softcap:cap=3", model, example=x()):
