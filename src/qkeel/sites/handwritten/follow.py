@@ -224,8 +224,7 @@ class Handwritten:
         x = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
-        followed = any(along_keys(part.sides, dim) for part in tag.parts)
-        if dim < x.ndim - 2 and not followed:
+        if dim < x.ndim - 2 and not any(along_keys(part.sides, dim) for part in tag.parts):
             where = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the one before"
             self.lost.miss(tag.frame.shared_with(frame), "softmax", where)
             return
