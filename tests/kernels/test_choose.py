@@ -90,7 +90,7 @@ def test_a_choice_is_logged_once_per_kind_of_call(
 ) -> None:
     monkeypatch.setenv("QKEEL_NATIVE", "0")  # every machine has the other kernels
     choosing._log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="qkeel"):
+    with caplog.at_level(logging.DEBUG, logger="qkeel"):
         for _ in range(3):
             attention(*[torch.randn(1, 2, 5, 8)] * 3, spec=AttentionSpec(), impl="auto")
         attention(*[torch.randn(1, 2, 1, 8)] * 3, spec=AttentionSpec())

@@ -419,7 +419,9 @@ def test_the_threshold_must_be_a_positive_number(threshold: float) -> None:
 def test_normed_sites_are_refused_with_the_reason(preset: str) -> None:
     options = {"train_length": 32} if preset in ("kna", "qna") else {}
     model = Attention(D_MODEL, 4, spec=qkeel.preset(preset, **options))
-    with pytest.raises(RefusedError, match="a norm on q or k undoes any scaling of its weights"):
+    with pytest.raises(
+        RefusedError, match="a norm between the weights of q or of k and the logit undoes their scaling"
+    ):
         qkeel.apply("qk_clip", model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -194,8 +194,8 @@ def test_normed_sites_are_refused_and_the_model_left_as_it_was() -> None:
 
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for remedy in ("qk_clip", "lalr"):
-        with pytest.raises(RefusedError, match=rf"{remedy} at model.layers.0.self_attn: a norm on q"):
+    for remedy, where in (("qk_clip", "between the weights of q"), ("lalr", "on q")):
+        with pytest.raises(RefusedError, match=rf"{remedy} at model.layers.0.self_attn: a norm {where}"):
             qkeel.apply(remedy, model, optimizer, example=batch())
     assert not optimizer._optimizer_step_post_hooks
     assert not model._forward_hooks

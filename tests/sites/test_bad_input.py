@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkeel import find_sites
+from qkeel import apply, find_sites
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
 from qkeel.nn import Attention
 
@@ -71,7 +73,7 @@ def test_after_an_example_that_fails_the_model_is_as_it_was() -> None:
 
 def test_a_model_without_attention_is_refused_with_what_was_tried() -> None:
     with pytest.raises(
-        RefusedError, match=r"saw no attention.*flex_attention.*there was no product of two activations"
+        RefusedError, match=r"saw no attention.*flex_attention.*there was no product of two activations.*by hand"
     ):
         find_sites(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2))
 
@@ -99,3 +101,53 @@ def test_own_modules_and_foreign_ones_are_found_in_one_model() -> None:
     assert sites["own"].terms[0].query[0].parameter == "own.q_proj.weight"
     assert sites["foreign"].terms[0].query[0].parameter == "foreign.qkv.weight"
     assert model.own.observers == []
+
+
+class Counting(Plain):
+    """A buffer, a list and an attribute that each pass changes, noise, and a way that the numbers of x choose."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.other = nn.Linear(16, 48)
+        self.seen: list[int] = []
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.mean.lerp_(x.mean((0, 1)), 0.1)
+        self.seen.append(len(x))
+        self.last = x + torch.randn_like(x)
+        if x.shape[-1] != 16:
+            raise ValueError("sixteen, please")
+        qkv = self.qkv if bool(x.sum() > 0) else self.other
+        first, second = (super(Counting, self).forward(y, scale) for y in (x, qkv(x)[..., :16]))
+        return first + second
+
+
+@pytest.mark.parametrize("width", [16, 5])
+def test_a_pass_that_fails_or_chooses_its_way_leaves_nothing_behind(width: int) -> None:
+    model = Counting()
+    before, stream = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    with ExitStack() as stack:
+        if width != 16:
+            stack.enter_context(
+                pytest.raises(InvalidValueError, match=r"on the example failed: \w+: .*its forward takes")
+            )
+        sites = find_sites(model, torch.ones(1, 3, width))
+        # Two calls of one module are two sites, each with the weights of its own call.
+        assert [(s.name, s.verified) for s in sites] == [("", True), ("#2", True)]
+        assert [s.query[0].parameter for s in sites] == ["qkv.weight", "qkv.weight"]
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert (model.seen, model.last) == ([], None)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_an_example_of_the_wrong_type_gets_one_error() -> None:
+    with pytest.raises(InvalidValueError, match=r"forward pass of Plain on the example failed.*its forward takes \(x"):
+        find_sites(Plain(), "a text")
+    for example in (3, "a text"):
+        with pytest.raises(InvalidTypeError, match=r"expected the example as a tensor, a tuple .* got "):
+            apply("softcap:cap=3", Plain(), example=example)

@@ -262,9 +262,12 @@ def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed() -> No
         stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, block_table=torch.zeros(1))
         x = q[None]
         stand_in.flash_attn_func(x, x, x, softcap=2.0, alibi_slopes=SLOPES)
-    assert list(watcher.unread) == [
-        "flash_attn_varlen_func with block_table",
-        "flash_attn_func with alibi_slopes with softcap: a bias after the cap",
+    assert [(missed.operation, missed.reason) for missed in watcher.missed] == [
+        ("flash_attn_varlen_func", "flash_attn_varlen_func is called with block_table, whose effect is not known"),
+        (
+            "flash_attn_func",
+            "flash_attn_func is called with alibi_slopes with softcap: a bias after the cap, whose effect is not known",
+        ),
     ]
 
 

@@ -161,10 +161,10 @@ def _cpu_capability() -> str:
 
 @constant_when_compiled
 def _log_choice(name: str, calls: str, device: torch.device, dtype: torch.dtype) -> None:
-    if _LOG.isEnabledFor(logging.INFO):
+    if _LOG.isEnabledFor(logging.DEBUG):
         _log_once(name, calls, device, dtype)
 
 
 @functools.cache
 def _log_once(name: str, calls: str, device: torch.device, dtype: torch.dtype) -> None:
-    _LOG.info("kernel %s for %s, %s on %s", name, calls, str(dtype).removeprefix("torch."), device)
+    _LOG.debug("kernel %s for %s, %s on %s", name, calls, str(dtype).removeprefix("torch."), device)

@@ -28,12 +28,13 @@ from qkeel.monitor.processes.transfer import Stats, merged
 from qkeel.monitor.record.description import about
 from qkeel.monitor.record.journal import Journal
 from qkeel.monitor.record.sample import Sample
-from qkeel.monitor.record.sample_table import sample_html, sample_table
+from qkeel.monitor.record.sample_table import coverage, sample_html, sample_table
 from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
 from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.patching.optimizer_hooks import StepHooks
 from qkeel.sites.example import Arguments
+from qkeel.sites.missed import Missed
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Phase, Tap
 
@@ -80,7 +81,7 @@ class Monitor(Handle):
             sinks,
             lambda: rules_for(calls.setting.of(self.sites)) if rules is None else rules,
             planned,
-            lambda: about(self.model, self.sites, optimizer, every),
+            lambda: about(self.model, self.sites, self.missed, optimizer, every),
         )
         self._arrivals = Arrivals(self._group, self._journal)
         sites = WatchedSites(self._tap.model, self._tap.sites, self._group)
@@ -104,6 +105,11 @@ class Monitor(Handle):
     def sites(self) -> list[AttentionSite]:
         """The attention sites of the model, found in the first measured pass."""
         return self._tap.sites
+
+    @property
+    def missed(self) -> tuple[Missed, ...]:
+        """The attentions that were seen but not understood: they are not watched."""
+        return self._tap.sites.missed
 
     @property
     def steps(self) -> int:
@@ -163,10 +169,16 @@ class Monitor(Handle):
 
     def table(self) -> str:
         """The numbers of the step measured last and the gravest alarms, one line per layer."""
-        return "nothing measured yet" if self.sample is None else sample_table(self.sample, self.alarms)
+        sample = self.sample
+        return "nothing measured yet" if sample is None else sample_table(sample, self.alarms, self._coverage)
 
     def _repr_html_(self) -> str:
-        return "<p>nothing measured yet</p>" if self.sample is None else sample_html(self.sample, self.alarms)
+        sample = self.sample
+        return "<p>nothing measured yet</p>" if sample is None else sample_html(sample, self.alarms, self._coverage)
+
+    @property
+    def _coverage(self) -> str:
+        return coverage(len(self.sites), [str(missed) for missed in self.missed])
 
     def __enter__(self) -> Self:
         return self

@@ -53,6 +53,25 @@ class OperatorMode(TorchDispatchMode):
         return out
 
 
+class RecordingMode(TorchDispatchMode):
+    """A mode that passes every operator itself to `note`, with its arguments and what came out, and changes nothing."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, note: Callable[[Function, Args, Kwargs, object], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            out = func(*args, **kwargs)
+            self._note(func, args, kwargs, out)
+        return out
+
+
 @contextmanager
 def _recording() -> Iterator[None]:
     """Lets autograd record as usual, which it does not under torch's functions: it has done its part there."""

@@ -3,6 +3,8 @@ Each is torch's own, under the name that says what it does."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 Operator = torch._ops.OpOverloadPacket
@@ -43,3 +45,12 @@ def operator_name(function: object) -> str:
 def argument_names(operator: Operator) -> list[str]:
     """The names of an operator's arguments, in their order."""
     return [argument.name for argument in operator.default._schema.arguments]
+
+
+def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    """The arguments that an operator writes into, as add_ does; none of anything that is no operator."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return []
+    arguments = operator._schema.arguments
+    given = {**dict(zip((a.name for a in arguments), args)), **kwargs}
+    return [given[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write and a.name in given]

@@ -41,6 +41,7 @@ from qkeel.remedies.swin_norm import SwinNorm
 from qkeel.remedies.z_loss import ZLoss
 from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
+from qkeel.sites.missed import Sites
 from qkeel.sites.site import AttentionSite
 
 REMEDIES: dict[str, type[Remedy]] = {
@@ -143,6 +144,7 @@ def apply(
     *,
     example: object = None,
     train_length: int | None = None,
+    partial: bool = False,
     **options: float | int | bool | str,
 ) -> Handle:
     """Apply remedies to a model (and its optimizer); `handle.remove()` restores both bit for bit.
@@ -160,6 +162,7 @@ def apply(
         example: a batch that shows where the attention of a model is that does not consist of qkeel's own modules: a
             tensor, a tuple of the forward's arguments or a dict of its keyword arguments; one pass is run on it.
         train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
+        partial: apply also where the model has attention that was seen but not understood, which stays as it is.
         options: those of a single remedy that is named by a string.
 
     Raises:
@@ -173,13 +176,15 @@ def apply(
         raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     plain, shown = unwrapped(model), ((), {}) if example is None else arguments(example)
     bare = Target(model=plain, optimizer=optimizer, sites=[], example=shown, train_length=train_length)
-    return compose_all(_apply_all(found, bare))
+    return compose_all(_apply_all(found, bare, partial=partial))
 
 
-def _apply_all(found: Sequence[Remedy], bare: Target) -> Iterator[Handle]:
+def _apply_all(found: Sequence[Remedy], bare: Target, *, partial: bool) -> Iterator[Handle]:
     """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them."""
-    sites = _sites(found[0], bare) if found else []
+    sites = _sites(found[0], bare) if found else Sites()
     for remedy in found:
+        if not partial:
+            _check_whole(remedy, sites)
         target = dataclasses.replace(bare, sites=sites)
         _check_supported(remedy, target)
         inner = remedy.apply(target)
@@ -193,6 +198,16 @@ def _apply_all(found: Sequence[Remedy], bare: Target) -> Iterator[Handle]:
         yield _marked(remedy, target.sites, inner)
 
 
+def _check_whole(remedy: Remedy, sites: Sites) -> None:
+    """Raise where a remedy for all attention would leave out some that is not understood."""
+    if sites.missed and remedy.on_attention:
+        others = "; ".join(map(str, sites.missed))
+        raise RefusedError(
+            f"{remedy.name}: {sites.share} of this model are understood, and it would leave out the others. {others}. "
+            "With partial=True it is applied to those that are understood"
+        )
+
+
 def _check_supported(remedy: Remedy, target: Target) -> None:
     """Raise unless a remedy can be applied at every site."""
     for site in target.sites:
@@ -202,7 +217,7 @@ def _check_supported(remedy: Remedy, target: Target) -> None:
         if refusal is not None:
             raise RefusedError(f"{remedy.name} at {where(site)}: {refusal}")
     if not isinstance(remedy, NoRemedy):
-        check_weights(target, remedy.name)
+        check_weights(target, remedy.name, per_head=remedy.on_steps)
 
 
 def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Handle:
@@ -224,7 +239,7 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
     return Handle(undo, state=inner.state, load=inner.load)
 
 
-def _sites(remedy: Remedy, bare: Target) -> list[AttentionSite]:
+def _sites(remedy: Remedy, bare: Target) -> Sites:
     args, kwargs = bare.example
     try:
         return find_sites(bare.model, *args, **kwargs)

@@ -74,7 +74,7 @@ class Remedy(abc.ABC):
 
     An option's annotation says what it may be: true or false, one of a Literal's words, a number above 0; numbers that
     `may_be_zero` names are at least 0. `on_steps` says that the remedy acts through hooks of the optimizer only: a copy
-    of the model is without it.
+    of the model is without it. `on_attention` says that it changes attention, all of it.
     """
 
     name: ClassVar[str]
@@ -82,6 +82,7 @@ class Remedy(abc.ABC):
     source: ClassVar[str]
     on_steps: ClassVar[bool] = False
     may_be_zero: ClassVar[tuple[str, ...]] = ()
+    on_attention: ClassVar[bool] = True
 
     __slots__ = ()
 
@@ -135,6 +136,15 @@ def compose_all(handles: Iterable[Handle]) -> Handle:
         compose(done).remove()
         raise
     return compose(done)
+
+
+def unconfirmed(site: AttentionSite) -> Refusal:
+    """The refusal to change the weights of a site's heads where an experiment did not confirm which these are."""
+    return Refusal(
+        f"the weights of its heads are not confirmed: {site.unverified}",
+        "give an example in which its inputs differ, apply the remedy to a part of the model without this attention, "
+        "or use one that changes what the call computes (softcap)",
+    )
 
 
 def check_number(remedy: str, option: str, value: object, *, zero: bool = False) -> None:

@@ -38,6 +38,7 @@ class FinalSoftcap(Remedy):
     name = "final_softcap"
     line = "bends the logits over the vocabulary with cap·tanh(z/cap)"
     source = "Gemma 2, arXiv 2408.00118, section 2"
+    on_attention = False
 
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)

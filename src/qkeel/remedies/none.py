@@ -17,6 +17,7 @@ class NoRemedy(Remedy):
     name = "none"
     line = "no remedy"
     source = "the baseline"
+    on_attention = False
 
     def apply(self, target: Target) -> Handle:
         return Handle(lambda: None)

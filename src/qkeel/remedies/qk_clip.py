@@ -58,7 +58,8 @@ class QKClip(StepRemedy):
     line = "after each step, shrinks query and key weights of heads whose largest logit passed the threshold"
     source = "Kimi K2, arXiv 2507.20534, section 2.1"
     if_normed = (
-        "a norm on q or k undoes any scaling of its weights, so a clip would do nothing",
+        "a norm between the weights of q or of k and the logit undoes their scaling, so a clip of both would not bring "
+        "the logit down by what it says",
         "use one of the two; with a norm, watch its gains",
     )
     if_computed = "scaling what is stored would not scale the logit"
@@ -179,9 +180,10 @@ class _Clip:
         self.tap = Tap(
             target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, on_fault=_off
         )
-        self.tap.sites = list(target.sites)
+        self.tap.sites.extend(target.sites)
         self.kept: Tensor | None = None  # maxima of a step that a GradScaler skipped, else -inf
         self._copies: dict[int, tuple[str, ...]] = {}
+        self._warned = False
         self._groups = HeadGroups(plan.table)
         self._nothing = torch.full((sum(site.n_heads for site in self.sites),), -torch.inf)
 
@@ -189,6 +191,12 @@ class _Clip:
         """Clip by the maxima since the last step that was taken."""
         infinite = found_inf(optimizer)
         maxima = {name: stats.max_logit for name, stats in self.tap.read().items()}
+        if not maxima and not self._warned and self.tap.active:
+            self._warned = True
+            caution(
+                "qk_clip saw no attention call in training mode between two steps of the optimizer, so nothing was "
+                "clipped. Call the model itself (not its forward), in training mode, before each step"
+            )
         # A step leaves nothing in the caches, where an operation of torch takes 50 µs: the usual case does without.
         usual = infinite is None and not self.other_processes and self.kept is None
         if not usual or any(map(self._over, maxima.values())):

@@ -42,7 +42,8 @@ class SpectralCap(StepRemedy):
     line = "after each step, shrinks query and key weights whose largest singular value passed the cap"
     source = "Newhouse et al. 2025, arXiv 2507.13338, section 3 (rescaled, not clipped; q and k only)"
     if_normed = (
-        "a norm on q or k undoes any scaling of its weights, so a cap on them would bound nothing",
+        "a norm between the weights of q or of k and the logit undoes their scaling, so a cap on them would bound "
+        "nothing",
         "use one of the two; with a norm, watch its gains",
     )
     if_computed = "capping what is stored would not cap what is used"

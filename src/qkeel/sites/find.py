@@ -12,19 +12,22 @@ from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
 from qkeel.patching.module_tables import parameters_of
+from qkeel.sites.missed import Sites
 from qkeel.sites.probe import probe
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
+from qkeel.sites.verify.site_experiment import verified
 from qkeel.sites.weights.norm_gains import spec_gains
 
 _OWN = (Attention, MLA, GAU)
 
 
-def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSite]:
+def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     """Returns every attention of the model; a module used twice in a forward pass is one site.
 
     Without an example only qkeel's own modules are found, in module order. With one, `model(*args, **kwargs)` is
-    run once and every attention it computes is a site, in the order of the calls; the model, its buffers and caches,
-    gradients and random streams are left as they were.
+    run and every attention it computes is a site, in the order of the calls. An experiment in a second pass then
+    confirms the weights of each head (`site.verified`). `missed` of the list are attentions that were seen but not
+    understood. The model, its buffers and caches, gradients and random streams are left as they were.
 
     Raises:
         InvalidTypeError: the model is no torch.nn.Module.
@@ -40,7 +43,8 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSit
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = [_site(name, module) for name, module in model.named_modules() if isinstance(module, _OWN)]
     if args or kwargs:
-        return [*own, *probe(model, args, kwargs, expected=not own)]
+        seen = probe(model, args, kwargs, expected=not own)
+        return Sites([*own, *verified(model, seen, args, kwargs)], seen.missed)
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(
@@ -48,7 +52,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> list[AttentionSit
             f"in {sum(1 for _ in model.modules())} modules. Attention of any other kind is found by watching one "
             f"forward pass: give an example batch, find_sites(model, ...), as forward{takes} takes it."
         )
-    return own
+    return Sites(own)
 
 
 def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:

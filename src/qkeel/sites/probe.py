@@ -24,6 +24,7 @@ from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
 from qkeel.sites.calls.head_layout import key_heads
 from qkeel.sites.calls.scores import ScoresCall
+from qkeel.sites.missed import Sites
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.site import AttentionSite, LogitTerm, NormGain
@@ -33,7 +34,7 @@ from qkeel.sites.weights.norm_gains import seen_gains
 from qkeel.spec import AttentionCall
 
 
-def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> list[AttentionSite]:
+def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Sites:
     """The sites that a forward pass on this example shows; none is an error if they were `expected`."""
     model = uncompiled(model)
     check_devices(model, args, kwargs)
@@ -43,7 +44,7 @@ def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> li
         sites = [_site(calls, names) for calls in grouped(seen)]
     if not sites and expected:
         raise RefusedError(unseen(model, watcher))
-    return sites
+    return Sites(sites, watcher.missed)
 
 
 def check_devices(model: nn.Module, *example: object) -> None:
@@ -84,11 +85,13 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
     seen.setdefault(sighting.name, []).append(sighting)
 
 
-def forward(model: nn.Module, watcher: AbstractContextManager[object], args: Args, kwargs: Kwargs) -> None:
-    """One eager forward pass under the watcher, with gradients."""
+def forward(
+    model: nn.Module, watcher: AbstractContextManager[object], args: Args, kwargs: Kwargs, *, graph: bool = True
+) -> None:
+    """One eager forward pass under the watcher, with gradients unless no `graph` is wanted."""
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
-    grads = torch.inference_mode(False), torch.enable_grad()
+    grads = torch.inference_mode(False), torch.set_grad_enabled(graph)
     with eager, unoptimised, grads[0], grads[1], checkpointing_off(), watcher:
         model(*args, **kwargs)
 
@@ -225,23 +228,43 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
 
 
 def unseen(model: nn.Module, watcher: Interceptor) -> str:
-    """The message that no attention was seen: the trials, their end, and how to describe a site by hand."""
-    stopped = ", ".join(f"{name} ({n}x)" for name, n in watcher.handwritten.stopped.most_common(5))
-    unread = ", ".join(f"{name} ({n}x)" for name, n in watcher.unread.most_common(5))
-    return (
+    """The message that no attention was seen: what was tried, why nothing was found, and a way out if there is one."""
+    looked = (
         f"saw no attention in a forward pass of this {type(model).__name__}. Looked for "
         "F.scaled_dot_product_attention, F.multi_head_attention_forward, flex_attention, varlen_attn, flash-attn's "
         "functions, and a product of two activations that reaches a softmax through scaling, masks, caps, casts and "
         "views; also operator by operator, inside torch.jit.script and torch.func.vmap. "
-        f"Products that were followed no further ended at: "
-        f"{stopped or 'none, there was no product of two activations'}. "
-        + (f"Seen but not understood: {unread}. " if unread else "")
-        + "Inside custom C++, CUDA or Triton operators nothing can be seen. "
-        "If there is attention, describe it by hand, as in\n"
-        "    from qkeel.sites import Reading, describe\n"
-        '    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), '
-        'key=Reading(module="k_proj"), heads=8)'
     )
+    if watcher.missed:
+        found = "; ".join(map(str, dict.fromkeys(watcher.missed)))
+        return (
+            f"{looked}Seen but not understood: {found}. Where the logits are nothing but scaled products of queries "
+            f"and keys, {_BY_HAND}"
+        )
+    if watcher.handwritten.multiplied:
+        ends = (
+            f" (they were followed to {', '.join(watcher.handwritten.lost.ends)})"
+            if watcher.handwritten.lost.ends
+            else ""
+        )
+        return (
+            f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "
+            "linear attention, state-space models and attention through another function of the scores have no softmax "
+            "over keys, and that is all that is watched here"
+        )
+    hidden = f"Hidden from view: {', '.join(watcher.hidden)}. " if watcher.hidden else ""
+    return (
+        f"{looked}Nothing of it was there: there was no product of two activations. {hidden}Inside custom C++, CUDA or "
+        f"Triton operators nothing can be seen: if attention happens in one, {_BY_HAND}"
+    )
+
+
+_BY_HAND = (
+    "describe it by hand, as in\n"
+    "    from qkeel.sites import Reading, describe\n"
+    '    site = describe(model, "name.of.its.module", query=Reading(module="q_proj"), '
+    'key=Reading(module="k_proj"), heads=8)'
+)
 
 
 def copied(value: Any) -> Any:

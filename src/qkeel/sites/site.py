@@ -28,7 +28,8 @@ class HeadSlice:
 
     `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D);
     `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads
-    share the whole matrix. `bias` is the name of the bias, if there is one.
+    share the whole matrix. `bias` is the name of the bias, if there is one, whose entries are `bias_of()`: those of the
+    same numbers, or `bias_shift` further on.
 
     `grid` = (first, step from head to head, step from row to row) where the numbers are evenly spaced, as in one
     block after the other, fused [q | k | v], or q, k, v interleaved per head. Then a head's part is a view, and no
@@ -41,6 +42,7 @@ class HeadSlice:
     axis: int
     index: Tensor
     bias: str | None = None
+    bias_shift: int = 0
     grid: Grid | None = dataclasses.field(init=False)
     _placed: dict[torch.device, Tensor] = dataclasses.field(init=False, repr=False)
 
@@ -58,6 +60,12 @@ class HeadSlice:
     def n(self) -> int:
         """The number of heads with a part of their own."""
         return self.index.shape[0]
+
+    def bias_of(self) -> HeadSlice | None:
+        """The entries of the bias that belong to each head."""
+        if self.bias is None:
+            return None
+        return HeadSlice(parameter=self.bias, axis=0, index=self.index + self.bias_shift)
 
     def same(self, other: HeadSlice) -> bool:
         """True if both give the same heads the same rows or columns (of weights that may differ)."""
@@ -228,9 +236,10 @@ class NormGain:
 class AttentionSite:
     """One attention of a model.
 
-    `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why. `normed`:
-    a norm stands between the weights and the logit, one that is part of the model, not of the spec. `below`: only an
-    Interceptor with dispatch=True sees it. `description` is there for a site that was described by hand.
+    `terms` is empty where the weights are unknown, or those of a part of the logit are; `why` then says why.
+    `unverified` says why an experiment did not confirm that these weights, and no others, make the logits of these
+    heads. `normed`: a norm stands between the weights and the logit, one that is part of the model, not of the spec.
+    `below`: only an Interceptor with dispatch=True sees it. `description` is there for a site described by hand.
 
     `key_heads` [n_heads] is the key head that each query head uses, None where they do in blocks of consecutive ones.
     `layout` is what the dimensions of scores that are written out are; `layout.guess` says so where that is not sure.
@@ -252,6 +261,13 @@ class AttentionSite:
     key_gains: tuple[NormGain, ...] = ()
     key_heads: tuple[int, ...] | None = None
     layout: Layout | None = None
+    unverified: str = ""
+
+    @property
+    def verified(self) -> bool:
+        """True if the weights of each head are known, and an experiment confirmed them; those of qkeel's own modules
+        and of sites described by hand are known without one."""
+        return bool(self.terms) and not self.unverified
 
     def used(self, n: int) -> Int64[Tensor, " h"]:
         """The head of each query head in a weight with rows for n heads: query heads, key heads, or 1 that all share.

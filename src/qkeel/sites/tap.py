@@ -20,10 +20,10 @@ from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra
 from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.sites.calls.scores import cat_heads
+from qkeel.sites.missed import Sites
 from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
-from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
@@ -66,7 +66,8 @@ class Tap(Handle):
     buffers put back: it costs one more forward pass.
 
     The same goes for modules of torch whose fast path in evaluation a function mode would turn off: its results would
-    differ in the last bits.
+    differ in the last bits. And where no sites are known, the first measured pass is preceded by one that shows whether
+    there is attention inside torch.jit.script or torch.func.vmap, which is then seen operator by operator.
 
     What gradient checkpointing computes again in the backward pass is not counted twice, and of a pass that ends in an
     exception nothing is. `due(training, compiled)` says what to measure in a pass: "bracket" is a bound on the largest
@@ -89,8 +90,9 @@ class Tap(Handle):
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
         self.visitor = Visitor()
-        self.sites: list[AttentionSite] = []  # those that are known: how to see them
+        self.sites = Sites()  # those that are known: how to see them
         self.foreign = True  # until a pass has shown that all attention is of own modules
+        self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self._on_fault = on_fault
         self._guessed: set[str] = set()
@@ -153,6 +155,28 @@ class Tap(Handle):
             raise look.error
         return kept
 
+    @property
+    def sees_operators(self) -> bool:
+        """True if some attention is seen only operator by operator, as inside torch.jit.script."""
+        return bool(self._below) or any(site.below for site in self.sites)
+
+    def _look_below(self, args: Args, kwargs: Kwargs) -> None:
+        """Before the first measured pass: find out by an extra one what a function mode would not see, as
+        `find_sites` does. Where sites are known, they say it; own modules report themselves."""
+        known = any(site.description is None for site in self.sites)
+        if self._below is not None or known or any(isinstance(m, SpecModule) for m in self.model.modules()):
+            return
+        below: list[bool] = []
+        watcher = Interceptor(self.model, lambda sighting: below.append(sighting.below), dispatch=True)
+        eager = torch.compiler.set_stance("force_eager")
+        with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
+            try:
+                with watcher:
+                    self.model(*copied(args), **copied(dict(kwargs)))
+            except Exception:  # of the model's, which the pass itself will show, or of what can't be seen so
+                below.clear()
+        self._below = any(below)
+
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         phase = self.phase
         look = self._due(self.model.training, compiled)
@@ -164,6 +188,7 @@ class Tap(Handle):
         if look == "statistics":
             self._running = running = _Pass(self, phase)
             self.visitor.before(args, kwargs)
+            self._look_below(args, kwargs)
             if extra:
                 self._extra_pass(running, args, kwargs)
             else:
@@ -252,7 +277,7 @@ class _Pass:
                 self.tap.model,
                 self._foreign,
                 on_fault=self.tap.fault,
-                dispatch=any(site.below for site in self.tap.sites),
+                dispatch=self.tap.sees_operators,
                 described=[site for site in self.tap.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
             )

@@ -32,8 +32,9 @@ class MessageSink(Sink):
 
     def open(self, about: Mapping[str, Any]) -> None:
         """One line: what is watched, and where it is written."""
-        sites = len(about.get("sites") or ())
-        what = f"{sites} attention layers of {about['model']}" if sites else f"the attention of {about['model']}"
+        sites, missed = len(about.get("sites") or ()), len(about.get("missed") or ())
+        number = f"{sites} of {sites + missed}" if missed else f"{sites}"
+        what = f"{number} attention layers of {about['model']}" if sites else f"the attention of {about['model']}"
         self.writer(f"watching {what}, run {self.place}")
 
     def write(self, sample: Sample) -> None:

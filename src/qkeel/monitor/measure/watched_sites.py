@@ -11,6 +11,7 @@ from qkeel import dist
 from qkeel.errors import QkeelError, RefusedError, caution
 from qkeel.monitor.processes.group import ProcessGroup
 from qkeel.sites.find import find_sites
+from qkeel.sites.missed import Sites, share
 from qkeel.sites.site import AttentionSite
 
 
@@ -19,13 +20,15 @@ class WatchedSites:
     """Finds the sites of a model by one more forward pass, and says why where it can't.
 
     `all` holds sites that were described by hand from the start, the others once they are found. `weighed` are those
-    whose weights can be read: none where the heads of the model are split over processes.
+    whose weights can be read: none where the heads of the model are split over processes. `all.missed` were seen but
+    not understood.
     """
 
-    def __init__(self, model: nn.Module, described: list[AttentionSite], group: ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, described: Sites, group: ProcessGroup) -> None:
         """Takes `described`, which is extended in place."""
         self.model, self.all = model, described
         self.weighed: list[AttentionSite] = []
+        self._silent = False  # it was said that a measured pass showed no attention
         self._group = group
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False
@@ -35,11 +38,15 @@ class WatchedSites:
         if dist.splits_heads(self.model):
             self._group.stay_alone("the heads of this model are split over processes, as by tensor parallelism")
             return
-        found: list[AttentionSite] = []
+        found = Sites()
         try:
             found = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._error = error
+        self.all.missed = found.missed
+        if found.missed:
+            others = "; ".join(map(str, found.missed))
+            caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
         if dist.sharded(self.model) and found and not any(site.terms for site in found):
             caution(
                 "the weights behind the heads are unknown in a model that fully_shard has split, so they are not "
@@ -55,10 +62,16 @@ class WatchedSites:
         return failed
 
     def report(self, seen: bool) -> None:
-        """After a pass that saw attention or not: warns once of sites whose weights are unknown.
+        """After a pass that saw attention or not: warns once of sites whose weights are unknown, once if it saw none.
 
         Raises: QkeelError if no attention was seen, in this pass or an earlier one, and no site was found.
         """
+        if not seen and (self._seen or self.all) and not self._silent:
+            self._silent = True
+            caution(
+                f"a pass that was to be measured showed no attention call, though {share(len(self.all), 0)} of "
+                f"{type(self.model).__name__} are known; nothing is recorded of such passes"
+            )
         self._seen = self._seen or seen
         error, self._error = self._error, None
         if not self._seen and (error is not None or not self.all):

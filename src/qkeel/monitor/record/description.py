@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import shlex
 import sys
@@ -13,13 +14,26 @@ from torch import nn
 
 from qkeel import dist
 from qkeel.monitor.cadence import Cadence
+from qkeel.sites.missed import Missed
 from qkeel.sites.site import AttentionSite
 
 
 def about(
-    model: nn.Module, sites: Sequence[AttentionSite], optimizer: torch.optim.Optimizer | None, cadence: Cadence
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    missed: Sequence[Missed],
+    optimizer: torch.optim.Optimizer | None,
+    cadence: Cadence,
 ) -> dict[str, object]:
-    """Model, sites, optimizer, cadence, versions and command."""
+    """Model, sites, optimizer, cadence, versions and command, as plain data.
+
+    Args:
+        model: what is watched.
+        sites: the attentions that are watched.
+        missed: those that are not understood.
+        optimizer: what steps the model, if that is known.
+        cadence: which steps are measured.
+    """
     parameters = list(model.parameters())
     return {
         "model": type(model).__name__,
@@ -31,10 +45,11 @@ def about(
                 "n_heads": site.n_heads,
                 "n_kv_heads": site.n_kv_heads,
                 "head_dim": site.head_dim,
-                "weights": "known" if site.terms else f"unknown: {site.why}",
+                "weights": _weights(site),
             }
             for site in sites
         ],
+        "missed": [dataclasses.asdict(one) for one in missed],
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "cadence": repr(cadence),
         "processes": dist.world(),
@@ -45,3 +60,9 @@ def about(
         },
         "command": shlex.join(sys.argv),
     }
+
+
+def _weights(site: AttentionSite) -> str:
+    if not site.terms:
+        return f"unknown: {site.why}"
+    return f"not confirmed: {site.unverified}" if site.unverified else "known"

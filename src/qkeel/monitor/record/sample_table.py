@@ -44,8 +44,18 @@ def sample_line(sample: Sample) -> str:
     return ", ".join(parts)
 
 
-def sample_table(sample: Sample, alarms: Sequence[Alarm] = ()) -> str:
-    """One line per layer: its largest logit and the head that has it, entropy, norms; then the gravest alarms.
+def coverage(watched: int, missed: Sequence[str]) -> str:
+    """A line that says how much of a model's attention is watched; "" where all of it is.
+
+    >>> coverage(4, ["odd: its scores …"])
+    '4 of 5 attentions watched; not understood: odd: its scores …'
+    """
+    others = "; ".join(missed)
+    return f"{watched} of {watched + len(missed)} attentions watched; not understood: {others}" if missed else ""
+
+
+def sample_table(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "") -> str:
+    """One line per layer: its largest logit and the head that has it, entropy, norms; a note; then the gravest alarms.
 
     Logits and entropy in nats. What was not measured has no column.
 
@@ -55,10 +65,10 @@ def sample_table(sample: Sample, alarms: Sequence[Alarm] = ()) -> str:
     head, rows = _rows(sample)
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
     body = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in (head, *rows)]
-    return "\n".join([sample_line(sample), *(body if rows else []), *map(str, _gravest(alarms))])
+    return "\n".join([sample_line(sample), *(body if rows else []), *filter(None, [note]), *map(str, _gravest(alarms))])
 
 
-def sample_html(sample: Sample, alarms: Sequence[Alarm] = ()) -> str:
+def sample_html(sample: Sample, alarms: Sequence[Alarm] = (), note: str = "") -> str:
     """The same as HTML for a notebook's `_repr_html_`; every text escaped, no script, no style of the page touched.
 
     >>> sample_html(Sample(step=5))
@@ -74,7 +84,7 @@ def sample_html(sample: Sample, alarms: Sequence[Alarm] = ()) -> str:
         body = "".join(line(row, "td") for row in rows)
         table = f'<table style="font-variant-numeric:tabular-nums">{line(head, "th")}{body}</table>'
     warned = "".join(f"<li>{html.escape(str(alarm))}</li>" for alarm in _gravest(alarms))
-    listed = f"<ul>{warned}</ul>" if warned else ""
+    listed = (f"<p>{html.escape(note)}</p>" if note else "") + (f"<ul>{warned}</ul>" if warned else "")
     return f"<div><p>{html.escape(sample_line(sample))}</p>{table}{listed}</div>"
 
 

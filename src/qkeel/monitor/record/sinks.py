@@ -137,7 +137,9 @@ class LoggingSink(Sink):
         """Say what is watched."""
         sites = about.get("sites")
         found = len(sites) if isinstance(sites, (list, tuple)) else 0
-        self.logger.info("watching %d attention layers of %s", found, about.get("model"))
+        missed = about.get("missed")
+        total = f" of {found + len(missed)}" if isinstance(missed, (list, tuple)) and missed else ""
+        self.logger.info("watching %d%s attention layers of %s", found, total, about.get("model"))
 
     def write(self, sample: Sample) -> None:
         """One line."""

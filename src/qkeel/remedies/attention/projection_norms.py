@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import InstanceForward
 from qkeel.remedies.attention.refusals import refuse_heads
-from qkeel.remedies.base import Args, Kwargs
+from qkeel.remedies.base import Args, Kwargs, unconfirmed
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.spec.norm import Norm, Part
 from qkeel.spec.scale import Scale
@@ -80,6 +80,8 @@ def heads_of(model: nn.Module, site: AttentionSite, part: Part, ways: Iterable[H
         ways: for each term the last weight before the score.
     """
     side = {"q": "queries", "k": "keys", "v": "values"}[part]
+    if part != "v" and site.unverified:
+        return unconfirmed(site)
     slices: list[HeadSlice] = []
     for s in ways:
         if not any(s.parameter == other.parameter and s.same(other) for other in slices):

@@ -9,20 +9,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qkeel.errors import NonFiniteError, RefusedError
-from qkeel.remedies.base import Target
+from qkeel.remedies.base import Target, unconfirmed, where
 from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, stepped
 from qkeel.remedies.steps.sharded_weights import check_plain_rows, has_plain_rows
 from qkeel.sites.site import HeadSlice
 
 
-def check_weights(target: Target, remedy: str) -> None:
-    """Raise unless the query and key weights exist and are finite."""
+def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
+    """Raise unless the query and key weights exist and are finite, and, where they are changed `per_head`, unless they
+    are confirmed to make the logits of these heads."""
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
         p = target.parameter(name)
         if p.is_meta:
             raise RefusedError(f"{name} is on the meta device; give it values before {remedy} is applied")
         if has_plain_rows(p) and not bool(torch.isfinite(p).all()):
             raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load sound weights")
+    for site in target.sites if per_head else ():
+        if site.unverified:
+            raise RefusedError(f"{remedy} at {where(site)}: {unconfirmed(site)}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -134,6 +134,12 @@ def _evaluation(run: Watched) -> str:
 
 def _cautions(run: Watched) -> list[str]:
     found = []
+    missed = [one for one in run.about.get("missed") or () if isinstance(one, dict)]
+    if missed:
+        watched = len(run.about.get("sites") or ())
+        others = "; ".join(f"{one.get('module') or 'the model itself'}: {one.get('reason')}" for one in missed)
+        text = f"{watched} of {watched + len(missed)} attentions were watched. Not understood: {others}."
+        found.append(text)
     if run.status is not RunStatus.DONE and run.records:
         found.append(f"The run is not finished: the page shows it up to step {run.steps[-1]:,}.")
     peak = np.nanmax(run.overall("max_logit")) if np.isfinite(run.overall("max_logit")).any() else math.nan

@@ -169,7 +169,7 @@ def _facts(runs: Sequence[Watched]) -> Markup:
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         versions = run.env.get("versions")
-        recorded = {k: v for k, v in run.about.items() if k not in ("kind", "sites", "fields")}
+        recorded = {k: v for k, v in run.about.items() if k not in ("kind", "sites", "missed", "fields")}
         recorded |= versions if isinstance(versions, dict) else {}
         for name, value in {**recorded, "command": run.env.get("command"), "directory": str(run.path)}.items():
             if value is not None and value != "":

@@ -1,9 +1,9 @@
 """Hand-written attention, followed from q kᵀ to its softmax.
 
 The product of two activations gets a tag; operations that scale, mask, cap, cast or rearrange scores pass it on, any
-other one ends it (and is noted, for the error that asks for a description by hand). The softmax that receives a tagged
-tensor is an attention; its output is tagged as weights, so that the product with the values is no score. A softmax that
-is written out, as exponentials over their sum, is treated alike.
+other one ends it. What such a one made is followed as lost, and a softmax of that is an attention that is missed. The
+softmax that receives a tagged tensor is an attention; its output is tagged as weights, so that the product with the
+values is no score. A softmax that is written out, as exponentials over their sum, is treated alike.
 
 Statistics come from what the softmax received and from the masks met on the path, never from q·k·scale computed again:
 a scale or a bias may be anywhere.
@@ -11,7 +11,6 @@ a scale or a bias may be anywhere.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -23,12 +22,13 @@ from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.handwritten.added_masks import MASKS, hidden_by_sum, is_low
 from qkeel.sites.handwritten.concatenation import CATS, joined
-from qkeel.sites.handwritten.products import PRODUCTS, Product, product
+from qkeel.sites.handwritten.lost_scores import LostScores, is_lost
+from qkeel.sites.handwritten.products import PRODUCTS, Product, along_keys, product
 from qkeel.sites.handwritten.rearranged import rearranged
 from qkeel.sites.handwritten.score_operators import ELEMENTWISE, READS, VIEWS
 from qkeel.sites.handwritten.seen_call import seen_call
 from qkeel.sites.handwritten.sums import SUMS, added, depends_on_input, factors_of, mixed
-from qkeel.sites.handwritten.tags import Powers, RowTop, Scores, Tag, Tags, Weights
+from qkeel.sites.handwritten.tags import Lost, Powers, RowTop, Scores, Tag, Tags, Weights
 from qkeel.sites.handwritten.written_softmax import OUTER, outer, over_last, raised, row_top
 from qkeel.sites.see.running_modules import Frame
 
@@ -39,7 +39,7 @@ class Handwritten:
     """A reader of every torch function of a forward pass that reports the softmaxes that are attention.
 
     Args:
-        report: gets every call.
+        report: gets every call, and whether a function mode alone does not see all of it.
         known: the layout of the scores whose softmax a module takes, where it is known.
         names: parameters by identity, in a probe: walks to them show which dimensions are heads. None where there is no
             graph to walk.
@@ -47,12 +47,14 @@ class Handwritten:
 
     def __init__(
         self,
-        report: Callable[[Frame, ScoresCall], None],
+        report: Callable[[Frame, ScoresCall, bool], None],
         known: Callable[[Frame], Layout | None] = lambda frame: None,
         names: dict[int, str] | None = None,
     ) -> None:
         self.tags = Tags()
-        self.stopped: collections.Counter[str] = collections.Counter()
+        self.lost = LostScores(self.tags)
+        self.below = False  # what is followed now was seen as operators only
+        self.multiplied = False  # two activations were multiplied with each other
         self._report, self._known, self._names = report, known, names
 
     def minds(self, name: str) -> bool:
@@ -71,9 +73,14 @@ class Handwritten:
         if name == "setitem":
             self._write(args)
         place, tag = self._tagged(name, args, kwargs)
-        if name in PRODUCTS and not (isinstance(tag, Scores) and not tag.table):
+        if name in PRODUCTS and not (isinstance(tag, (Scores, Lost)) and not (isinstance(tag, Scores) and tag.table)):
             return
-        if isinstance(tag, Scores) and place is not None:
+        if isinstance(tag, Lost):
+            if name in PRODUCTS:
+                self.lost.product(name, (args, kwargs), out)
+            else:
+                self.lost.go_on(name, frame, tag, out)
+        elif isinstance(tag, Scores) and place is not None:
             self._scores(name, frame, tag, place, (args, kwargs), out)
         elif place is not None and isinstance(out, torch.Tensor):
             self._others(name, frame, tag, place, (args, kwargs), out)
@@ -81,7 +88,7 @@ class Handwritten:
     def _is_made(self, x: Tensor) -> bool:
         """True if a tensor is on its way from q and k to the values: no factor of a product of scores."""
         tag = self.tags.get(x)
-        return tag is not None and not (isinstance(tag, Scores) and tag.table)
+        return not is_lost(tag) and not (isinstance(tag, Scores) and tag.table)
 
     def _scores(self, name: str, frame: Frame, tag: Scores, x: Tensor, given: Given, out: object) -> None:
         """`name(…)` of tagged scores x made `out`."""
@@ -89,6 +96,8 @@ class Handwritten:
         top = row_top(name, x, args, kwargs)
         if top is not None:
             self.tags.put(out if isinstance(out, torch.Tensor) else out[0], top)  # type: ignore[index]
+        if top is None and not isinstance(out, torch.Tensor):
+            self.lost.begin(name, frame, tag, x, out)
         if top is not None or not isinstance(out, torch.Tensor):
             return
         if name in ("softmax", "safe_softmax"):
@@ -110,9 +119,11 @@ class Handwritten:
         elif new is None:
             new = self._step(name, tag, x, given, out)
         if isinstance(new, Scores):
-            self.tags.put(out, new)
-        elif name not in READS and name not in PRODUCTS and not tag.table:
-            self.stopped[new or name] += 1
+            self.tags.put(out, dataclasses.replace(new, below=new.below or self.below))
+        elif name in PRODUCTS:
+            self.lost.product(name, given, out)
+        elif name not in READS and not tag.table:
+            self.lost.begin(new or name, frame, tag, x, out)
 
     def _sum(self, name: str, frame: Frame, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
         """The tag of scores to which others were added, or what else depends on the input; None of any other sum."""
@@ -138,7 +149,7 @@ class Handwritten:
         same = name in ELEMENTWISE or name in VIEWS
         if isinstance(tag, Product):
             if name == "sum" and over_last(x, args, kwargs):
-                self.tags.put(out, Scores(parts=(tag,), frame=frame))
+                self.tags.put(out, Scores(parts=(tag,), frame=frame, below=self.below))
         elif isinstance(tag, Weights):
             if same or name in MASKS or name in CATS:
                 self.tags.put(out, tag)
@@ -160,7 +171,7 @@ class Handwritten:
             self._report_softmax(frame, tag, x)
             self.tags.put(out, Weights())
         else:
-            self.tags.put(out, Powers(tag, x))
+            self.tags.put(out, Powers(dataclasses.replace(tag, below=tag.below or self.below), x))
 
     def _less(self, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores | str | None:
         """Scores less one number per row, which changes no weight; None where something else is subtracted."""
@@ -177,18 +188,17 @@ class Handwritten:
 
     def _tagged(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tag] | tuple[None, None]:
         given = list(args[0] if args else ()) if name in (*CATS, "stack") and args else [*args, *kwargs.values()]
-        for x in given:
-            tag = self.tags.get(x)
-            if tag is not None:
-                return x, tag
-        return None, None
+        tagged = [(x, tag) for x in given if (tag := self.tags.get(x)) is not None]
+        return min(tagged, key=lambda one: is_lost(one[1]), default=(None, None))
 
     def _multiplied(self, found: Product, frame: Frame, out: Tensor, kwargs: Kwargs, *, summed: bool) -> None:
         """Two activations were multiplied, and summed over the dimensions of a head or not yet."""
         if not summed:
             self.tags.put(out, found)
             return
+        self.multiplied = True
         tag = Scores(parts=(dataclasses.replace(found, factor=1.0, added=None),), frame=frame, scale=found.factor)
+        tag = dataclasses.replace(tag, below=self.below)
         more = self.tags.get(found.added)
         if isinstance(more, Scores):
             tag = added(more, tag, (float(kwargs.get("beta", 1.0)), 1.0), out, frame)
@@ -207,23 +217,24 @@ class Handwritten:
                 more = torch.zeros_like(x, dtype=torch.bool)
                 more[index] = True
             self.tags.put(x, tag.also_hidden(more, x))
-        elif isinstance(self.tags.get(value), Scores):
-            self.stopped["setitem"] += 1
+        elif isinstance(written := self.tags.get(value), Scores):
+            self.lost.begin("setitem", written.frame, written, x, x)
 
     def _softmax(self, frame: Frame, tag: Scores, args: Args, kwargs: Kwargs) -> None:
         x = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
-        followed = any(part.sides is not None for part in tag.parts)
-        if dim < x.ndim - 2 and not followed:
-            self.stopped[f"softmax over dimension {dim} of {x.ndim}"] += 1
+        if dim < x.ndim - 2 and not any(along_keys(part.sides, dim) for part in tag.parts):
+            where = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the one before"
+            self.lost.miss(tag.frame.shared_with(frame), "softmax", where)
             return
         self._report_softmax(frame, tag, x, dim)
 
     def _report_softmax(self, frame: Frame, tag: Scores, x: Tensor, dim: int = -1) -> None:
         where = tag.frame.shared_with(frame)
         x = x if tag.unshifted is None else tag.unshifted
-        self._report(where, seen_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names))
+        call = seen_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names)
+        self._report(where, call, tag.below or self.below)
 
     def _step(self, name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
         """The tag of `name(…)` of tagged scores x, or None if what comes out are no scores any more."""

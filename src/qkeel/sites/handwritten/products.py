@@ -49,6 +49,12 @@ class Operand:
         x = self.x.permute(*kept, *self.summed)
         return x if len(self.summed) == 1 else x.flatten(len(kept))
 
+    def all_differ(self, dim: int) -> bool:
+        """True if no two scores along this dimension are made of the same vector."""
+        assert self.index is not None
+        along = narrowed(self.index).movedim(dim, 0).flatten(1)[:, 0]
+        return along.unique().numel() == self.index.shape[dim]
+
     def varies(self, dim: int) -> bool:
         """True if scores next to each other along this dimension are made of different vectors."""
         assert self.index is not None
@@ -86,6 +92,22 @@ class Product:
         if self.left is None or self.right is None or self.left.index is None or self.right.index is None:
             return None
         return self.left, self.right
+
+
+def apart(sides: tuple[Operand, Operand] | None, but: int | None = None) -> bool:
+    """True if there is a dimension of queries and one of keys, besides that of number `but`: along each, one factor
+    changes and the other does not."""
+    if sides is None or (index := sides[0].index) is None:
+        return False
+    changes = {(sides[0].varies(i), sides[1].varies(i)) for i in range(index.ndim) if i != but}
+    return {(True, False), (False, True)} <= changes
+
+
+def along_keys(sides: tuple[Operand, Operand] | None, dim: int) -> bool:
+    """True if a dimension may be one of keys: one factor changes along it and the other does not, or it is one key."""
+    if sides is None or (index := sides[0].index) is None:
+        return False
+    return index.shape[dim] == 1 or sides[0].varies(dim) != sides[1].varies(dim)
 
 
 def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.sites.handwritten.products import Operand, Product, is_weight
+from qkeel.sites.handwritten.products import Operand, Product, apart, is_weight
 from qkeel.sites.handwritten.tags import Scores
 from qkeel.sites.see.running_modules import Frame
 from qkeel.sites.weights.autograd_walk import nodes_of
@@ -44,6 +44,7 @@ def added(one: Scores, other: Scores, factors: tuple[float, float], out: Tensor,
         if not other.lost or (id(p.operands[0]), id(p.operands[1])) not in known:
             parts.append(_part(p, ratio, out))
     plain = Scores(parts=tuple(parts), lost=tuple(lost), frame=_nearest(one, other, frame), scale=one.scale)
+    plain = dataclasses.replace(plain, below=one.below or other.below)
     for tag in (one, other):
         if tag.hidden is not None:
             plain = plain.also_hidden(tag.hidden, out)
@@ -78,14 +79,14 @@ def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Te
     """The tag of scores whose heads a weight has mixed; None if `name` does something else.
 
     Both factors of the product change along heads; along queries or keys one of them does, and what a weight mixes
-    there are no scores any more, but features.
+    there, or where heads are concatenated, are no scores any more, but features.
     """
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a is not x]
     if name not in MIXTURES or not others or out.ndim != x.ndim or not is_weight(others[0]):
         return None
     dim = _summed_dim(name, x, args)
     pairs = [p.sides for p in tag.parts]
-    if dim is None or any(s is None or s[0].varies(dim) != s[1].varies(dim) for s in pairs):
+    if dim is None or not all(_are_heads(sides, dim) for sides in pairs):
         return None
     same = out.shape == x.shape
     parts = tag.parts if same else tuple(dataclasses.replace(p, left=None, right=None) for p in tag.parts)
@@ -96,7 +97,15 @@ def mixed(name: str, tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Te
         hidden=tag.hidden if same else None,
         scale=tag.scale,
         keys=tag.keys,
+        below=tag.below,
     )
+
+
+def _are_heads(sides: tuple[Operand, Operand] | None, dim: int) -> bool:
+    """True if a dimension of scores is one of heads alone."""
+    if sides is None or sides[0].varies(dim) != sides[1].varies(dim):
+        return False
+    return apart(sides, dim) or all(side.all_differ(dim) for side in sides)
 
 
 def _summed_dim(name: str, x: Tensor, args: Args) -> int | None:
@@ -115,16 +124,20 @@ def depends_on_input(x: object, tag: Scores, out: Tensor) -> bool:
     """True if what is added to scores was made of the same activations as these, as far as the graph shows.
 
     A bias or a mask was not. Where the module's input itself has no graph, a tensor that holds different numbers for
-    each sequence is taken for one that was.
+    each sequence is taken for one that was. Of what the scores were added to in place, `x` being `out`, the graph
+    alone speaks.
     """
-    if not isinstance(x, torch.Tensor) or x.grad_fn is None:
+    node = x.grad_fn if isinstance(x, torch.Tensor) else None
+    if x is out:
+        node = next((before for before, _ in node.next_functions[:1]), None) if node is not None else None
+    if not isinstance(x, torch.Tensor) or node is None:
         return False
     factors = [y.grad_fn for part in tag.parts for y in part.operands if y.grad_fn is not None]
     for frame in tag.frame.line():
         stops = nodes_of(frame.inputs)
         if own := _reached(factors, stops):
-            return bool(_reached([x.grad_fn], own))
-    own_numbers = x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
+            return bool(_reached([node], own))
+    own_numbers = x is not out and x.ndim == out.ndim and 1 < x.shape[0] == tag.frame.batch
     return own_numbers and not torch.equal(x.detach(), x.detach()[:1].expand_as(x))
 
 

@@ -19,7 +19,7 @@ class Scores:
     `parts` are the products that they are the sum of, `lost` says what else is in them and could not be followed.
     `before_tanh` is the input of a tanh whose factor has not come yet. `keys` are the columns that are keys, where
     others (sinks) were attached. `unshifted` are the scores from which each row's largest, or its logsumexp
-    (`normalised`), was subtracted.
+    (`normalised`), was subtracted. `below`: a function mode alone does not see all that happened to them.
     """
 
     parts: tuple[Product, ...]
@@ -33,6 +33,7 @@ class Scores:
     keys: tuple[int, int] | None = None
     unshifted: Tensor | None = None
     normalised: bool = False
+    below: bool = False
 
     @property
     def table(self) -> bool:
@@ -64,8 +65,30 @@ class Powers:
     x: Tensor
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lost:
+    """Tag of what an operation made of scores that is not understood: a softmax over it is an attention all the same.
+
+    `rows` and `columns` are the numbers of queries and keys of the scores: without dimensions of these sizes it is
+    something else. `frame` is where the product was made.
+    """
+
+    operation: str
+    frame: Frame
+    rows: int
+    columns: int
+
+    def passes_to(self, out: Tensor) -> bool:
+        """True if a tensor may be one number per query and key still."""
+        sizes = list(out.shape)
+        if self.rows not in sizes or not out.is_floating_point():
+            return False
+        sizes.remove(self.rows)
+        return self.columns in sizes and out.ndim > 2
+
+
 # A Product alone tags q·k number by number, before the sum over a head's dimensions.
-Tag = Scores | Product | RowTop | Powers | Weights
+Tag = Scores | Product | RowTop | Powers | Weights | Lost
 
 
 class Tags:
@@ -89,6 +112,10 @@ class Tags:
                 del table[key]
 
         self._of[key] = (weakref.ref(x, forget), tag)
+
+    def drop(self, x: Tensor) -> None:
+        """Forget a tensor."""
+        self._of.pop(id(x), None)
 
     def __bool__(self) -> bool:
         return bool(self._of)

@@ -9,7 +9,6 @@ operator would have to be read apart. A Tap observes such models in an extra pas
 
 from __future__ import annotations
 
-import collections
 import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.handwritten.follow import Handwritten
 from qkeel.sites.handwritten.seen_call import fused_layout
+from qkeel.sites.missed import Missed
 from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError
 from qkeel.sites.see.foreign_functions import CallObserver, observed_by
 from qkeel.sites.see.running_modules import Frame, ModuleStack
@@ -48,7 +48,7 @@ class Sighting:
         ordinal: which one it is of those that its module made in this call.
         how: the function it was seen in, "softmax" for a hand-written one.
         call: what was seen.
-        below: whether only an Interceptor with dispatch=True sees it.
+        below: whether only an Interceptor with dispatch=True sees it, or what happened to its scores.
         layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
     """
 
@@ -106,19 +106,19 @@ class Interceptor(CallObserver):
         super().__init__()
         self.stack = ModuleStack(model, keep_inputs=probing, on_fault=on_fault)
         self.probing = probing
-        self.unread: collections.Counter[str] = collections.Counter()
+        self.unread: list[Missed] = []
+        self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._on_fault = on_fault
         self._report = report
         self._below = OperatorMode(self._read_below) if dispatch else None
         self._inside = 0
-        self._is_below = False
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call) for site in described]
         self._undo = ExitStack()
         self._layouts = layouts or {}
         self._names = names_of(model) if probing else None
         self.handwritten = Handwritten(
-            lambda frame, call: self._saw(frame, "softmax", call),
+            lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
             self._names,
         )
@@ -145,20 +145,28 @@ class Interceptor(CallObserver):
         if torch.compiler.is_compiling() or _READING.get():
             return function(*args, **kwargs)
         name = function_name(function)
-        if name == "get":
+        turned = name == "get" and args[0].ndim > 2 and function.__self__.__name__ in ("mT", "mH")  # type: ignore[attr-defined]
+        if name == "get" and not turned:
             return function(*args, **kwargs)
         if in_vmap():
             if self._below is None:
-                self.unread["torch.func.vmap"] += 1
+                self.hidden["what runs inside torch.func.vmap"] = None
             return function(*args, **kwargs)
         self._inside += 1
         try:
             out = function(*args, **kwargs)
         finally:
             self._inside -= 1
+        if turned:
+            name, args = "transpose", (args[0], -2, -1)
         if name in SDPA or self.handwritten.minds(name):
             self._guarded(lambda: self._read(name, args, kwargs, out))
         return out
+
+    @property
+    def missed(self) -> list[Missed]:
+        """The attentions of this pass that were seen and not understood."""
+        return [*self.handwritten.lost.missed, *self.unread]
 
     def suspended(self) -> AbstractContextManager[None]:
         return suspended(self, self._below)
@@ -167,7 +175,7 @@ class Interceptor(CallObserver):
         self._guarded(lambda: self._read_foreign(name, arguments))
 
     def not_observable(self, name: str, error: Exception) -> None:
-        self.unread[f"{name}, which can't be watched ({error})"] += 1
+        self.hidden[f"{name}, which can't be watched ({error})"] = None
 
     def _guarded(self, read: Callable[[], None]) -> None:
         token = _READING.set(True)
@@ -195,16 +203,16 @@ class Interceptor(CallObserver):
                 found.append(fused_layout(q, k, top, known=known, names=self._names))
                 return found[0]
 
-            self._saw(top, name, fused(args, kwargs, layout_of), *found)
+            self._saw(top, name, fused(args, kwargs, layout_of), *found, below=self.handwritten.below)
 
     def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
         if self._inside or _READING.get():
             return
-        self._is_below = True
+        self.handwritten.below = True
         try:
             self._guarded(lambda: self._read(name, args, kwargs, out))
         finally:
-            self._is_below = False
+            self.handwritten.below = False
 
     def _read_foreign(self, name: str, arguments: Kwargs) -> None:
         top = self.stack.top
@@ -213,17 +221,17 @@ class Interceptor(CallObserver):
         try:
             call = FLASH_AND_FLEX[name](arguments)
         except UnreadError as error:
-            self.unread[f"{name} with {error}"] += 1
+            reason = f"{name} is called with {error}, whose effect is not known"
+            self.unread.append(Missed(module=top.name, operation=name, reason=reason))
             return
         self._saw(top, name, call)
 
-    def _saw(self, frame: Frame, how: str, call: Seen, layout: Layout | None = None) -> None:
+    def _saw(self, frame: Frame, how: str, call: Seen, layout: Layout | None = None, *, below: bool = False) -> None:
         if self._elsewhere(frame):
             return
         ordinal, frame.calls = frame.calls, frame.calls + 1
         layout = call.layout if isinstance(call, ScoresCall) else layout
-        sighting = Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=self._is_below, layout=layout)
-        self._report(sighting)
+        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=below, layout=layout))
 
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
         def report() -> None:

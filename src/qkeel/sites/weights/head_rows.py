@@ -8,11 +8,12 @@ the path let gradients through as if their size were a constant: a norm over all
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from qkeel.errors import QkeelError
@@ -114,6 +115,7 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
     for f in frame.line():
         found = walk(x.grad_fn, nodes_of(f.inputs), names)
         if found.nearest or found.opaque:
+            found = _within(found, f, frame.line()[-1].module)
             break
     if found.opaque:
         raise UnknownRowsError(
@@ -141,6 +143,29 @@ def _table(x: Tensor, names: dict[int, str], what: str) -> Projection:
     if p.shape[0] == d:
         return Projection(node=node, parameter=name, axis=0, size=d, bias=None, normed=False, shared=True)
     raise UnknownRowsError(f"the columns of {name} are not those of {what}")
+
+
+def _within(found: Walk, frame: Frame, model: nn.Module) -> Walk:
+    """The same without projections of other modules above those that were found: behind a key that another layer made
+    lies all that came before that layer."""
+    nearest = [
+        dataclasses.replace(
+            p, above=tuple(a for a in p.above if _in_one_module(p.parameter, a.parameter, frame, model))
+        )
+        for p in found.nearest
+    ]
+    return dataclasses.replace(found, nearest=tuple(nearest))
+
+
+def _in_one_module(one: str, other: str, frame: Frame, model: nn.Module) -> bool:
+    """True if two weights are of one module: that of the frame, or another as deep inside the model."""
+    a, b, around = ([*name.split(".")] for name in (one, other, frame.name or "."))
+    shared = [x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a[:-1], b[:-1]))]
+    if not frame.name or shared[: len(around)] == around:
+        return True
+    # As deep as the frame's own: two parts of another layer are no more one module than two layers are.
+    inside = model.get_submodule(".".join(shared))
+    return len(shared) >= len(around) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict))
 
 
 def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:

@@ -1,0 +1,95 @@
+"""The operators between the weights of a site, or the input of its module, and its logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.sites.see.intercept import Sighting
+from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.site import AttentionSite
+from qkeel.sites.verify.recorded_operators import Operation, Record, memory, place
+from qkeel.sites.verify.repeated_logits import RepeatedLogits
+from qkeel.sites.verify.repeated_operators import Contents, at_place
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedCall:
+    """A sighting, how many operators had run then, and how many when each of its frames began."""
+
+    sighting: Sighting
+    until: int
+    begun: Mapping[int, int]
+
+
+@final
+class Path:
+    """The way to the logits of one site: `own`, operators from the products with its weights on, and `wide`, those
+    from the input of its module on. `changed` is the memory of the weights and of that input.
+
+    What a weight is multiplied by counts as fixed in `own`, whatever else depends on the weight.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        dynamic: set[int],
+        site: AttentionSite,
+        parameters: Parameters,
+        logits: RepeatedLogits,
+        calls: Sequence[RecordedCall],
+    ) -> None:
+        self._record, self._dynamic, self._until = record, dynamic, max(one.until for one in calls)
+        known = {memory(p) for p in parameters.values()}
+        first = {path[0].parameter for term in site.terms for path in (term.query, term.key)}
+        self._made = record.weights_of({memory(parameters[name]) for name in first}, known, dynamic)
+        self._known, wanted = known | self._made, set(map(memory, logits.tensors))
+        self.own = record.behind(wanted, self._until, self._activations)
+        factors = {m for operation in self.own for m in self._activations(operation)}
+        self._boundary, begin = self._inputs(calls, factors)
+        given = {memory(x): begin if begin else record.maker(memory(x), self._until) for x in self._boundary}
+        below = record.reached(given)
+        self.wide = record.behind(wanted, self._until, lambda o: self._activations(o) - below, given)
+        self.changed = known | {*given}
+
+    def _activations(self, operation: Operation) -> frozenset[int]:
+        """The memory of what an operator multiplies a first weight by."""
+        return frozenset() if self._made.isdisjoint(operation.reads) else operation.reads - self._known
+
+    def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:
+        """The inputs of the innermost module around the site that its projections depend on, and how many operators
+        had run when it began; where there is none, what the projections multiply, and 0."""
+        one = calls[0]
+        for frame in one.sighting.frame.line():
+            since = one.begun.get(id(frame))
+            if since is None:
+                continue
+            inside = self._record.behind(factors, self._until, since=since)
+            behind = self._dynamic & {m for operation in inside for m in operation.reads} | factors
+            found = [x for x in frame.inputs if x.is_floating_point() and memory(x) in behind]
+            if found:
+                return found, since
+        given = (x for operation in self.own for x in tensors((operation.args, operation.kwargs)))
+        return [x for x in given if memory(x) in factors and x.is_floating_point()], 0
+
+    def inputs(self) -> tuple[Contents, Contents]:
+        """The memory of the module's input as it was, and with noise of the size of its numbers added."""
+        one, other = ({memory(x): x.untyped_storage().clone() for x in self._boundary} for _ in range(2))
+        generator = torch.Generator().manual_seed(0)
+        for x in {place(x): x for x in self._boundary}.values():
+            noise = torch.randn(x.shape, generator=generator).to(x)
+            size = x.detach().float().square().mean().sqrt()
+            at_place(x, other[memory(x)]).add_(noise * size.to(x))
+        return one, other
+
+
+def dynamic_memory(record: Record, args: Args, kwargs: Kwargs) -> set[int]:
+    """The memory of all that was computed from the model's input."""
+    return record.reached(map(memory, tensors((args, kwargs))))

@@ -1,0 +1,97 @@
+"""Operators of a recorded pass, run again with other numbers in some places: nothing of the model is changed or run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.verify.recorded_operators import Operation, Place, memory, place
+
+Values = Mapping[Place, Tensor]
+Contents = Mapping[int, torch.UntypedStorage]
+Lookup = Callable[[Tensor], Tensor]
+
+
+class Repetition:
+    """Operators that can be run again with other numbers in some places; those that would do the same are left out."""
+
+    def __init__(self, operations: Sequence[Operation], changed: set[int]) -> None:
+        """Takes the operators in their order, and the memory whose numbers will be others."""
+        self._operations = _affected(operations, changed)
+        made: set[int] = set()
+        self._foreign: list[Tensor] = []  # what is written into, and made elsewhere
+        for operation in self._operations:
+            made |= operation.makes
+            self._foreign += [x for x in operation.changed if memory(x) not in made]
+
+    def products(self, weights: set[int]) -> list[Operation]:
+        """The operators that multiply what lies in this memory, by a matrix product or number by number."""
+        return [o for o in self._operations if not weights.isdisjoint(o.reads) and o.makes]
+
+    @torch.no_grad()
+    def __call__(self, values: Values, contents: Contents | None = None) -> Lookup:
+        """Run with these numbers in some places, and with these in some memory; what is returned finds what any
+        tensor of the recorded pass would be now."""
+        now = _Now(dict(values), dict(contents or {}))
+        for x in self._foreign:
+            now.copy(x)
+        for operation in self._operations:
+            args, kwargs = _replaced(operation.args, now), _replaced(dict(operation.kwargs), now)
+            now.put(operation.out, operation.function(*args, **kwargs))
+        return now
+
+
+class _Now:
+    """The tensors of a recorded pass as they are in a repetition of it."""
+
+    def __init__(self, values: dict[Place, Tensor], contents: dict[int, torch.UntypedStorage]) -> None:
+        self._values, self._contents = values, contents
+
+    def __call__(self, x: Tensor) -> Tensor:
+        known = self._values.get(place(x))
+        if known is not None:
+            return known
+        content = self._contents.get(memory(x))
+        return x if content is None else at_place(x, content)
+
+    def copy(self, x: Tensor) -> None:
+        """From now on, what lies in this tensor's memory is a copy of it."""
+        self._contents[memory(x)] = self._contents.get(memory(x), x.untyped_storage()).clone()
+
+    def put(self, before: object, after: object) -> None:
+        """Puts one tensor where another was, or each of several."""
+        for old, new in zip(tensors((before,)), tensors((after,)), strict=True):
+            self._values[place(old)] = new
+
+
+def at_place(x: Tensor, content: torch.UntypedStorage) -> Tensor:
+    """The tensor that lies in this memory where x lies in its own."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(content, x.storage_offset(), x.shape, x.stride())
+
+
+def _affected(operations: Sequence[Operation], changed: set[int]) -> list[Operation]:
+    """The operators that read changed memory, and those that made what such an operator writes into in place."""
+    reached, kept = set(changed), set[int]()
+    while True:
+        before = len(reached), len(kept)
+        for i, operation in enumerate(operations):
+            if not reached.isdisjoint(operation.reads) or not reached.isdisjoint(operation.writes):
+                kept.add(i)
+                reached |= operation.writes
+        if before == (len(reached), len(kept)):
+            return [operations[i] for i in sorted(kept)]
+
+
+def _replaced(value: Any, now: Lookup) -> Any:
+    """The same arguments with the tensors that there are now."""
+    if isinstance(value, Tensor):
+        return now(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replaced(v, now) for v in value)
+    if isinstance(value, dict):
+        return {name: _replaced(v, now) for name, v in value.items()}
+    return value

@@ -1,0 +1,286 @@
+"""Attention that is not understood is listed, said once, and left out by remedies only when asked."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+from qkeel import apply, find_sites, watch
+from qkeel.errors import RefusedError
+from qkeel.records import RunDirectory
+from qkeel.report.watch.watch_findings import findings
+from qkeel.report.watch.watched_run import read_watched
+from qkeel.sites import Tap
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+H, D, M, T = 4, 8, 32, 6
+Between = Callable[["Odd", Tensor], Tensor]
+
+
+def clamped(z: Tensor) -> Tensor:
+    return (z / 4.0).tanh() * 4.0
+
+
+class Odd(nn.Module):
+    """Attention that does something to its scores before the softmax."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(M, M) for _ in "qkv")
+        self.between = between
+        self.linear, self.conv, self.weight = nn.Linear(H, H), nn.Conv2d(H, H, 1), nn.Parameter(torch.randn(H, H))
+        self.keys = nn.Linear(T, T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return (self.between(self, q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """An attention that is understood, on what another one makes."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.odd, self.plain = Odd(between), Odd(lambda _, z: z)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(x + self.odd(x))
+
+
+def largest(odd: Odd, z: Tensor) -> Tensor:
+    index = z.topk(3, -1).indices
+    return torch.full_like(z, -torch.inf).scatter(-1, index, z.gather(-1, index))
+
+
+def pieces(odd: Odd, z: Tensor) -> Tensor:
+    out = torch.zeros_like(z)
+    out[..., :3] = z[..., :3]
+    return out
+
+
+WAYS: dict[str, tuple[Between, str, str]] = {
+    "two convolutions": (lambda odd, z: odd.conv(F.gelu(odd.conv(z))), "gelu", "gelu"),
+    "linear over keys": (lambda odd, z: odd.keys(z), "linear", "a linear map"),
+    "relu": (lambda odd, z: F.relu(z), "relu", "relu"),
+    "batch norm": (lambda odd, z: F.batch_norm(z, None, None, training=True), "batch_norm", "batch_norm"),
+    "power": (lambda odd, z: z.pow(2) * z.sign(), "pow", "pow"),
+    "chosen and scattered": (largest, "scatter", "a choice of some, written into a new tensor"),
+    "the largest alone": (lambda odd, z: F.pad(z.topk(3, -1).values, (0, T - 3)), "topk", "a choice of the largest"),
+    "written in pieces": (pieces, "setitem", "writing into a tensor piece by piece"),
+}
+
+
+def x() -> Tensor:
+    return torch.randn(2, T, M, generator=torch.Generator().manual_seed(1))
+
+
+def model(name: str = "relu") -> Model:
+    return Model(WAYS[name][0])
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if name != "the largest alone"])
+def test_what_was_seen_and_not_understood_is_listed(name: str) -> None:
+    sites = find_sites(model(name), x())
+    assert [site.name for site in sites] == ["plain"]
+    (missed,) = sites.missed
+    _, operation, words = WAYS[name]
+    assert (missed.module, missed.operation) == ("odd", operation)
+    assert missed.reason == f"its scores are followed no further than {words}"
+    assert sites.share == "1 of 2 attentions"
+
+
+MIXTURES: dict[str, Between] = {
+    "linear": lambda odd, z: odd.linear(z.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+    "conv2d": lambda odd, z: z + odd.conv(z),
+    "einsum": lambda odd, z: torch.einsum("bhts,hg->bgts", z, odd.weight),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_heads_that_a_weight_mixes_are_watched_and_have_no_weights_of_their_own(name: str) -> None:
+    m = Model(MIXTURES[name])
+    sites = find_sites(m, x())
+    assert ([site.name for site in sites], sites.missed, sites.share) == (["odd", "plain"], (), "2 attentions")
+    why = f"its heads are mixed by a weight ({name}) before the softmax"
+    assert (sites[0].terms, sites[0].why, sites[0].verified) == ((), why, False)
+    taken: list[Tensor] = []
+    m.odd.between = lambda odd, z: taken.append(MIXTURES[name](odd, z)) or taken[-1]
+    with torch.no_grad(), Tap(m) as tap:
+        m(x())
+        stats = tap.read()["odd"]
+    torch.testing.assert_close(stats.max_logit, taken[-1].amax((0, 2, 3)))
+    torch.testing.assert_close(stats.entropy, -torch.special.xlogy(p := taken[-1].softmax(-1), p).sum(-1).mean((0, 2)))
+
+
+def test_heads_that_share_keys_are_mixed_too() -> None:
+    class Grouped(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = self.q(x).unflatten(-1, (2, 2, D)), self.k(x)[..., : 2 * D].unflatten(-1, (2, D))
+            z = torch.einsum("btghd,bsgd->bghts", q, k).flatten(1, 2)
+            return self.conv(z).softmax(-1).sum(1) @ x
+
+    (site,) = find_sites(Grouped(lambda _, z: z), x())
+    assert (site.n_heads, site.terms, site.why) == (
+        H,
+        (),
+        "its heads are mixed by a weight (conv2d) before the softmax",
+    )
+
+
+def test_the_softmax_of_the_largest_scores_is_missed() -> None:
+    class Sparse(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
+            top = (q @ k.mT).topk(3, -1)
+            return torch.zeros(2, H, T, T).scatter(-1, top.indices, top.values.softmax(-1)).sum(1) @ x
+
+    with pytest.raises(RefusedError, match=r"Seen but not understood: the model itself: .* a choice of the largest"):
+        find_sites(Sparse(lambda _, z: z), x())
+
+
+def test_a_softmax_over_heads_is_missed() -> None:
+    class OverHeads(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
+            return (q @ k.mT).softmax(1).sum(1) @ x
+
+    with pytest.raises(RefusedError, match="its softmax runs over dimension 1 of 4, not over the last"):
+        find_sites(OverHeads(lambda _, z: z), x())
+
+
+def test_what_is_no_attention_is_not_missed() -> None:
+    class Others(Odd):
+        """Linear attention, a gate of products, a router, and a softmax over classes."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            linear = q.relu() @ (k.relu().mT @ v)
+            gated = torch.sigmoid(q @ k.mT) @ v
+            mixed = (linear + gated).transpose(1, 2).flatten(2)
+            return mixed * self.q(mixed).softmax(-1)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.others, self.plain = Others(lambda _, z: z), Odd(lambda _, z: z)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.plain(self.others(x))
+
+    sites = find_sites(Both(), x())
+    assert [site.name for site in sites] == ["plain"]
+    assert sites.missed == ()
+    with pytest.raises(RefusedError, match=r"none of the products reaches a softmax .*linear attention") as refusal:
+        find_sites(Others(lambda _, z: z), x())
+    assert "by hand" not in str(refusal.value)
+
+
+def test_a_remedy_for_all_attention_is_refused_unless_it_may_be_partial() -> None:
+    m = model()
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    for remedy in ("lalr", "softcap:cap=5", "qk_norm"):
+        with pytest.raises(RefusedError, match=rf"{remedy[:4]}.*1 of 2 attentions .*odd: its scores .*partial=True"):
+            apply(remedy, m, optimizer, example=x())
+        apply(remedy, m, optimizer, example=x(), partial=True).remove()
+    apply("z_loss", m, optimizer, example=x()).remove()  # has nothing to do with attention
+
+
+def test_a_monitor_says_once_what_it_does_not_watch_and_its_pages_do_too(tmp_path: Path) -> None:
+    m = model()
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
+    with warnings.catch_warnings(record=True) as said, watch(m, optimizer, sinks=tmp_path / "run") as monitor:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            m(x()).sum().backward()
+            optimizer.step()
+        line = "1 of 2 attentions watched; not understood: odd: its scores are followed no further than relu"
+        assert monitor.table().splitlines()[-1] == line
+        assert f"<p>{line}</p>" in monitor._repr_html_()
+        assert [missed.module for missed in monitor.missed] == ["odd"]
+    (message,) = [str(warning.message) for warning in said]
+    assert message.startswith("1 of 2 attentions of Model are watched. Not understood: odd: its scores")
+    assert RunDirectory(tmp_path / "run").config()["missed"][0]["module"] == "odd"
+    (text,) = [f.text for f in findings(read_watched([tmp_path / "run"])) if "attentions were watched" in f.text]
+    assert text.startswith("1 of 2 attentions were watched. Not understood: odd: its scores")
+
+
+def test_what_find_sites_sees_in_a_script_the_tap_the_monitor_and_the_clip_see_too() -> None:
+    scripted = torch.jit.script(clamped)
+    m = Model(lambda _, z: scripted(z))
+    assert [(site.name, site.below) for site in find_sites(m, x())] == [("odd", True), ("plain", False)]
+    with torch.no_grad(), Tap(m) as tap:
+        for _ in range(2):
+            m(x())
+            assert sorted(tap.read()) == ["odd", "plain"]
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
+    with watch(m, optimizer) as monitor:
+        m(x()).sum().backward()
+        optimizer.step()
+        assert sorted(monitor.read()) == ["odd", "plain"]
+    before = m.odd.q.weight.clone()
+    with apply("qk_clip:threshold=0.001", m, optimizer, example=x()):
+        m(x()).sum().backward()
+        optimizer.step()
+    assert not torch.equal(m.odd.q.weight, before)
+
+
+def test_a_tap_looks_for_scripts_once_and_changes_nothing_by_it() -> None:
+    m = Model(lambda _, z: z)
+    passes: list[int] = []
+    m.odd.register_forward_hook(lambda *_: passes.append(1))
+    torch.manual_seed(2)
+    stream = torch.get_rng_state()
+    with torch.no_grad(), Tap(m) as tap:
+        for _ in range(3):
+            m(x())
+    assert len(passes) == 4
+    assert len(tap.read()) == 2
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_a_monitor_and_a_clip_that_see_no_call_say_so_once() -> None:
+    class Sometimes(Model):
+        attends = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.attends else self.odd.q(x)
+
+    m = Sometimes(lambda _, z: z)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with watch(m, optimizer), apply("qk_clip", m, optimizer, example=x()):
+            for attends in (True, False, False):
+                m.attends = attends
+                m(x()).sum().backward()
+                optimizer.step()
+    messages = sorted(str(warning.message).split(",")[0] for warning in said)
+    assert messages == [
+        "a pass that was to be measured showed no attention call",
+        "qk_clip saw no attention call in training mode between two steps of the optimizer",
+    ]
+
+
+def test_the_room_is_there_in_a_fresh_process_and_nothing_lands_in_the_hosts_log() -> None:
+    code = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        "import qkeel, torch\n"
+        "with qkeel.sites.Tap(torch.nn.Linear(1, 1)): pass\n"
+        "q = torch.randn(1, 2, 3, 4); qkeel.attention(q, q, q, spec=qkeel.AttentionSpec())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert logging.getLogger("qkeel").level == logging.NOTSET
+    assert qkeel.sites.Sites([]).missed == ()
