@@ -268,10 +268,10 @@ class changed:  # noqa: N801
         torch.manual_seed(7)
         done: set[tuple[str, int]] = set()
         for s in self.slices:
-            index = (s.index if self.head is None else s.index[self.head]).flatten()
-            for name, axis in ((s.parameter, s.axis), (s.bias, 0)):
+            for name, axis, shift in ((s.parameter, s.axis, 0), (s.bias, 0, s.bias_shift)):
                 if name is None:
                     continue
+                index = (s.index if self.head is None else s.index[self.head]).flatten() + shift
                 p = self.model.get_parameter(name).data
                 fresh = torch.tensor([i for i in index.tolist() if (name, i) not in done], dtype=torch.long)
                 done.update((name, i) for i in fresh.tolist())
@@ -358,7 +358,7 @@ def qk_clip(work: _Work) -> Answers:
     """After a step of rate 0 the variable part of the first site's logits is min(1, τ / S_h) times what it was."""
     first = min((s for s in work.sites if work.places[s.name]), key=lambda s: work.places[s.name][0])
     before = work.of(work.calls, first)[0]
-    top = before.max_logit()
+    top = torch.stack([call.max_logit() for call in work.of(work.calls, first)]).amax(0)
     threshold = float(top.max()) / 2
     if threshold <= 0:
         return

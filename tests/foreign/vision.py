@@ -74,8 +74,8 @@ def _timm_rows() -> list[Target]:
         ("MViT V2", _mvit, 2, Shape(heads=(2, 4))),
         ("PVT V2", _timm("pvt_v2_b0", 64, depths=(1, 1, 1, 1), embed_dims=(8, 16, 32, 32), num_heads=(1, 2, 4, 4)), 4, Shape(heads=(1, 2, 4, 4))),
         ("Twins", _timm("twins_svt_small", 64, img_size=64, depths=(2, 2), embed_dims=(16, 32), num_heads=(2, 4), wss=(4, 4), sr_ratios=(4, 2), mlp_ratios=(2, 2)), 4, Shape(heads=(2, 2, 4, 4), order=("bbhts", "bhts", "bbhts", "bhts"))),
-        ("LeViT", _timm("levit_128s", 64, img_size=64, embed_dim=(16, 32, 48), depth=(1, 1, 1), num_heads=(2, 4, 4), key_dim=8), 5, Shape(heads=(2, 2, 4, 4, 4))),
-        ("Hiera", _timm("hiera_tiny_224", 64, img_size=(64, 64), embed_dim=16, num_heads=1, stages=(1, 1, 1, 1)), 4, Shape(heads=(1, 2, 4, 8), order="bhbts")),
+        ("LeViT", _timm("levit_128s", 64, img_size=64, embed_dim=(16, 32, 48), depth=(1, 1, 1), num_heads=(2, 4, 4), key_dim=8), 5, Shape(heads=(2, 2, 4, 4, 4), low=-1e30)),
+        ("Hiera", _timm("hiera_tiny_224", 64, img_size=(64, 64), embed_dim=16, num_heads=1, stages=(1, 1, 1, 1)), 4, Shape(heads=(1, 2, 4, 8), order=("bhbts", "bhbts", "bhts", "bhts"))),
         ("GCViT", _gcvit, 4, Shape(heads=(2, 2, 4, 4))),
         ("SAM", _timm("samvit_base_patch16", use_rope=False, window_size=2, global_attn_indexes=(1,), **TINY), 2, Shape(heads=4)),
         ("DaViT", _timm("davit_tiny", 64, depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4), window_size=4), 4, Shape(heads=(2, 2, 4, 4))),
@@ -112,11 +112,11 @@ def _vit_pytorch_rows() -> list[Target]:
         ("NesT", _vit_pytorch("nest", "NesT", image_size=32, patch_size=4, num_classes=5, dim=16, heads=2, num_hierarchies=2, block_repeats=(1, 1), dim_head=8), 2, Shape(heads=(2, 4))),
         ("CrossViT", _vit_pytorch("cross_vit", "CrossViT", image_size=32, num_classes=5, sm_dim=16, lg_dim=32, sm_patch_size=8, sm_enc_heads=4, sm_enc_mlp_dim=24, sm_enc_dim_head=8, lg_patch_size=16, lg_enc_depth=1, lg_enc_heads=4, lg_enc_mlp_dim=24, lg_enc_dim_head=8, cross_attn_depth=1, cross_attn_heads=4, cross_attn_dim_head=8, depth=1), 4, heads),
         ("CvT", _vit_pytorch("cvt", "CvT", s1_emb_dim=16, s1_heads=1, s1_depth=1, s2_emb_dim=32, s2_heads=2, s2_depth=1, s3_emb_dim=32, s3_heads=4, s3_depth=1, num_classes=5), 3, Shape(heads=(1, 2, 4))),
-        ("Twins-SVT", _vit_pytorch("twins_svt", "TwinsSVT", 64, num_classes=5, s1_emb_dim=16, s1_patch_size=4, s1_local_patch_size=4, s1_global_k=4, s2_emb_dim=16, s2_patch_size=2, s2_local_patch_size=2, s2_global_k=2, s3_emb_dim=16, s3_patch_size=2, s3_local_patch_size=2, s3_global_k=2, s3_depth=1, s4_emb_dim=16, s4_patch_size=2, s4_local_patch_size=1, s4_global_k=1, s4_depth=1), 13, Shape(heads=8)),
+        ("Twins-SVT", _vit_pytorch("twins_svt", "TwinsSVT", 64, num_classes=5, s1_emb_dim=16, s1_patch_size=4, s1_local_patch_size=4, s1_global_k=4, s2_emb_dim=16, s2_patch_size=2, s2_local_patch_size=2, s2_global_k=2, s3_emb_dim=16, s3_patch_size=2, s3_local_patch_size=2, s3_global_k=2, s3_depth=1, s4_emb_dim=16, s4_patch_size=2, s4_local_patch_size=1, s4_global_k=1, s4_depth=1), 14, Shape(heads=8)),
         ("RegionViT", _vit_pytorch("regionvit", "RegionViT", 64, dim=(16, 16, 16, 16), depth=(1, 1, 1, 1), window_size=2, num_classes=5), 8, heads),
         ("MaxViT", _vit_pytorch("max_vit", "MaxViT", 64, num_classes=5, dim=16, depth=(1, 1), dim_head=8, window_size=4, dropout=0.0), 4, Shape(heads=(2, 2, 4, 4))),
-        ("LeViT", _vit_pytorch("levit", "LeViT", 64, image_size=64, num_classes=5, dim=(16, 32), depth=1, heads=(2, 4), mlp_mult=2, stages=2, dim_key=8, dim_value=8), 4, Shape(heads=(2, 2, 4, 4))),
-        ("T2T-ViT", _vit_pytorch("t2t", "T2TViT", image_size=32, num_classes=5, dim=16, depth=1, heads=2, mlp_dim=24, dim_head=8, t2t_layers=((7, 4), (3, 2))), 3, Shape(heads=(1, 1, 2))),
+        ("LeViT", _vit_pytorch("levit", "LeViT", 64, image_size=64, num_classes=5, dim=(16, 32), depth=1, heads=(2, 4), mlp_mult=2, stages=2, dim_key=8, dim_value=8), 3, Shape(heads=(2, 4, 4))),
+        ("T2T-ViT", _vit_pytorch("t2t", "T2TViT", image_size=32, num_classes=5, dim=16, depth=1, heads=2, mlp_dim=24, dim_head=8, t2t_layers=((7, 4), (3, 2))), 2, Shape(heads=(1, 2))),
     ]  # fmt: skip
     return [Target(package="vit-pytorch", name=n, make=m, attentions=a, shape=s) for n, m, a, s in rows]
 

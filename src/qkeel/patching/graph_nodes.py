@@ -19,6 +19,13 @@ def saved_operand(node: Node, place: int) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def slice_start(node: Node) -> int:
+    """The place at which a slice of one dimension began."""
+    kept: Any = node
+    start = kept._saved_start
+    return 0 if start is None else int(start)
+
+
 def normalized_shape(node: Node) -> tuple[int, ...]:
     """The last dimensions over which a layer norm, or an RMS norm, of torch's own ran."""
     kept: Any = node

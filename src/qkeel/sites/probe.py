@@ -20,6 +20,7 @@ from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.patching.checkpointing import checkpointing_off
 from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
+from qkeel.patching.graph_nodes import version_of
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
 from qkeel.sites.calls.head_layout import key_heads
@@ -366,7 +367,7 @@ def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
     for x in tensors:
         if not (x.is_inference() or x.is_meta):
             comparable = x.layout is torch.strided and not x.is_nested and type(x) in (Tensor, nn.Parameter)
-            (plain if comparable else others).append((x, x.detach().clone(), x._version))
+            (plain if comparable else others).append((x, x.detach().clone(), version_of(x)))
 
     @torch.no_grad()
     def restore() -> None:
@@ -376,7 +377,7 @@ def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
                 x.copy_(value)
         for x, value, version in others:
             # Sparse, nested and other kinds of tensors can't be compared: what wrote to them raised their version.
-            if x._version != version:
+            if version_of(x) != version:
                 x.copy_(value)
 
     return restore

@@ -1,4 +1,4 @@
-"""The rule by which a number that is added to a logit hides its pair: one definition for every kind of attention call."""
+"""The rule by which a number that is added to a logit hides its pair: one rule for every kind of attention call."""
 
 from __future__ import annotations
 
