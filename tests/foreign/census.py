@@ -1,6 +1,6 @@
 """Every target in a forked process of its own, and the page of what was found.
 
-python -m tests.foreign.census [--only timm,litgpt] [--names Swin] [--jobs 1] [--out docs/foreign.md]
+python -m tests.foreign.census [--only timm,litgpt] [--names Swin] [--jobs 1] [--cases 2000] [--out docs/foreign.md]
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tests.foreign.checks import Finding, Subject, findings, overall
+from tests.foreign import generator
+from tests.foreign.checks import Subject, findings, overall
 from tests.foreign.page import page
 from tests.foreign.reference import calls, capped_output
 from tests.foreign.tables import TARGETS
@@ -40,7 +41,9 @@ def judge(target: Target) -> dict[str, Any]:
             model = uneven(model)
             seen = calls(model, example, target.shape)
             if len(seen) != target.attentions:
-                return {"broken": f"the reference saw {len(seen)} attentions, expected {target.attentions}: {[(c.module, tuple(c.z.shape)) for c in seen]}"}
+                return {
+                    "broken": f"the reference saw {len(seen)} attentions, expected {target.attentions}: {[(c.module, tuple(c.z.shape)) for c in seen]}"
+                }
             subject = Subject(
                 model=model,
                 example=example,
@@ -95,7 +98,9 @@ def _child(targets: list[tuple[int, Target]], folder: Path) -> None:
         result = judge(target)
         signal.alarm(0)
         (folder / str(place)).write_text(json.dumps(result))
-        print(f"{target.package} {target.name} ({time.monotonic() - start:.0f} s): {_line(result)}", file=said, flush=True)
+        print(
+            f"{target.package} {target.name} ({time.monotonic() - start:.0f} s): {_line(result)}", file=said, flush=True
+        )
     os._exit(0)
 
 
@@ -126,7 +131,9 @@ def _result(path: Path) -> dict[str, Any]:
 
 
 def _line(result: dict[str, Any]) -> str:
-    said = [f"{f['question']}: {f['verdict']} {f['said']}" for f in result.get("findings", ()) if f["verdict"] != "right"]
+    said = [
+        f"{f['question']}: {f['verdict']} {f['said']}" for f in result.get("findings", ()) if f["verdict"] != "right"
+    ]
     return "\n    ".join([result.get("verdict", "BROKEN " + result.get("broken", "")), *dict.fromkeys(said)])
 
 
@@ -136,6 +143,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--names", default="")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--cases", type=int, default=0, help="random attentions")
     parser.add_argument("--out", type=Path, default=None)
     chosen = parser.parse_args()
     targets = [
@@ -147,13 +155,11 @@ def main() -> None:
         results = run(targets, chosen.jobs, Path(folder))
     verdicts = [r.get("verdict", "broken") for r in results]
     print({v: verdicts.count(v) for v in dict.fromkeys(verdicts)}, f"{len({t.package for t in targets})} packages")
+    generated = generator.run(range(chosen.cases)) if chosen.cases else None
     if chosen.out is not None:
-        chosen.out.write_text(page(targets, results))
-    sys.exit(1 if {"wrong", "broken"} & set(verdicts) else 0)
+        chosen.out.write_text(page(targets, results, generated))
+    sys.exit(1 if {"wrong", "broken"} & {*verdicts, *(generated or ())} else 0)
 
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["Finding", "judge", "main", "run"]

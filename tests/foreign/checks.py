@@ -63,7 +63,9 @@ def findings(subject: Subject, questions: Iterable[str] | None = None) -> list[F
             except QkeelError as error:
                 found.append(Finding(question=question, verdict="told", said=_short(error)))
             except Exception as error:
-                found.append(Finding(question=question, verdict="wrong", said=f"{type(error).__name__}: {_short(error)}"))
+                found.append(
+                    Finding(question=question, verdict="wrong", said=f"{type(error).__name__}: {_short(error)}")
+                )
         del cautions
     return found
 
@@ -174,6 +176,7 @@ def heads(work: _Work) -> Answers:
 def statistics(work: _Work) -> Answers:
     """max_logit and entropy, by head, of all calls of a site."""
     with torch.no_grad(), Tap(work.exact) as tap:
+        tap.sites = list(work.sites)
         work.exact(*work.example[0], **work.example[1])
         stats = tap.read()
     for site in work.sites:
@@ -375,7 +378,9 @@ def qk_clip(work: _Work) -> Answers:
     gamma = (threshold / top).clamp_max(1.0).where(top > 0, 1.0)
     moving = before.visible
     expected = added + gamma[:, None, None] * (before.z - added)
-    error = float((after - expected).masked_fill(~moving, 0.0).abs().max() / before.z.masked_fill(~moving, 0).abs().max())
+    error = float(
+        (after - expected).masked_fill(~moving, 0.0).abs().max() / before.z.masked_fill(~moving, 0).abs().max()
+    )
     if error < 1e-5 or first.n_heads != before.heads:
         yield "right", ""
     else:

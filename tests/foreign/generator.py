@@ -1,6 +1,6 @@
 """Attention at random: layouts × groups × products × biases × mixes × caps × masks × softmaxes, from a seed.
 
-python -m tests.foreign.generator [--cases 2000] [--seed 0] [--first 0] [--verbose]
+python -m tests.foreign.generator [--cases 2000] [--first 0] [--verbose]
 
 Every module computes, besides its output, what its logits are, plainly and in one canonical shape; nothing of qkeel
 takes part in that.
@@ -32,7 +32,20 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "groups": ("4", "4", "4", "2", "1", "2 tiled"),
     "norm": ("", "", "", "", "rms", "l2", "flat rms"),
     "rotary": ("", "", "yes"),
-    "product": ("matmul", "matmul", "matmul", "sdpa", "sdpa", "bmm", "baddbmm", "bhtd", "bthd", "bsht", "turned", "outer"),
+    "product": (
+        "matmul",
+        "matmul",
+        "matmul",
+        "sdpa",
+        "sdpa",
+        "bmm",
+        "baddbmm",
+        "bhtd",
+        "bthd",
+        "bsht",
+        "turned",
+        "outer",
+    ),
     "scale": ("scores", "scores", "query", "both"),
     "second": ("", "", "", "", "product", "in place", "shaw", "keys alone"),
     "bias": ("", "", "", "table", "alibi"),
@@ -102,7 +115,11 @@ class RandomAttention(nn.Module):
         if plan.bias == "table":
             self.table = nn.Parameter(torch.randn(HEADS, 8, 8))
         if plan.mix:
-            self.mixing = nn.Conv2d(HEADS, HEADS, 1, bias=False) if plan.mix in ("residual", "convolution") else nn.Linear(HEADS, HEADS, bias=False)
+            self.mixing = (
+                nn.Conv2d(HEADS, HEADS, 1, bias=False)
+                if plan.mix in ("residual", "convolution")
+                else nn.Linear(HEADS, HEADS, bias=False)
+            )
         with torch.no_grad():
             for p in self.parameters():
                 if p.ndim == 2 and p.shape[1] == WIDTH:
@@ -154,7 +171,9 @@ class RandomAttention(nn.Module):
         visible = self.visible(x)
         z = self.plain_logits(x, q, k)
         capped = 4 * torch.tanh(z / 4) if self.plan.cap else z
-        self.truth = Call(module="attn", z=z.detach().double(), capped=capped.detach().double(), visible=visible.expand_as(z))
+        self.truth = Call(
+            module="attn", z=z.detach().double(), capped=capped.detach().double(), visible=visible.expand_as(z)
+        )
         if self.bend is not None:
             w = (self.bend * torch.tanh(capped / self.bend)).masked_fill(~visible, -INF).softmax(-1)
             y = w.nan_to_num(0.0) @ v
@@ -227,18 +246,22 @@ class RandomAttention(nn.Module):
         after = SIZE**-0.5 if self.plan.scale == "scores" else 1.0
         if self.plan.scale == "scores":
             z = z * after
+        if self.plan.product == "turned":
+            z = z.mT
+        between = self.plan.product == "bsht" and not (self.plan.second or self.plan.bias or self.plan.mix)
+        if self.plan.product == "bsht" and not between:
+            z = z.transpose(1, 2)
         for more in self.seconds(x, q):
             if self.plan.second == "in place":
                 z += more * SIZE**-0.5
             else:
                 z = z + more * SIZE**-0.5
-        turned = self.plan.product in ("turned", "bsht")
-        if turned:  # [b h s t], or [b t h s]: as they are used further on
-            z = z.mT if self.plan.product == "turned" else z.transpose(1, 2)
         bias = self.bias(z)
         z = z if bias is None else z + bias
         z = self.mixed(z) if self.plan.mix else z
         z = 4 * torch.tanh(z / 4) if self.plan.cap else z
+        if between:  # heads stay between queries and keys up to the weights, as in DeepSeek's own code
+            return self.weights(self.masked(z, visible.transpose(1, 2))).transpose(1, 2) @ v
         return self.weights(self.masked(z, visible)) @ v
 
     def product(self, q: Tensor, k: Tensor) -> Tensor:
@@ -255,8 +278,7 @@ class RandomAttention(nn.Module):
         if kind == "bthd":
             return torch.einsum("bthd,bshd->bhts", q.transpose(1, 2), k.transpose(1, 2))
         if kind == "bsht":
-            z = torch.einsum("bthd,bshd->bths", q.transpose(1, 2), k.transpose(1, 2))
-            return z if not (self.plan.second or self.plan.bias or self.plan.mix) else z.transpose(1, 2).transpose(1, 2)
+            return torch.einsum("bthd,bshd->bths", q.transpose(1, 2), k.transpose(1, 2))
         if kind == "turned":
             return k @ q.mT
         if kind == "outer":
@@ -357,18 +379,25 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
+    counts = run(range(given.first, given.first + given.cases), verbose=given.verbose)
+    sys.exit(1 if counts.get("wrong") else 0)
+
+
+def run(seeds: Iterable[int], *, verbose: bool = False) -> dict[str, int]:
+    """How many of these seeds are right, told and wrong; what is wrong with which is printed."""
     torch.set_num_threads(1)
     counts: collections.Counter[str] = collections.Counter()
-    for seed in range(given.first, given.first + given.cases):
+    for seed in seeds:
         # Ten steps of training, twice, with every tenth: they say the same of all.
         asked = [q for q in QUESTIONS if q != "watch" or seed % 10 == 0]
         found = judge(seed, asked)
         counts[overall(found)] += 1
         for f in found:
-            if f.verdict == "wrong" or given.verbose:
+            if f.verdict == "wrong" or verbose:
                 print(f"{seed}: {f.question}: {f.verdict} {f.said}\n    {Plan.drawn(seed)}", flush=True)
-    print(dict(counts))
-    sys.exit(1 if counts["wrong"] else 0)
+        if seed % 100 == 99:
+            print(f"random attentions up to seed {seed}: {dict(counts)}", flush=True)
+    return dict(counts)
 
 
 if __name__ == "__main__":

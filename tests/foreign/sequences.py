@@ -34,7 +34,14 @@ def _x(heads_options: dict[str, Any] | None = None, encoder: bool = False, **opt
 def _litgpt(**options: Any) -> Callable[[], Made]:
     def make() -> Made:
         home, config = (importlib.import_module(f"litgpt.{name}") for name in ("model", "config"))
-        tiny = {"block_size": 16, "n_layer": 2, "n_embd": 32, "n_head": 4, "padded_vocab_size": VOCAB, "rotary_percentage": 1.0}
+        tiny = {
+            "block_size": 16,
+            "n_layer": 2,
+            "n_embd": 32,
+            "n_head": 4,
+            "padded_vocab_size": VOCAB,
+            "rotary_percentage": 1.0,
+        }
         return home.GPT(config.Config(**{**tiny, **options})), text()
 
     return make
@@ -48,8 +55,12 @@ def _whisper() -> Made:
         sys.modules["numba"] = numba
     home = importlib.import_module("whisper.model")
     sizes = {"n_mels": 8, "n_audio_ctx": 10, "n_vocab": VOCAB, "n_text_ctx": 12}
-    both = {f"n_{part}_{name}": n for part in ("audio", "text") for name, n in (("state", 32), ("head", 4), ("layer", 1))}
-    return home.Whisper(home.ModelDimensions(**sizes, **both)), given(torch.randn(2, 8, 20), torch.randint(5, VOCAB, (2, TOKENS)))
+    both = {
+        f"n_{part}_{name}": n for part in ("audio", "text") for name, n in (("state", 32), ("head", 4), ("layer", 1))
+    }
+    return home.Whisper(home.ModelDimensions(**sizes, **both)), given(
+        torch.randn(2, 8, 20), torch.randint(5, VOCAB, (2, TOKENS))
+    )
 
 
 def _esm2() -> Made:
@@ -60,8 +71,21 @@ def _esm2() -> Made:
 
 def _esm_msa() -> Made:
     home = importlib.import_module("esm")
-    names = {"layers": 1, "embed_dim": 32, "ffn_embed_dim": 24, "attention_heads": 4, "dropout": 0.0, "max_positions": 32}
-    more = {"attention_dropout": 0.0, "activation_dropout": 0.0, "max_tokens": 2**14, "max_tokens_per_msa": 2**14, "embed_positions_msa": True}
+    names = {
+        "layers": 1,
+        "embed_dim": 32,
+        "ffn_embed_dim": 24,
+        "attention_heads": 4,
+        "dropout": 0.0,
+        "max_positions": 32,
+    }
+    more = {
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "max_tokens": 2**14,
+        "max_tokens_per_msa": 2**14,
+        "embed_positions_msa": True,
+    }
     alphabet = home.data.Alphabet.from_architecture("msa_transformer")
     return home.MSATransformer(Namespace(**names, **more), alphabet), given(torch.randint(5, 20, (1, 3, TOKENS)))
 
@@ -127,7 +151,14 @@ def _table() -> Example:
 
 def _rtdl() -> Made:
     home = importlib.import_module("rtdl_revisiting_models")
-    options = {"n_blocks": 2, "d_block": 32, "attention_n_heads": 4, "attention_dropout": 0.0, "ffn_d_hidden": 24, "ffn_d_hidden_multiplier": None}
+    options = {
+        "n_blocks": 2,
+        "d_block": 32,
+        "attention_n_heads": 4,
+        "attention_dropout": 0.0,
+        "ffn_d_hidden": 24,
+        "ffn_d_hidden_multiplier": None,
+    }
     model = home.FTTransformer(
         n_cont_features=3, cat_cardinalities=[4, 4], d_out=1, **options, ffn_dropout=0.0, residual_dropout=0.0
     )
@@ -155,7 +186,9 @@ def _dit() -> Made:
         num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8, norm_num_groups=4,
         num_embeds_ada_norm=10,
     )  # fmt: skip
-    return model, given(hidden_states=torch.randn(2, 4, 8, 8), timestep=torch.tensor([1, 1]), class_labels=torch.tensor([1, 1]))
+    return model, given(
+        hidden_states=torch.randn(2, 4, 8, 8), timestep=torch.tensor([1, 1]), class_labels=torch.tensor([1, 1])
+    )
 
 
 def _sd3(qk_norm: str | None) -> Callable[[], Made]:
@@ -212,7 +245,9 @@ def _onmt(**options: Any) -> Callable[[], Made]:
         package.__path__ = list(found.submodule_search_locations or ()) if found is not None else []
         sys.modules.setdefault("onmt", package)
         home = importlib.import_module("onmt.modules.multi_headed_attn")
-        model = home.MultiHeadedAttention(4, 32, dropout=0.0, is_decoder=False, attn_type="self", self_attn_type="scaled-dot", **options)
+        model = home.MultiHeadedAttention(
+            4, 32, dropout=0.0, is_decoder=False, attn_type="self", self_attn_type="scaled-dot", **options
+        )
         x = torch.randn(2, TOKENS, 32)
         return model, given(x, x, x)
 

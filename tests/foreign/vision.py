@@ -48,7 +48,14 @@ def _vit_pytorch(module: str, name: str, side: int = 32, **options: Any) -> Call
 
 
 TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
-SWIN: dict[str, Any] = {"img_size": 64, "patch_size": 4, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)}
+SWIN: dict[str, Any] = {
+    "img_size": 64,
+    "patch_size": 4,
+    "window_size": 4,
+    "embed_dim": 16,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+}
 TV_SWIN: dict[str, Any] = {
     "patch_size": [4, 4], "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4], "num_classes": 5,
 }  # fmt: skip
@@ -84,7 +91,15 @@ def _timm_rows() -> list[Target]:
 
 
 def _torchvision_rows() -> list[Target]:
-    vit = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 24, "num_classes": 5}
+    vit = {
+        "image_size": 32,
+        "patch_size": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+        "hidden_dim": 32,
+        "mlp_dim": 24,
+        "num_classes": 5,
+    }
     maxvit = {
         "input_size": (64, 64), "stem_channels": 16, "partition_size": 4, "block_channels": [16, 32],
         "block_layers": [1, 1], "head_dim": 8, "stochastic_depth_prob": 0.0, "num_classes": 5,
@@ -123,7 +138,14 @@ def _vit_pytorch_rows() -> list[Target]:
 
 def _swin_pytorch() -> Made:
     home = importlib.import_module("swin_transformer_pytorch")
-    options = {"hidden_dim": 16, "layers": (2, 2, 2, 2), "heads": (2, 2, 4, 4), "head_dim": 8, "window_size": 2, "num_classes": 5}
+    options = {
+        "hidden_dim": 16,
+        "layers": (2, 2, 2, 2),
+        "heads": (2, 2, 4, 4),
+        "head_dim": 8,
+        "window_size": 2,
+        "num_classes": 5,
+    }
     return home.SwinTransformer(**options, downscaling_factors=(4, 2, 2, 2)), image(64)
 
 
@@ -175,7 +197,9 @@ def _lightglue() -> Made:
 
 def _botnet() -> Made:
     home = importlib.import_module("bottleneck_transformer_pytorch")
-    model = home.BottleStack(dim=16, fmap_size=8, dim_out=16, proj_factor=2, num_layers=2, heads=4, dim_head=8, downsample=False)
+    model = home.BottleStack(
+        dim=16, fmap_size=8, dim_out=16, proj_factor=2, num_layers=2, heads=4, dim_head=8, downsample=False
+    )
     return model, image(8, 16)
 
 

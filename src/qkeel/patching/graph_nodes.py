@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -24,6 +25,13 @@ def slice_start(node: Node) -> int:
     kept: Any = node
     start = kept._saved_start
     return 0 if start is None else int(start)
+
+
+def output_like(node: Node) -> Tensor:
+    """Zeros like the first output of a node."""
+    kept: Any = node
+    meta = kept._input_metadata[0]
+    return torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
 
 
 def normalized_shape(node: Node) -> tuple[int, ...]:

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
-from qkeel.patching.graph_nodes import slice_start
+from qkeel.patching.graph_nodes import output_like, slice_start
 
 # What computes activations times weights: which of its inputs is x, the weight, the bias.
 _MATRIX = {
@@ -164,7 +165,9 @@ def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node
     weight = _weight(node.next_functions[w][0], names)
     if weight is None:
         return None
-    name, shape, turned = weight
+    name, shape, turned, variable = weight
+    if node.name() == "BmmBackward0":
+        turned = _makes_rows(node, variable)  # an einsum permutes what it multiplies in ways of its own
     after = node.next_functions[x][0]
     linear = node.name() == "LinearBackward0"
     above: tuple[Projection, ...] = ()
@@ -212,9 +215,17 @@ def _added(node: Node, names: dict[int, str]) -> tuple[BiasPart, ...]:
     return biases[0] if len(biases) == 1 else ()
 
 
-def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, ...], bool] | None:
-    """The matrix parameter behind a weight, and whether it was transposed since. What a parametrization does in
-    between is walked through, if it ends in parameters only."""
+def _makes_rows(node: Node, weight: Tensor) -> bool:
+    """True if a feature of a product is made by a row of a matrix, False if by a column: by one gradient."""
+    first = output_like(node)
+    first[..., 0] = 1.0
+    (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, first, retain_graph=True)
+    return int(grad.ne(0).any(1).sum()) <= int(grad.ne(0).any(0).sum())
+
+
+def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, ...], bool, Tensor] | None:
+    """The matrix parameter behind a weight, whether it was transposed since, and itself. What a parametrization does
+    in between is walked through, if it ends in parameters only."""
     if node is None:
         return None
     turned = {node: False}
@@ -226,7 +237,7 @@ def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, .
             if id(variable) not in names:
                 return None
             if variable.ndim == 2 and min(variable.shape) > 1:
-                found.append((names[id(variable)], tuple(variable.shape), turned[at]))
+                found.append((names[id(variable)], tuple(variable.shape), turned[at], variable))
             continue
         # A slice of a larger matrix: its rows are not those of the parameter.
         if at.name() in _MATRIX or at.name().startswith(_PARTS) or len(turned) > 40:
