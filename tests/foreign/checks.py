@@ -258,7 +258,7 @@ def _nobodys(work: _Work, site: AttentionSite, size: float) -> Answers:
                 yield "wrong", f"{site.name}: {side} rows told to nobody make logits: {left:.3g} of {size:.3g} is left"
 
 
-class changed:  # noqa: N801
+class changed:
     """While it is entered the rows of one head (or of all) of some slices are what `change` makes of them."""
 
     def __init__(

@@ -380,6 +380,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     counts = run(range(given.first, given.first + given.cases), verbose=given.verbose)
+    print(counts)
     sys.exit(1 if counts.get("wrong") else 0)
 
 

@@ -22,9 +22,9 @@ sent through torch's unfused path, and computes with T×T logits in float64. Of 
   the plain step; the variable part of the logits is min(1, τ / S_h) times what it was; logits no longer grow with the
   weights, and removal restores the model; outputs are those of a model whose visible scores are bent.
 
-*right*: all answers are. *told*: some were not given, and a reason was: a refusal, `site.why`, `site.unverified`, or an
-entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included. A refusal may be all that is
-right: of `qk_norm` where q and k are normed already, or of a second cap.
+*right*: all answers are. *told*: some were not given, and a reason was: a refusal, `site.why`, `site.unverified`, or
+an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included. A refusal may be all
+that is right: of `qk_norm` where q and k are normed already, or of a second cap.
 
 `python -m tests.foreign.generator` asks the same of attention at random: layouts × groups of keys × norms × products ×
 biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds; `make foreign` runs it too.
@@ -55,8 +55,10 @@ def _said(result: dict[str, Any]) -> str:
     if "broken" in result:
         return result["broken"][:160]
     found: dict[str, list[str]] = {}
+    answered: set[str] = set()
     for f in result["findings"]:
-        if f["verdict"] == result["verdict"] != "right" and f["question"] not in sum(found.values(), []):
+        if f["verdict"] == result["verdict"] != "right" and f["question"] not in answered:
+            answered.add(f["question"])
             found.setdefault(_short(f["said"]), []).append(f["question"])
     return "; ".join(f"*{', '.join(questions)}*: {said}" for said, questions in found.items())
 

@@ -1,7 +1,7 @@
 """What attention really computed: the input of every softmax of a forward pass, T×T and in float64.
 
-Nothing of qkeel is imported here. SDPA is sent through torch's unfused path, so that its scores reach a softmax operator
-too; operators are seen below torch's Python functions, where no alias, script or module hides them.
+Nothing of qkeel is imported here. SDPA is sent through torch's unfused path, so that its scores reach a softmax
+operator too; operators are seen below torch's Python functions, where no alias, script or module hides them.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class Recorder(TorchDispatchMode):
         # Scores less the largest of their row make the same weights: the logits are what they were before.
         if func.overloadpacket is torch.ops.aten.amax:
             self._tops[out.data_ptr()] = out
-        elif func.overloadpacket is torch.ops.aten.sub and isinstance(args[1], Tensor):
-            if args[1].data_ptr() in self._tops:
-                self._less[out.data_ptr()] = (args[0], out)
+        subtracted = args[1] if func.overloadpacket is torch.ops.aten.sub else None
+        if isinstance(subtracted, Tensor) and subtracted.data_ptr() in self._tops:
+            self._less[out.data_ptr()] = (args[0], out)
         return out
 
 

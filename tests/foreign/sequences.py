@@ -23,9 +23,11 @@ def _x(heads_options: dict[str, Any] | None = None, encoder: bool = False, **opt
         home = importlib.import_module("x_transformers")
         layers = {"dim": 32, "depth": 2, "heads": 4, "attn_dim_head": 8, **options}
         model = home.TransformerWrapper(
-            num_tokens=VOCAB, max_seq_len=16, attn_layers=(home.Encoder if encoder else home.Decoder)(**layers),
+            num_tokens=VOCAB,
+            max_seq_len=16,
+            attn_layers=(home.Encoder if encoder else home.Decoder)(**layers),
             **(heads_options or {}),
-        )  # fmt: skip
+        )
         return model, text()
 
     return make
@@ -101,9 +103,21 @@ def _transformer_xl() -> Made:
     _old_hub()
     home = importlib.import_module("pytorch_pretrained_bert.modeling_transfo_xl")
     config = home.TransfoXLConfig(
-        VOCAB, cutoffs=[], d_model=32, d_embed=32, n_head=4, d_head=8, d_inner=24, n_layer=2, tgt_len=TOKENS, mem_len=0,
-        ext_len=0, div_val=1, dropout=0.0, dropatt=0.0,
-    )  # fmt: skip
+        VOCAB,
+        cutoffs=[],
+        d_model=32,
+        d_embed=32,
+        n_head=4,
+        d_head=8,
+        d_inner=24,
+        n_layer=2,
+        tgt_len=TOKENS,
+        mem_len=0,
+        ext_len=0,
+        div_val=1,
+        dropout=0.0,
+        dropatt=0.0,
+    )
     return home.TransfoXLModel(config), text()
 
 
@@ -111,9 +125,15 @@ def _old_bert() -> Made:
     _old_hub()
     home = importlib.import_module("pytorch_pretrained_bert.modeling")
     config = home.BertConfig(
-        VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=16,
-    )  # fmt: skip
+        VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=24,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=16,
+    )
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[1, 5:] = 0
     return home.BertModel(config), given(torch.randint(5, VOCAB, (2, TOKENS)), None, mask)
@@ -122,18 +142,35 @@ def _old_bert() -> Made:
 def _perceiver() -> Made:
     home = importlib.import_module("perceiver_pytorch")
     model = home.Perceiver(
-        num_freq_bands=2, depth=1, max_freq=4.0, input_channels=3, input_axis=2, num_latents=6, latent_dim=32,
-        cross_heads=1, latent_heads=4, cross_dim_head=8, latent_dim_head=8, num_classes=5,
-    )  # fmt: skip
+        num_freq_bands=2,
+        depth=1,
+        max_freq=4.0,
+        input_channels=3,
+        input_axis=2,
+        num_latents=6,
+        latent_dim=32,
+        cross_heads=1,
+        latent_heads=4,
+        cross_dim_head=8,
+        latent_dim_head=8,
+        num_classes=5,
+    )
     return model, given(torch.randn(2, 4, 4, 3))
 
 
 def _perceiver_io() -> Made:
     home = importlib.import_module("perceiver_pytorch")
     model = home.PerceiverIO(
-        dim=16, queries_dim=16, depth=1, num_latents=6, latent_dim=32, cross_heads=1, latent_heads=4, cross_dim_head=8,
+        dim=16,
+        queries_dim=16,
+        depth=1,
+        num_latents=6,
+        latent_dim=32,
+        cross_heads=1,
+        latent_heads=4,
+        cross_dim_head=8,
         latent_dim_head=8,
-    )  # fmt: skip
+    )
     return model, given(data=torch.randn(2, TOKENS, 16), queries=torch.randn(2, 5, 16))
 
 
@@ -183,9 +220,14 @@ def _graph_transformer() -> Made:
 def _dit() -> Made:
     home = importlib.import_module("diffusers")
     model = home.DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8, norm_num_groups=4,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=2,
+        sample_size=8,
+        norm_num_groups=4,
         num_embeds_ada_norm=10,
-    )  # fmt: skip
+    )
     return model, given(
         hidden_states=torch.randn(2, 4, 8, 8), timestep=torch.tensor([1, 1]), class_labels=torch.tensor([1, 1])
     )
@@ -195,14 +237,25 @@ def _sd3(qk_norm: str | None) -> Callable[[], Made]:
     def make() -> Made:
         home = importlib.import_module("diffusers")
         model = home.SD3Transformer2DModel(
-            sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
-            joint_attention_dim=16, caption_projection_dim=32, pooled_projection_dim=16, out_channels=4,
-            pos_embed_max_size=8, qk_norm=qk_norm,
-        )  # fmt: skip
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=16,
+            caption_projection_dim=32,
+            pooled_projection_dim=16,
+            out_channels=4,
+            pos_embed_max_size=8,
+            qk_norm=qk_norm,
+        )
         return model, given(
-            hidden_states=torch.randn(2, 4, 8, 8), encoder_hidden_states=torch.randn(2, 5, 16),
-            pooled_projections=torch.randn(2, 16), timestep=torch.tensor([1, 1]),
-        )  # fmt: skip
+            hidden_states=torch.randn(2, 4, 8, 8),
+            encoder_hidden_states=torch.randn(2, 5, 16),
+            pooled_projections=torch.randn(2, 16),
+            timestep=torch.tensor([1, 1]),
+        )
 
     return make
 
@@ -210,23 +263,37 @@ def _sd3(qk_norm: str | None) -> Callable[[], Made]:
 def _flux() -> Made:
     home = importlib.import_module("diffusers")
     model = home.FluxTransformer2DModel(
-        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=16,
+        axes_dims_rope=(4, 4, 8),
+    )
     return model, given(
-        hidden_states=torch.randn(2, 6, 4), encoder_hidden_states=torch.randn(2, 5, 16),
-        pooled_projections=torch.randn(2, 16), timestep=torch.tensor([1, 1]), img_ids=torch.zeros(6, 3),
+        hidden_states=torch.randn(2, 6, 4),
+        encoder_hidden_states=torch.randn(2, 5, 16),
+        pooled_projections=torch.randn(2, 16),
+        timestep=torch.tensor([1, 1]),
+        img_ids=torch.zeros(6, 3),
         txt_ids=torch.zeros(5, 3),
-    )  # fmt: skip
+    )
 
 
 def _unet() -> Made:
     home = importlib.import_module("diffusers")
     model = home.UNet2DConditionModel(
-        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16,
-        attention_head_dim=4, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        sample_size=8,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=4,
+        cross_attention_dim=16,
+        attention_head_dim=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
+    )
     return model, given(torch.randn(2, 4, 8, 8), torch.tensor([1, 1]), torch.randn(2, 5, 16))
 
 
@@ -275,17 +342,37 @@ def _xt_rows() -> list[Target]:
         ("dynamic position bias", _x(dynamic_pos_bias=True), 2, FOUR),
         ("encoder", _x(encoder=True), 2, FOUR),
     ]
-    return [Target(package="x-transformers", name=n, make=m, attentions=a, shape=s) for n, m, a, s in rows]
+    return [
+        Target(package="x-transformers", name=n, make=m, attentions=a, shape=s, double=n != "dynamic position bias")
+        for n, m, a, s in rows
+    ]
 
 
 def _litgpt_rows() -> list[Target]:
     rows: list[tuple[str, Callable[[], Made], int, Shape]] = [
         ("Pythia style", _litgpt(), 2, FOUR),
-        ("groups of keys", _litgpt(n_query_groups=2, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", intermediate_size=24, parallel_residual=False, bias=False), 2, FOUR),
+        (
+            "groups of keys",
+            _litgpt(
+                n_query_groups=2,
+                norm_class_name="RMSNorm",
+                mlp_class_name="LLaMAMLP",
+                intermediate_size=24,
+                parallel_residual=False,
+                bias=False,
+            ),
+            2,
+            FOUR,
+        ),
         ("one key head", _litgpt(n_query_groups=1), 2, FOUR),
-        ("Gemma 2 style, capped", _litgpt(attention_logit_softcapping=8.0, n_query_groups=2), 2, Shape(heads=4, cap=8.0)),
+        (
+            "Gemma 2 style, capped",
+            _litgpt(attention_logit_softcapping=8.0, n_query_groups=2),
+            2,
+            Shape(heads=4, cap=8.0),
+        ),
         ("qk norm", _litgpt(norm_qk=True, norm_class_name="RMSNorm"), 2, FOUR),
-    ]  # fmt: skip
+    ]
     return [Target(package="litgpt", name=n, make=m, attentions=a, shape=s) for n, m, a, s in rows]
 
 
@@ -294,23 +381,141 @@ SEQUENCES: list[Target] = [
     *_litgpt_rows(),
     Target(package="openai-whisper", name="Whisper", make=_whisper, attentions=3, shape=FOUR, double=False),
     Target(package="fair-esm", name="ESM-2", make=_esm2, attentions=2, shape=FOUR),
-    Target(package="fair-esm", name="MSA Transformer", make=_esm_msa, attentions=2, shape=Shape(heads=4, order=("hbts", "hbbts"))),
+    Target(
+        package="fair-esm",
+        name="MSA Transformer",
+        make=_esm_msa,
+        attentions=2,
+        shape=Shape(heads=4, order=("hbts", "hbbts")),
+    ),
     Target(package="pytorch-pretrained-bert", name="BERT, padded", make=_old_bert, attentions=2, shape=FOUR),
-    Target(package="pytorch-pretrained-bert", name="Transformer-XL", make=_transformer_xl, attentions=2, shape=Shape(heads=4, order="tsbh")),
+    Target(
+        package="pytorch-pretrained-bert",
+        name="Transformer-XL",
+        make=_transformer_xl,
+        attentions=2,
+        shape=Shape(heads=4, order="tsbh"),
+    ),
     Target(package="perceiver-pytorch", name="Perceiver", make=_perceiver, attentions=2, shape=Shape(heads=(1, 4))),
-    Target(package="perceiver-pytorch", name="Perceiver IO", make=_perceiver_io, attentions=3, shape=Shape(heads=(1, 4, 1))),
-    Target(package="conformer", name="Conformer block", make=_plain("conformer", "ConformerBlock", _features(), dim=32, dim_head=8, heads=4, conv_kernel_size=3), attentions=1, shape=FOUR),
-    Target(package="local-attention", name="local transformer", make=_plain("local_attention", "LocalTransformer", lambda: text(8), num_tokens=VOCAB, max_seq_len=8, dim=32, depth=2, heads=4, dim_head=8, local_attn_window_size=4, num_residual_streams=1), attentions=2, shape=Shape(heads=4, order="Mbts")),
-    Target(package="tab-transformer-pytorch", name="FT-Transformer", make=_plain("tab_transformer_pytorch", "FTTransformer", _table, categories=(4, 4), num_continuous=3, dim=32, depth=2, heads=4, dim_head=8, num_residual_streams=1), attentions=2, shape=FOUR),
+    Target(
+        package="perceiver-pytorch", name="Perceiver IO", make=_perceiver_io, attentions=3, shape=Shape(heads=(1, 4, 1))
+    ),
+    Target(
+        package="conformer",
+        name="Conformer block",
+        make=_plain("conformer", "ConformerBlock", _features(), dim=32, dim_head=8, heads=4, conv_kernel_size=3),
+        attentions=1,
+        shape=FOUR,
+    ),
+    Target(
+        package="local-attention",
+        name="local transformer",
+        make=_plain(
+            "local_attention",
+            "LocalTransformer",
+            lambda: text(8),
+            num_tokens=VOCAB,
+            max_seq_len=8,
+            dim=32,
+            depth=2,
+            heads=4,
+            dim_head=8,
+            local_attn_window_size=4,
+            num_residual_streams=1,
+        ),
+        attentions=2,
+        shape=Shape(heads=4, order="Mbts"),
+    ),
+    Target(
+        package="tab-transformer-pytorch",
+        name="FT-Transformer",
+        make=_plain(
+            "tab_transformer_pytorch",
+            "FTTransformer",
+            _table,
+            categories=(4, 4),
+            num_continuous=3,
+            dim=32,
+            depth=2,
+            heads=4,
+            dim_head=8,
+            num_residual_streams=1,
+        ),
+        attentions=2,
+        shape=FOUR,
+    ),
     Target(package="rtdl-revisiting-models", name="FT-Transformer", make=_rtdl, attentions=2, shape=FOUR),
-    Target(package="PaLM-pytorch", name="PaLM", make=_plain("palm_pytorch", "PaLM", text, num_tokens=VOCAB, dim=32, depth=2, heads=4, dim_head=8), attentions=2, shape=FOUR),
-    Target(package="CoCa-pytorch", name="CoCa, its attention pooling", make=_plain("coca_pytorch.coca_pytorch", "CrossAttention", lambda: given(torch.randn(2, 5, 32), torch.randn(2, TOKENS, 32)), dim=32, heads=4, dim_head=8), attentions=1, shape=FOUR),
-    Target(package="flamingo-pytorch", name="Perceiver resampler", make=_plain("flamingo_pytorch", "PerceiverResampler", lambda: given(torch.randn(2, 2, TOKENS, 32)), dim=32, depth=1, dim_head=8, heads=4, num_latents=5, num_media_embeds=2), attentions=1, shape=Shape(heads=4, order="bhbts")),
-    Target(package="x-clip", name="text tower", make=_plain("x_clip.x_clip", "TextTransformer", text, dim=32, num_tokens=VOCAB, max_seq_len=16, dim_head=8, depth=2, heads=4), attentions=2, shape=FOUR),
-    Target(package="isab-pytorch", name="induced set attention", make=_plain("isab_pytorch", "ISAB", _features(), dim=32, heads=4, num_latents=5), attentions=2, shape=FOUR),
+    Target(
+        package="PaLM-pytorch",
+        name="PaLM",
+        make=_plain("palm_pytorch", "PaLM", text, num_tokens=VOCAB, dim=32, depth=2, heads=4, dim_head=8),
+        attentions=2,
+        shape=FOUR,
+    ),
+    Target(
+        package="CoCa-pytorch",
+        name="CoCa, its attention pooling",
+        make=_plain(
+            "coca_pytorch.coca_pytorch",
+            "CrossAttention",
+            lambda: given(torch.randn(2, 5, 32), torch.randn(2, TOKENS, 32)),
+            dim=32,
+            heads=4,
+            dim_head=8,
+        ),
+        attentions=1,
+        shape=FOUR,
+    ),
+    Target(
+        package="flamingo-pytorch",
+        name="Perceiver resampler",
+        make=_plain(
+            "flamingo_pytorch",
+            "PerceiverResampler",
+            lambda: given(torch.randn(2, 2, TOKENS, 32)),
+            dim=32,
+            depth=1,
+            dim_head=8,
+            heads=4,
+            num_latents=5,
+            num_media_embeds=2,
+        ),
+        attentions=1,
+        shape=Shape(heads=4, order="bhbts"),
+    ),
+    Target(
+        package="x-clip",
+        name="text tower",
+        make=_plain(
+            "x_clip.x_clip",
+            "TextTransformer",
+            text,
+            dim=32,
+            num_tokens=VOCAB,
+            max_seq_len=16,
+            dim_head=8,
+            depth=2,
+            heads=4,
+        ),
+        attentions=2,
+        shape=FOUR,
+    ),
+    Target(
+        package="isab-pytorch",
+        name="induced set attention",
+        make=_plain("isab_pytorch", "ISAB", _features(), dim=32, heads=4, num_latents=5),
+        attentions=2,
+        shape=FOUR,
+    ),
     Target(package="torchscale", name="multi-head attention", make=_torchscale, attentions=1, shape=FOUR),
     Target(package="OpenNMT-py", name="multi-head attention", make=_onmt(), attentions=1, shape=FOUR),
-    Target(package="OpenNMT-py", name="relative positions of Shaw", make=_onmt(max_relative_positions=4), attentions=1, shape=FOUR),
+    Target(
+        package="OpenNMT-py",
+        name="relative positions of Shaw",
+        make=_onmt(max_relative_positions=4),
+        attentions=1,
+        shape=FOUR,
+    ),
     Target(package="torch-geometric", name="GPS, multi-head", make=_gps("multihead"), attentions=1, shape=FOUR),
     Target(package="torch-geometric", name="GPS, Performer", make=_gps("performer"), attentions=0, shape=FOUR),
     Target(package="torch-geometric", name="attention over edges", make=_graph_transformer, attentions=0, shape=FOUR),
@@ -319,4 +524,4 @@ SEQUENCES: list[Target] = [
     Target(package="diffusers", name="SD3.5, qk norm", make=_sd3("rms_norm"), attentions=2, shape=FOUR),
     Target(package="diffusers", name="Flux", make=_flux, attentions=2, shape=Shape(heads=2)),
     Target(package="diffusers", name="UNet with text", make=_unet, attentions=8, shape=FOUR),
-]  # fmt: skip
+]

@@ -57,8 +57,13 @@ SWIN: dict[str, Any] = {
     "num_heads": (2, 4),
 }
 TV_SWIN: dict[str, Any] = {
-    "patch_size": [4, 4], "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4], "num_classes": 5,
-}  # fmt: skip
+    "patch_size": [4, 4],
+    "embed_dim": 16,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": [4, 4],
+    "num_classes": 5,
+}
 SWIN_SHAPE = Shape(heads=(2, 2, 4, 4), low=-50.0)
 
 
@@ -69,7 +74,12 @@ def _timm_rows() -> list[Target]:
         ("ViT with qk norm", _timm("vit_tiny_patch16_224", fused=True, qk_norm=True, **TINY), 2, Shape(heads=4)),
         ("ViT with relative bias", _timm("vit_relpos_small_patch16_224", fused=True, **TINY), 2, Shape(heads=4)),
         ("SigLIP", _timm("vit_base_patch16_siglip_224", fused=True, **TINY), 3, Shape(heads=4)),
-        ("NaFlexViT", _timm("naflexvit_base_patch16_gap", fused=True, **{k: v for k, v in TINY.items() if k != "img_size"}), 2, Shape(heads=4)),
+        (
+            "NaFlexViT",
+            _timm("naflexvit_base_patch16_gap", fused=True, **{k: v for k, v in TINY.items() if k != "img_size"}),
+            2,
+            Shape(heads=4),
+        ),
         ("EVA02", _timm("eva02_tiny_patch14_224", fused=True, **TINY), 2, Shape(heads=4)),
         ("BEiT, fused", _timm("beit_base_patch16_224", fused=True, **TINY), 2, Shape(heads=4)),
         ("BEiT, written out", _timm("beit_base_patch16_224", fused=False, **TINY), 2, Shape(heads=4)),
@@ -79,14 +89,56 @@ def _timm_rows() -> list[Target]:
         ("CaiT", _timm("cait_xxs24_224", **TINY), 4, Shape(heads=4)),
         ("XCiT", _timm("xcit_tiny_12_p16_224", **TINY), 4, Shape(heads=4)),
         ("MViT V2", _mvit, 2, Shape(heads=(2, 4))),
-        ("PVT V2", _timm("pvt_v2_b0", 64, depths=(1, 1, 1, 1), embed_dims=(8, 16, 32, 32), num_heads=(1, 2, 4, 4)), 4, Shape(heads=(1, 2, 4, 4))),
-        ("Twins", _timm("twins_svt_small", 64, img_size=64, depths=(2, 2), embed_dims=(16, 32), num_heads=(2, 4), wss=(4, 4), sr_ratios=(4, 2), mlp_ratios=(2, 2)), 4, Shape(heads=(2, 2, 4, 4), order=("bbhts", "bhts", "bbhts", "bhts"))),
-        ("LeViT", _timm("levit_128s", 64, img_size=64, embed_dim=(16, 32, 48), depth=(1, 1, 1), num_heads=(2, 4, 4), key_dim=8), 5, Shape(heads=(2, 2, 4, 4, 4), low=-1e30)),
-        ("Hiera", _timm("hiera_tiny_224", 64, img_size=(64, 64), embed_dim=16, num_heads=1, stages=(1, 1, 1, 1)), 4, Shape(heads=(1, 2, 4, 8), order=("bhbts", "bhbts", "bhts", "bhts"))),
+        (
+            "PVT V2",
+            _timm("pvt_v2_b0", 64, depths=(1, 1, 1, 1), embed_dims=(8, 16, 32, 32), num_heads=(1, 2, 4, 4)),
+            4,
+            Shape(heads=(1, 2, 4, 4)),
+        ),
+        (
+            "Twins",
+            _timm(
+                "twins_svt_small",
+                64,
+                img_size=64,
+                depths=(2, 2),
+                embed_dims=(16, 32),
+                num_heads=(2, 4),
+                wss=(4, 4),
+                sr_ratios=(4, 2),
+                mlp_ratios=(2, 2),
+            ),
+            4,
+            Shape(heads=(2, 2, 4, 4), order=("bbhts", "bhts", "bbhts", "bhts")),
+        ),
+        (
+            "LeViT",
+            _timm(
+                "levit_128s", 64, img_size=64, embed_dim=(16, 32, 48), depth=(1, 1, 1), num_heads=(2, 4, 4), key_dim=8
+            ),
+            5,
+            Shape(heads=(2, 2, 4, 4, 4), low=-1e30),
+        ),
+        (
+            "Hiera",
+            _timm("hiera_tiny_224", 64, img_size=(64, 64), embed_dim=16, num_heads=1, stages=(1, 1, 1, 1)),
+            4,
+            Shape(heads=(1, 2, 4, 8), order=("bhbts", "bhbts", "bhts", "bhts")),
+        ),
         ("GCViT", _gcvit, 4, Shape(heads=(2, 2, 4, 4))),
-        ("SAM", _timm("samvit_base_patch16", use_rope=False, window_size=2, global_attn_indexes=(1,), **TINY), 2, Shape(heads=4)),
-        ("DaViT", _timm("davit_tiny", 64, depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4), window_size=4), 4, Shape(heads=(2, 2, 4, 4))),
-    ]  # fmt: skip
+        (
+            "SAM",
+            _timm("samvit_base_patch16", use_rope=False, window_size=2, global_attn_indexes=(1,), **TINY),
+            2,
+            Shape(heads=4),
+        ),
+        (
+            "DaViT",
+            _timm("davit_tiny", 64, depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 4), window_size=4),
+            4,
+            Shape(heads=(2, 2, 4, 4)),
+        ),
+    ]
     return [Target(package="timm", name=n, make=m, attentions=a, shape=s) for n, m, a, s in rows]
 
 
@@ -101,9 +153,15 @@ def _torchvision_rows() -> list[Target]:
         "num_classes": 5,
     }
     maxvit = {
-        "input_size": (64, 64), "stem_channels": 16, "partition_size": 4, "block_channels": [16, 32],
-        "block_layers": [1, 1], "head_dim": 8, "stochastic_depth_prob": 0.0, "num_classes": 5,
-    }  # fmt: skip
+        "input_size": (64, 64),
+        "stem_channels": 16,
+        "partition_size": 4,
+        "block_channels": [16, 32],
+        "block_layers": [1, 1],
+        "head_dim": 8,
+        "stochastic_depth_prob": 0.0,
+        "num_classes": 5,
+    }
     rows: list[tuple[str, Callable[[], Made], int, Shape]] = [
         ("ViT", _torchvision("VisionTransformer", **vit), 2, Shape(heads=4)),
         ("Swin", _torchvision("SwinTransformer", 64, **TV_SWIN), 4, SWIN_SHAPE),
@@ -124,15 +182,150 @@ def _vit_pytorch_rows() -> list[Target]:
         ("parallel ViT", _vit_pytorch("parallel_vit", "ViT", **small), 4, heads),
         ("ViT for small data sets", _vit_pytorch("vit_for_small_dataset", "ViT", **small), 2, heads),
         ("RvT", _vit_pytorch("rvt", "RvT", **small), 2, heads),
-        ("NesT", _vit_pytorch("nest", "NesT", image_size=32, patch_size=4, num_classes=5, dim=16, heads=2, num_hierarchies=2, block_repeats=(1, 1), dim_head=8), 2, Shape(heads=(2, 4))),
-        ("CrossViT", _vit_pytorch("cross_vit", "CrossViT", image_size=32, num_classes=5, sm_dim=16, lg_dim=32, sm_patch_size=8, sm_enc_heads=4, sm_enc_mlp_dim=24, sm_enc_dim_head=8, lg_patch_size=16, lg_enc_depth=1, lg_enc_heads=4, lg_enc_mlp_dim=24, lg_enc_dim_head=8, cross_attn_depth=1, cross_attn_heads=4, cross_attn_dim_head=8, depth=1), 4, heads),
-        ("CvT", _vit_pytorch("cvt", "CvT", s1_emb_dim=16, s1_heads=1, s1_depth=1, s2_emb_dim=32, s2_heads=2, s2_depth=1, s3_emb_dim=32, s3_heads=4, s3_depth=1, num_classes=5), 3, Shape(heads=(1, 2, 4))),
-        ("Twins-SVT", _vit_pytorch("twins_svt", "TwinsSVT", 64, num_classes=5, s1_emb_dim=16, s1_patch_size=4, s1_local_patch_size=4, s1_global_k=4, s2_emb_dim=16, s2_patch_size=2, s2_local_patch_size=2, s2_global_k=2, s3_emb_dim=16, s3_patch_size=2, s3_local_patch_size=2, s3_global_k=2, s3_depth=1, s4_emb_dim=16, s4_patch_size=2, s4_local_patch_size=1, s4_global_k=1, s4_depth=1), 14, Shape(heads=8)),
-        ("RegionViT", _vit_pytorch("regionvit", "RegionViT", 64, dim=(16, 16, 16, 16), depth=(1, 1, 1, 1), window_size=2, num_classes=5), 8, heads),
-        ("MaxViT", _vit_pytorch("max_vit", "MaxViT", 64, num_classes=5, dim=16, depth=(1, 1), dim_head=8, window_size=4, dropout=0.0), 4, Shape(heads=(2, 2, 4, 4))),
-        ("LeViT", _vit_pytorch("levit", "LeViT", 64, image_size=64, num_classes=5, dim=(16, 32), depth=1, heads=(2, 4), mlp_mult=2, stages=2, dim_key=8, dim_value=8), 3, Shape(heads=(2, 4, 4))),
-        ("T2T-ViT", _vit_pytorch("t2t", "T2TViT", image_size=32, num_classes=5, dim=16, depth=1, heads=2, mlp_dim=24, dim_head=8, t2t_layers=((7, 4), (3, 2))), 2, Shape(heads=(1, 2))),
-    ]  # fmt: skip
+        (
+            "NesT",
+            _vit_pytorch(
+                "nest",
+                "NesT",
+                image_size=32,
+                patch_size=4,
+                num_classes=5,
+                dim=16,
+                heads=2,
+                num_hierarchies=2,
+                block_repeats=(1, 1),
+                dim_head=8,
+            ),
+            2,
+            Shape(heads=(2, 4)),
+        ),
+        (
+            "CrossViT",
+            _vit_pytorch(
+                "cross_vit",
+                "CrossViT",
+                image_size=32,
+                num_classes=5,
+                sm_dim=16,
+                lg_dim=32,
+                sm_patch_size=8,
+                sm_enc_heads=4,
+                sm_enc_mlp_dim=24,
+                sm_enc_dim_head=8,
+                lg_patch_size=16,
+                lg_enc_depth=1,
+                lg_enc_heads=4,
+                lg_enc_mlp_dim=24,
+                lg_enc_dim_head=8,
+                cross_attn_depth=1,
+                cross_attn_heads=4,
+                cross_attn_dim_head=8,
+                depth=1,
+            ),
+            4,
+            heads,
+        ),
+        (
+            "CvT",
+            _vit_pytorch(
+                "cvt",
+                "CvT",
+                s1_emb_dim=16,
+                s1_heads=1,
+                s1_depth=1,
+                s2_emb_dim=32,
+                s2_heads=2,
+                s2_depth=1,
+                s3_emb_dim=32,
+                s3_heads=4,
+                s3_depth=1,
+                num_classes=5,
+            ),
+            3,
+            Shape(heads=(1, 2, 4)),
+        ),
+        (
+            "Twins-SVT",
+            _vit_pytorch(
+                "twins_svt",
+                "TwinsSVT",
+                64,
+                num_classes=5,
+                s1_emb_dim=16,
+                s1_patch_size=4,
+                s1_local_patch_size=4,
+                s1_global_k=4,
+                s2_emb_dim=16,
+                s2_patch_size=2,
+                s2_local_patch_size=2,
+                s2_global_k=2,
+                s3_emb_dim=16,
+                s3_patch_size=2,
+                s3_local_patch_size=2,
+                s3_global_k=2,
+                s3_depth=1,
+                s4_emb_dim=16,
+                s4_patch_size=2,
+                s4_local_patch_size=1,
+                s4_global_k=1,
+                s4_depth=1,
+            ),
+            14,
+            Shape(heads=8),
+        ),
+        (
+            "RegionViT",
+            _vit_pytorch(
+                "regionvit", "RegionViT", 64, dim=(16, 16, 16, 16), depth=(1, 1, 1, 1), window_size=2, num_classes=5
+            ),
+            8,
+            heads,
+        ),
+        (
+            "MaxViT",
+            _vit_pytorch(
+                "max_vit", "MaxViT", 64, num_classes=5, dim=16, depth=(1, 1), dim_head=8, window_size=4, dropout=0.0
+            ),
+            4,
+            Shape(heads=(2, 2, 4, 4)),
+        ),
+        (
+            "LeViT",
+            _vit_pytorch(
+                "levit",
+                "LeViT",
+                64,
+                image_size=64,
+                num_classes=5,
+                dim=(16, 32),
+                depth=1,
+                heads=(2, 4),
+                mlp_mult=2,
+                stages=2,
+                dim_key=8,
+                dim_value=8,
+            ),
+            3,
+            Shape(heads=(2, 4, 4)),
+        ),
+        (
+            "T2T-ViT",
+            _vit_pytorch(
+                "t2t",
+                "T2TViT",
+                image_size=32,
+                num_classes=5,
+                dim=16,
+                depth=1,
+                heads=2,
+                mlp_dim=24,
+                dim_head=8,
+                t2t_layers=((7, 4), (3, 2)),
+            ),
+            2,
+            Shape(heads=(1, 2)),
+        ),
+    ]
     return [Target(package="vit-pytorch", name=n, make=m, attentions=a, shape=s) for n, m, a, s in rows]
 
 
@@ -152,9 +345,16 @@ def _swin_pytorch() -> Made:
 def _sam() -> Made:
     home = importlib.import_module("segment_anything.modeling.image_encoder")
     model = home.ImageEncoderViT(
-        img_size=64, patch_size=8, embed_dim=32, depth=2, num_heads=4, out_chans=16, use_rel_pos=True, window_size=4,
+        img_size=64,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=4,
+        out_chans=16,
+        use_rel_pos=True,
+        window_size=4,
         global_attn_indexes=(1,),
-    )  # fmt: skip
+    )
     return model, image(64)
 
 
@@ -173,8 +373,13 @@ def _monai_vit() -> Made:
 def _monai_swin() -> Made:
     home = importlib.import_module("monai.networks.nets.swin_unetr")
     model = home.SwinTransformer(
-        in_chans=1, embed_dim=16, window_size=(2, 2, 2), patch_size=(2, 2, 2), depths=(2, 2, 2, 2), num_heads=(2, 2, 4, 4),
-    )  # fmt: skip
+        in_chans=1,
+        embed_dim=16,
+        window_size=(2, 2, 2),
+        patch_size=(2, 2, 2),
+        depths=(2, 2, 2, 2),
+        num_heads=(2, 2, 4, 4),
+    )
     return model, given(torch.randn(1, 1, 64, 64, 64))
 
 
@@ -231,18 +436,44 @@ VISION: list[Target] = [
     *_timm_rows(),
     *_torchvision_rows(),
     *_vit_pytorch_rows(),
-    Target(package="swin-transformer-pytorch", name="Swin", make=_swin_pytorch, attentions=8, shape=Shape(heads=(2, 2, 2, 2, 4, 4, 4, 4), order="bhbts")),
+    Target(
+        package="swin-transformer-pytorch",
+        name="Swin",
+        make=_swin_pytorch,
+        attentions=8,
+        shape=Shape(heads=(2, 2, 2, 2, 4, 4, 4, 4), order="bhbts"),
+    ),
     Target(package="segment-anything", name="SAM, image encoder", make=_sam, attentions=2, shape=Shape(heads=4)),
-    Target(package="segment-anything", name="SAM, two-way decoder", make=_sam_decoder, attentions=4, shape=Shape(heads=4)),
+    Target(
+        package="segment-anything", name="SAM, two-way decoder", make=_sam_decoder, attentions=4, shape=Shape(heads=4)
+    ),
     Target(package="monai", name="ViT", make=_monai_vit, attentions=2, shape=Shape(heads=4)),
-    Target(package="monai", name="Swin UNETR, its Swin", make=_monai_swin, attentions=8, shape=Shape(heads=(2, 2, 2, 2, 4, 4, 4, 4), low=-50.0)),
+    Target(
+        package="monai",
+        name="Swin UNETR, its Swin",
+        make=_monai_swin,
+        attentions=8,
+        shape=Shape(heads=(2, 2, 2, 2, 4, 4, 4, 4), low=-50.0),
+    ),
     Target(package="monai", name="self attention, fused", make=_monai_block, attentions=1, shape=Shape(heads=4)),
     Target(package="monai", name="cross attention", make=_monai_cross, attentions=1, shape=Shape(heads=4)),
     Target(package="kornia", name="LightGlue, one layer", make=_lightglue, attentions=4, shape=Shape(heads=4)),
-    Target(package="bottleneck-transformer-pytorch", name="BoTNet, absolute positions", make=_botnet, attentions=2, shape=Shape(heads=4)),
+    Target(
+        package="bottleneck-transformer-pytorch",
+        name="BoTNet, absolute positions",
+        make=_botnet,
+        attentions=2,
+        shape=Shape(heads=4),
+    ),
     Target(package="axial-attention", name="AxialAttention", make=_axial, attentions=2, shape=Shape(heads=4)),
     Target(package="slot-attention", name="multi-head slots", make=_slots, attentions=1, shape=Shape(heads=4)),
     Target(package="open_clip_torch", name="vision", make=_open_clip(), attentions=2, shape=Shape(heads=4)),
-    Target(package="open_clip_torch", name="vision with attention pooling", make=_open_clip(attentional_pool=True, attn_pooler_queries=5, attn_pooler_heads=4), attentions=3, shape=Shape(heads=4)),
+    Target(
+        package="open_clip_torch",
+        name="vision with attention pooling",
+        make=_open_clip(attentional_pool=True, attn_pooler_queries=5, attn_pooler_heads=4),
+        attentions=3,
+        shape=Shape(heads=4),
+    ),
     Target(package="open_clip_torch", name="text", make=_open_clip(text=True), attentions=2, shape=Shape(heads=4)),
-]  # fmt: skip
+]

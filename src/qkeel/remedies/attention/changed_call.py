@@ -22,8 +22,9 @@ from qkeel.ops import run, run_with_weights
 from qkeel.patching.compiler_state import compile_again
 from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_out
 from qkeel.patching.module_tables import hooks_before
+from qkeel.remedies.attention.small_masks import MASKING, SmallMasks
 from qkeel.remedies.base import Args, Kwargs
-from qkeel.sites.calls.hidden_pairs import HIDES, hides
+from qkeel.sites.calls.hidden_pairs import HIDES
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.sites.see.sdpa import hiding, mha_mask
 from qkeel.spec import AttentionSpec
@@ -32,14 +33,6 @@ from qkeel.spec.normalizer import Normalizer
 from qkeel.spec.slot import Geometry, Params
 
 _SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.softmax)
-_SUMS: tuple[Callable[..., Tensor], ...] = (
-    torch.add,
-    Tensor.add,
-    Tensor.add_,
-    Tensor.__add__,
-    Tensor.__radd__,
-    Tensor.__iadd__,
-)
 
 
 @final
@@ -47,9 +40,9 @@ class ChangedCalls(InstanceForward):
     """Runs a module's forward with its attention calls under other specs, found by the scale of each call.
 
     `bases` are the module's own specs, `changes` what is made of them, `specs` the result, and `names` the parameters
-    that these need. `low`: a written-out logit at or under it is one that a mask hides. `masks`: which sums of the
-    forward (their number, and which operand) add a mask to scores whose numbers hide without being that low. `seen`:
-    while it is a list, the calls of each forward are noted in it, with the largest hidden logit of those written out.
+    that these need. `low`: a written-out logit at or under it is one that a mask hides; `masks` are those that hide by
+    larger numbers. `seen`: while it is a list, the calls of each forward are noted in it, with the largest hidden logit
+    of those written out.
     """
 
     def __init__(self, module: nn.Module, geometry: Geometry) -> None:
@@ -60,9 +53,7 @@ class ChangedCalls(InstanceForward):
         self.changes: list[Change] = []
         self.names: tuple[str, ...] = ()
         self.low = HIDES
-        self.masks: set[tuple[int, int]] = set()
-        self.sums = 0
-        self.candidates: list[tuple[int, int, int]] = []
+        self.masks = SmallMasks()
         self.seen: list[list[float | None]] | None = None
 
     def change(self, changes: list[Change]) -> None:
@@ -87,8 +78,7 @@ class ChangedCalls(InstanceForward):
         """The module's forward."""
         if self.seen is not None:
             self.seen.append([])
-        self.sums = 0
-        self.candidates.clear()
+        self.masks.begin()
         with _Exchange(self):
             return self.replaced(args, kwargs)
 
@@ -154,17 +144,6 @@ class ChangedCalls(InstanceForward):
 
     # --- softmax(scale · q kᵀ + mask), written out
 
-    def summed(self, func: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
-        """A sum in the forward: masks that hide with small numbers (Swin's -100) get -inf in their place."""
-        place, self.sums = self.sums, self.sums + 1
-        masks = {i for i in range(2) if (place, i) in self.masks}
-        if self.seen is not None:
-            masks |= {i for i, x in enumerate(args[:2]) if isinstance(x, Tensor) and _hides_by_levels(x)}
-        out = func(*(x.masked_fill(hides(x), -math.inf) if i in masks else x for i, x in enumerate(args)), **kwargs)
-        if self.seen is not None and isinstance(out, Tensor):
-            self.candidates += [(place, i, out.numel()) for i in masks]
-        return out
-
     def written(self, args: Args, kwargs: Kwargs) -> Tensor:
         """The softmax of logits that were computed before it."""
         x: Tensor = args[0] if args else kwargs["input"]
@@ -180,7 +159,7 @@ class ChangedCalls(InstanceForward):
         low = max(self.low, torch.finfo(x.dtype).min / 2)
         visible = z > low
         if self.seen is not None:
-            self.masks |= {(place, i) for place, i, size in self.candidates if size == x.numel()}
+            self.masks.keep(x)
             _check_unshifted(z, visible)
             self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
         ((scale, spec),) = self.specs.items()
@@ -241,8 +220,8 @@ class _Exchange(TorchFunctionMode):
             return self.calls.written(args, kwargs)
         if func is F.multi_head_attention_forward:
             return self.calls.multi_head(args, kwargs)
-        if func in _SUMS and (self.calls.masks or self.calls.seen is not None):
-            return self.calls.summed(func, args, kwargs)
+        if func in MASKING and (self.calls.masks.places or self.calls.seen is not None):
+            return self.calls.masks.call(func, args, kwargs, noting=self.calls.seen is not None)
         if isinstance(func, types.FunctionType) and getattr(Tensor, func.__name__, None) is func:
             # As a method: Dynamo does not follow super() inside a method that is called as a function.
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
@@ -291,10 +270,6 @@ def _check_unshifted(z: Tensor, visible: Tensor) -> None:
             "its scores come to the softmax less the largest of their row, so a cap or a scale would act on something "
             "else than the logits; leave that subtraction out (torch's softmax does it), or use qk_clip or lalr"
         )
-
-
-def _hides_by_levels(x: Tensor) -> bool:
-    return x.ndim > 1 and x.is_floating_point() and bool((hides(x) & (x > HIDES)).any())
 
 
 def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:
