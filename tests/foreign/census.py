@@ -41,9 +41,8 @@ def judge(target: Target) -> dict[str, Any]:
             model = uneven(model)
             seen = calls(model, example, target.shape)
             if len(seen) != target.attentions:
-                return {
-                    "broken": f"the reference saw {len(seen)} attentions, expected {target.attentions}: {[(c.module, tuple(c.z.shape)) for c in seen]}"
-                }
+                shapes = [(c.module, tuple(c.z.shape)) for c in seen]
+                return {"broken": f"expected {target.attentions} attentions, the reference saw {len(seen)}: {shapes}"}
             subject = Subject(
                 model=model,
                 example=example,

@@ -177,6 +177,7 @@ def statistics(work: _Work) -> Answers:
     """max_logit and entropy, by head, of all calls of a site."""
     with torch.no_grad(), Tap(work.exact) as tap:
         tap.sites = list(work.sites)
+        torch.manual_seed(11)
         work.exact(*work.example[0], **work.example[1])
         stats = tap.read()
     for site in work.sites:
@@ -331,7 +332,7 @@ def _given(work: _Work) -> object:
 
 def _step(work: _Work, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    torch.manual_seed(5)
+    torch.manual_seed(11)
     optimizer.zero_grad()
     loss(model(*work.example[0], **work.example[1])).backward()
     optimizer.step()
@@ -351,7 +352,7 @@ def lalr(work: _Work) -> Answers:
         (place.movedim(s.axis, 0) if place.ndim > 1 else place)[s.index.flatten()] = 0.1
     for name, x in full.items():
         error = float((slowed[name] - factors[name] * x).abs().max())
-        if error > 1e-9 + 1e-6 * float(x.abs().max()):
+        if error > 1e-9 + (1e-6 if work.subject.double else 1e-4) * float(x.abs().max()):
             yield "wrong", f"the step of {name} is off by {error:.3g} of {float(x.abs().max()):.3g}"
             return
     yield "right", ""
@@ -436,7 +437,7 @@ def softcap(work: _Work) -> Answers:
 
 def _out(model: nn.Module, work: _Work) -> object:
     with torch.no_grad():
-        torch.manual_seed(0)
+        torch.manual_seed(11)
         return model(*work.example[0], **work.example[1])
 
 

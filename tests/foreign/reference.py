@@ -156,6 +156,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 def calls(model: nn.Module, example: Example, shape: Shape) -> list[Call]:
     """Every attention call of a forward pass, in order."""
+    torch.manual_seed(11)  # some models start from noise
     with torch.no_grad(), Recorder(model) as recorder:
         model(*example[0], **example[1])
     found = [(name, x) for name, x in recorder.seen if not any(part in name for part in shape.skip)]
@@ -168,6 +169,7 @@ def capped_output(model: nn.Module, example: Example, shape: Shape, cap: float) 
     def bent(x: Tensor) -> Tensor:
         return torch.where(x > shape.low, cap * torch.tanh(x / cap), -torch.inf)
 
+    torch.manual_seed(11)
     with torch.no_grad(), Recorder(model, bent):
         return tensors(model(*example[0], **example[1]))
 

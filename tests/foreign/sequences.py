@@ -99,28 +99,6 @@ def _old_hub() -> None:
         vars(module).setdefault("ClientError", OSError)
 
 
-def _transformer_xl() -> Made:
-    _old_hub()
-    home = importlib.import_module("pytorch_pretrained_bert.modeling_transfo_xl")
-    config = home.TransfoXLConfig(
-        VOCAB,
-        cutoffs=[],
-        d_model=32,
-        d_embed=32,
-        n_head=4,
-        d_head=8,
-        d_inner=24,
-        n_layer=2,
-        tgt_len=TOKENS,
-        mem_len=0,
-        ext_len=0,
-        div_val=1,
-        dropout=0.0,
-        dropatt=0.0,
-    )
-    return home.TransfoXLModel(config), text()
-
-
 def _old_bert() -> Made:
     _old_hub()
     home = importlib.import_module("pytorch_pretrained_bert.modeling")
@@ -389,13 +367,6 @@ SEQUENCES: list[Target] = [
         shape=Shape(heads=4, order=("hbts", "hbbts")),
     ),
     Target(package="pytorch-pretrained-bert", name="BERT, padded", make=_old_bert, attentions=2, shape=FOUR),
-    Target(
-        package="pytorch-pretrained-bert",
-        name="Transformer-XL",
-        make=_transformer_xl,
-        attentions=2,
-        shape=Shape(heads=4, order="tsbh"),
-    ),
     Target(package="perceiver-pytorch", name="Perceiver", make=_perceiver, attentions=2, shape=Shape(heads=(1, 4))),
     Target(
         package="perceiver-pytorch", name="Perceiver IO", make=_perceiver_io, attentions=3, shape=Shape(heads=(1, 4, 1))

@@ -380,7 +380,7 @@ def _monai_swin() -> Made:
         depths=(2, 2, 2, 2),
         num_heads=(2, 2, 4, 4),
     )
-    return model, given(torch.randn(1, 1, 64, 64, 64))
+    return model, given(torch.randn(1, 1, 32, 32, 32))
 
 
 def _monai_block() -> Made:
