@@ -151,7 +151,7 @@ class NormedProjection(InstanceForward):
             return self.replaced(args, kwargs)
 
     def normed(self, out: Tensor) -> Tensor:
-        """What the projection made, its heads normed."""
+        """Returns what the projection made, with its heads normed."""
         if self.seen is not None:
             self.seen.append(out.shape[-1] if isinstance(out, Tensor) else 0)
         if self.cuts is None:

@@ -11,8 +11,8 @@ APART = 60.0  # nats from the lower level of a mask of smaller numbers up to the
 
 
 @torch.no_grad()
-def hides(added: Float[Tensor, ...]) -> Bool[Tensor, ...]:
-    """Where a number that one call adds to its logits hides the pair.
+def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
+    """Returns True where a number that one call adds to its logits hides the pair.
 
     a <= -9000, or a lies on the lower of two levels. There are two where the numbers above -9000 fall into two groups
     with a gap of at least 60 nats between them that is wider than either group, the lower one at -60 or less. At equal
