@@ -26,7 +26,7 @@ from tests.foreign.checks import Subject, findings, overall
 from tests.foreign.page import page
 from tests.foreign.reference import calls, capped_output
 from tests.foreign.tables import TARGETS
-from tests.foreign.target import Target, another, uneven
+from tests.foreign.target import Target, another, settled, uneven
 
 LIMIT = 120  # seconds for one target
 
@@ -38,7 +38,7 @@ def judge(target: Target) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, example = target.make()
-            model = uneven(model)
+            model = settled(uneven(model), example)
             seen = calls(model, example, target.shape)
             if len(seen) != target.attentions:
                 shapes = [(c.module, tuple(c.z.shape)) for c in seen]

@@ -92,6 +92,11 @@ class _Work:
         """The calls of a site among those of a pass."""
         return [calls[i] for i in self.places[site.name]]
 
+    def shared(self, site: AttentionSite) -> set[str]:
+        """Weights of this site that are on logit paths of other sites too: they move the input of later ones."""
+        others = {s.parameter for other in self.sites if other is not site for s in (*other.query, *other.key)}
+        return others & {s.parameter for s in (*site.query, *site.key)}
+
     def truth(self, example: Example | None = None) -> list[Call]:
         """The calls of one more pass of the exact model."""
         return self.subject.truth(self.exact, self.example if example is None else example)
@@ -226,8 +231,9 @@ def _rows(work: _Work, site: AttentionSite) -> Answers:
     size = float(before.z[before.visible.expand_as(before.z)].abs().max())
     if site.n_heads != before.heads:
         return
+    shared = work.shared(site)
     for side, slices, n in (("query", site.query, site.n_heads), ("key", site.key, site.n_kv_heads)):
-        own = [s for s in slices if s.n == n and n > 1]
+        own = [s for s in slices if s.n == n and n > 1 and s.parameter not in shared]
         for head in range(n) if own else ():
             with changed(work.exact, own, head, lambda x: x + 0.5 * torch.randn_like(x)):
                 after = work.of(work.truth(), site)[0]
@@ -382,6 +388,8 @@ def qk_clip(work: _Work) -> Answers:
     error = float(
         (after - expected).masked_fill(~moving, 0.0).abs().max() / before.z.masked_fill(~moving, 0).abs().max()
     )
+    if work.shared(first):  # scaled by the smallest factor of all that use them
+        error = float((after.masked_fill(~moving, -torch.inf).amax() - threshold).clamp_min(0))
     if error < 1e-5 or first.n_heads != before.heads:
         yield "right", ""
     else:

@@ -134,7 +134,22 @@ class Recorder(TorchDispatchMode):
     def _pop(self, module: nn.Module, args: object, output: object) -> None:
         self._running.pop()
 
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Any:
+        """The fused kernel of a CPU, where a model insists on it: its scores, and what it returns, written out."""
+        z = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if causal:
+            z = z.masked_fill(~torch.ones_like(z, dtype=torch.bool).tril(), -torch.inf)
+        if mask is not None:
+            z = z.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else z + mask
+        self.seen.append((self._running[-1] if self._running else "", z.detach().clone()))
+        z = z if self._change is None else self._change(z)
+        return torch.softmax(z, -1) @ v, z.logsumexp(-1)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            given = {**dict(zip(("q", "k", "v", "dropout", "causal"), args)), **(kwargs or {})}
+            mask, scale = given.get("attn_mask"), given.get("scale")
+            return self._flash(given["q"], given["k"], given["v"], bool(given.get("causal")), mask, scale)
         if func.overloadpacket in _SOFTMAX and args[0].ndim > 1:
             x, dim = args[0], args[1] % args[0].ndim
             z = self._less.get(x.data_ptr(), (x, x))[0]

@@ -300,7 +300,7 @@ def _onmt(**options: Any) -> Callable[[], Made]:
 
 
 def _xt_rows() -> list[Target]:
-    cap = {"attn_softclamp_logits": True, "attn_logit_softclamp_value": 8.0}
+    cap = {"attn_softclamp_logits": True, "attn_logit_softclamp_value": 50.0}
     rows: list[tuple[str, Callable[[], Made], int, Shape]] = [
         ("decoder, written out", _x(), 2, FOUR),
         ("decoder, fused", _x(attn_flash=True), 2, FOUR),
@@ -311,7 +311,7 @@ def _xt_rows() -> list[Target]:
         ("tiled groups of keys", _x(attn_kv_heads=2), 2, FOUR),
         ("tiled groups of keys, fused", _x(attn_kv_heads=2, attn_flash=True), 2, FOUR),
         ("one key head", _x(attn_one_kv_head=True), 2, FOUR),
-        ("scripted cap", _x(**cap), 2, Shape(heads=4, cap=8.0)),
+        ("scripted cap", _x(**cap), 2, Shape(heads=4, cap=50.0)),
         ("talking heads", _x(attn_pre_talking_heads=True), 2, FOUR),
         ("talking heads after the softmax", _x(attn_post_talking_heads=True), 2, FOUR),
         ("memory keys", _x(attn_num_mem_kv=2), 2, FOUR),

@@ -65,6 +65,18 @@ def another(example: Example) -> Example:
     return other(example[0]), {k: other(v) for k, v in example[1].items()}
 
 
+def settled(model: nn.Module, example: Example) -> nn.Module:
+    """The model after its batch norms have seen the example: with weights at random their averages would not fit."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.momentum = 1.0
+        norm.train()
+    with torch.no_grad():
+        if norms:
+            model(*example[0], **example[1])
+    return model.eval()
+
+
 def uneven(model: nn.Module) -> nn.Module:
     """The model in evaluation with weights large enough for uneven attention, none of them zero."""
     model.eval()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Shaped
 from torch import Tensor
 
 HIDES = -9e3  # a number this low hides by itself; published masks start at -1e4
