@@ -112,6 +112,14 @@ def _timm_rows() -> list[Target]:
             Shape(heads=(2, 2, 4, 4), order=("bbhts", "bhts", "bbhts", "bhts")),
         ),
         (
+            "LeViT",
+            _timm(
+                "levit_128s", 64, img_size=64, embed_dim=(16, 32, 48), depth=(1, 1, 1), num_heads=(2, 4, 4), key_dim=8
+            ),
+            5,
+            Shape(heads=(2, 2, 4, 4, 4), low=-1e30),
+        ),
+        (
             "Hiera",
             _timm("hiera_tiny_224", 64, img_size=(64, 64), embed_dim=16, num_heads=1, stages=(1, 1, 1, 1)),
             4,

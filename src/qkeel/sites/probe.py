@@ -232,6 +232,22 @@ def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
     return found
 
 
+def visible_minima(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, float]:
+    """The smallest finite logit that no mask hides, of every site written out by hand, by name."""
+    found: dict[str, float] = {}
+
+    def note(sighting: Sighting) -> None:
+        call = sighting.call
+        if isinstance(call, ScoresCall):
+            seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
+            least = float(call.logits.detach().masked_fill(~seen, torch.inf).amin())
+            found[sighting.name] = min(found.get(sighting.name, least), least)
+
+    with extra_pass(model), undisturbed(model):
+        forward(model, Interceptor(model, note, probing=True), copied(args), copied(kwargs))
+    return found
+
+
 def _stacked(parts: list[Tensor | None]) -> Tensor | None:
     known = [p for p in parts if p is not None]
     if len(known) != len(parts):
