@@ -55,6 +55,22 @@ def test_scores_that_come_less_the_largest_of_their_row_are_refused() -> None:
         qkeel.apply("softcap:cap=3", Stable(""), example=torch.randn(B, T, H * D))
 
 
+def test_a_logit_of_q_and_k_as_low_as_a_mask_is_refused_and_one_that_a_mask_hides_is_not() -> None:
+    model, x = Windows(""), torch.randn(B, T, H * D)
+    with torch.no_grad():
+        model.qkv.weight.mul_(400)
+    with pytest.raises(RefusedError, match="a logit that no mask hides is"):
+        qkeel.apply("softcap:cap=3", model, example=x)
+
+    class Filled(Windows):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            z = (q @ k.mT * D**-0.5).masked_fill(~CAUSAL, -1e4)
+            return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    qkeel.apply("softcap:cap=3", Filled(""), example=x)
+
+
 def test_rows_that_see_no_key_stay_finite() -> None:
     spec = AttentionSpec(cap=Softcap(3.0))
     q = torch.randn(1, 1, 2, 4)

@@ -64,8 +64,9 @@ def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
     for site in new:
         if (low := least.get(site.name, math.inf)) <= HIDES:
             raise RefusedError(
-                f"{where(site)}: a logit that no mask hides is {low:.3g} on this example; where attention is written out, "
-                f"numbers up to {HIDES:.0f} are read as hidden; use the model's fused attention, or smaller logits first"
+                f"{where(site)}: a logit that no mask hides is {low:.3g} on this example; where attention is written "
+                f"out, numbers up to {HIDES:.0f} are read as hidden; use the model's fused attention, or smaller "
+                "logits first"
             )
 
 
