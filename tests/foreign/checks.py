@@ -238,8 +238,7 @@ def _rows(work: _Work, site: AttentionSite) -> Answers:
             with changed(work.exact, own, head, lambda x: x + 0.5 * torch.randn_like(x)):
                 after = work.of(work.truth(), site)[0]
             apart = (after.z - before.z).masked_fill(~before.visible, 0.0).abs().amax((0, 2, 3))
-            group = before.heads // n
-            mine = torch.arange(before.heads) // group == head
+            mine = site.used(n) == head
             if float(apart[mine].min()) < MOVED * size:
                 yield "wrong", f"{site.name}: the {side} rows of head {head} do not move its logits"
                 return

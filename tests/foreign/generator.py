@@ -94,7 +94,8 @@ class RandomAttention(nn.Module):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.plan, self.bend = plan, None
+        self.plan = plan
+        self.bend: float | None = None
         self.n_kv = int(plan.groups[0])
         sizes = [HEADS * SIZE, self.n_kv * SIZE, self.n_kv * SIZE]
         if plan.layout in ("fused", "interleaved") and self.n_kv == HEADS:

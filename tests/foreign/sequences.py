@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.machinery
+import importlib.util
 import sys
 import types
 from argparse import Namespace

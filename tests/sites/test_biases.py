@@ -17,6 +17,7 @@ class Beit(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(16, 48, bias=False)
         self.q_bias, self.v_bias = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+        self.k_bias: Tensor
         self.register_buffer("k_bias", torch.zeros(16))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,11 +38,25 @@ class Cross(nn.Module):
         return self.attn(x, x[..., :12], x[..., :12])[0]
 
 
+class Tail(nn.Module):
+    """A bias that is the end of a longer vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(16, 48, bias=False), nn.Parameter(torch.randn(60))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.qkv.weight, self.bias[2:][-50:-2])
+        q, k, v = (z.unflatten(-1, (4, 4)).transpose(1, 2) for z in y.chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
         (Beit, [("q_bias", range(16)), None]),
         (Cross, [("attn.in_proj_bias", range(16)), ("attn.in_proj_bias", range(16, 32))]),
+        (Tail, [("bias", range(10, 26)), ("bias", range(26, 42))]),
     ],
 )
 def test_the_entries_of_each_heads_bias_are_found(model: type[nn.Module], expected: list[object]) -> None:
@@ -53,7 +68,7 @@ def test_the_entries_of_each_heads_bias_are_found(model: type[nn.Module], expect
     assert site.verified, site.unverified
 
 
-@pytest.mark.parametrize("build", [Beit, Cross])
+@pytest.mark.parametrize("build", [Beit, Cross, Tail])
 def test_qk_clip_scales_them_so_that_the_largest_logit_is_the_threshold(build: type[nn.Module]) -> None:
     model, x = build().double(), torch.randn(2, 5, 16, dtype=torch.float64)
     with torch.no_grad():

@@ -20,11 +20,12 @@ def saved_operand(node: Node, place: int) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def slice_start(node: Node) -> int:
-    """The place at which a slice of one dimension began."""
+def slice_of(node: Node) -> slice:
+    """The places that a slice of one dimension took, as they were given: negative ones count from the end."""
     kept: Any = node
-    start = kept._saved_start
-    return 0 if start is None else int(start)
+    given = (kept._saved_start, kept._saved_end, kept._saved_step)
+    # Negative numbers are read back as those of 64 bits without a sign.
+    return slice(*(n if n is None or n < 1 << 63 else n - (1 << 64) for n in given))
 
 
 def output_like(node: Node) -> Tensor:

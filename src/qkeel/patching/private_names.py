@@ -154,7 +154,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_rows(
         "a graph node of a slice",
         "graph_nodes",
-        ("_saved_start",),
+        ("_saved_start", "_saved_end", "_saved_step"),
         "to read which part of a longer vector the bias of q or k is",
         "biases of nn.MultiheadAttention with keys of another size",
     ),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from qkeel.patching.graph_nodes import output_like, slice_start
+from qkeel.patching.graph_nodes import output_like, slice_of
 
 # What computes activations times weights: which of its inputs is x, the weight, the bias.
 _MATRIX = {
@@ -191,12 +191,14 @@ def _biases(node: Node | None, names: dict[int, str]) -> tuple[BiasPart, ...]:
     variable = variable_of(node)
     if variable is not None:
         name = names.get(id(variable))
-        known = name is not None and variable.ndim == 1
-        return (BiasPart(parameter=name, first=0, size=len(variable)),) if known else ()  # type: ignore[arg-type]
+        return () if name is None or variable.ndim != 1 else (BiasPart(parameter=name, first=0, size=len(variable)),)
     inputs = [n for n, _ in node.next_functions]
     if node.name() == "SliceBackward0":
-        start = slice_start(node)
-        return tuple(dataclasses.replace(p, size=p.size - start, shift=start) for p in _biases(inputs[0], names)[:1])
+        whole = _biases(inputs[0], names)
+        if len(whole) != 1 or inputs[0] is None or inputs[0].name() == "CatBackward0":
+            return ()
+        start, end, step = slice_of(node).indices(whole[0].size)
+        return (dataclasses.replace(whole[0], size=end - start, shift=whole[0].shift + start),) if step == 1 else ()
     found: list[BiasPart] = []
     for part in inputs if node.name() == "CatBackward0" else ():
         own = _biases(part, names)
