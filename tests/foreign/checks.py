@@ -220,8 +220,8 @@ def rows(work: _Work) -> Answers:
     for site in work.sites:
         if not site.terms:
             yield "told", f"{site.name}: {site.why}"
-        elif not getattr(site, "verified", True):
-            yield "told", f"{site.name}: not verified: {site.why}"
+        elif not site.verified:
+            yield "told", f"{site.name}: {site.unverified}"
         elif work.of(work.calls, site):
             yield from _rows(work, site)
 
