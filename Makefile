@@ -10,7 +10,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: setup demo test slow fuzz crash mutation zoo gpu check lint docs bench roofline assets clean
+.PHONY: setup demo test slow fuzz crash mutation zoo foreign gpu check lint docs bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,6 +48,18 @@ mutation: $(VENV)/.dev  ## mutants of the formulas, specs and step remedies agai
 zoo: $(VENV)/.dev  ## 423 architectures of transformers, tiny; writes docs/zoo.md
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo.census --jobs $(JOBS) --out docs/zoo.md
 
+FOREIGN := .venv-foreign
+
+# Each package without its dependencies: theirs would bring other versions of torch.
+$(FOREIGN)/.done: constraints-foreign.txt constraints.txt pyproject.toml
+	test -x $(FOREIGN)/bin/python || $(PYTHON) -m venv $(FOREIGN)
+	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,images]' pyyaml tqdm pandas scipy
+	$(FOREIGN)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-foreign.txt
+	touch $@
+
+foreign: $(FOREIGN)/.done  ## models of 30 packages against a reference of their own, and attention at random; writes docs/foreign.md
+	$(ONE_THREAD) $(FOREIGN)/bin/python -m tests.foreign.census --cases 2000 --out docs/foreign.md
+
 # A GPU machine needs torch >= 2.11, Triton and pytest and no environment of ours: jaxtyping's annotations have a stand-in.
 GPU_PATH = src:.$(shell $(PYTHON) -c "import jaxtyping" 2>/dev/null || echo :tests/gpu/stand_ins)
 
@@ -79,4 +91,4 @@ assets:  ## rebuild the vendored chart library (needs Node); its result is commi
 	cd assets && npm ci --no-audit --no-fund && npm run build
 
 clean:
-	rm -rf $(VENV) demo docs/_build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FOREIGN) demo docs/_build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -29,6 +29,8 @@ ROW = torch.ones(1, 2, requires_grad=True)
 EXAMPLES = {
     "a graph node of torch.nn.functional.layer_norm": lambda: functional.layer_norm(ROW, (2,), ROW[0]).grad_fn,
     "a graph node of a product": lambda: (ROW * ROW).grad_fn,
+    "a graph node of a slice": lambda: ROW[:, 1:].grad_fn,
+    "a graph node": lambda: (ROW * ROW).grad_fn,
     "torch._dynamo.OptimizedModule": lambda: torch._dynamo.OptimizedModule(nn.Linear(1, 1), torch._dynamo.optimize()),
     "torch.compiler.assume_constant_result": lambda: torch.compiler.assume_constant_result(lambda: 0),
 }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -316,7 +320,7 @@ def test_two_adapted_projections_are_normed_as_a_whole() -> None:
 def test_weights_used_behind_their_modules_back_are_refused() -> None:
     class Behind(Hand):
         def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q, k, v = (nn.functional.linear(x, m.weight, m.bias) for m in (self.q, self.k, self.v))
+            q, k, v = (x @ m.weight.mT + m.bias for m in (self.q, self.k, self.v))
             return tuple(y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (q, k, v))  # type: ignore[return-value]
 
     model, x = Behind("linear"), torch.randn(2, 6, 16)
@@ -326,9 +330,68 @@ def test_weights_used_behind_their_modules_back_are_refused() -> None:
     assert everything(model) == before
 
 
+@pytest.mark.parametrize("layout", ["linear", "fused", "interleaved"])
+@pytest.mark.parametrize("options", ["", ":kind=layer,over=layer", ":kind=l2,gain=head"])
+def test_projections_whose_weights_a_module_uses_itself_are_normed_as_if_it_called_them(
+    layout: str, options: str
+) -> None:
+    class Functional(Hand):
+        """As BEiT and Swin do: the projections are modules, and their weights are given to F.linear."""
+
+        def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            def projected(m: nn.Linear) -> Callable[[Tensor], Tensor]:
+                return lambda x: nn.functional.linear(input=x, weight=m.weight, bias=m.bias)
+
+            with ExitStack() as undo:
+                for m in (m for m in (self.modules()) if isinstance(m, nn.Linear) and m is not self.o):
+                    undo.enter_context(mock.patch.object(m, "_call_impl", projected(m)))
+                return super().heads(x)
+
+    functional, plain = Functional(layout), Hand(layout)
+    x = torch.randn(2, 6, 16)
+    before, y = everything(functional), functional(x)
+    assert torch.equal(y, plain(x))
+    length = {"train_length": 32} if "head" in options and "l2" in options else {}
+    handle = qkeel.apply(f"qk_norm{options}", functional, example=x, **length)  # type: ignore[arg-type]
+    qkeel.apply(f"qk_norm{options}", plain, example=x, **length)  # type: ignore[arg-type]
+    assert torch.equal(functional(x), plain(x))
+    assert not torch.equal(functional(x), y)
+    handle.remove()
+    assert everything(functional) == before
+    assert torch.equal(functional(x), y)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("options", ["", ":kind=rms,over=layer,gain=head_dim", ":gain=scalar"])
+def test_an_identity_in_the_place_of_a_norm_is_replaced_and_put_back(how: str, options: str) -> None:
+    class Spare(Hand):
+        """As timm's: the norm that was left out is an Identity, which the forward calls."""
+
+        def __init__(self) -> None:
+            super().__init__("fused", how)
+            self.k_norm, self.q_norm = nn.Identity(), nn.Identity()
+
+        def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = super().heads(x)
+            return self.q_norm(q), self.k_norm(k), v
+
+    model, plain, x = Spare(), Hand("fused", how), torch.randn(2, 6, 16)
+    y, parts, names = model(x), list(model.named_modules()), list(model.state_dict())
+    handle = qkeel.apply(f"qk_norm{options}", model, example=x)
+    qkeel.apply(f"qk_norm{options}", plain, example=x)
+    assert torch.equal(model(x), plain(x))
+    assert {n for n, _ in model.named_parameters()} == {n for n, _ in plain.named_parameters()}
+    restored = copy.deepcopy(model)
+    assert torch.equal(restored(x), model(x))
+    handle.remove()
+    assert list(model.named_modules()) == parts
+    assert list(model.state_dict()) == names
+    assert torch.equal(model(x), y)
+
+
 def test_a_name_that_is_taken_is_refused() -> None:
     model, x = Hand("linear"), torch.randn(2, 6, 16)
-    model.k_norm = nn.Identity()
+    model.k_norm = nn.LayerNorm(4)
     before = everything(model)
     with pytest.raises(RefusedError, match="has something called k_norm already"):
         qkeel.apply("qk_norm", model, example=x)

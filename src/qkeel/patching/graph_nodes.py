@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -17,6 +18,21 @@ def saved_operand(node: Node, place: int) -> Tensor | None:
     except (AttributeError, RuntimeError):  # not saved, or freed
         return None
     return value if isinstance(value, Tensor) else None
+
+
+def slice_of(node: Node) -> slice:
+    """The places that a slice of one dimension took, as they were given: negative ones count from the end."""
+    kept: Any = node
+    given = (kept._saved_start, kept._saved_end, kept._saved_step)
+    # Negative numbers are read back as those of 64 bits without a sign.
+    return slice(*(n if n is None or n < 1 << 63 else n - (1 << 64) for n in given))
+
+
+def output_like(node: Node) -> Tensor:
+    """Zeros like the first output of a node."""
+    kept: Any = node
+    meta = kept._input_metadata[0]
+    return torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
 
 
 def normalized_shape(node: Node) -> tuple[int, ...]:

@@ -152,6 +152,20 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "bounds on logits by the gains of norms in models that are not qkeel's",
     ),
     *_rows(
+        "a graph node of a slice",
+        "graph_nodes",
+        ("_saved_start", "_saved_end", "_saved_step"),
+        "to read which part of a longer vector the bias of q or k is",
+        "biases of nn.MultiheadAttention with keys of another size",
+    ),
+    *_rows(
+        "a graph node",
+        "graph_nodes",
+        ("_input_metadata",),
+        "to know the shape of what an einsum computed, which no tensor shows any more",
+        "heads of models that project by torch.einsum",
+    ),
+    *_rows(
         "a graph node of a product",
         "graph_nodes",
         ("_saved_self", "_saved_other"),

@@ -133,13 +133,11 @@ class _Plan:
     ) -> list[int]:
         """Entries of a slice's weight and bias, and of the copy that the optimizer steps in the weight's place."""
         numbers = []
-        for name in (s.parameter, s.bias):
-            if name is None:
-                continue
-            self.names.append(name)
-            p = target.parameter(name)
-            for tensor in [p] if copy is None or copy is p or name == s.bias else [p, copy]:
-                found.setdefault(id(tensor), (tensor, []))[1].append((len(self._places), s))
+        for part in filter(None, (s, s.bias_of())):
+            self.names.append(part.parameter)
+            p = target.parameter(part.parameter)
+            for tensor in [p] if copy is None or copy is p or part is not s else [p, copy]:
+                found.setdefault(id(tensor), (tensor, []))[1].append((len(self._places), part))
             numbers.append(len(self._places))
             self._places.append([])
         return numbers

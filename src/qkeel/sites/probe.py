@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.patching.checkpointing import checkpointing_off
 from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
+from qkeel.patching.graph_nodes import version_of
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
 from qkeel.sites.calls.head_layout import key_heads
@@ -206,6 +207,17 @@ def is_product(call: object) -> bool:
     return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
 
 
+def modules_called(model: nn.Module, modules: Iterable[nn.Module], args: Args, kwargs: Kwargs) -> set[int]:
+    """The ids of those of these modules that run in a forward pass on this example."""
+    called: set[int] = set()
+    with ExitStack() as hooks, extra_pass(model), undisturbed(model):
+        for module in modules:
+            hook = module.register_forward_pre_hook(lambda module, _: called.add(id(module)))
+            hooks.callback(hook.remove)
+        forward(model, nullcontext(), copied(args), copied(kwargs))
+    return called
+
+
 def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
     """Names of sites written out by hand whose logits are something else than a scale times q·k: with a bias, say."""
     found: set[str] = set()
@@ -214,6 +226,22 @@ def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
         call = sighting.call
         if isinstance(call, ScoresCall) and not is_product(call):
             found.add(sighting.name)
+
+    with extra_pass(model), undisturbed(model):
+        forward(model, Interceptor(model, note, probing=True), copied(args), copied(kwargs))
+    return found
+
+
+def visible_minima(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, float]:
+    """The smallest finite logit that no mask hides, of every site written out by hand, by name."""
+    found: dict[str, float] = {}
+
+    def note(sighting: Sighting) -> None:
+        call = sighting.call
+        if isinstance(call, ScoresCall):
+            seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
+            least = float(call.logits.detach().masked_fill(~seen, torch.inf).amin())
+            found[sighting.name] = min(found.get(sighting.name, least), least)
 
     with extra_pass(model), undisturbed(model):
         forward(model, Interceptor(model, note, probing=True), copied(args), copied(kwargs))
@@ -350,13 +378,22 @@ _CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict
 
 
 def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
-    kept = [(x, x.detach().clone()) for x in tensors if not x.is_inference()]
+    """A function that puts values back. Tensors on the meta device have none, and inference tensors can't change."""
+    plain, others = [], []
+    for x in tensors:
+        if not (x.is_inference() or x.is_meta):
+            comparable = x.layout is torch.strided and not x.is_nested and type(x) in (Tensor, nn.Parameter)
+            (plain if comparable else others).append((x, x.detach().clone(), version_of(x)))
 
     @torch.no_grad()
     def restore() -> None:
-        for x, value in kept:
+        for x, value, _ in plain:
             # Compared, not by version: batch norm's kernels write their averages without raising it.
             if not torch.equal(x, value):
+                x.copy_(value)
+        for x, value, version in others:
+            # Sparse, nested and other kinds of tensors can't be compared: what wrote to them raised their version.
+            if version_of(x) != version:
                 x.copy_(value)
 
     return restore

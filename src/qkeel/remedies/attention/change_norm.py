@@ -13,6 +13,7 @@ from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import put_in_place, take_out
+from qkeel.patching.module_tables import parameters_of, submodules_of
 from qkeel.remedies.attention.change_spec import ChangeSpec
 from qkeel.remedies.attention.exchange_calls import base_spec, exchange_calls, number
 from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, heads_of
@@ -20,6 +21,7 @@ from qkeel.remedies.attention.refusals import refuse_norm, refuse_scale, refuse_
 from qkeel.remedies.attention.site_parameters import add_submodules
 from qkeel.remedies.base import Target, check_choice, module_name, where
 from qkeel.sites.find import find_sites, is_normed
+from qkeel.sites.probe import modules_called
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.weights.value_rows import value_slices
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm
@@ -103,6 +105,8 @@ def _norm_projections(
     """Norms after the projections of several sites, then one pass which shows that all of them ran."""
     placed: list[NormedProjection] = []
     done: dict[int, str] = {}
+    owners = {id(heads.module): heads.module for plan in plans.values() for heads in plan.values()}
+    called = modules_called(target.model, owners.values(), *target.example) if owners else set()
     for site in sites:
         plan, name = plans[site.name], module_name(site)
         owners = {id(heads.module): heads.module for heads in plan.values()}
@@ -113,10 +117,16 @@ def _norm_projections(
         done.update(dict.fromkeys(owners, name))
         norms = _norms(remedy, target, site, plan)
         held = {f"{part}_norm": norm for part, norm in norms.items()}
-        yield add_submodules(target, site, held, target.parameter(site.query[0].parameter))
+        for part, norm in held.items():  # an Identity is a place for a norm that was left out, as timm has it
+            norm.replaces = type(submodules_of(site.module).get(part)) is nn.Identity
+        yield add_submodules(target, site, held, target.parameter(site.query[0].parameter), over_identities=True)
         for module in owners.values():
             parts: list[Part] = [part for part, heads in plan.items() if heads.module is module]
-            new = NormedProjection([plan[part] for part in parts], [norms[part] for part in parts])
+            new = NormedProjection(
+                [plan[part] for part in parts],
+                [norms[part] for part in parts],
+                inside=None if id(module) in called or "weight" not in parameters_of(module) else site.module,
+            )
             put_in_place(new)
             yield Handle(lambda new=new: take_out(new))
             placed.append(new)

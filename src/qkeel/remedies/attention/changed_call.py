@@ -22,8 +22,9 @@ from qkeel.ops import run, run_with_weights
 from qkeel.patching.compiler_state import compile_again
 from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_out
 from qkeel.patching.module_tables import hooks_before
+from qkeel.remedies.attention.small_masks import MASKING, SmallMasks
 from qkeel.remedies.base import Args, Kwargs
-from qkeel.sites.calls.mask_functions import HIDES
+from qkeel.sites.calls.hidden_pairs import HIDES
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.sites.see.sdpa import hiding, mha_mask
 from qkeel.spec import AttentionSpec
@@ -39,8 +40,9 @@ class ChangedCalls(InstanceForward):
     """Runs a module's forward with its attention calls under other specs, found by the scale of each call.
 
     `bases` are the module's own specs, `changes` what is made of them, `specs` the result, and `names` the parameters
-    that these need. `low`: a written-out logit at or under it is one that a mask hides. `seen`: while it is a list, the
-    calls of each forward are noted in it, with the largest hidden logit of those written out.
+    that these need. `low`: a written-out logit at or under it is one that a mask hides; `masks` are those that hide by
+    larger numbers. `seen`: while it is a list, the calls of each forward are noted in it, with the largest hidden logit
+    of those written out.
     """
 
     def __init__(self, module: nn.Module, geometry: Geometry) -> None:
@@ -51,6 +53,7 @@ class ChangedCalls(InstanceForward):
         self.changes: list[Change] = []
         self.names: tuple[str, ...] = ()
         self.low = HIDES
+        self.masks = SmallMasks()
         self.seen: list[list[float | None]] | None = None
 
     def change(self, changes: list[Change]) -> None:
@@ -75,6 +78,7 @@ class ChangedCalls(InstanceForward):
         """The module's forward."""
         if self.seen is not None:
             self.seen.append([])
+        self.masks.begin()
         with _Exchange(self):
             return self.replaced(args, kwargs)
 
@@ -155,6 +159,8 @@ class ChangedCalls(InstanceForward):
         low = max(self.low, torch.finfo(x.dtype).min / 2)
         visible = z > low
         if self.seen is not None:
+            self.masks.keep(x)
+            _check_unshifted(z, visible)
             self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
         ((scale, spec),) = self.specs.items()
         z = torch.where(visible, z, 0.0)
@@ -214,6 +220,8 @@ class _Exchange(TorchFunctionMode):
             return self.calls.written(args, kwargs)
         if func is F.multi_head_attention_forward:
             return self.calls.multi_head(args, kwargs)
+        if func in MASKING and (self.calls.masks.places or self.calls.seen is not None):
+            return self.calls.masks.call(func, args, kwargs, noting=self.calls.seen is not None)
         if isinstance(func, types.FunctionType) and getattr(Tensor, func.__name__, None) is func:
             # As a method: Dynamo does not follow super() inside a method that is called as a function.
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
@@ -252,6 +260,16 @@ def softmax(x: Tensor, dim: int, visible: Tensor, normalizer: Normalizer, params
 def _sdpa_arguments(args: Args, kwargs: Kwargs) -> Args:
     given = sdpa_arguments(args, kwargs)
     return tuple(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
+
+
+def _check_unshifted(z: Tensor, visible: Tensor) -> None:
+    """Raise where every row's largest logit is 0: the softmax does not show what the logits were."""
+    tops = z.detach().masked_fill(~visible, -math.inf).amax(-1)[visible.any(-1)]
+    if bool((tops == 0).all()) and bool((z.detach()[visible] != 0).any()):
+        raise RefusedError(
+            "its scores come to the softmax less the largest of their row, so a cap or a scale would act on something "
+            "else than the logits; leave that subtraction out (torch's softmax does it), or use qk_clip or lalr"
+        )
 
 
 def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:

@@ -14,8 +14,9 @@ from qkeel.patching.instance_forward import forwards_of
 from qkeel.remedies.attention.changed_call import Change, ChangedCalls, changed
 from qkeel.remedies.attention.site_parameters import change_parameters
 from qkeel.remedies.base import Target, module_name, where
+from qkeel.sites.calls.hidden_pairs import HIDES
 from qkeel.sites.find import find_sites
-from qkeel.sites.probe import biased
+from qkeel.sites.probe import biased, visible_minima
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.scale import Scale
@@ -42,6 +43,7 @@ def number(scale: Scale, head_dim: int) -> float:
 
 def exchange_calls(change: Change, target: Target, sites: list[AttentionSite]) -> Iterator[Handle]:
     """Exchange the attention calls of modules, and check in one pass on the example that all of them were."""
+    _refuse_low(target, sites)
     changed_modules: dict[ChangedCalls, list[AttentionSite]] = {}
     for module in {id(site.module): site.module for site in sites}.values():
         here = [site for site in sites if site.module is module]
@@ -53,6 +55,19 @@ def exchange_calls(change: Change, target: Target, sites: list[AttentionSite]) -
         changed_modules[calls] = here
     if changed_modules:
         _check_pass(target, changed_modules)
+
+
+def _refuse_low(target: Target, sites: list[AttentionSite]) -> None:
+    """Raise where a logit of q·k itself is so low that a softmax would take it for one that a mask hides."""
+    new = [site for site in sites if not any(isinstance(f, ChangedCalls) for f in forwards_of(site.module))]
+    least = visible_minima(target.model, *target.example) if new else {}
+    for site in new:
+        if (low := least.get(site.name, math.inf)) <= HIDES:
+            raise RefusedError(
+                f"{where(site)}: a logit that no mask hides is {low:.3g} on this example; where attention is written "
+                f"out, numbers up to {HIDES:.0f} are read as hidden; use the model's fused attention, or smaller "
+                "logits first"
+            )
 
 
 def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:

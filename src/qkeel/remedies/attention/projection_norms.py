@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import InstanceForward
@@ -41,6 +43,7 @@ class HeadNorm(nn.Module):
         self.weight = None if gain is None else nn.Parameter(gain.to(like))
         self.logit_scale = None if scale is None else nn.Parameter(scale.to(like))
         self.share: Tensor | None = None
+        self.replaces = False  # an nn.Identity of the model, which the model still calls
 
     def blend(self, share: float) -> None:
         """Make the share another one; it is a tensor, so compiled code need not be compiled again."""
@@ -48,8 +51,10 @@ class HeadNorm(nn.Module):
             self.share = torch.ones((), device=next(self.parameters()).device)
         self.share.fill_(share)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns x [... h d] normed, in its dtype."""
+    def forward(self, x: Tensor, *, from_projection: bool = False) -> Tensor:
+        """Returns x [... h d] normed, in its dtype; x itself where the model calls it in the place of its Identity."""
+        if self.replaces and not from_projection:
+            return x
         params: Params = {} if self.weight is None else {f"{self.part}_norm": self.weight}
         y = self.norm.apply(self.part, x.reshape(-1, *x.shape[-2:])[:, :, None], params).reshape(x.shape)
         if self.logit_scale is not None:
@@ -120,10 +125,15 @@ def _owner(parameter: str) -> str:
 
 @final
 class NormedProjection(InstanceForward):
-    """A projection whose output's heads are normed: q alone, or q, k (and v) of a fused one."""
+    """A projection whose output's heads are normed: q alone, or q, k (and v) of a fused one.
 
-    def __init__(self, heads: list[Heads], norms: list[HeadNorm]) -> None:
-        super().__init__(heads[0].module)
+    Where a module gives the projection's weight to F.linear in place of calling it (BEiT, Swin), `inside` is that
+    module: its forward is exchanged, and the output of F.linear with this weight is normed.
+    """
+
+    def __init__(self, heads: list[Heads], norms: list[HeadNorm], inside: nn.Module | None = None) -> None:
+        super().__init__(heads[0].module if inside is None else inside)
+        self.projection = None if inside is None else heads[0].module
         self.norms = norms
         self.size = heads[0].size
         self.seen: list[int] | None = None
@@ -134,24 +144,49 @@ class NormedProjection(InstanceForward):
                 norm.register_buffer("features", one.index.to(home), persistent=False)
 
     def run(self, args: Args, kwargs: Kwargs) -> Tensor:
-        """The projection's output, normed."""
-        out = self.replaced(args, kwargs)
+        """The projection's output, normed; of the module around it its own."""
+        if self.projection is None:
+            return self.normed(self.replaced(args, kwargs))
+        with _LinearCalls(self, self.projection.get_parameter("weight")):
+            return self.replaced(args, kwargs)
+
+    def normed(self, out: Tensor) -> Tensor:
+        """Returns what the projection made, with its heads normed."""
         if self.seen is not None:
             self.seen.append(out.shape[-1] if isinstance(out, Tensor) else 0)
         if self.cuts is None:
             for norm in self.norms:
                 index = norm.get_buffer("features")
-                out = out.index_copy(-1, index.flatten(), norm(out[..., index]).flatten(-2))
+                out = out.index_copy(-1, index.flatten(), norm(out[..., index], from_projection=True).flatten(-2))
             return out
         if self.cuts.groups == 1:
             parts = out.split(self.cuts.sizes, dim=-1)
             return _joined([self._block(p, i) for p, i in zip(parts, self.cuts.owners)])
         parts = out.unflatten(-1, (self.cuts.groups, -1)).split(self.cuts.sizes, dim=-1)
-        return _joined([p if i < 0 else self.norms[i](p) for p, i in zip(parts, self.cuts.owners)]).flatten(-2)
+        return _joined([self._head(p, i) for p, i in zip(parts, self.cuts.owners)]).flatten(-2)
 
     def _block(self, x: Tensor, i: int) -> Tensor:
         """Heads one after the other, [... h d] in one dimension."""
-        return x if i < 0 else self.norms[i](x.unflatten(-1, (self.norms[i].heads, -1))).flatten(-2)
+        return x if i < 0 else self._head(x.unflatten(-1, (self.norms[i].heads, -1)), i).flatten(-2)
+
+    def _head(self, x: Tensor, i: int) -> Tensor:
+        return x if i < 0 else self.norms[i](x, from_projection=True)
+
+
+class _LinearCalls(TorchFunctionMode):
+    """Norms the output of F.linear with one weight."""
+
+    def __init__(self, normed: NormedProjection, weight: Tensor) -> None:
+        super().__init__()
+        self.normed, self.weight = normed, weight
+
+    def __torch_function__(
+        self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        mine = func is F.linear and (args[1] if len(args) > 1 else kwargs["weight"]) is self.weight
+        return self.normed.normed(out) if mine and isinstance(out, Tensor) else out
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -52,19 +52,39 @@ def add_parameters(target: Target, site: AttentionSite, values: Params, drop: It
 
 
 def add_submodules(
-    target: Target, site: AttentionSite, added: Mapping[str, nn.Module], near: Tensor, *, matrices: bool = False
+    target: Target,
+    site: AttentionSite,
+    added: Mapping[str, nn.Module],
+    near: Tensor,
+    *,
+    matrices: bool = False,
+    over_identities: bool = False,
 ) -> Handle:
-    """New parts of a site's module, by plain names, their parameters in the optimizer too (see `join`)."""
+    """New parts of a site's module, by plain names, their parameters in the optimizer too (see `join`).
+
+    Args:
+        target: the model and its optimizer.
+        site: where the parts go.
+        added: the parts, by name.
+        near: a parameter whose group of the optimizer the new parameters share.
+        matrices: True if the new parameters are matrices (see `join`).
+        over_identities: True if a part may take the place of an nn.Identity of its name, which the handle puts back.
+    """
     module, name = site.module, module_name(site)
-    _check_free(site, added)
+    held = submodules_of(module)
+    identities = {part: held[part] for part in added if over_identities and type(held.get(part)) is nn.Identity}
+    _check_free(site, [part for part in added if part not in identities])
     parameters = {inside(name, f"{part}.{n}"): p for part, new in added.items() for n, p in new.named_parameters()}
     joined = join(target.optimizer, parameters, near, matrices=matrices)
     for part, new in added.items():
-        submodules_of(module)[part] = new.train(module.training)
+        held[part] = new.train(module.training)
 
     def undo() -> None:
         for part in added:
-            del submodules_of(module)[part]
+            if part in identities:
+                held[part] = identities[part]
+            else:
+                del held[part]
         for parameter in parameters.values():
             parameter.grad = None
         joined.remove()

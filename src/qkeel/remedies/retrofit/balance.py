@@ -42,9 +42,9 @@ class Balance:
         self._rows: dict[int, tuple[Tensor, list[_Rows]]] = {}
         for i, site in enumerate(self.sites):
             for heads, sign in ((site.query[0], 1.0), (site.key[-1], -1.0)):
-                for name in filter(None, (heads.parameter, heads.bias)):
-                    p = model.get_parameter(name)
-                    self._rows.setdefault(id(p), (p, []))[1].append(_Rows(site=i, heads=heads, sign=sign))
+                for part in filter(None, (heads, heads.bias_of())):
+                    p = model.get_parameter(part.parameter)
+                    self._rows.setdefault(id(p), (p, []))[1].append(_Rows(site=i, heads=part, sign=sign))
         self.weights = [p for p, _ in self._rows.values()]
         self._old = [p.detach().clone() for p in self.weights]
         self._pairs: list[Tensor] = []

@@ -113,11 +113,10 @@ def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
         if id(model.get_parameter(piece.parameter)) in owned:
             return f"{piece.parameter} is shared with another attention"
     for piece in pieces:
-        for name in (piece.parameter, piece.bias):
-            if name is not None:
-                p = model.get_parameter(name)
-                rows = piece.lines(ratio.to(p.device), p.shape[0])
-                p.copy_(p.double() * (rows[:, None] if p.ndim > 1 else rows))
+        for part in filter(None, (piece, piece.bias_of())):
+            p = model.get_parameter(part.parameter)
+            rows = part.lines(ratio.to(p.device), p.shape[0])
+            p.copy_(p.double() * (rows[:, None] if p.ndim > 1 else rows))
     return ""
 
 

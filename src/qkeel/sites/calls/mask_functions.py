@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from qkeel.functional.statistics.class_stats import TokenClasses
+from qkeel.sites.calls.hidden_pairs import HIDES
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import make_call
 
-HIDES = -9e3  # a mask adds this or less; published ones start at -1e4
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

@@ -8,23 +8,16 @@ import torch
 from torch import Tensor
 
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.sites.calls.mask_functions import HIDES
+from qkeel.sites.calls.hidden_pairs import APART, hides, is_low
 from qkeel.sites.handwritten.tags import Scores
 
 
 def hidden_by_sum(tag: Scores, mask: object, like: Tensor, sign: float = 1.0) -> Scores:
-    """The tag of scores after `sign` times a mask was added: where that is very negative, a pair is hidden."""
+    """The tag of scores after `sign` times a mask was added: some of its numbers hide pairs."""
     if not isinstance(mask, torch.Tensor) or mask.numel() == 1:
         return tag
-    low = sign * mask.detach() <= HIDES
+    low = hides(sign * mask.detach())
     return tag.also_hidden(low, like) if bool(low.any()) else tag
-
-
-def is_low(value: object) -> bool:
-    """True if a number is one with which masks hide."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and float(value.detach()) <= HIDES
-    return isinstance(value, (int, float)) and value <= HIDES
 
 
 def _added(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> Scores:
@@ -55,7 +48,7 @@ def _chosen(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> 
     if is_low(other):
         return tag.also_hidden(hidden, out)
     if isinstance(other, torch.Tensor) and other.numel() > 1:
-        return tag.also_hidden(hidden & (other.detach() <= HIDES), out)
+        return tag.also_hidden(hidden & (other.detach() <= -APART), out)
     return tag
 
 

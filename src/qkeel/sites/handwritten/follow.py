@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.calls.head_layout import Layout
+from qkeel.sites.calls.hidden_pairs import is_low
 from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.handwritten.added_masks import MASKS, hidden_by_sum, is_low
+from qkeel.sites.handwritten.added_masks import MASKS, hidden_by_sum
 from qkeel.sites.handwritten.concatenation import CATS, joined
 from qkeel.sites.handwritten.lost_scores import LostScores, is_lost
 from qkeel.sites.handwritten.products import PRODUCTS, Product, along_keys, product

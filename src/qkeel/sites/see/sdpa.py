@@ -15,8 +15,9 @@ from torch import Tensor
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.private_operators import SDPA_KERNELS, Operator, argument_names
 from qkeel.sites.calls.head_layout import Layout, fewest_keys
+from qkeel.sites.calls.hidden_pairs import hides
 from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.mask_functions import HIDES, packed_call
+from qkeel.sites.calls.mask_functions import packed_call
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed
 from qkeel.spec.call import make_call
@@ -88,7 +89,7 @@ def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | 
         return None
     while mask.ndim < 4:
         mask = mask[None]
-    return mask if mask.dtype == torch.bool else mask.masked_fill(mask <= HIDES, -torch.inf)
+    return mask if mask.dtype == torch.bool else mask.masked_fill(hides(mask), -torch.inf)
 
 
 def mha(args: Args, kwargs: Kwargs, layout_of: LayoutOf) -> Seen:

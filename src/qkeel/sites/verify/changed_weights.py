@@ -73,13 +73,12 @@ class ChangedWeights:
 
     def _rows(self, s: HeadSlice, heads: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor]]:
         """The rows [rows …] of a copied weight and of its bias, and which of them belong to the heads [heads r]."""
-        index = s.index if heads is None else s.index[list(heads)]
-        for name in (s.parameter, s.bias):
-            if name is not None:
-                if name not in self._copies:
-                    self._copies[name] = self._base[name].clone()
-                copy = self._copies[name]
-                yield (s.rows_of(copy) if name == s.parameter else copy.view(-1, 1)), index.to(copy.device)
+        for part in filter(None, (s, s.bias_of())):
+            if part.parameter not in self._copies:
+                self._copies[part.parameter] = self._base[part.parameter].clone()
+            copy = self._copies[part.parameter]
+            index = part.index if heads is None else part.index[list(heads)]
+            yield (s.rows_of(copy) if part is s else copy.view(-1, 1)), index.to(copy.device)
 
     def _fill(self, s: HeadSlice) -> None:
         rows = s.rows_of(self._base[s.parameter])

@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
+
+from qkeel.patching.graph_nodes import output_like, slice_of
 
 # What computes activations times weights: which of its inputs is x, the weight, the bias.
 _MATRIX = {
@@ -38,6 +41,17 @@ MOVES = (
 _LIMIT = 4000
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BiasPart:
+    """Entries of a parameter that are added to `size` features of a projection, from feature `first` on; `shift` is
+    the number of an entry less that of its feature."""
+
+    parameter: str
+    first: int
+    size: int
+    shift: int = 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Projection:
     """A product activations · weight in the graph: the node whose output holds the features, and what made it.
@@ -50,7 +64,7 @@ class Projection:
     parameter: str
     axis: int
     size: int
-    bias: str | None
+    biases: tuple[BiasPart, ...]
     normed: bool
     above: tuple[Projection, ...] = ()
     shared: bool = False
@@ -105,7 +119,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
     mixers: list[Node] = []
     opaque: list[str] = []
     seen: set[tuple[Node, bool]] = set()
-    queue: list[tuple[Node, bool, str | None]] = [(start, False, None)]
+    queue: list[tuple[Node, bool, tuple[BiasPart, ...]]] = [(start, False, ())]
     while queue and len(seen) < _LIMIT:
         node, normed, added = queue.pop(0)
         if (node, normed) in seen or node in stops or node.name().startswith(_ENDS):
@@ -114,13 +128,13 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         projection = _projection(node, names, normed, stops, depth)
         if projection is not None:
             if node not in found or (normed and not found[node].normed):
-                found[node] = dataclasses.replace(projection, bias=projection.bias or added)
+                found[node] = dataclasses.replace(projection, biases=projection.biases or added)
             continue
         opaque += _opaque(node, stops, names)
         norm = node.name() in NORMS
         normed = normed or norm
         # What is added after a norm is the norm's bias, not the projection's.
-        added = None if norm else _added(node, names) or added
+        added = () if norm else _added(node, names) or added
         if _mixes(node):
             mixers.append(node)
         queue += [(n, normed, added) for n, _ in node.next_functions if n is not None]
@@ -151,16 +165,18 @@ def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node
     weight = _weight(node.next_functions[w][0], names)
     if weight is None:
         return None
-    name, shape, turned = weight
+    name, shape, turned, variable = weight
+    if node.name() == "BmmBackward0":
+        turned = _makes_rows(node, variable)  # an einsum permutes what it multiplies in ways of its own
     after = node.next_functions[x][0]
     linear = node.name() == "LinearBackward0"
     above: tuple[Projection, ...] = ()
     if depth > 1 and after is not None:
         # A norm cuts the path: what lies before it does not scale the logit.
         above = tuple(p for p in walk(after, stops, names, depth - 1).nearest if not p.normed)
-    bias = None if b is None or b >= len(node.next_functions) else _bias(node.next_functions[b][0], names)
+    biases = () if b is None or b >= len(node.next_functions) else _biases(node.next_functions[b][0], names)
     axis = 0 if linear or turned else 1
-    return Projection(node=node, parameter=name, axis=axis, size=shape[axis], bias=bias, normed=normed, above=above)
+    return Projection(node=node, parameter=name, axis=axis, size=shape[axis], biases=biases, normed=normed, above=above)
 
 
 def variable_of(node: Node) -> Any:
@@ -168,22 +184,50 @@ def variable_of(node: Node) -> Any:
     return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
 
 
-def _bias(node: Node | None, names: dict[int, str]) -> str | None:
-    variable = None if node is None else variable_of(node)
-    return None if variable is None else names.get(id(variable))
+def _biases(node: Node | None, names: dict[int, str]) -> tuple[BiasPart, ...]:
+    """A vector of parameters, as it is, a slice of one, or several one after the other (BEiT's q_bias, 0, v_bias)."""
+    if node is None:
+        return ()
+    variable = variable_of(node)
+    if variable is not None:
+        name = names.get(id(variable))
+        return () if name is None or variable.ndim != 1 else (BiasPart(parameter=name, first=0, size=len(variable)),)
+    inputs = [n for n, _ in node.next_functions]
+    if node.name() == "SliceBackward0":
+        whole = _biases(inputs[0], names)
+        if len(whole) != 1 or inputs[0] is None or inputs[0].name() == "CatBackward0":
+            return ()
+        start, end, step = slice_of(node).indices(whole[0].size)
+        return (dataclasses.replace(whole[0], size=end - start, shift=whole[0].shift + start),) if step == 1 else ()
+    found: list[BiasPart] = []
+    for part in inputs if node.name() == "CatBackward0" else ():
+        own = _biases(part, names)
+        if len(own) != 1:
+            break  # what is no parameter does not say how long it is
+        first = sum(p.size for p in found)
+        found.append(dataclasses.replace(own[0], first=first, shift=own[0].shift - first))
+    return tuple(found)
 
 
-def _added(node: Node, names: dict[int, str]) -> str | None:
+def _added(node: Node, names: dict[int, str]) -> tuple[BiasPart, ...]:
     """The bias that an addition adds to a product."""
-    if node.name() != "AddBackward0":
-        return None
-    biases = [_bias(n, names) for n, _ in node.next_functions if n is not None and variable_of(n) is not None]
-    return biases[0] if len(biases) == 1 and len(node.next_functions) == 2 else None
+    if node.name() != "AddBackward0" or len(node.next_functions) != 2:
+        return ()
+    biases = [found for n, _ in node.next_functions if (found := _biases(n, names))]
+    return biases[0] if len(biases) == 1 else ()
 
 
-def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, ...], bool] | None:
-    """The matrix parameter behind a weight, and whether it was transposed since. What a parametrization does in
-    between is walked through, if it ends in parameters only."""
+def _makes_rows(node: Node, weight: Tensor) -> bool:
+    """True if a feature of a product is made by a row of a matrix, False if by a column: by one gradient."""
+    first = output_like(node)
+    first[..., 0] = 1.0
+    (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, first, retain_graph=True)
+    return int(grad.ne(0).any(1).sum()) <= int(grad.ne(0).any(0).sum())
+
+
+def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, ...], bool, Tensor] | None:
+    """The matrix parameter behind a weight, whether it was transposed since, and itself. What a parametrization does
+    in between is walked through, if it ends in parameters only."""
     if node is None:
         return None
     turned = {node: False}
@@ -195,7 +239,7 @@ def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, .
             if id(variable) not in names:
                 return None
             if variable.ndim == 2 and min(variable.shape) > 1:
-                found.append((names[id(variable)], tuple(variable.shape), turned[at]))
+                found.append((names[id(variable)], tuple(variable.shape), turned[at], variable))
             continue
         # A slice of a larger matrix: its rows are not those of the parameter.
         if at.name() in _MATRIX or at.name().startswith(_PARTS) or len(turned) > 40:

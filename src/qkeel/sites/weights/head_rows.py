@@ -50,10 +50,7 @@ class Side:
         last = len(path.projections) - 1
         with opened(self.found.mixers), only(path.projections[-1], self.found.nearest):
             index = [_rows(part, p, self.what, inner=i < last) for i, p in enumerate(path.projections)]
-        return tuple(
-            HeadSlice(parameter=p.parameter, axis=p.axis, index=rows, bias=p.bias)
-            for p, rows in zip(path.projections, index)
-        )
+        return tuple(_slice(p, rows) for p, rows in zip(path.projections, index))
 
     @property
     def normed(self) -> bool:
@@ -139,9 +136,9 @@ def _table(x: Tensor, names: dict[int, str], what: str) -> Projection:
         raise UnknownRowsError(f"{what} is the parameter {name} of {p.ndim} dimensions, which has no rows of heads")
     d = x.shape[-1]
     if len(_features(_probe(x[:, 0], node))) == d:
-        return Projection(node=node, parameter=name, axis=1, size=p.shape[1], bias=None, normed=False)
+        return Projection(node=node, parameter=name, axis=1, size=p.shape[1], biases=(), normed=False)
     if p.shape[0] == d:
-        return Projection(node=node, parameter=name, axis=0, size=d, bias=None, normed=False, shared=True)
+        return Projection(node=node, parameter=name, axis=0, size=d, biases=(), normed=False, shared=True)
     raise UnknownRowsError(f"the columns of {name} are not those of {what}")
 
 
@@ -166,6 +163,18 @@ def _in_one_module(one: str, other: str, frame: Frame, model: nn.Module) -> bool
     # As deep as the frame's own: two parts of another layer are no more one module than two layers are.
     inside = model.get_submodule(".".join(shared))
     return len(shared) >= len(around) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict))
+
+
+def _slice(projection: Projection, rows: Tensor) -> HeadSlice:
+    first, last = int(rows.min()), int(rows.max())
+    part = next((p for p in projection.biases if p.first <= first and last < p.first + p.size), None)
+    return HeadSlice(
+        parameter=projection.parameter,
+        axis=projection.axis,
+        index=rows,
+        bias=None if part is None else part.parameter,
+        bias_shift=0 if part is None else part.shift,
+    )
 
 
 def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:

@@ -1,0 +1,70 @@
+"""docs/foreign.md: what is asked of each target, and the table of answers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from tests.foreign.target import Target
+
+_INTRODUCTION = """# Foreign packages
+
+Attention of packages that know nothing of qkeel, built tiny with random weights by `make foreign`, which writes this
+page. The reference imports nothing of qkeel: it takes the input of every softmax operator of a forward pass, with SDPA
+sent through torch's unfused path, and computes with T×T logits in float64. Of each model is asked:
+
+- *sites*: is every attention call of the reference one of a site, or said to be missed?
+- *heads*, *statistics*: are `n_heads`, the largest logit and the entropy of each head those of the reference (1e-5)?
+- *rows*: do the rows known for a head move its logits and no other's; and with all known rows at zero, is nothing left
+  that depends on the input (rows known for nobody)?
+- *watch*: are ten steps under `watch` bit for bit those without?
+- *lalr*, *qk_clip*, *qk_norm*, *softcap*: by their effect. Known rows move by τ times the plain step and all others by
+  the plain step; the variable part of the logits is min(1, τ / S_h) times what it was; logits no longer grow with the
+  weights, and removal restores the model; outputs are those of a model whose visible scores are bent.
+
+*right*: all answers are. *told*: some were not given, and a reason was: a refusal, `site.why`, `site.unverified`, or
+an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included. A refusal may be all
+that is right: of `qk_norm` where q and k are normed already, or of a second cap.
+
+`python -m tests.foreign.generator` asks the same of attention at random: layouts × groups of keys × norms × products ×
+biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds; `make foreign` runs it too.
+"""
+
+
+def page(targets: list[Target], results: list[dict[str, Any]], generated: dict[str, int] | None = None) -> str:
+    """The page."""
+    verdicts = [r.get("verdict", "broken") for r in results]
+    count = ", ".join(f"{verdicts.count(v)} {v}" for v in ("right", "told", "wrong", "broken") if v in verdicts)
+    lines = [_INTRODUCTION, f"{len(targets)} targets of {len({t.package for t in targets})} packages: {count}.", ""]
+    if generated is not None:
+        cases = ", ".join(f"{n} {verdict}" for verdict, n in generated.items())
+        lines += [f"{sum(generated.values())} random attentions: {cases}.", ""]
+    lines += ["| package | target | attentions | verdict | what was said |", "|---|---|---|---|---|"]
+    for target, result in zip(targets, results):
+        cells = [_package(target), target.name, str(target.attentions), result.get("verdict", "broken"), _said(result)]
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _package(target: Target) -> str:
+    return f"{target.package} {importlib.metadata.version(target.package)}"
+
+
+def _said(result: dict[str, Any]) -> str:
+    """The first thing that was said or wrong to each question, questions with the same answer together."""
+    if "broken" in result:
+        return result["broken"][:160]
+    found: dict[str, list[str]] = {}
+    answered: set[str] = set()
+    for f in result["findings"]:
+        if f["verdict"] == result["verdict"] != "right" and f["question"] not in answered:
+            answered.add(f["question"])
+            found.setdefault(_short(f["said"]), []).append(f["question"])
+    return "; ".join(f"*{', '.join(questions)}*: {said}" for said, questions in found.items())
+
+
+def _short(said: str) -> str:
+    said = " ".join(said.replace("`", "").split())
+    _, colon, rest = said.partition(": ")
+    said = rest if colon else said  # the place, which the row names
+    return said if len(said) <= 110 else f"{said[:107].rstrip()}…"

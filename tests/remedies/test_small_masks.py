@@ -1,0 +1,78 @@
+"""Remedies on the call leave pairs hidden that a mask of small numbers hides, such as Swin's of -100."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.sites.test_hidden_pairs import CAUSAL, WAYS, B, D, H, T, Windows
+
+import qkeel
+from qkeel import reference
+from qkeel.errors import RefusedError
+from qkeel.spec import AttentionSpec, Softcap
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_softcap_bends_what_is_visible_and_hides_what_was_hidden(how: str) -> None:
+    model, x = Windows(how).double(), torch.randn(B, T, H * D, dtype=torch.float64)
+    with torch.no_grad():
+        model.qkv.weight.mul_(5)
+    y = model(x)
+    handle = qkeel.apply("softcap:cap=3", model, example=x)
+    q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(x).chunk(3, -1))
+    z = 3 * torch.tanh((q @ k.mT * D**-0.5 + model.bias) / 3)
+    w = z.masked_fill(~CAUSAL, -torch.inf).softmax(-1)
+    torch.testing.assert_close(model(x), (w @ v).transpose(1, 2).flatten(2))
+    restored = copy.deepcopy(model)
+    assert torch.equal(restored(x), model(x))
+    handle.remove()
+    assert torch.equal(model(x), y)
+
+
+@pytest.mark.parametrize("how", ["one after the other", "in one sum"])
+def test_a_hidden_pair_stays_hidden_where_its_logit_has_grown_over_the_mask(how: str) -> None:
+    """The mask is known by its place in the forward, not by how low the scores are."""
+    model, x = Windows(how), torch.randn(B, T, H * D)
+    qkeel.apply("softcap:cap=3", model, example=x)
+    with torch.no_grad():
+        model.qkv.weight.mul_(40)  # logits in the hundreds
+    first = model(x)
+    changed = x.clone()
+    changed[:, -1] += 1.0
+    torch.testing.assert_close(model(changed)[:, :-1], first[:, :-1])
+
+
+def test_scores_that_come_less_the_largest_of_their_row_are_refused() -> None:
+    class Stable(Windows):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            z = q @ k.mT * D**-0.5
+            return ((z - z.amax(-1, keepdim=True)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    with pytest.raises(RefusedError, match="less the largest of their row"):
+        qkeel.apply("softcap:cap=3", Stable(""), example=torch.randn(B, T, H * D))
+
+
+def test_a_logit_of_q_and_k_as_low_as_a_mask_is_refused_and_one_that_a_mask_hides_is_not() -> None:
+    model, x = Windows(""), torch.randn(B, T, H * D)
+    with torch.no_grad():
+        model.qkv.weight.mul_(400)
+    with pytest.raises(RefusedError, match="a logit that no mask hides is"):
+        qkeel.apply("softcap:cap=3", model, example=x)
+
+    class Filled(Windows):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            z = (q @ k.mT * D**-0.5).masked_fill(~CAUSAL, -1e4)
+            return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    qkeel.apply("softcap:cap=3", Filled(""), example=x)
+
+
+def test_rows_that_see_no_key_stay_finite() -> None:
+    spec = AttentionSpec(cap=Softcap(3.0))
+    q = torch.randn(1, 1, 2, 4)
+    out = reference.attend(spec, q, q, q, causal=False, mask=torch.full((1, 1, 2, 2), -torch.inf)).out
+    assert bool(torch.isfinite(out).all())

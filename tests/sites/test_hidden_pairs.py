@@ -1,0 +1,152 @@
+"""What counts as hidden: the numbers of masks, and none of a bias, in every kind of call."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from qkeel import find_sites
+from qkeel.sites import Tap
+from qkeel.sites.calls.hidden_pairs import hides, is_low
+
+B, H, T, D = 2, 2, 6, 8
+LOWEST = float(torch.finfo(torch.float32).min)
+CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
+
+
+def alibi(t: int, heads: int) -> Tensor:
+    slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
+    return -slopes[:, None, None] * (torch.arange(t)[:, None] - torch.arange(t)).abs()
+
+
+@pytest.mark.parametrize("low", [-60.0, -100.0, -1e3, -1e4, -1e9, LOWEST, -math.inf])
+@pytest.mark.parametrize("spread", [0.0, 8.0])
+def test_a_mask_hides_whatever_its_number_and_a_bias_under_it_changes_nothing(low: float, spread: float) -> None:
+    bias = spread * (torch.rand(H, T, T) - 0.5)
+    given = torch.zeros(T, T).masked_fill(~CAUSAL, low) + bias
+    expected = ~CAUSAL.expand(H, T, T)
+    if low == -60.0 and spread:  # the gap is under 60 then: a bias, perhaps
+        expected = torch.zeros_like(expected)
+    assert torch.equal(hides(given), expected)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 32])
+@pytest.mark.parametrize("tokens", [2, 7, 4096])
+def test_a_bias_that_falls_with_the_distance_hides_nothing(heads: int, tokens: int) -> None:
+    # Down to -4000 · 0.84, a number at which every weight is 0.
+    rows = torch.tensor([0, tokens - 1])
+    assert not hides(alibi(tokens, heads)[:, rows]).any()
+
+
+def test_published_biases_hide_nothing_and_so_does_one_that_grows_without_bound() -> None:
+    distance = torch.arange(512.0)
+    t5 = torch.randn(32)[(distance.clamp(1, 128).log2() * 4).long()] * 20
+    kerple = -2.0 * torch.log1p(3 * distance)
+    for bias in (t5, kerple, -0.03 * distance**2, 16 * torch.rand(T, T).sigmoid(), torch.zeros(T, T)):
+        assert not hides(bias).any()
+    # Two bumps of a trained bias, 50 nats apart, and the same upside down: some pairs matter much more than others.
+    assert not hides(torch.tensor([0.0, 0.5, 50.0])).any()
+    assert not hides(torch.tensor([0.0, 0.5, 500.0])).any()
+
+
+@given(st.lists(st.floats(-59.0, 1e4), min_size=1, max_size=20))
+def test_what_is_above_minus_sixty_never_hides(numbers: list[float]) -> None:
+    assert not hides(torch.tensor(numbers)).any()
+
+
+@given(st.lists(st.floats(-9e3, 0.0, exclude_min=True), min_size=2, max_size=20), st.floats(-100, 100))
+def test_hiding_follows_the_definition(numbers: list[float], shift: float) -> None:
+    x = torch.tensor([*numbers, shift], dtype=torch.float64)
+    found = hides(x)
+    ordered = x.sort().values
+    gaps = ordered.diff()
+    cut = int(gaps.argmax())
+    gap, lower, upper = float(gaps[cut]), ordered[: cut + 1], ordered[cut + 1 :]
+    two = gap >= 60 and gap > lower[-1] - lower[0] and gap > upper[-1] - upper[0] and lower[-1] <= -60
+    assert torch.equal(found, (x <= lower[-1]) if two else torch.zeros_like(found))
+
+
+def test_nothing_at_all_and_not_a_number_hide_nothing() -> None:
+    assert hides(torch.zeros(0)).shape == (0,)
+    assert not hides(torch.tensor([0.0, math.nan, -1.0])).any()
+    assert hides(torch.full((3,), -1e9)).all()
+    assert [is_low(x) for x in (-60, -59.0, torch.tensor(-1e4), torch.tensor([-1e4, 0.0]), None, True)] == [
+        *(True, False, True, False, False, False)
+    ]
+
+
+class Windows(nn.Module):
+    """Attention with a relative bias and a mask of -100, as Swin has it; `how` it comes to the scores."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.qkv, self.n_heads = how, nn.Linear(H * D, 3 * H * D), H
+        self.bias = nn.Parameter(torch.randn(H, T, T))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        mask = torch.zeros(T, T).masked_fill(~CAUSAL, -100.0)
+        if self.how == "fused":
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias + mask).transpose(1, 2).flatten(2)
+        z = q @ k.mT * D**-0.5
+        if self.how == "one after the other":
+            z = z + self.bias
+            z = z.view(1, B, H, T, T) + mask
+            z = z.view(B, H, T, T)
+        elif self.how == "in one sum":
+            z = z + (self.bias + mask)
+        elif self.how == "less its negative":
+            z = z + self.bias - -mask
+        elif self.how == "filled":
+            z = (z + self.bias).masked_fill(~CAUSAL, -100.0)
+        else:
+            z = (z + self.bias).where(CAUSAL, torch.tensor(-100.0))
+        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+WAYS = ("fused", "one after the other", "in one sum", "less its negative", "filled", "chosen")
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_pairs_under_a_mask_of_minus_one_hundred_are_in_no_statistic(how: str) -> None:
+    model, x = Windows(how), torch.randn(B, T, H * D)
+    sites = find_sites(model, x)
+    assert sites[0].terms
+    with torch.no_grad(), Tap(model) as tap:
+        model(x)
+        stats = next(iter(tap.read().values()))
+        q, k, _ = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in model.qkv(x).chunk(3, -1))
+        z = (q @ k.mT * D**-0.5 + model.bias).masked_fill(~CAUSAL, -math.inf)
+    assert stats.n_pairs.tolist() == [B * T * (T + 1) // 2] * H
+    torch.testing.assert_close(stats.max_logit, z.amax((0, 2, 3)))
+    torch.testing.assert_close(stats.min_logit, z.masked_fill(~CAUSAL, math.inf).amin((0, 2, 3)))
+    w = z.softmax(-1)
+    torch.testing.assert_close(stats.entropy, -torch.special.xlogy(w, w).sum(-1).mean((0, 2)))
+
+
+@pytest.mark.parametrize("how", ["fused", "in one sum"])
+def test_alibi_over_many_tokens_counts_every_pair(how: str) -> None:
+    class Sloped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.n_heads = nn.Linear(H * D, 3 * H * D), H
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            bias = 8 * alibi(x.shape[1], H)
+            if how == "fused":
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+            return ((q @ k.mT * D**-0.5 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    model, x = Sloped(), torch.randn(1, 300, H * D)
+    with torch.no_grad(), Tap(model) as tap:
+        model(x)
+        stats = next(iter(tap.read().values()))
+    assert stats.n_pairs.tolist() == [300 * 300] * H
+    assert stats.min_logit.min() < -100

@@ -1,0 +1,68 @@
+"""A probe puts back buffers of every kind: sparse, quantised, nested, without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qkeel
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*quantiz.*"),
+]
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "ragged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "mkldnn": lambda: torch.ones(3, 3).to_mkldnn(),
+    "plain": lambda: torch.ones(3),
+}
+
+
+def values(x: Tensor) -> Tensor:
+    if x.is_nested:
+        return torch.cat([*x.unbind()])
+    return x.dequantize() if x.is_quantized else x.to_dense()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_buffer_is_what_it_was_after_a_probe(kind: str) -> None:
+    class Holding(nn.Module):
+        """Writes to its buffer in place in every pass, as far as a tensor of that kind can be written to."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+            self.register_buffer("held", KINDS[kind]())
+
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "quantised":
+                self.held.copy_(torch.zeros(3))
+            elif kind != "meta":
+                self.held.mul_(2.0)
+            q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    model, x = Holding(), torch.randn(2, 5, 16)
+    held, before = model.held, KINDS[kind]()
+    (site,) = qkeel.find_sites(model, x)
+    assert site.terms
+    assert model.held is held
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    qkeel.apply("lalr", model, optimizer, example=x).remove()
+    if kind != "meta":
+        assert torch.equal(values(model.held), values(before))
+    with qkeel.watch(model, optimizer) as monitor:
+        model(x).sum().backward()
+        optimizer.step()
+        assert monitor.read()
