@@ -71,7 +71,7 @@ def chosen(preset: str, impl: str, backend: str) -> float:
     """One graph for one query and one for more, equal to eager; the log names the kernel and the kind of call."""
     log = logging.handlers.BufferingHandler(100)
     logging.getLogger("qkeel").addHandler(log)
-    logging.getLogger("qkeel").setLevel(logging.INFO)
+    logging.getLogger("qkeel").setLevel(logging.DEBUG)
     module = attention(preset, impl)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
     for length in (12, 140, 1):

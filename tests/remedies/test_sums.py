@@ -29,43 +29,45 @@ def on_logit(name: str) -> set[str]:
     return {f"{w}.weight" if w[0] in "qke" else w for t in SUMS[name][2] for side in t for w in side}
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_qk_clip_brings_the_whole_logit_to_the_threshold(name: str) -> None:
-    model = made(name)
-    assert largest(model) > 3
-    trained(model, "qk_clip:threshold=1", lr=0.0)
-    assert largest(model) == pytest.approx(1.0, rel=1e-4)
+def test_qk_clip_brings_the_whole_logit_to_the_threshold() -> None:
+    for name in SUMS:
+        model = made(name)
+        assert largest(model) > 3
+        trained(model, "qk_clip:threshold=1", lr=0.0)
+        assert largest(model) == pytest.approx(1.0, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_qk_lr_at_zero_moves_no_weight_of_the_logit(name: str) -> None:
-    model = made(name)
-    before = trained(model, "qk_lr:factor=0", lr=1e-3)
-    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-    assert moved == {"v.weight"}
+def test_qk_lr_at_zero_moves_no_weight_of_the_logit() -> None:
+    for name in SUMS:
+        model = made(name)
+        before = trained(model, "qk_lr:factor=0", lr=1e-3)
+        moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        assert moved == {"v.weight"}
 
 
-@pytest.mark.parametrize("name", SUMS)
 @torch.no_grad()
-def test_spectral_cap_caps_every_weight_of_the_logit(name: str) -> None:
-    model = made(name)
-    with torch.enable_grad():
-        trained(model, "spectral_cap:cap=0.1", lr=0.0)
-    norm = max(float(x.norm()) for x in batch().flatten(0, 1))
-    # |z| of one product <= scale · cap² · ‖x‖ · ‖y‖, with y = 1 where the key is a table of positions.
-    assert largest(model) <= len(SUMS[name][2]) * 0.25 * 0.01 * norm * norm
-    (site,) = qkeel.find_sites(model, batch())
-    assert {s.parameter for s in (*site.query, *site.key)} == on_logit(name)
-    for s in (*site.query, *site.key):
-        assert float(torch.linalg.matrix_norm(s.heads(model.get_parameter(s.parameter)), 2).max()) <= 0.1 * (1 + 1e-4)
+def test_spectral_cap_caps_every_weight_of_the_logit() -> None:
+    for name in SUMS:
+        model = made(name)
+        with torch.enable_grad():
+            trained(model, "spectral_cap:cap=0.1", lr=0.0)
+        norm = max(float(x.norm()) for x in batch().flatten(0, 1))
+        # |z| of one product <= scale · cap² · ‖x‖ · ‖y‖, with y = 1 where the key is a table of positions.
+        assert largest(model) <= len(SUMS[name][2]) * 0.25 * 0.01 * norm * norm
+        (site,) = qkeel.find_sites(model, batch())
+        assert {s.parameter for s in (*site.query, *site.key)} == on_logit(name)
+        for s in (*site.query, *site.key):
+            assert float(torch.linalg.matrix_norm(s.heads(model.get_parameter(s.parameter)), 2).max()) <= 0.1 * (
+                1 + 1e-4
+            )
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_decay_shrinks_every_weight_of_the_logit(name: str) -> None:
-    model = made(name)
-    before = trained(model, "qk_weight_decay:decay=0.1", lr=1e-7)
-    shrunk = {n for n, p in model.named_parameters() if not torch.equal(p, before[n]) and n != "v.weight"}
-    assert shrunk == on_logit(name)
+def test_decay_shrinks_every_weight_of_the_logit() -> None:
+    for name in SUMS:
+        model = made(name)
+        before = trained(model, "qk_weight_decay:decay=0.1", lr=1e-7)
+        shrunk = {n for n, p in model.named_parameters() if not torch.equal(p, before[n]) and n != "v.weight"}
+        assert shrunk == on_logit(name)
 
 
 def partners(model: Sum, name: str) -> dict[str, list[torch.Tensor]]:
@@ -79,38 +81,38 @@ def partners(model: Sum, name: str) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_lalr_steps_a_weight_by_the_largest_of_its_partners_over_all_products(name: str) -> None:
-    model = made(name).double()  # small steps are lost in float32
-    (site,) = qkeel.find_sites(model, batch().double())
-    slices = {s.parameter: s for s in (*site.query, *site.key)}
-    start = partners(model, name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    with qkeel.apply("lalr:tau=1", model, optimizer, example=batch().double()):
-        with torch.no_grad():
-            for head, factor in zip(model.k1.weight.chunk(4), (1.0, 3.0, 9.0, 0.5)):  # type: ignore[union-attr]
-                head.mul_(factor)
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        (model(batch().double()) ** 2).sum().backward()
-        optimizer.step()
-    now = partners(model, name)
-    for n, s in slices.items():
-        p = model.get_parameter(n)
-        assert p.grad is not None
-        step, grad = (s.heads(x).flatten(1) for x in (before[n] - p.detach(), p.grad))
-        largest_now, largest_then = (torch.stack(x[n]).amax(0) for x in (now, start))
-        if s.n == 1:
-            largest_now, largest_then = largest_now.max(), largest_then.max()
-        expected = (largest_then / largest_now).expand(s.n)
-        counted = grad.norm(dim=1) > 1e-3 * grad.norm()
-        rates = (step * grad).sum(1) / (grad * grad).sum(1) / 1e-6
-        torch.testing.assert_close(rates[counted], expected[counted], rtol=1e-3, atol=0.0, msg=n)
+def test_lalr_steps_a_weight_by_the_largest_of_its_partners_over_all_products() -> None:
+    for name in SUMS:
+        model = made(name).double()  # small steps are lost in float32
+        (site,) = qkeel.find_sites(model, batch().double())
+        slices = {s.parameter: s for s in (*site.query, *site.key)}
+        start = partners(model, name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        with qkeel.apply("lalr:tau=1", model, optimizer, example=batch().double()):
+            with torch.no_grad():
+                for head, factor in zip(model.k1.weight.chunk(4), (1.0, 3.0, 9.0, 0.5)):  # type: ignore[union-attr]
+                    head.mul_(factor)
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            (model(batch().double()) ** 2).sum().backward()
+            optimizer.step()
+        now = partners(model, name)
+        for n, s in slices.items():
+            p = model.get_parameter(n)
+            assert p.grad is not None
+            step, grad = (s.heads(x).flatten(1) for x in (before[n] - p.detach(), p.grad))
+            largest_now, largest_then = (torch.stack(x[n]).amax(0) for x in (now, start))
+            if s.n == 1:
+                largest_now, largest_then = largest_now.max(), largest_then.max()
+            expected = (largest_then / largest_now).expand(s.n)
+            counted = grad.norm(dim=1) > 1e-3 * grad.norm()
+            rates = (step * grad).sum(1) / (grad * grad).sum(1) / 1e-6
+            torch.testing.assert_close(rates[counted], expected[counted], rtol=1e-3, atol=0.0, msg=n)
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_a_norm_that_would_leave_a_product_out_is_refused(name: str) -> None:
-    with pytest.raises(RefusedError, match=r"qk_norm at the model itself|multiplies queries and keys"):
-        qkeel.apply("qk_norm", made(name), example=batch())
+def test_a_norm_that_would_leave_a_product_out_is_refused() -> None:
+    for name in SUMS:
+        with pytest.raises(RefusedError, match=r"qk_norm at the model itself|multiplies queries and keys"):
+            qkeel.apply("qk_norm", made(name), example=batch())
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -26,22 +26,22 @@ def alibi(t: int, heads: int) -> Tensor:
 
 
 @pytest.mark.parametrize("low", [-60.0, -100.0, -1e3, -1e4, -1e9, LOWEST, -math.inf])
-@pytest.mark.parametrize("spread", [0.0, 8.0])
-def test_a_mask_hides_whatever_its_number_and_a_bias_under_it_changes_nothing(low: float, spread: float) -> None:
-    bias = spread * (torch.rand(H, T, T) - 0.5)
-    given = torch.zeros(T, T).masked_fill(~CAUSAL, low) + bias
-    expected = ~CAUSAL.expand(H, T, T)
-    if low == -60.0 and spread:  # the gap is under 60 then: a bias, perhaps
-        expected = torch.zeros_like(expected)
-    assert torch.equal(hides(given), expected)
+def test_a_mask_hides_whatever_its_number_and_a_bias_under_it_changes_nothing(low: float) -> None:
+    for spread in (0.0, 8.0):
+        bias = spread * (torch.rand(H, T, T) - 0.5)
+        given = torch.zeros(T, T).masked_fill(~CAUSAL, low) + bias
+        expected = ~CAUSAL.expand(H, T, T)
+        if low == -60.0 and spread:  # the gap is under 60 then: a bias, perhaps
+            expected = torch.zeros_like(expected)
+        assert torch.equal(hides(given), expected)
 
 
-@pytest.mark.parametrize("heads", [1, 4, 8, 32])
 @pytest.mark.parametrize("tokens", [2, 7, 4096])
-def test_a_bias_that_falls_with_the_distance_hides_nothing(heads: int, tokens: int) -> None:
-    # Down to -4000 · 0.84, a number at which every weight is 0.
-    rows = torch.tensor([0, tokens - 1])
-    assert not hides(alibi(tokens, heads)[:, rows]).any()
+def test_a_bias_that_falls_with_the_distance_hides_nothing(tokens: int) -> None:
+    for heads in (1, 4, 8, 32):
+        # Down to -4000 · 0.84, a number at which every weight is 0.
+        rows = torch.tensor([0, tokens - 1])
+        assert not hides(alibi(tokens, heads)[:, rows]).any()
 
 
 def test_published_biases_hide_nothing_and_so_does_one_that_grows_without_bound() -> None:
