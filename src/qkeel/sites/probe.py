@@ -214,7 +214,7 @@ def modules_called(model: nn.Module, modules: Iterable[nn.Module], args: Args, k
         for module in modules:
             hook = module.register_forward_pre_hook(lambda module, _: called.add(id(module)))
             hooks.callback(hook.remove)
-        forward(model, nullcontext(), copied(args), copied(kwargs))
+        forward(model, nullcontext(), copied(args), copied(kwargs), graph=False)
     return called
 
 
