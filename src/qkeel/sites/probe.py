@@ -92,7 +92,7 @@ def forward(
     """One eager forward pass under the watcher, with gradients unless no `graph` is wanted."""
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
-    grads = torch.inference_mode(False), torch.set_grad_enabled(graph)
+    grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
     with eager, unoptimised, grads[0], grads[1], checkpointing_off(), watcher:
         model(*args, **kwargs)
 
