@@ -11,6 +11,7 @@ from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
+from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import probe
@@ -41,7 +42,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
-    own = [_site(name, module) for name, module in model.named_modules() if isinstance(module, _OWN)]
+    own = _own_sites(model)
     if args or kwargs:
         seen = probe(model, args, kwargs, expected=not own)
         return Sites([*own, *verified(model, seen, args, kwargs)], seen.missed)
@@ -53,6 +54,17 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
             f"forward pass: give an example batch, find_sites(model, ...), as forward{takes} takes it."
         )
     return Sites(own)
+
+
+def seen_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
+    """The sites that `find_sites` returns for an example, without the experiment: to check what a pass shows."""
+    own = _own_sites(model)
+    seen = probe(model, args, kwargs, expected=not own)
+    return Sites([*own, *seen], seen.missed)
+
+
+def _own_sites(model: nn.Module) -> list[AttentionSite]:
+    return [_site(name, module) for name, module in model.named_modules() if isinstance(module, _OWN)]
 
 
 def _site(name: str, module: Attention | MLA | GAU) -> AttentionSite:

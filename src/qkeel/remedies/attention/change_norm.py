@@ -20,7 +20,7 @@ from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedPro
 from qkeel.remedies.attention.refusals import refuse_norm, refuse_scale, refuse_unseen
 from qkeel.remedies.attention.site_parameters import add_submodules
 from qkeel.remedies.base import Target, check_choice, module_name, where
-from qkeel.sites.find import find_sites, is_normed
+from qkeel.sites.find import is_normed, seen_sites
 from qkeel.sites.probe import modules_called
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.weights.value_rows import value_slices
@@ -157,7 +157,7 @@ def _check_ran(remedy: ChangeNorm, target: Target, sites: list[AttentionSite], p
     for new in placed:
         new.seen = []
     try:
-        after = {site.name: site for site in find_sites(target.model, *target.example[0], **target.example[1])}
+        after = {site.name: site for site in seen_sites(target.model, *target.example)}
     finally:
         seen = [new.seen for new in placed]
         for new in placed:

@@ -15,7 +15,7 @@ from qkeel.remedies.attention.changed_call import Change, ChangedCalls, changed
 from qkeel.remedies.attention.site_parameters import change_parameters
 from qkeel.remedies.base import Target, module_name, where
 from qkeel.sites.calls.hidden_pairs import HIDES
-from qkeel.sites.find import find_sites
+from qkeel.sites.find import seen_sites
 from qkeel.sites.probe import biased, visible_minima
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, InverseSqrt
@@ -112,7 +112,7 @@ def _check_pass(target: Target, changed_modules: Mapping[ChangedCalls, list[Atte
     for calls in changed_modules:
         calls.seen = []
     try:
-        find_sites(target.model, *target.example[0], **target.example[1])
+        seen_sites(target.model, *target.example)
     except InvalidValueError as error:
         raise (error.__cause__ if isinstance(error.__cause__, RefusedError) else error) from None
     finally:
