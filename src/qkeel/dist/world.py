@@ -1,0 +1,40 @@
+"""The processes that run this model, and one packed gather among them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch import distributed as torch_distributed
+
+
+def on() -> bool:
+    """Returns whether torch.distributed is in use."""
+    return torch_distributed.is_available() and torch_distributed.is_initialized()
+
+
+def world() -> int:
+    """The number of processes that train one model; 1 where torch.distributed is not in use."""
+    return torch_distributed.get_world_size() if on() else 1
+
+
+def rank() -> int:
+    """This process's number among them."""
+    return torch_distributed.get_rank() if on() else 0
+
+
+def gather(vector: Tensor) -> Tensor:
+    """[n] on every process -> [world n] on each, in the order of ranks, by one collective."""
+    if not on():
+        return vector[None]
+    out = vector.new_empty(world() * vector.numel())
+    # torch 2.13 renamed it and warns of the old name.
+    all_gather = getattr(torch_distributed, "all_gather_single", torch_distributed.all_gather_into_tensor)
+    all_gather(out, vector.contiguous())
+    return out.view(world(), -1)
+
+
+def collective_device() -> torch.device:
+    """The device that tensors must be on to be gathered: the GPU for NCCL, else the CPU."""
+    if on() and torch_distributed.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
