@@ -26,6 +26,10 @@ COMMANDS = {
         "qkeel.cli.study_precision:study_precision",
         "The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
     ),
+    "merge": (
+        "qkeel.cli.merge:merge",
+        "Merge directories of one study, made apart on several machines, into a new one; they stay as they are.",
+    ),
     "report": ("qkeel.cli.report:report", "Write one self-contained HTML page about studies, runs or watched models."),
     "watch": (
         "qkeel.cli.watch:watch",
