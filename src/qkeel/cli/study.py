@@ -23,7 +23,10 @@ class HowFlags:
     """The options of a study's execution; nothing here changes a number."""
 
     jobs: Annotated[int | None, Parameter(show_default=False)] = None
-    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4]."""
+    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; of a cluster all
+    it has]."""
+    executor: Annotated[str, Parameter(show_default=False)] = "local"
+    """Where the runs are done: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
     """Train runs that differ in rate and seed only as one model: auto, for small models, off, or how many."""
     shard: Annotated[str | None, Parameter(show_default=False)] = None

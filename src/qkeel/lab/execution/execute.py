@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import final
@@ -11,9 +11,10 @@ from typing import final
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
+from qkeel.lab.execution.executors.executor import executor
 from qkeel.lab.execution.results_table import rows, write_table
 from qkeel.lab.execution.study_record import in_order, joined_study, read_study, study_of
-from qkeel.lab.execution.workers import Job, Outcome, Shard, execute
+from qkeel.lab.execution.workers import Job, Outcome, Shard, units_of
 from qkeel.lab.lengths.longer_texts import check_methods, long_rows, missing
 from qkeel.lab.model.build_model import check, resolve
 from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
@@ -34,8 +35,10 @@ def _ignore(outcome: Outcome) -> None:
 class Execution:
     """The options of a study's execution; nothing here changes a number."""
 
-    workers: int = 1
-    """Processes at once, each with a run or a stack of runs; 1 does them in this one."""
+    workers: int | None = 1
+    """Processes at once, each with a run or a stack of runs; 1 does them in this one, None asks the executor."""
+    executor: str = "local"
+    """Where: local, ray, dask or slurm, with options as "slurm:partition=gpu,time=60"; see lab.execution.executors."""
     stack: How = "off"
     """Runs that differ in rate and seed only train as one model: a number of them, or where models are small."""
     shard: Shard = dataclasses.field(default_factory=Shard)
@@ -131,11 +134,10 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
             write_json(out / "study.json", about)
         failures: list[Outcome] = []
         try:
-            with closing(execute(_jobs(plan, out, execution), execution.workers, execution.stack)) as outcomes:
-                for outcome in outcomes:
-                    execution.on_outcome(outcome)
-                    if outcome.error:
-                        failures.append(outcome)
+            for outcome in _outcomes(plan, out, execution):
+                execution.on_outcome(outcome)
+                if outcome.error:
+                    failures.append(outcome)
         finally:
             with _alone(out):
                 table, long_table = write_tables(out)
@@ -176,6 +178,21 @@ def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
         if place.status is not RunStatus.DONE or (plan.contexts and missing(place, plan.contexts.of(run.name))):
             left.append(run)
     return sorted(left, key=lambda run: -run.config.steps)
+
+
+def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome, None, None]:
+    """Does what is left of the plan, yielding each outcome as it comes; closed, it stops what goes on."""
+    place = executor(execution.executor)
+    if not (jobs := _jobs(plan, out, execution)):
+        return
+    # Other machines start in other folders: they get whole paths, and the user the paths that were typed.
+    typed = {str(Path(job.directory).absolute()): job.directory for job in jobs}
+    jobs = [dataclasses.replace(job, directory=whole) for whole, job in zip(typed, jobs)]
+    workers = place.capacity() if execution.workers is None else execution.workers
+    with closing(place.outcomes(units_of(jobs, workers, execution.stack), workers, out.absolute())) as found:
+        for outcomes in found:
+            for outcome in outcomes:
+                yield dataclasses.replace(outcome, directory=typed[outcome.directory])
 
 
 def _jobs(plan: Plan, out: Path, execution: Execution) -> list[Job]:
