@@ -1,4 +1,4 @@
-"""study.json: what a study is, read, checked, and joined with more of the same study."""
+"""What a study is, in its study.json: read, checked, and joined with more of the same study."""
 
 from __future__ import annotations
 

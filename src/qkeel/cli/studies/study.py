@@ -61,7 +61,7 @@ def study_command(name: str) -> Callable[..., int]:
         asked = next((other for switch, other in study.instead.items() if given.get(switch)), study)
         config, table = configure(flags, recipe, asked.base or starting(flags))
         _check_table(table, study)
-        from qkeel.cli.run_study import run_study
+        from qkeel.cli.studies.run_study import run_study
 
         return run_study(name, *study.request(config, asked.grid, {**table, **given}), out=out, how=how)
 

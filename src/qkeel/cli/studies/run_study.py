@@ -9,7 +9,7 @@ from rich.console import Console
 
 from qkeel.cli.console import StudyView, extrapolated, make_console, print_line, ranking, spent
 from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
-from qkeel.cli.study import HowFlags
+from qkeel.cli.studies.study import HowFlags
 from qkeel.lab.config import RunConfig
 from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, pending, run_directory, run_plan
 from qkeel.lab.execution.executors.executor import executor
