@@ -1,4 +1,4 @@
-"""What a study is, in its study.json: read, checked, and joined with more of the same study."""
+"""The record of a study, study.json: read, checked, and joined with more of the same study."""
 
 from __future__ import annotations
 

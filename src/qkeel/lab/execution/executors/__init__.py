@@ -1,1 +1,1 @@
-"""Where the runs of a study are done: processes of this machine, or those of a Ray, Dask or Slurm cluster."""
+"""The executors: places where the runs of a study are done, on this machine or a Ray, Dask or Slurm cluster."""

@@ -1,4 +1,4 @@
-"""What an executor is, and the literal table of them."""
+"""The interface of executors, and the literal table of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Executor(Protocol):
     """A place where runs are done; a dataclass of its options."""
 
     def capacity(self) -> int:
-        """How many runs, or stacks of runs, go at once unless the user says."""
+        """The number of runs, or stacks of runs, that go at once unless the user says."""
         ...
 
     def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
