@@ -50,6 +50,10 @@ class RunDirectoryError(QkeelError, OSError):
     """A run directory that belongs to another run, is torn, in use or not writable."""
 
 
+class DamagedFileError(RunDirectoryError):
+    """A file of a run that is not as it was written; the message names it, and the line where there are lines."""
+
+
 class AlreadyAppliedError(QkeelError, RuntimeError):
     """The same change applied twice."""
 

@@ -38,8 +38,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("recipes", "a = " + "[" * 2000),
     ("recipes", "seed = " + "9" * 5000),
     ("resumed-runs", (0, ("folder",))),
-    ("resumed-runs", (1, ("text", "{}"))),
-    ("resumed-runs", (29, ("lose", [59]))),
+    ("study-plans", (("value", [5], "null"), None)),
     ("objects", ("RunConfig", {"seed": 2**64})),
     ("objects", ("LongContexts", {"sequences": None})),
     ("objects", ("LongContexts", {"test_lengths": ["512"]})),
@@ -47,7 +46,8 @@ REFUSED: list[tuple[str, Any]] = [
 ]
 RIGHT: list[tuple[str, Any]] = [
     ("spec-strings", ("terms", "0\r:")),
-    ("study-plans", (("value", [5], "null"), None)),
+    ("resumed-runs", (1, ("text", "{}"))),
+    ("resumed-runs", (29, ("lose", [59]))),
     ("recipes", '[data]\nsource = "a\\nb\\u007F\\t\\"\\\\"'),
     ("command-lines", ["report", ".", "-o", "/dev/null"]),
     ("command-lines", ["config", "--recipe", "."]),

@@ -34,7 +34,7 @@ def files(out: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(out)): path.read_bytes()
         for path in out.rglob("*")
-        if path.name in ("heads.f32", "heads.json", "config.json", "env.json", "study.json", "DONE")
+        if path.name in ("heads.f32", "heads.json", "config.json", "env.json", "study.json")
     }
 
 

@@ -16,7 +16,7 @@ from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedEr
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
 from qkeel.lab.model.build_model import attention_spec, build_decoder
 from qkeel.lab.training.evaluate import PROBE_FIELDS
-from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, read_json, write_json
+from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, read_json, system_calls, write_json
 
 Make = Callable[..., RunConfig]
 TIMES = ("cpu_seconds", "tokens_per_second", "mfu")
@@ -225,10 +225,27 @@ def torn(config: RunConfig, place: Path, name: str, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
 
 
-@pytest.mark.parametrize("name", ["config.json", "env.json", "last/state.safetensors", "metrics.jsonl", "heads.f32"])
-def test_a_torn_file_is_named_and_nothing_is_deleted(tiny: Make, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("env.json", "env.json is not whole JSON"),
+        ("last/state.safetensors", "state.safetensors has no readable safetensors header"),
+        ("metrics.jsonl", "metrics.jsonl has 40 bytes"),
+        ("heads.f32", "heads.f32 has 40 bytes"),
+    ],
+)
+def test_a_torn_file_is_named_and_the_run_starts_again(
+    tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, place: str
+) -> None:
     torn(tiny(), tmp_path / "r", name, 40)
-    with pytest.raises(RunDirectoryError, match=name.replace("/", ".")):
+    assert everything(run(tiny(), tmp_path / "r")) == everything(run(tiny(), tmp_path / "whole"))
+    assert place in caplog.text
+    assert "The run starts again" in caplog.text
+
+
+def test_a_torn_configuration_is_named_and_nothing_is_deleted(tiny: Make, tmp_path: Path) -> None:
+    torn(tiny(), tmp_path / "r", "config.json", 40)
+    with pytest.raises(RunDirectoryError, match=r"config\.json"):
         run(tiny(), tmp_path / "r")
     assert (tmp_path / "r" / "last" / "state.safetensors").exists()
 
@@ -247,9 +264,8 @@ def test_a_checkpoint_of_another_model_is_refused(tiny: Make, tmp_path: Path) ->
     for place, remedy in (("a", "none"), ("b", "qk_norm")):
         with pytest.raises(Crash):
             run(tiny(remedy=remedy), tmp_path / place, watcher=crash_after(6))
-    (tmp_path / "b" / "last" / "state.safetensors").write_bytes(
-        (tmp_path / "a" / "last" / "state.safetensors").read_bytes()
-    )
+    for file in ("last/state.safetensors", "metrics.jsonl", "heads.f32", "heads.crc32"):
+        (tmp_path / "b" / file).write_bytes((tmp_path / "a" / file).read_bytes())
     with pytest.raises(RunDirectoryError, match=r"not a whole checkpoint of this run \(other tensors: .*q_norm"):
         run(tiny(remedy="qk_norm"), tmp_path / "b")
 
@@ -311,18 +327,14 @@ def test_an_exception_in_training_is_recorded_and_the_next_attempt_goes_on(
 def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkeel.lab.training import run_record
-    from qkeel.records import files
+    real = system_calls.System.write
 
-    real = run_record.append_line
+    def full(system: system_calls.System, file: int, data: bytes) -> int:
+        if b'"step": 6,' in bytes(data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(system, file, data)
 
-    def full(path: Path, record: dict[str, Any]) -> None:
-        if record.get("step") == 6:
-            # /dev/full is where every write ends with "no space left on device".
-            monkeypatch.setattr(files, "open", lambda *_, **__: open("/dev/full", "a"), raising=False)  # noqa: SIM115
-        return real(path, record)
-
-    monkeypatch.setattr(run_record, "append_line", full)
+    monkeypatch.setattr(system_calls.System, "write", full)
     with pytest.raises(RunDirectoryError, match=r"No space left on device.*run the same command again"):
         run(tiny(), tmp_path / "r")
     monkeypatch.undo()
@@ -354,7 +366,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint_keeps_the_one_before(
 
 def test_a_directory_that_cannot_be_written_is_one_clear_error(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RunDirectoryError, match=r"cannot write in .*Choose a writable directory"):
+    with pytest.raises(RunDirectoryError, match=r"cannot make .*Expected a writable place"):
         run(tiny(), tmp_path / "file" / "run")
 
 
@@ -393,14 +405,22 @@ def test_environment_names_no_folder(tiny: Make, tmp_path: Path) -> None:
     assert directory.env()["corpus"]["name"] == "notes.txt"
 
 
-def test_records_before_the_checkpoint_must_be_whole(tiny: Make, tmp_path: Path) -> None:
-    with pytest.raises(Crash):
-        run(tiny(), tmp_path / "r", watcher=crash_after(10))
-    path = tmp_path / "r" / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:1] + lines[2:]))
-    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl lacks records"):
-        run(tiny(), tmp_path / "r")
+def test_records_before_the_checkpoint_must_be_whole(
+    tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = everything(run(tiny(), tmp_path / "whole"))
+
+    def go_on(change: Callable[[list[bytes]], list[bytes]], said: str) -> None:
+        place = tmp_path / said.replace(" ", "-")
+        with pytest.raises(Crash):
+            run(tiny(), place, watcher=crash_after(10))
+        path = place / "metrics.jsonl"
+        path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+        assert everything(run(tiny(), place)) == whole
+        assert said in caplog.text
+
+    go_on(lambda lines: [lines[0], lines[2], lines[1], *lines[3:]], "metrics.jsonl lacks records")
+    go_on(lambda lines: [lines[0], lines[1].replace(b'"lr": 0.', b'"lr": 1.'), *lines[2:]], "metrics.jsonl, line 2")
 
 
 def test_configuration_files_of_a_run_can_be_read_back(tiny: Make, tmp_path: Path) -> None:

@@ -88,10 +88,13 @@ GUARDS = {
 OF_A_SINK = (
     "monitor.record.sample:Sample.overall",
     "monitor.record.sinks:",
+    "records.checksums:",
+    "records.disk:",
     "records.files:",
     "records.regular_files:",
     "records.heads_file:HeadRecorder",
     "records.rundir:",
+    "records.system_calls:",
 )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from qkeel.errors import RunDirectoryError
-from qkeel.records import append_line, files, read_json, read_lines, write_bytes, write_json, write_text
-from qkeel.records.files import make_directory
+from qkeel.records import append_line, read_json, read_lines, write_bytes, write_json, write_text
+from qkeel.records.disk import make_directory
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -37,8 +37,8 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(RunDirectoryError, match=r"x\.txt: No space left on device.*nothing that was there"):
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunDirectoryError, match=r"x\.txt: No space left on device.*what was there is not lost"):
         write_text(tmp_path / "x.txt", "new")
     assert (tmp_path / "x.txt").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1

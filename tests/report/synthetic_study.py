@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qkeel.metrics import alarm_step, collapsed, spike_score
-from qkeel.records import HeadRecorder, append_line, write_json, write_text
+from qkeel.records import HeadRecorder, RunDirectory, append_line, write_json, write_text
 
 REMEDIES = ("none", "qk_norm", "lalr:tau=0.1", "qk_lr:factor=0.1", "softcap:cap=50", "qk_clip:threshold=30")
 LRS = (0.01, 0.03, 0.1)
@@ -78,8 +78,7 @@ def make_run(path: Path, made: Made) -> Path:
         recorder.append(record["step"], _heads(record, share))
     append_line(path / "events.jsonl", {"step": 0, "kind": "start"})
     if made.status == "done":
-        write_json(path / "summary.json", _summary(made, records))
-        write_text(path / "DONE", "")
+        RunDirectory(path).finish(_summary(made, records))
     elif made.status == "failed":
         text = 'Traceback (most recent call last):\n  File "train.py", line 12, in step\n    loss.backward()\n'
         write_text(path / "FAILED", text + "qkeel.errors.NonFiniteError: the loss is NaN at step 60 <&> stop\n")

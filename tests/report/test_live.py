@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import socket
@@ -15,6 +16,7 @@ from synthetic_watch import Seen, make_watch
 
 from qkeel.errors import InvalidValueError
 from qkeel.monitor import RunDirectorySink
+from qkeel.records import append_line
 from qkeel.report.live import LiveServer, serve
 
 SMALL = Seen(layers=2, heads=2, samples=4, complete=False)
@@ -35,7 +37,7 @@ def state(server: LiveServer) -> str:
 
 
 def test_the_page_follows_the_directory(tmp_path: Path):
-    run = make_watch(tmp_path / "run", SMALL)
+    run = make_watch(tmp_path / "run", dataclasses.replace(SMALL, complete=False))
     with serve(run) as server:
         status, before = get(server)
         assert status == 200
@@ -43,8 +45,7 @@ def test_the_page_follows_the_directory(tmp_path: Path):
         old = state(server)
         assert f'data-state="{old}"' in before
         assert state(server) == old
-        with open(run / "events.jsonl", "a", encoding="utf-8") as file:
-            file.write('{"event": "a thing happened", "step": 30}\n')
+        append_line(run / "events.jsonl", {"event": "a thing happened", "step": 30})
         assert state(server) != old
         assert "a thing happened" in get(server)[1]
 
@@ -100,7 +101,7 @@ def test_a_damaged_file_is_told_on_the_page(tmp_path: Path):
     with serve(run) as server:
         status, page = get(server)
     assert status == 200
-    assert "heads.json has no fields" in page
+    assert "heads.json is not whole JSON (it has no checksum" in page
 
 
 def test_a_study_has_a_live_page_too(tmp_path: Path):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic_study import Made, make_run
 
-from qkeel.records import read_json, read_lines, write_json, write_text
-from qkeel.records.files import json_line
+from qkeel.records import RunDirectory, append_line, read_json, read_lines, write_json
 from qkeel.report import write
 from qkeel.report.study import accuracy_findings, modality_findings
 from qkeel.report.study.collect import StudyData, collect
@@ -30,7 +29,10 @@ def add(run: Path, images: Mapping[str, object], **last: float) -> None:
     same |= {"attention_mass/image>text": 0.2, "uniform_mass/image>text": 0.2}
     lines = [{**record, **same} for record in read_lines(run / "metrics.jsonl")]
     lines[-1].update({name.replace("__", "/"): value for name, value in last.items()})
-    write_text(run / "metrics.jsonl", "".join(map(json_line, lines)))
+    (run / "metrics.jsonl").unlink()
+    for line in lines:
+        append_line(run / "metrics.jsonl", line)
+    RunDirectory(run).finish(read_json(run / "summary.json"))
 
 
 def study(path: Path, seeds: int = 3) -> StudyData:

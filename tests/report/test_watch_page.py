@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -151,7 +152,7 @@ def test_thinning_keeps_the_peak(tmp_path: Path):
 
 
 def test_the_heads_of_a_killed_runs_last_step_may_be_missing(tmp_path: Path):
-    run = make_watch(tmp_path / "run", SMALL)
+    run = make_watch(tmp_path / "run", dataclasses.replace(SMALL, complete=False))
     heads = run / "heads.f32"
     heads.write_bytes(heads.read_bytes()[:-10])
     seen = read_watched([run])[0]
@@ -182,11 +183,14 @@ def test_a_watched_model_and_a_run_of_the_lab_have_no_page_in_common(tmp_path: P
 def test_damaged_files_are_named(tmp_path: Path):
     run = make_watch(tmp_path / "run", SMALL)
     (run / "heads.json").write_text("{}")
-    with pytest.raises(RunDirectoryError, match=r"heads.json has no fields"):
+    with pytest.raises(RunDirectoryError, match=r"heads.json is not whole JSON \(it has no checksum"):
         qkeel.report.write(run, tmp_path / "r.html")
     other = make_watch(tmp_path / "other", SMALL)
-    (other / "metrics.jsonl").write_text('{"lr": 1}\n')
-    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 1 has no step"):
+    lines = (other / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_bytes(
+        b"".join([*lines[:4], lines[4].replace(b'"lr": 0.0003', b'"lr": 0.0004'), *lines[5:]])
+    )
+    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 5 .*does not fit its checksum"):
         qkeel.report.write(other, tmp_path / "r.html")
 
 

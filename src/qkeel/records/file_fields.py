@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from qkeel.errors import QkeelError, RunDirectoryError
+from qkeel.errors import DamagedFileError, QkeelError
 from qkeel.records.files import JSONObject
 from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS
 
@@ -158,6 +158,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "refused": "text",
         "segments": "a list of numbers",
     },
+    "DONE": {"*": "a whole number"},
     "summary.json": {
         "remedy": "text",
         "run_id": "text",
@@ -168,7 +169,13 @@ FIELDS: dict[str, dict[str, str]] = {
         "collapsed": "true or false",
         "*": "a number",
     },
-    "state.safetensors": {"step": "!a whole number", "cpu_seconds": "!a finite number", "optimizer": "!an object"},
+    "state.safetensors": {
+        "step": "!a whole number",
+        "cpu_seconds": "!a finite number",
+        "optimizer": "!an object",
+        "sizes": "an object",
+    },
+    "state.safetensors, sizes": {"*": "a whole number"},
     "config.json of a checkpoint": _MODEL,
     **{f"config.json of a checkpoint, {part}": _MODEL for part in _PARTS},
     "heads.json": {
@@ -176,18 +183,19 @@ FIELDS: dict[str, dict[str, str]] = {
         "n_layers": "!a number from 1 to 65,536",
         "n_heads": "!a number from 1 to 65,536",
         "layers": "a list of text",
+        "checksums": "text",
     },
 }
 
 
-def check_fields(value: object, file: str, where: str, error: type[QkeelError] = RunDirectoryError) -> JSONObject:
+def check_fields(value: object, file: str, where: str, error: type[QkeelError] = DamagedFileError) -> JSONObject:
     """The value as an object whose fields have the types of FIELDS[file]; `where` names its place in the error.
 
     >>> check_fields({"step": 3, "loss": None}, "metrics.jsonl", "metrics.jsonl, line 1")
     {'step': 3, 'loss': None}
     >>> check_fields({"loss": 1.0}, "metrics.jsonl", "metrics.jsonl, line 1")
     Traceback (most recent call last):
-    qkeel.errors.RunDirectoryError: metrics.jsonl, line 1 has no step; expected a whole number. It was damaged ...
+    qkeel.errors.DamagedFileError: metrics.jsonl, line 1 has no step; expected a whole number. It was damaged ...
 
     Args:
         value: what a parser gave. file: a row of FIELDS. where: the place of the value. error: the class to raise.
@@ -207,7 +215,7 @@ def check_fields(value: object, file: str, where: str, error: type[QkeelError] =
     return value
 
 
-def check_parts(value: object, file: str, where: str, error: type[QkeelError] = RunDirectoryError) -> JSONObject:
+def check_parts(value: object, file: str, where: str, error: type[QkeelError] = DamagedFileError) -> JSONObject:
     """The value of a file whose fields may be objects with fields of their own; see `check_fields`.
 
     >>> check_parts({"optim": {"lr": 0.1}}, "config.json", "config.json")

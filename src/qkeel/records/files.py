@@ -1,37 +1,20 @@
-"""Files that are whole or absent: atomic writes, append-only lines, torn tails dropped on read."""
+"""Files of JSON: a document or lines, each with its checksum; a torn tail is dropped on read, damage is named."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkeel.errors import RunDirectoryError
-from qkeel.records.regular_files import MOST_BYTES, refuse_irregular
-from qkeel.records.strict_json import json_value, read_json_file
+from qkeel.errors import DamagedFileError, RunDirectoryError
+from qkeel.records import disk, system_calls
+from qkeel.records.checksums import FIELD, check_seal, is_sealed, seal
+from qkeel.records.regular_files import MOST_BYTES, read_regular, refuse_irregular
+from qkeel.records.strict_json import json_value
 
-_PART = ".part"
 JSONObject = dict[str, Any]  # as a file gives it: what its values are, its reader knows
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Removes the unfinished files of a killed process; only for the process that holds the directory."""
-    for path in directory.glob(f".*{_PART}"):
-        path.unlink(missing_ok=True)
-
-
-def make_directory(path: Path, parents: bool = True) -> None:
-    """Makes a directory unless it is there; without `parents` only inside one that is there."""
-    try:
-        path.mkdir(parents=parents, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"cannot make {path}: {_reason(path, error)}. Expected a writable place; choose another directory."
-        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -42,115 +25,128 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it.
-
-    Its directory must be there: one that was moved away while a run went on is not made a second time.
+def write_bytes(path: Path, data: bytes | bytearray) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it; see `disk.replace_file`.
 
     >>> write_bytes(Path("a.bin"), b"whole")
     """
-    try:
-        refuse_irregular(path)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        if isinstance(error, RunDirectoryError):
-            raise
-        raise RunDirectoryError(
-            f"cannot write {path}: {_reason(path, error)}. Expected a writable place with free space; "
-            "nothing that was there is changed. Free some space or choose another directory."
-        ) from error
+    disk.replace_file(path, data)
 
 
-def _reason(path: Path, error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"the directory {path.parent} is not there (any more)"
-    return error.strerror or str(error)
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write JSON atomically. NaN and infinity become strings, so that any JSON reader can read the file.
+def write_json(path: Path, value: Mapping[str, object], sealed: bool = True) -> None:
+    """Write a JSON object atomically, with its checksum as last field (`sealed`). NaN and infinity become strings, so
+    that any JSON reader can read the file.
 
     >>> write_json(Path("b.json"), {"loss": math.nan})
     """
-    write_text(path, json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
+    plain = _plain(value)
+    write_bytes(path, seal(plain, 2) if sealed else json.dumps(plain, indent=2, allow_nan=False).encode() + b"\n")
 
 
 def append_line(path: Path, value: Mapping[str, object]) -> None:
-    """Append one JSON line and hand it to the operating system at once.
+    """Append one JSON line with its checksum and hand it to the operating system at once.
 
     >>> append_line(Path("a.jsonl"), {"step": 1})
     """
-    refuse_irregular(path)
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json_line(value))
-    except OSError as error:
-        raise RunDirectoryError(
-            f"cannot append to {path}: {_reason(path, error)}. What was written before is kept; "
-            "free some space or choose another directory, then run the same command again to go on."
-        ) from error
+    disk.append(path, seal(_plain(value)))
 
 
-def json_line(value: Mapping[str, object]) -> str:
-    """One line of a .jsonl file, newline included."""
-    return json.dumps(_plain(value), allow_nan=False) + "\n"
-
-
-def read_json(path: Path) -> Any:
-    """Reads a JSON file; numbers written as 'nan' or 'inf' stay floats.
+def read_json(path: Path, sealed: bool = False) -> Any:
+    """Reads a JSON file; numbers written as 'nan' or 'inf' stay floats, the checksum is left out.
 
     >>> write_json(Path("a.json"), {"loss": math.inf})
     >>> read_json(Path("a.json"))
     {'loss': inf}
+
+    Raises: DamagedFileError for what is no JSON, does not fit its checksum, or, if `sealed`, has none.
     """
-    return _numbers(read_json_file(path))
+    if refuse_irregular(path) is None:
+        raise DamagedFileError(f"{path} is missing; expected a file that can be read. Restore it.")
+    try:
+        return _value(read_regular(path), sealed)
+    except ValueError as failure:
+        raise DamagedFileError(
+            f"{path} is not whole JSON ({failure}). It was damaged or is of another kind: restore it or make it again."
+        ) from failure
 
 
-def read_lines(path: Path) -> Iterator[JSONObject]:
-    """Yield the whole lines of a .jsonl file; a torn last line is dropped, a torn line before it is an error.
+def read_lines(path: Path, sealed: bool = False, sure: int = 0) -> Iterator[JSONObject]:
+    """Yield the lines of a .jsonl file without their checksums; a torn last line is dropped, any other is an error.
 
     >>> write_text(Path("b.jsonl"), '{"step": 1}\\n{"st')
     >>> list(read_lines(Path("b.jsonl")))
     [{'step': 1}]
+
+    Args:
+        path: the file; one that is missing has no lines.
+        sealed: whether every line must have a checksum; else those before the first that has one need not.
+        sure: bytes that are known to have been written; what begins among them is not torn but damaged.
+
+    Raises: DamagedFileError, with the number of the line.
     """
     if refuse_irregular(path) is None:
         return
+    begin, damage = 0, None
+    for number, (end, value) in enumerate(_scan(path, sealed), start=1):
+        if damage is not None:
+            raise damage
+        if isinstance(value, ValueError):
+            damage = _damage(path, number, value)
+            if begin < sure:
+                raise damage
+        else:
+            yield value
+        begin = end
+
+
+def whole_bytes(path: Path, keep: Callable[[JSONObject], bool], sealed: bool = False) -> int:
+    """The bytes of a .jsonl file before the first line that is not sound or not to be kept."""
+    begin = 0
+    for end, value in _scan(path, sealed):
+        if isinstance(value, ValueError) or not keep(value):
+            break
+        begin = end
+    return begin
+
+
+def _scan(path: Path, sealed: bool) -> Iterator[tuple[int, Any]]:
+    """For each line the byte after it, and its value or the ValueError that it gave."""
+    end = 0
     try:
-        with open(path, "rb") as file:
-            number, line = 1, file.readline(MOST_BYTES)
-            while line.endswith(b"\n"):  # what follows the last newline is torn or empty
-                after = file.readline(MOST_BYTES)
+        with system_calls.SYSTEM.reader(path) as file:
+            while line := file.readline(MOST_BYTES):
+                end += len(line)
                 try:
-                    yield _numbers(json_value(line))
-                except ValueError as error:
-                    if not after:
-                        return
-                    raise RunDirectoryError(
-                        f"{path}, line {number} is not whole JSON: the file was damaged ({error})"
-                    ) from error
-                number, line = number + 1, after
-            if len(line) == MOST_BYTES:
-                raise RunDirectoryError(f"{path}, line {number} has more than {MOST_BYTES:,} bytes: it is damaged")
+                    if not line.endswith(b"\n"):
+                        raise ValueError("it does not end")
+                    value = _value(line, sealed)
+                    sealed = sealed or is_sealed(line)
+                except ValueError as failure:
+                    value = failure
+                yield end, value
     except OSError as error:
         if isinstance(error, RunDirectoryError):
             raise
         raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
 
 
+def _damage(path: Path, number: int, why: ValueError) -> DamagedFileError:
+    return DamagedFileError(f"{path}, line {number} is not whole JSON: the file was damaged ({why})")
+
+
+def _value(text: bytes, sealed: bool) -> Any:
+    """The value of a JSON text without its checksum, or ValueError."""
+    checked = check_seal(text, sealed)
+    value = json_value(text)
+    if checked:
+        del value[FIELD]
+    return _numbers(value)
+
+
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def _plain(value: object) -> object:
+def _plain(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, str) and not value.isascii():

@@ -1,13 +1,16 @@
-"""The file heads.f32 (and eval_heads.f32): an append-only float32 file, one fixed-size record per logged step."""
+"""The file heads.f32 (and eval_heads.f32): an append-only float32 file, one fixed-size record per logged step; beside
+it heads.crc32, the CRC-32 of each record as a little-endian uint32."""
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from pathlib import Path
 
 import numpy as np
 
-from qkeel.errors import RunDirectoryError, ShapeError
+from qkeel.errors import DamagedFileError, ShapeError
+from qkeel.records import disk
 from qkeel.records.file_fields import check_fields
 from qkeel.records.files import JSONObject, read_json, write_json
 from qkeel.records.names_and_units import head_field
@@ -15,6 +18,8 @@ from qkeel.records.regular_files import read_regular, refuse_irregular
 
 _MOST_NUMBERS = 1 << 24  # of one step
 _MOST_BYTES = 1 << 35
+_SUMS = "checksums"  # the field of heads.json that names the file of them
+_MEND = "Restore the files, or delete the directory and run again."
 _FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
 
 
@@ -42,45 +47,77 @@ class HeadRecorder:
     ) -> None:
         self.path = directory / f"{name}.f32"
         self.shape = (len(fields), n_layers, n_heads)
+        place = directory / f"{name}.json"
         about = {"fields": list(fields), "n_layers": n_layers, "n_heads": n_heads, "dtype": "<f4", "leading": "step"}
-        write_json(directory / f"{name}.json", {**about, "layers": list(layers)} if layers else about)
+        about |= {"layers": list(layers)} if layers else {}
+        there = refuse_irregular(place) is not None
+        old = _description(directory, name) if there else {**about, _SUMS: f"{name}.crc32"}
+        if {key: value for key, value in old.items() if key != _SUMS} != about:
+            raise DamagedFileError(f"{place} describes other records. {_MEND}")
+        if not there:
+            write_json(place, old)
+        self._sums = directory / f"{name}.crc32" if _SUMS in old else None  # an earlier version wrote none
 
     def append(self, step: int, values: np.ndarray) -> None:
         """Append one record; values [n_fields, n_layers, n_heads]."""
         if values.shape != self.shape:
             raise ShapeError(f"expected values of shape {self.shape}, got {values.shape}")
-        record = np.concatenate([[step], values.reshape(-1)]).astype("<f4")
-        refuse_irregular(self.path)
-        try:
-            with open(self.path, "ab") as file:
-                file.write(record.tobytes())
-        except OSError as error:
-            raise RunDirectoryError(f"cannot append to {self.path}: {error.strerror or error}") from error
+        record = np.concatenate([[step], values.reshape(-1)]).astype("<f4").tobytes()
+        disk.append(self.path, record)
+        if self._sums is not None:
+            disk.append(self._sums, zlib.crc32(record).to_bytes(4, "little"))
 
 
-def read_heads(directory: Path, name: str = "heads") -> Heads:
-    """Read heads.json and heads.f32; a torn last record is dropped.
+def read_heads(directory: Path, name: str = "heads", sealed: bool = False, sure: int = 0) -> Heads:
+    """Read heads.json, heads.f32 and heads.crc32; a torn last record, or one without a checksum yet, is dropped.
 
     >>> HeadRecorder(Path("."), ("entropy",), 1, 2).append(5, np.ones((1, 1, 2)))
     >>> read_heads(Path(".")).steps
     array([5])
 
-    Raises: RunDirectoryError if heads.json is damaged or describes another file.
+    Args:
+        directory, name: where, and "heads" or "eval_heads".
+        sealed: whether heads.json must have a checksum.
+        sure: bytes of heads.f32 that are known to have been written.
+
+    Raises: DamagedFileError if a record does not fit its checksum, or heads.json describes another file.
     """
-    about, path = _description(directory, name), directory / f"{name}.f32"
-    fields, layers, heads = about["fields"], about["n_layers"], about["n_heads"]
-    width = 1 + len(fields) * layers * heads
-    flat = np.frombuffer(_stored(path, 4 * width), dtype="<f4")
-    rows = flat[: flat.size // width * width].reshape(-1, width)
+    about, path = _description(directory, name, sealed), directory / f"{name}.f32"
+    rows = _records(about, path, sure)
     steps = rows[:, 0]
     if not (np.isfinite(steps) & (steps >= 0)).all():
-        raise RunDirectoryError(
-            f"{path} has a step that is no whole number: {name}.json does not describe it, or it was damaged. Restore "
-            "the files, or delete the directory and run again."
+        raise DamagedFileError(
+            f"{path} has a step that is no whole number: {name}.json does not describe it, or it was damaged. " + _MEND
         )
-    body = rows[:, 1:].reshape(len(rows), len(fields), layers, heads)
+    fields = about["fields"]
+    body = rows[:, 1:].reshape(len(rows), len(fields), about["n_layers"], about["n_heads"])
     values = {f: body[:, i] for i, f in enumerate(fields)}
     return Heads(steps=steps.astype(np.int64), values=values, layers=tuple(about.get("layers") or ()))
+
+
+def _records(about: JSONObject, path: Path, sure: int) -> np.ndarray:
+    """The sound records [n, 1 + numbers]."""
+    width = _width(about)
+    flat = np.frombuffer(_stored(path, 4 * width), dtype="<f4")
+    rows = flat[: flat.size // width * width].reshape(-1, width)
+    if _SUMS not in about:
+        return rows
+    place = path.with_suffix(".crc32")
+    sums = np.frombuffer(_stored(place, 4), dtype="<u4")
+    written = sure // (4 * width)
+    if len(sums) < max(written, 1 if len(rows) > 1 else 0):
+        raise DamagedFileError(f"{place} has {len(sums)} checksums of {len(rows)} records: it was damaged. {_MEND}")
+    wrong = [i for i, row in enumerate(rows[: len(sums)]) if zlib.crc32(row.tobytes()) != sums[i]]
+    if wrong and wrong[0] < max(written, min(len(rows), len(sums)) - 1):
+        raise DamagedFileError(
+            f"{path}, record {wrong[0] + 1} does not fit its checksum in {place.name}: it was damaged. {_MEND}"
+        )
+    return rows[: wrong[0] if wrong else len(sums)]
+
+
+def _width(about: JSONObject) -> int:
+    """The numbers of a record."""
+    return 1 + len(about["fields"]) * about["n_layers"] * about["n_heads"]
 
 
 def _stored(path: Path, least: int) -> bytes:
@@ -90,18 +127,18 @@ def _stored(path: Path, least: int) -> bytes:
     return raw[: len(raw) // 4 * 4]
 
 
-def _description(directory: Path, name: str) -> JSONObject:
+def _description(directory: Path, name: str, sealed: bool = False) -> JSONObject:
     """The fields, layers and heads of a file, as its .json says."""
     place = directory / f"{name}.json"
-    about = check_fields(read_json(place), "heads.json", str(place))
+    about = check_fields(read_json(place, sealed), "heads.json", str(place))
     names, layers = about["fields"], about.get("layers") or ()
     if len(names) * about["n_layers"] * about["n_heads"] > _MOST_NUMBERS or len(set(names)) < len(names):
-        raise RunDirectoryError(
+        raise DamagedFileError(
             f"{place} does not describe {name}.f32: it names a field twice, or more than {_MOST_NUMBERS:,} numbers "
             "of a step. Restore the file, or delete the directory and run again."
         )
     if layers and len(layers) != about["n_layers"]:
-        raise RunDirectoryError(
+        raise DamagedFileError(
             f"{place} has {len(layers)} names of layers; expected {about['n_layers']}, as its n_layers. Restore the "
             "file, or delete the directory and run again."
         )
@@ -111,13 +148,13 @@ def _description(directory: Path, name: str) -> JSONObject:
 def cut_heads(directory: Path, last_step: int) -> None:
     """Drop the records after `last_step` (and a torn tail) so that a resumed run appends where it stood."""
     path = directory / "heads.f32"
-    if refuse_irregular(path) is None or not (directory / "heads.json").exists():
+    if refuse_irregular(path) is None or refuse_irregular(directory / "heads.json") is None:
         return
     about = _description(directory, "heads")
-    width = 1 + len(about["fields"]) * about["n_layers"] * about["n_heads"]
     keep = int(np.searchsorted(read_heads(directory).steps, last_step, side="right"))
-    with open(path, "r+b") as file:
-        file.truncate(keep * width * 4)
+    disk.cut(path, keep * _width(about) * 4)
+    if _SUMS in about:
+        disk.cut(path.with_suffix(".crc32"), keep * 4)
 
 
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""A run directory: config.json env.json metrics.jsonl heads.json heads.f32 events.jsonl last/ summary.json DONE.
+"""A run directory: config.json env.json metrics.jsonl heads.json heads.f32 heads.crc32 events.jsonl last/
+summary.json DONE.
 
-That of a watched model has eval.jsonl, eval_heads.json and eval_heads.f32 instead of last/; that of a length
-study has extrapolation.jsonl besides.
+That of a watched model has eval.jsonl, eval_heads.json, eval_heads.f32 and eval_heads.crc32 instead of last/; that of a
+length study has extrapolation.jsonl besides.
 """
 
 from __future__ import annotations
@@ -11,25 +12,22 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import IO
 
-from qkeel.errors import RunDirectoryError
+from qkeel.errors import DamagedFileError, RunDirectoryError, caution
+from qkeel.records import disk, system_calls
+from qkeel.records.checksums import is_sealed
 from qkeel.records.file_fields import check_fields, check_parts
-from qkeel.records.files import (
-    JSONObject,
-    json_line,
-    make_directory,
-    read_json,
-    read_lines,
-    remove_leftovers,
-    write_json,
-    write_text,
-)
+from qkeel.records.files import JSONObject, read_json, read_lines, whole_bytes, write_json
 from qkeel.records.heads_file import Heads, cut_heads, read_heads
 from qkeel.records.regular_files import read_regular, refuse_irregular
+
+# The files that are appended to. DONE, and each checkpoint, holds how many bytes of each there were.
+RECORDS = ("metrics.jsonl", "events.jsonl", "heads.f32", "heads.crc32")
+RECORDS += ("eval.jsonl", "eval_heads.f32", "eval_heads.crc32")
+Sizes = Mapping[str, int]
 
 
 class RunStatus(StrEnum):
@@ -61,6 +59,11 @@ class RunDirectory:
         """The one checkpoint file, replaced by one rename."""
         return self.path / "last" / "state.safetensors"
 
+    @property
+    def sealed(self) -> bool:
+        """Whether its files have checksums: since config.json does, all of them must. Earlier versions wrote none."""
+        return is_sealed(read_regular(self.path / "config.json")) if self.status is not RunStatus.MISSING else False
+
     def config(self) -> JSONObject:
         """The run's configuration."""
         path = self.path / "config.json"
@@ -71,19 +74,19 @@ class RunDirectory:
     def env(self) -> JSONObject:
         """Versions, corpus hash, command, formula in use."""
         path = self.path / "env.json"
-        return check_parts(read_json(path), "env.json", str(path))
+        return check_parts(read_json(path, self.sealed), "env.json", str(path))
 
-    def metrics(self) -> list[JSONObject]:
-        """One dict per logged step, by records.STEP_FIELDS."""
-        return self._lines("metrics.jsonl")
+    def metrics(self, sizes: Sizes | None = None) -> list[JSONObject]:
+        """One dict per logged step, by records.STEP_FIELDS; `sizes` are bytes known to have been written."""
+        return self._lines("metrics.jsonl", sizes)
 
-    def events(self) -> list[JSONObject]:
+    def events(self, sizes: Sizes | None = None) -> list[JSONObject]:
         """Warnings and what a remedy did, one dict each."""
-        return self._lines("events.jsonl")
+        return self._lines("events.jsonl", sizes)
 
-    def heads(self) -> Heads:
+    def heads(self, sizes: Sizes | None = None) -> Heads:
         """Per layer and head, by records.HEAD_FIELDS."""
-        return read_heads(self.path)
+        return self._heads("heads", sizes)
 
     def eval_metrics(self) -> list[JSONObject]:
         """The rows of a watched model in evaluation mode, as metrics()."""
@@ -91,26 +94,67 @@ class RunDirectory:
 
     def eval_heads(self) -> Heads:
         """Per layer and head in evaluation mode."""
-        return read_heads(self.path, "eval_heads")
+        return self._heads("eval_heads")
 
     def long_contexts(self) -> list[JSONObject]:
         """The results of the weights at other lengths, one dict per post-hoc method and length."""
-        return self._lines("extrapolation.jsonl")
+        return self._lines("extrapolation.jsonl", {})
 
     def summary(self) -> JSONObject:
         """The run's row of table.csv."""
         path = self.path / "summary.json"
-        return check_fields(read_json(path), "summary.json", str(path))
+        return check_fields(read_json(path, self.sealed), "summary.json", str(path))
 
     def failure(self) -> str:
         """The error that ended the run; empty if it did not fail."""
         path = self.path / "FAILED"
         return read_regular(path).decode("utf-8", errors="replace") if path.exists() else ""
 
-    def _lines(self, name: str) -> list[JSONObject]:
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file that is appended to."""
+        there = {name: refuse_irregular(self.path / name) for name in RECORDS}
+        return {name: size for name, size in there.items() if size is not None}
+
+    def damage(self) -> str:
+        """What of a finished run's files is not as it was written; empty where all are."""
+        try:
+            self.summary()
+            self.metrics()
+            self.events()
+            if (self.path / "heads.json").exists() or (self.path / "heads.f32").exists():
+                self.heads()
+            if (self.path / "env.json").exists() or self.sealed:
+                self.env()
+        except DamagedFileError as error:
+            return str(error)
+        return ""
+
+    def _written(self, name: str, sizes: Sizes | None) -> int:
+        """The bytes that a file is known to have had: those of `sizes`, or of DONE if the run is done."""
+        known = self._sizes_at_end() if sizes is None else sizes
+        size, now = known.get(name, 0), refuse_irregular(self.path / name) or 0
+        if now < size or (sizes is None and known and now > size):
+            raise DamagedFileError(
+                f"{self.path / name} has {now:,} bytes of the {size:,} that were written: it was damaged. Restore it, "
+                "or run again."
+            )
+        return size
+
+    def _sizes_at_end(self) -> Sizes:
+        path = self.path / "DONE"
+        if not path.exists() or (refuse_irregular(path) == 0 and not self.sealed):  # an earlier version's is empty
+            return {}
+        return check_fields(read_json(path, self.sealed), "DONE", str(path))
+
+    def _lines(self, name: str, sizes: Sizes | None = None) -> list[JSONObject]:
         """The lines of a .jsonl file, each checked."""
         path = self.path / name
-        return [check_fields(line, name, f"{path}, line {i}") for i, line in enumerate(read_lines(path), start=1)]
+        lines = read_lines(path, self.sealed, self._written(name, sizes))
+        return [check_fields(line, name, f"{path}, line {i}") for i, line in enumerate(lines, start=1)]
+
+    def _heads(self, name: str, sizes: Sizes | None = None) -> Heads:
+        self._written(f"{name}.crc32", sizes)
+        return read_heads(self.path, name, self.sealed, self._written(f"{name}.f32", sizes))
 
     def open(self, config: Mapping[str, object]) -> None:
         """Make the directory for `config`, or check that it was made for the same one."""
@@ -128,16 +172,41 @@ class RunDirectory:
                 f"{self.path} is not empty and holds no config.json, so it is not a run directory. "
                 "Choose another directory; nothing was changed."
             )
-        make_directory(self.path)
+        disk.make_directory(self.path)
         write_json(self.path / "config.json", config)
 
+    def finish(self, summary: Mapping[str, object]) -> None:
+        """Marks the run as done, once its records and the summary are on the disk."""
+        self.sync()
+        write_json(self.path / "summary.json", summary)
+        write_json(self.path / "DONE", self.sizes())
+
+    def sync(self) -> None:
+        """Returns once all that was appended is on the disk."""
+        disk.sync(self.path / name for name in RECORDS)
+
+    def start_again(self) -> None:
+        """Removes all but the configuration, and what was measured of the weights afterwards."""
+        heads = (f"{kind}.json" for kind in ("heads", "eval_heads"))
+        disk.remove([self.path / "DONE", self.checkpoint])  # first, or what is left could be taken for whole
+        disk.remove(self.path / name for name in (*RECORDS, *heads, "summary.json", "env.json"))
+
+    def cut_to(self, sizes: Sizes) -> None:
+        """Cuts each file that is appended to, so that a resumed run repeats what came after a checkpoint bit for bit.
+
+        Raises: DamagedFileError if one has fewer bytes than it had.
+        """
+        for name in RECORDS:
+            size = self._written(name, {name: sizes.get(name, 0)})
+            if (refuse_irregular(self.path / name) or 0) > size:
+                disk.cut(self.path / name, size)
+
     def cut_back(self, last_step: int) -> None:
-        """Drops everything recorded after `last_step`, so that a resumed run repeats it bit for bit."""
+        """Drops everything recorded after `last_step`: for the checkpoints of earlier versions, which hold no sizes."""
         for name in ("metrics.jsonl", "events.jsonl"):
-            path = self.path / name
-            if refuse_irregular(path) is not None:
-                kept = [record for record in self._lines(name) if record["step"] <= last_step]
-                write_text(path, "".join(map(json_line, kept)))
+            if self._lines(name):
+                path = self.path / name
+                disk.cut(path, whole_bytes(path, lambda record: record["step"] <= last_step))
         cut_heads(self.path, last_step)
 
     @contextmanager
@@ -145,8 +214,17 @@ class RunDirectory:
         """Holds the directory alone; the operating system frees it when the process dies, however it dies."""
         with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
             for directory in (self.path, self.checkpoint.parent):
-                remove_leftovers(directory)
+                disk.remove_leftovers(directory)
             yield
+
+
+def note_checksums(place: RunDirectory) -> None:
+    """Says, once a process, that a run of an earlier version has none."""
+    if place.status is not RunStatus.MISSING and not place.sealed:
+        caution(
+            "there are runs of an earlier version, whose files have no checksums: damage in them that leaves numbers "
+            "readable is not noticed"
+        )
 
 
 def fresh_directory(path: Path) -> Path:
@@ -160,16 +238,8 @@ def fresh_directory(path: Path) -> Path:
     """
     for number in itertools.count(1):
         place = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        try:
-            place.mkdir(parents=True)
-        except FileExistsError:
-            if number > 1 or not place.is_dir() or any(place.iterdir()):
-                continue
-        except OSError as error:
-            raise RunDirectoryError(
-                f"cannot make {place}: {error.strerror or error}. Expected a writable place; choose another directory."
-            ) from error
-        return place
+        if disk.make_directory(place) or (number == 1 and place.is_dir() and not any(place.iterdir())):
+            return place
     raise AssertionError("unreachable")
 
 
@@ -193,41 +263,49 @@ def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: st
 def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
     """An exclusive advisory lock on `path`; after `wait` seconds a RunDirectoryError that names its holder."""
     refuse_irregular(path)
+    disk.make_directory(path.parent)
+    with _told(path.parent):
+        file = system_calls.SYSTEM.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed below, the lock lives as long as it
-    except OSError as error:
-        raise _unwritable(path.parent, error) from error
-    with file:
         deadline = time.monotonic() + wait
-        while not (held := _try_lock(file)) and time.monotonic() < deadline:
+        while not (held := _try_lock(file, path)) and time.monotonic() < deadline:
             time.sleep(0.05)
         if not held:
-            file.seek(0)
-            holder = file.read(20).decode("ascii", "replace").strip()
+            holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
             raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
-        try:
-            file.truncate(0)
-            file.write(str(os.getpid()).encode())
-        except OSError as error:
-            raise _unwritable(path.parent, error) from error
+        with _told(path.parent):
+            system_calls.SYSTEM.truncate(file, 0)
+            system_calls.SYSTEM.write(file, str(os.getpid()).encode())
         yield
+    finally:
+        with suppress(OSError):  # all that was written there is a number of a process
+            system_calls.SYSTEM.close(file)
 
 
-def _unwritable(folder: Path, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"cannot write in {folder}: {error.strerror or error}. Choose a writable directory with free space."
-    )
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, RunDirectoryError):
+            raise
+        raise RunDirectoryError(
+            f"cannot write in {folder}: {error.strerror or error}. Choose a writable directory with free space."
+        ) from error
 
 
-def _try_lock(file: IO[bytes]) -> bool:
+def _try_lock(file: int, path: Path) -> bool:
     try:
         import fcntl
     except ImportError:  # Windows has no flock; runs are still resumable, only not guarded
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot lock {path}: {error.strerror or error}. Choose a directory on a disk whose files can be locked."
+        ) from error
     return True

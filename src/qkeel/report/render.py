@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.records import write_text
-from qkeel.records.files import make_directory
+from qkeel.records.disk import make_directory
 from qkeel.records.regular_files import refuse_irregular
 from qkeel.report.html.page import Page
 from qkeel.report.study.collect import as_paths, collect

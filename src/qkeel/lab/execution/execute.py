@@ -22,7 +22,7 @@ from qkeel.lab.stack.what_runs_share import How
 from qkeel.lab.studies import find_study
 from qkeel.lab.tasks.text import load_task
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, write_json
-from qkeel.records.files import remove_leftovers
+from qkeel.records.disk import remove_leftovers
 from qkeel.records.rundir import locked
 
 
@@ -170,12 +170,13 @@ def run_directory(out: Path, run: PlannedRun) -> Path:
 
 
 def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
-    """The shard's runs that are not done, the longest first, so that no worker ends long after the others."""
+    """The shard's runs that are not done or were damaged since, the longest first: no worker ends long after others."""
     mine = list(plan.runs)[shard.index - 1 :: shard.count]
     left = []
     for run in mine:
         place = RunDirectory(run_directory(out, run))
-        if place.status is not RunStatus.DONE or (plan.contexts and missing(place, plan.contexts.of(run.name))):
+        done = place.status is RunStatus.DONE and not place.damage()
+        if not done or (plan.contexts and missing(place, plan.contexts.of(run.name))):
             left.append(run)
     return sorted(left, key=lambda run: -run.config.steps)
 

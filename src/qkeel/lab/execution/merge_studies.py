@@ -16,7 +16,7 @@ from qkeel.lab.execution.execute import write_tables
 from qkeel.lab.execution.progress import last_step
 from qkeel.lab.execution.study_record import joined_study, read_study
 from qkeel.records import RunDirectory, RunStatus, write_json
-from qkeel.records.files import make_directory
+from qkeel.records.disk import make_directory
 from qkeel.records.regular_files import refuse_irregular
 from qkeel.records.rundir import locked
 

@@ -12,6 +12,7 @@ from qkeel.lab.plan import PlannedRun
 from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
+from qkeel.records.checksums import check_seal
 from qkeel.records.regular_files import refuse_irregular
 from qkeel.records.strict_json import json_value
 
@@ -26,8 +27,9 @@ def last_step(directory: Path) -> int:
         with open(path, "rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - 4096))
-            lines = file.read().split(b"\n")
-        return int(json_value(lines[-2])["step"])
+            line = file.read().split(b"\n")[-2] + b"\n"
+        check_seal(line)
+        return int(json_value(line)["step"])
     except (OSError, IndexError, ValueError, KeyError, TypeError):
         return 0
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.errors import RefusedError
+from qkeel.errors import DamagedFileError, RefusedError, caution
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.lab.data.corpus import batch, long_texts
@@ -26,8 +26,9 @@ from qkeel.lab.training.evaluate import measuring
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
 from qkeel.nn.spec_module import SpecModule
-from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line, write_text
-from qkeel.records.files import json_line
+from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line
+from qkeel.records.disk import cut, remove, sync
+from qkeel.records.files import JSONObject, whole_bytes
 from qkeel.registry import lookup, parse
 from qkeel.spec import PRESETS, AttentionSpec
 
@@ -70,7 +71,7 @@ def stretched(spec: AttentionSpec, method: Method, train_length: int, test_lengt
 
 def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
     """The pairs of method and length that a run has not been measured at."""
-    done = {(line["posthoc"], line["test_length"]) for line in place.long_contexts()}
+    done = {(line["posthoc"], line["test_length"]) for line in _known(place)}
     return [(m, n) for m in contexts.posthoc for n in contexts.test_lengths if (m, n) not in done]
 
 
@@ -81,9 +82,8 @@ def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait
         return
     with place.lock(wait), threads(config.threads):
         run = RunState(config)
-        done = load(place, run).step if place.checkpoint.exists() else 0
-        # Whole lines only: nothing is appended to one that a kill left torn.
-        write_text(place.path / FILE, "".join(map(json_line, place.long_contexts())))
+        done = _load(place, run)
+        _clear(place)
         known: dict[int, _AsTrained] = {}
         for text, length in missing(place, contexts):
             try:
@@ -94,6 +94,34 @@ def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait
             except RefusedError as refusal:
                 found = {"refused": str(refusal)}
             append_line(place.path / FILE, {"posthoc": text, "test_length": length, **found})
+        sync([place.path / FILE])
+
+
+def _known(place: RunDirectory) -> list[JSONObject]:
+    """The lines of a run's results; none where one is damaged, so that all is measured again."""
+    try:
+        return place.long_contexts()
+    except DamagedFileError as damage:
+        caution(f"{str(damage).rstrip('.')}. All of that file is measured again.")
+        return []
+
+
+def _clear(place: RunDirectory) -> None:
+    """Leaves sound lines only: nothing is appended to one that a kill left torn, nor to a damaged file."""
+    path = place.path / FILE
+    if not _known(place):
+        remove([path])
+    else:
+        cut(path, whole_bytes(path, lambda line: True, place.sealed))
+
+
+def _load(place: RunDirectory, run: RunState) -> int:
+    """The steps that the run's checkpoint is of, after putting it into the run; 0 where there is none."""
+    try:
+        return load(place, run).step if place.checkpoint.exists() else 0
+    except DamagedFileError:
+        remove([place.path / "DONE"])  # the same command trains it again
+        raise
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""The one checkpoint of a run: a safetensors file, replaced whole. Nothing is pickled."""
+"""The one checkpoint of a run: a safetensors file with its SHA-256, replaced whole. Nothing is pickled."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 
@@ -11,24 +12,39 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import RunDirectoryError
+from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.lab.training.run_state import RunState
 from qkeel.records import RunDirectory, write_bytes
-from qkeel.records.file_fields import check_fields
-from qkeel.records.files import make_directory
-from qkeel.records.safetensors_header import read_header
+from qkeel.records.disk import make_directory
+from qkeel.records.file_fields import check_parts
+from qkeel.records.regular_files import read_regular
+from qkeel.records.rundir import Sizes
+from qkeel.records.safetensors_header import parse_header
 from qkeel.records.strict_json import json_value
 
+_DIGEST = "sha256"  # of the file with its own digits set to 0, in the header's metadata
+_BLANK = "0" * 64
 # What an optimizer keeps of a parameter: AdamW, SGD, Muon.
 _STATES = (frozenset(["step", "exp_avg", "exp_avg_sq"]), frozenset(["momentum_buffer"]), frozenset(["momentum"]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a run: optimizer steps done, CPU seconds spent."""
+    """The progress of a run: optimizer steps done, CPU seconds spent, bytes of each file of records then (None in the
+    checkpoints of earlier versions)."""
 
     step: int = 0
     cpu_seconds: float = 0.0
+    sizes: Sizes | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint as it is on disk."""
+
+    progress: Progress
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, object]
 
 
 def save(directory: RunDirectory, run: RunState, progress: Progress) -> None:
@@ -43,36 +59,82 @@ def save(directory: RunDirectory, run: RunState, progress: Progress) -> None:
                 numbers[f"{index}.{key}"] = value
     tensors.update({f"remedy.{key}": value for key, value in run.handle.state().items()})
     tensors.update(_random_state())
-    about = {"step": progress.step, "cpu_seconds": progress.cpu_seconds, "optimizer": numbers}
+    about = {**dataclasses.asdict(progress), "optimizer": numbers}
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     make_directory(directory.checkpoint.parent, parents=False)
-    write_bytes(directory.checkpoint, safetensors.torch.save(plain, {"qkeel": json.dumps(about)}))
+    data = bytearray(safetensors.torch.save(plain, {"qkeel": json.dumps(about), _DIGEST: _BLANK}))
+    at = _digits(data, _BLANK)
+    data[at : at + len(_BLANK)] = hashlib.sha256(data).hexdigest().encode()
+    write_bytes(directory.checkpoint, data)
 
 
 def load(directory: RunDirectory, run: RunState) -> Progress:
     """Puts the checkpoint's state into the run; returns how far that is.
 
-    Raises: RunDirectoryError if the file is damaged or belongs to another model; nothing on disk is changed.
+    Raises: DamagedFileError if the file is not as it was written, RunDirectoryError if it belongs to another model.
+    """
+    found = read_checkpoint(directory)
+    restore(directory, run, found)
+    return found.progress
+
+
+def read_checkpoint(directory: RunDirectory) -> Checkpoint:
+    """The checkpoint of a run, its digest and the types of its fields checked.
+
+    Raises: DamagedFileError if the file is not as it was written.
     """
     path = directory.checkpoint
+    data = read_regular(path, most=None)
+    length = int.from_bytes(data[:8], "little")
+    metadata = parse_header(data[8 : 8 + length], path, len(data), DamagedFileError).metadata
     try:
-        stored = json_value(read_header(path, RunDirectoryError).metadata["qkeel"])
-        about = check_fields(stored, "state.safetensors", str(path))
-        with safetensors.safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        _check_digest(data, metadata.get(_DIGEST), directory.sealed)
+        about = check_parts(json_value(metadata["qkeel"]), "state.safetensors", str(path))
+        progress = Progress(about["step"], float(about["cpu_seconds"]), about.get("sizes"))
+        return Checkpoint(progress, safetensors.torch.load(data), about["optimizer"])
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise DamagedFileError(f"{path} is not as it was written ({error}): it was damaged.") from error
+
+
+def restore(directory: RunDirectory, run: RunState, checkpoint: Checkpoint) -> None:
+    """Puts a checkpoint's state into the run.
+
+    Raises: RunDirectoryError if it belongs to another model; nothing on disk is changed.
+    """
+    tensors = checkpoint.tensors
+    try:
         _load_model(run.model, _under(tensors, "model."))
-        _load_optimizer(run.optimizer, _under(tensors, "optimizer."), about["optimizer"])
+        _load_optimizer(run.optimizer, _under(tensors, "optimizer."), checkpoint.numbers)
         run.handle.load(_under(tensors, "remedy."))
         _set_random_state(tensors)
-        return Progress(about["step"], float(about["cpu_seconds"]))
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunDirectoryError(
-            f"{path} is not a whole checkpoint of this run ({error}). It was not written by this version of qkeel or "
-            f"was damaged later; delete {directory.path} to run again, or restore the file."
+            f"{directory.checkpoint} is not a whole checkpoint of this run ({error}). It was not written by this "
+            f"version of qkeel; delete {directory.path} to run again, or restore the file."
         ) from error
 
 
-def _under(tensors: dict[str, Tensor], head: str) -> dict[str, Tensor]:
+def _check_digest(data: bytes, digest: str | None, needed: bool) -> None:
+    if digest is None and not needed:  # an earlier version wrote none
+        return
+    at = _digits(data, digest or "")
+    known = hashlib.sha256(data[:at])
+    known.update(_BLANK.encode())
+    known.update(memoryview(data)[at + len(_BLANK) :])
+    if known.hexdigest() != digest:
+        raise ValueError("it does not fit its digest")
+
+
+def _digits(data: bytes | bytearray, digest: str) -> int:
+    """Where the digits of the digest begin, as safetensors writes them.
+
+    Raises: ValueError if they are not there.
+    """
+    field = f'"{_DIGEST}":"'.encode()
+    return data.index(field + digest.encode() + b'"') + len(field)
+
+
+def _under(tensors: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
     return {name[len(head) :]: t for name, t in tensors.items() if name.startswith(head)}
 
 
@@ -100,7 +162,9 @@ def _load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         own[name].copy_(tensor)
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, object]) -> None:
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: Mapping[str, object]
+) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, object]] = {}
     for name, value in [*tensors.items(), *numbers.items()]:
@@ -134,7 +198,7 @@ def _random_state() -> dict[str, Tensor]:
     return states
 
 
-def _set_random_state(tensors: dict[str, Tensor]) -> None:
+def _set_random_state(tensors: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(tensors["random.cpu"])
     if "random.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["random.cuda"])

@@ -10,16 +10,18 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import final
 
-from qkeel.errors import RunDirectoryError
+from qkeel.errors import DamagedFileError, RunDirectoryError, caution
 from qkeel.lab.config import RunConfig
 from qkeel.lab.execution.results_table import summarize
 from qkeel.lab.model.optimizers import learning_rate
-from qkeel.lab.training.checkpoint import Progress, load, save
+from qkeel.lab.training.checkpoint import Checkpoint, Progress, read_checkpoint, restore, save
 from qkeel.lab.training.environment import environment
 from qkeel.lab.training.evaluate import PROBE_FIELDS, Probe
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.throughput import peak, speed
 from qkeel.records import HeadRecorder, RunDirectory, RunStatus, append_line, write_json, write_text
+from qkeel.records.disk import remove
+from qkeel.records.rundir import Sizes, note_checksums
 
 _SUMMED = ("step", "max_logit", "max_abs_logit", "capped_max_logit", "entropy")  # in every line, never null
 
@@ -46,7 +48,11 @@ def claim(place: RunDirectory, config: RunConfig) -> None:
     """Makes the directory this run's, or checks that it is."""
     if place.status is RunStatus.MISSING or RunConfig.from_dict(place.config()).run_id != config.run_id:
         place.open(config.to_dict())
-    (place.path / "FAILED").unlink(missing_ok=True)
+    note_checksums(place)
+    remove([place.path / "FAILED"])
+    if place.status is RunStatus.DONE and (damage := place.damage()):
+        caution(f"{str(damage).rstrip('.')}. The run is made again, as far as it must be.")
+        remove([place.path / "DONE"])
 
 
 def mark_failed(place: RunDirectory) -> None:
@@ -55,16 +61,15 @@ def mark_failed(place: RunDirectory) -> None:
         write_text(place.path / "FAILED", traceback.format_exc())
 
 
-def check_recorded(place: RunDirectory) -> None:
-    """Raises RunDirectoryError unless every line of metrics.jsonl has what the summary is made from."""
-    for number, record in enumerate(place.metrics(), start=1):
+def check_recorded(place: RunDirectory, sizes: Sizes | None = None) -> None:
+    """Raises DamagedFileError unless every line of metrics.jsonl has what the summary is made from."""
+    for number, record in enumerate(place.metrics(sizes), start=1):
         lost = [name for name in _SUMMED if record.get(name) is None]
         lost += ["train_loss"] if "train_loss" not in record else []
         lost += ["val_loss"] if record.get("val_loss") is None and (number == 1 or "val_loss" not in record) else []
         if lost:
-            raise RunDirectoryError(
-                f"{place.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}: the file was damaged. Delete "
-                f"{place.path} to run again, or restore the file."
+            raise DamagedFileError(
+                f"{place.path / 'metrics.jsonl'}, line {number} lacks {', '.join(lost)}: the file was damaged."
             )
 
 
@@ -78,7 +83,6 @@ class RunRecord:
         self.config, self.place, self.watcher = config, place, watcher
         self._clock, self._spent, self._sharing = time.process_time(), 0.0, 1
         self.state = RunState(config)
-        self.heads = HeadRecorder(place.path, PROBE_FIELDS, config.model.n_layers, config.model.n_heads)
         self.step = 0
         self.stopped = False  # by a loss or gradient that is not finite
         self._trained, self._seconds = 0, 0.0  # steps and wall time since the last record
@@ -86,17 +90,24 @@ class RunRecord:
     def prepare(self, command: str, stacked: int) -> None:
         """Brings directory and weights to the same step: the checkpoint's, else 0, which is still to be recorded.
 
+        Where a file is damaged that the checkpoint relies on, or the checkpoint itself, the run starts again.
         `stacked` is how many runs train as one model.
         """
         about = environment(self.config, self.state.task.corpus, self.state.model, command)
-        if (self.place.path / "env.json").exists():
-            self._check_corpus(about["corpus"]["sha256"])
-        else:
+        try:
+            found = self._checkpoint(about["corpus"]["sha256"])
+        except DamagedFileError as damage:
+            caution(f"{str(damage).rstrip('.')}. The run starts again.")
+            found = None
+        if found is None:
+            self.place.start_again()
             write_json(self.place.path / "env.json", {**about, **({"stacked": stacked} if stacked > 1 else {})})
-        if self.place.checkpoint.exists():
-            self._resume()
         else:
-            self.place.cut_back(-1)
+            restore(self.place, self.state, found)
+        self.heads = HeadRecorder(self.place.path, PROBE_FIELDS, self.config.model.n_layers, self.config.model.n_heads)
+        if found is not None:
+            self.step, self._spent = found.progress.step, self._spent + found.progress.cpu_seconds
+            self._event("resumed")
 
     def share(self, sharing: int) -> None:
         """From now on the time of this process belongs to so many runs."""
@@ -149,21 +160,19 @@ class RunRecord:
             self.stopped = True
 
     def save(self) -> None:
-        """Replaces the checkpoint."""
-        save(self.place, self.state, Progress(self.step, self._cpu_seconds()))
+        """Replaces the checkpoint, once all that was recorded before it is on the disk."""
+        self.place.sync()
+        save(self.place, self.state, Progress(self.step, self._cpu_seconds(), self.place.sizes()))
 
     def finish(self) -> None:
         """Writes the summary: the run is done."""
-        summary = summarize(self.config, self.place.metrics(), self._cpu_seconds())
-        write_json(self.place.path / "summary.json", summary)
-        write_text(self.place.path / "DONE", "")
+        self.place.finish(summarize(self.config, self.place.metrics(self.place.sizes()), self._cpu_seconds()))
 
     def _check_corpus(self, now: str) -> None:
         before = (self.place.env().get("corpus") or {}).get("sha256")
         if before is None:
-            raise RunDirectoryError(
-                f"{self.place.path / 'env.json'} lacks the SHA-256 of the corpus: the file was damaged. Restore it, or "
-                f"delete {self.place.path} to run again."
+            raise DamagedFileError(
+                f"{self.place.path / 'env.json'} lacks the SHA-256 of the corpus: the file was damaged."
             )
         if before[:12] != now[:12]:
             raise RunDirectoryError(
@@ -172,22 +181,35 @@ class RunRecord:
                 "changed."
             )
 
-    def _resume(self) -> None:
-        done = load(self.place, self.state)
-        check_recorded(self.place)
-        wanted = [step for step in range(done.step + 1) if self._is_logged(step)]
+    def _checkpoint(self, corpus: str) -> Checkpoint | None:
+        """The checkpoint, with the records cut to what they held then and all of them read; None where there is none.
+
+        Raises: DamagedFileError if a file is not as it was written; RunDirectoryError if the corpus is another one.
+        """
+        place = self.place
+        there = place.checkpoint.exists()
+        if there or (place.path / "env.json").exists():
+            self._check_corpus(corpus)
+        if not there:
+            return None
+        found = read_checkpoint(place)
+        step, sizes = found.progress.step, found.progress.sizes
+        if sizes is None:
+            place.cut_back(step)
+        else:
+            place.cut_to(sizes)
+        place.events(sizes)
+        check_recorded(place, sizes)
+        wanted = [step for step in range(step + 1) if self._is_logged(step)]
         for name, steps in (
-            ("metrics.jsonl", [record["step"] for record in self.place.metrics()]),
-            ("heads.f32", self.place.heads().steps.tolist()),
+            ("metrics.jsonl", [record["step"] for record in place.metrics(sizes)]),
+            ("heads.f32", place.heads(sizes).steps.tolist()),
         ):
-            if [step for step in steps if step <= done.step] != wanted:
-                raise RunDirectoryError(
-                    f"{self.place.path / name} lacks records from before the checkpoint of step {done.step}: the file "
-                    f"was damaged. Delete {self.place.path} to run again, or restore the file."
+            if steps != wanted:
+                raise DamagedFileError(
+                    f"{place.path / name} lacks records from before the checkpoint of step {step}: it was damaged."
                 )
-        self.place.cut_back(done.step)
-        self.step, self._spent = done.step, self._spent + done.cpu_seconds
-        self._event("resumed")
+        return found
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.log_every == 0 or step == self.config.steps

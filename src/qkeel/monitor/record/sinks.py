@@ -16,7 +16,7 @@ from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.monitor.alarms.rule import Alarm, Severity
 from qkeel.monitor.record.sample import Sample
 from qkeel.monitor.record.sample_table import sample_line
-from qkeel.records import HEAD_FIELDS, HeadRecorder, append_line, fresh_directory, write_json, write_text
+from qkeel.records import HEAD_FIELDS, HeadRecorder, RunDirectory, append_line, fresh_directory, write_json
 
 DEFAULT_PATH = Path("qkeel-runs/watch")
 KIND = "watch"
@@ -111,11 +111,13 @@ class RunDirectorySink(Sink):
         self._summary["alarms"] += 1
 
     def close(self, complete: bool) -> None:
-        """Summary and DONE, if the run is complete."""
-        if self.path is None or not complete:
+        """Brings the records to the disk; summary and DONE, if the run is complete."""
+        if self.path is None:
             return
-        write_json(self.path / "summary.json", {"kind": KIND, **self._summary, "status": "done"})
-        write_text(self.path / "DONE", "")
+        if complete:
+            RunDirectory(self.path).finish({"kind": KIND, **self._summary, "status": "done"})
+        else:
+            RunDirectory(self.path).sync()
 
     def _place(self) -> Path:
         if self.path is None:

@@ -192,12 +192,12 @@ def _write(part: Path, planned: Plan, files: Iterable[tuple[str, Mapping[str, Te
     if len({file for file, _ in sizes.values()}) > 1:
         total = sum(size for _, size in sizes.values())
         names = {name: file for name, (file, _) in sizes.items()}
-        write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
+        write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": names}, sealed=False)
     elif sizes:
         only = next(iter(sizes.values()))[0]
         if only != "model.safetensors":
             os.replace(part / only, part / "model.safetensors")
-    write_json(part / "config.json", dict(planned.config))
+    write_json(part / "config.json", dict(planned.config), sealed=False)
 
 
 @contextmanager

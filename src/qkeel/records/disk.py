@@ -1,0 +1,164 @@
+"""The one place where the files of a run are written: replaced as a whole, appended to, cut, synced and removed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from qkeel.errors import RunDirectoryError
+from qkeel.records import system_calls
+from qkeel.records.regular_files import refuse_irregular
+
+_PART = ".part"
+_UNSYNCED_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some network disks sync no directory
+
+
+def replace_file(path: Path, data: bytes | bytearray) -> None:
+    """Writes a file so that a reader, and whoever comes after a loss of power, sees the old one or the new one.
+
+    Written under another name, synced, renamed, and the directory synced. The directory must be there: one that was
+    moved away while a run went on is not made a second time.
+
+    Raises: RunDirectoryError if it cannot be written, or what is there is no regular file.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
+    kept = "Expected a writable place with free space; what was there is not lost. Free some space or choose another"
+    with _told("write", path, f"{kept} directory."):
+        refuse_irregular(path)
+        try:
+            with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+                _write(file, data)
+                system_calls.SYSTEM.fsync(file)
+            system_calls.SYSTEM.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                system_calls.SYSTEM.unlink(temporary)
+            raise
+        _sync_names(path.parent)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Appends whole records and hands them to the operating system at once; `sync` brings them to the disk.
+
+    Raises: RunDirectoryError if they cannot be appended; the file then ends as it did, if the disk still allows that.
+    """
+    kept = "What was written before is kept; free some space or choose another directory, then run the same command"
+    with _told("append to", path, f"{kept} again to go on."):
+        size = refuse_irregular(path) or 0
+        with _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+            try:
+                _write(file, data)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    system_calls.SYSTEM.truncate(file, size)
+                raise
+
+
+def cut(path: Path, size: int) -> None:
+    """Leaves the first `size` bytes of a file, on the disk too."""
+    advice = "Expected a writable place; run the same command again to go on."
+    with _told("cut", path, advice), _opened(path, os.O_RDWR) as file:
+        system_calls.SYSTEM.truncate(file, size)
+        system_calls.SYSTEM.fsync(file)
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Returns once these files, as far as they are there, and their names are on the disk.
+
+    Raises: RunDirectoryError if the disk does not take them.
+    """
+    there = [path for path in paths if path.exists()]
+    advice = "Run the same command again to go on from the last checkpoint."
+    for path in there:
+        with _told("write", path, advice), _opened(path, os.O_RDWR) as file:
+            system_calls.SYSTEM.fsync(file)
+    for folder in dict.fromkeys(path.parent for path in there):
+        with _told("write", folder, advice):
+            _sync_names(folder)
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Removes files, as far as they are there; they stay away after a loss of power too.
+
+    Raises: RunDirectoryError if one cannot be removed.
+    """
+    for path in [path for path in paths if path.exists()]:
+        with _told("remove", path, "Expected a writable place; run the same command again to go on."):
+            system_calls.SYSTEM.unlink(path)
+            _sync_names(path.parent)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes the unfinished files of a killed process; only for the process that holds the directory."""
+    for path in directory.glob(f".*{_PART}"):
+        with _told("remove", path, "Expected a writable place; choose another directory."):
+            system_calls.SYSTEM.unlink(path)
+
+
+def make_directory(path: Path, parents: bool = True) -> bool:
+    """Makes a directory unless it is there; without `parents` only inside one that is there. Whether it was made here.
+
+    Raises: RunDirectoryError if it cannot be made.
+    """
+    if path.is_dir():
+        return False
+    if parents and not path.parent.exists():
+        make_directory(path.parent)
+    with _told("make", path, "Expected a writable place; choose another directory."):
+        try:
+            system_calls.SYSTEM.mkdir(path)
+        except FileExistsError:
+            if not path.is_dir():  # else another process was faster
+                raise
+            return False
+        _sync_names(path.parent)
+    return True
+
+
+@contextlib.contextmanager
+def _told(act: str, path: Path, advice: str) -> Iterator[None]:
+    """An error of the operating system as one of qkeel's, with what was tried, why it failed and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, RunDirectoryError):
+            raise
+        gone = isinstance(error, FileNotFoundError)
+        reason = f"the directory {path.parent} is not there (any more)" if gone else error.strerror or str(error)
+        raise RunDirectoryError(f"cannot {act} {path}: {reason}. {advice}") from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = system_calls.SYSTEM.open(path, flags)
+    try:
+        yield file
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong first is told
+            system_calls.SYSTEM.close(file)
+        raise
+    system_calls.SYSTEM.close(file)
+
+
+def _write(file: int, data: bytes | bytearray) -> None:
+    """All of the bytes; a disk that is nearly full, or a network's, may take some of them at a time."""
+    left = memoryview(data)
+    while left:
+        left = left[system_calls.SYSTEM.write(file, left) :]
+
+
+def _sync_names(folder: Path) -> None:
+    """Returns once the names in a directory are on the disk."""
+    if sys.platform == "win32":  # it opens no directory; renames there are journalled
+        return
+    with _opened(folder, os.O_RDONLY) as file:
+        try:
+            system_calls.SYSTEM.fsync(file)
+        except OSError as error:
+            if error.errno not in _UNSYNCED_FOLDERS:
+                raise
