@@ -15,7 +15,8 @@ from qkeel.records import system_calls
 from qkeel.records.regular_files import refuse_irregular
 
 _PART = ".part"
-_UNSYNCED_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some network disks sync no directory
+_unsynced: set[Path] = set()  # files that this process appended to since they were synced, folders with new names
+_WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network disks sync no directory
 
 
 def replace_file(path: Path, data: bytes | bytearray) -> None:
@@ -49,13 +50,14 @@ def append(path: Path, data: bytes) -> None:
     """
     kept = "What was written before is kept; free some space or choose another directory, then run the same command"
     with _told("append to", path, f"{kept} again to go on."):
-        size = refuse_irregular(path) or 0
+        size = refuse_irregular(path)
+        _unsynced.update([path] if size is not None else [path, path.parent])
         with _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
             try:
                 _write(file, data)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    system_calls.SYSTEM.truncate(file, size)
+                    system_calls.SYSTEM.truncate(file, size or 0)
                 raise
 
 
@@ -68,16 +70,18 @@ def cut(path: Path, size: int) -> None:
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Returns once these files, as far as they are there, and their names are on the disk.
+    """Returns once what this process appended to these files, and their names, are on the disk.
 
     Raises: RunDirectoryError if the disk does not take them.
     """
-    there = [path for path in paths if path.exists()]
+    paths = list(paths)
     advice = "Run the same command again to go on from the last checkpoint."
-    for path in there:
-        with _told("write", path, advice), _opened(path, os.O_RDWR) as file:
-            system_calls.SYSTEM.fsync(file)
-    for folder in dict.fromkeys(path.parent for path in there):
+    for path in paths:
+        if path in _unsynced:
+            with _told("write", path, advice), _opened(path, os.O_RDWR) as file:
+                system_calls.SYSTEM.fsync(file)
+            _unsynced.discard(path)
+    for folder in {path.parent for path in paths} & _unsynced:
         with _told("write", folder, advice):
             _sync_names(folder)
 
@@ -160,5 +164,6 @@ def _sync_names(folder: Path) -> None:
         try:
             system_calls.SYSTEM.fsync(file)
         except OSError as error:
-            if error.errno not in _UNSYNCED_FOLDERS:
+            if error.errno not in _WITHOUT_SYNC:
                 raise
+    _unsynced.discard(folder)

@@ -25,8 +25,8 @@ from qkeel.records.heads_file import Heads, cut_heads, read_heads
 from qkeel.records.regular_files import read_regular, refuse_irregular
 
 # The files that are appended to. DONE, and each checkpoint, holds how many bytes of each there were.
-RECORDS = ("metrics.jsonl", "events.jsonl", "heads.f32", "heads.crc32")
-RECORDS += ("eval.jsonl", "eval_heads.f32", "eval_heads.crc32")
+RECORDS = ("metrics.jsonl", "events.jsonl", "heads.crc32", "heads.f32")
+RECORDS += ("eval.jsonl", "eval_heads.crc32", "eval_heads.f32")
 Sizes = Mapping[str, int]
 
 
