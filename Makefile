@@ -38,8 +38,9 @@ fuzz: $(VENV)/.dev  ## CASES (10000) inputs of each class from SEED (0), then as
 	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz --cases $(CASES) --seed $(SEED)
 	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.coverage_guided --cases $(CASES)
 
-crash: $(VENV)/.dev  ## KILLS (100) times kill -9, of studies, watched runs, reports and compilers
+crash: $(VENV)/.dev  ## KILLS (100) times kill -9 of studies, watched runs, reports and compilers; power losses, failing disks, damage
 	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.crash --kills $(KILLS) --seed $(SEED)
+	$(ONE_THREAD) nice -n 10 $(BIN)/python -m tests.fuzz.disk_faults --seed $(SEED)
 
 SEEDS ?= 0 1
 

@@ -9,6 +9,7 @@ the run did not end, or names the file. Exit code 1 if anything else happens.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.disk_model import Failing, Journal, Unsynced, after_power_loss, in_place
+from tests.fuzz.disk_model import Failing, Journal, Killed, Unsynced, after_power_loss, in_place
 from tests.fuzz.places import scratch
 from tests.fuzz.study_plans import CONFIG
 from tests.report.synthetic_watch import Seen, make_watch
@@ -46,6 +47,19 @@ class Silent(AssertionError):
 
 class Study:
     """A study of two runs."""
+
+    def journal(self, out: Path, journal: Journal) -> None:
+        """Begins it, is killed at its second checkpoint, finds a damaged record of the first step, and goes on."""
+        first = Journal(out.parent)
+        with in_place(first):
+            self.make(out.parent / "first")
+        checkpoints = [i for i, call in enumerate(first.calls) if call[0] == "rename" and call[2].parent.name == "last"]
+        journal.last = checkpoints[1] + 3
+        with contextlib.suppress(Killed):
+            self.make(out)
+        journal.last = None
+        journal.flip(next(out.glob("runs/*/metrics.jsonl")), 20)
+        self.make(out)
 
     def make(self, out: Path) -> None:
         """Begins it, or goes on; the error of a run is raised."""
@@ -74,6 +88,10 @@ class Study:
 
 class Watched:
     """A watched run, whose records are read."""
+
+    def journal(self, out: Path, journal: Journal) -> None:
+        """Records all of it."""
+        self.make(out)
 
     def make(self, out: Path) -> None:
         """Records into the directory as a monitor would."""
@@ -112,7 +130,7 @@ def undisturbed(name: str) -> tuple[Journal, Any, Files]:
     journal = Journal(place.parent)
     try:
         with in_place(journal):
-            SUBJECTS[name].make(place)
+            SUBJECTS[name].journal(place, journal)
         files = {str(p.relative_to(place.parent)): None if p.is_dir() else p.read_bytes() for p in place.rglob("*")}
         return journal, SUBJECTS[name].result(place), files
     finally:

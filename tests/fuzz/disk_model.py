@@ -34,6 +34,10 @@ class Unsynced(System):
         """Leaves it to the operating system."""
 
 
+class Killed(BaseException):
+    """As sudden as SIGKILL: nothing catches it."""
+
+
 class Journal(Unsynced):
     """Does every call, and writes down what it changes: names and contents, each until it is synced."""
 
@@ -43,6 +47,15 @@ class Journal(Unsynced):
         self._files: dict[Path, int] = {}
         self._sizes: dict[int, int] = {}
         self._opened: dict[int, Path | int] = {}
+        self.last: int | None = None  # so many changes, then every write kills
+
+    def flip(self, path: Path, at: int) -> None:
+        """Damages a byte of a file, on the disk too."""
+        raw = bytearray(path.read_bytes())
+        raw[at] ^= 1
+        path.write_bytes(raw)
+        number = self._files[path]
+        self.calls += [("write", number, at, bytes(raw[at : at + 1])), ("sync", number)]
 
     def open(self, path: Path, flags: int) -> int:
         new = not path.exists()
@@ -58,6 +71,8 @@ class Journal(Unsynced):
         return file
 
     def write(self, file: int, data: bytes | memoryview) -> int:
+        if self.last is not None and len(self.calls) >= self.last:
+            raise Killed
         taken, number = super().write(file, data), self._opened[file]
         assert isinstance(number, int)
         self.calls.append(("write", number, self._sizes[number], bytes(data[:taken])))

@@ -13,6 +13,7 @@ from qkeel.metrics import Row, collapsed
 from qkeel.records import Heads, RunDirectory, RunStatus, read_json
 from qkeel.records.file_fields import check_parts
 from qkeel.records.regular_files import refuse_path
+from qkeel.records.rundir import note_checksums
 
 BASELINE = "none"
 
@@ -134,6 +135,7 @@ def _study(path: Path) -> StudyData:
 
 
 def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
+    note_checksums(directory)
     status, path = directory.status, directory.path
     config = {} if status is RunStatus.MISSING else directory.config()
     if not planned:

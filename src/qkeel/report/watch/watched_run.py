@@ -11,6 +11,7 @@ import numpy as np
 
 from qkeel.metrics import Row, growth_exponent
 from qkeel.records import Heads, RunDirectory, RunStatus, fold_heads
+from qkeel.records.rundir import note_checksums
 
 KIND = "watch"
 LEAST_SAMPLES = 6
@@ -107,6 +108,7 @@ def read_watched(paths: Sequence[Path]) -> list[Watched]:
 
 def _read(path: Path) -> Watched:
     directory = RunDirectory(path)
+    note_checksums(directory)
     events = directory.events()
     records, heads = _aligned(directory.metrics(), _heads(directory, "heads"))
     eval_records, eval_heads = _aligned(directory.eval_metrics(), _heads(directory, "eval_heads"))
