@@ -26,7 +26,7 @@ def seal(value: Mapping[str, object], indent: int | None = None) -> bytes:
 
 
 def is_sealed(text: bytes) -> bool:
-    """Whether the text ends with a checksum, right or wrong.
+    """Returns whether the text ends with a checksum, right or wrong.
 
     >>> is_sealed(seal({"step": 3})), is_sealed(b'{"step": 3}')
     (True, False)
@@ -35,7 +35,7 @@ def is_sealed(text: bytes) -> bool:
 
 
 def check_seal(text: bytes, needed: bool = False) -> bool:
-    """Whether the text ends with its checksum; one without is taken as it is unless a checksum is `needed`.
+    """Returns whether the text ends with its checksum; one without is taken as it is unless a checksum is `needed`.
 
     >>> check_seal(seal({"step": 3})), check_seal(b'{"step": 3}')
     (True, False)

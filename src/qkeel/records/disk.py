@@ -20,7 +20,7 @@ _WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network disks sync no dire
 
 
 def replace_file(path: Path, data: bytes | bytearray) -> None:
-    """Writes a file so that a reader, and whoever comes after a loss of power, sees the old one or the new one.
+    """Writes a file so that its readers, after a loss of power too, see the old one or the new one.
 
     Written under another name, synced, renamed, and the directory synced. The directory must be there: one that was
     moved away while a run went on is not made a second time.
@@ -29,7 +29,7 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     kept = "Expected a writable place with free space; what was there is not lost. Free some space or choose another"
-    with _told("write", path, f"{kept} directory."):
+    with _reported("write", path, f"{kept} directory."):
         refuse_irregular(path)
         try:
             with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
@@ -49,7 +49,7 @@ def append(path: Path, data: bytes) -> None:
     Raises: RunDirectoryError if they cannot be appended; the file then ends as it did, if the disk still allows that.
     """
     kept = "What was written before is kept; free some space or choose another directory, then run the same command"
-    with _told("append to", path, f"{kept} again to go on."):
+    with _reported("append to", path, f"{kept} again to go on."):
         size = refuse_irregular(path)
         _unsynced.update([path] if size is not None else [path, path.parent])
         with _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
@@ -64,7 +64,7 @@ def append(path: Path, data: bytes) -> None:
 def cut(path: Path, size: int) -> None:
     """Leaves the first `size` bytes of a file, on the disk too."""
     advice = "Expected a writable place; run the same command again to go on."
-    with _told("cut", path, advice), _opened(path, os.O_RDWR) as file:
+    with _reported("cut", path, advice), _opened(path, os.O_RDWR) as file:
         system_calls.SYSTEM.truncate(file, size)
         system_calls.SYSTEM.fsync(file)
 
@@ -78,11 +78,11 @@ def sync(paths: Iterable[Path]) -> None:
     advice = "Run the same command again to go on from the last checkpoint."
     for path in paths:
         if path in _unsynced:
-            with _told("write", path, advice), _opened(path, os.O_RDWR) as file:
+            with _reported("write", path, advice), _opened(path, os.O_RDWR) as file:
                 system_calls.SYSTEM.fsync(file)
             _unsynced.discard(path)
     for folder in {path.parent for path in paths} & _unsynced:
-        with _told("write", folder, advice):
+        with _reported("write", folder, advice):
             _sync_names(folder)
 
 
@@ -92,7 +92,7 @@ def remove(paths: Iterable[Path]) -> None:
     Raises: RunDirectoryError if one cannot be removed.
     """
     for path in [path for path in paths if path.exists()]:
-        with _told("remove", path, "Expected a writable place; run the same command again to go on."):
+        with _reported("remove", path, "Expected a writable place; run the same command again to go on."):
             system_calls.SYSTEM.unlink(path)
             _sync_names(path.parent)
 
@@ -100,7 +100,7 @@ def remove(paths: Iterable[Path]) -> None:
 def remove_leftovers(directory: Path) -> None:
     """Removes the unfinished files of a killed process; only for the process that holds the directory."""
     for path in directory.glob(f".*{_PART}"):
-        with _told("remove", path, "Expected a writable place; choose another directory."):
+        with _reported("remove", path, "Expected a writable place; choose another directory."):
             system_calls.SYSTEM.unlink(path)
 
 
@@ -113,7 +113,7 @@ def make_directory(path: Path, parents: bool = True) -> bool:
         return False
     if parents and not path.parent.exists():
         make_directory(path.parent)
-    with _told("make", path, "Expected a writable place; choose another directory."):
+    with _reported("make", path, "Expected a writable place; choose another directory."):
         try:
             system_calls.SYSTEM.mkdir(path)
         except FileExistsError:
@@ -125,7 +125,7 @@ def make_directory(path: Path, parents: bool = True) -> bool:
 
 
 @contextlib.contextmanager
-def _told(act: str, path: Path, advice: str) -> Iterator[None]:
+def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
     """An error of the operating system as one of qkeel's, with what was tried, why it failed and what to do."""
     try:
         yield
@@ -143,7 +143,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
     try:
         yield file
     except BaseException:
-        with contextlib.suppress(OSError):  # what went wrong first is told
+        with contextlib.suppress(OSError):  # the first error is the one to report
             system_calls.SYSTEM.close(file)
         raise
     system_calls.SYSTEM.close(file)

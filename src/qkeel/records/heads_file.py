@@ -1,5 +1,5 @@
-"""The file heads.f32 (and eval_heads.f32): an append-only float32 file, one fixed-size record per logged step; beside
-it heads.crc32, the CRC-32 of each record as a little-endian uint32."""
+"""The file heads.f32 (and eval_heads.f32): an append-only float32 file, one fixed-size record per logged step; in
+heads.crc32 the CRC-32 of each record as a little-endian uint32."""
 
 from __future__ import annotations
 

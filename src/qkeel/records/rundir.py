@@ -61,7 +61,7 @@ class RunDirectory:
 
     @property
     def sealed(self) -> bool:
-        """Whether its files have checksums: since config.json does, all of them must. Earlier versions wrote none."""
+        """Returns whether its files have checksums: where config.json has one, all must. Earlier runs have none."""
         return is_sealed(read_regular(self.path / "config.json")) if self.status is not RunStatus.MISSING else False
 
     def config(self) -> JSONObject:
@@ -116,7 +116,7 @@ class RunDirectory:
         return {name: size for name, size in there.items() if size is not None}
 
     def damage(self) -> str:
-        """What of a finished run's files is not as it was written; empty where all are."""
+        """Returns the sentence about a file of a finished run that is not as it was written; empty where all are."""
         try:
             self.summary()
             self.metrics()
@@ -264,7 +264,7 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
     """An exclusive advisory lock on `path`; after `wait` seconds a RunDirectoryError that names its holder."""
     refuse_irregular(path)
     disk.make_directory(path.parent)
-    with _told(path.parent):
+    with _reported(path.parent):
         file = system_calls.SYSTEM.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         deadline = time.monotonic() + wait
@@ -274,7 +274,7 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
             raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
-        with _told(path.parent):
+        with _reported(path.parent):
             system_calls.SYSTEM.truncate(file, 0)
             system_calls.SYSTEM.write(file, str(os.getpid()).encode())
         yield
@@ -284,7 +284,7 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _reported(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

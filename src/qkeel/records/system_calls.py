@@ -22,7 +22,7 @@ class System:
         return open(path, "rb")
 
     def write(self, file: int, data: bytes | memoryview) -> int:
-        """How many of the bytes were taken."""
+        """Returns the number of bytes that were taken."""
         return os.write(file, data)
 
     def truncate(self, file: int, size: int) -> None:

@@ -126,7 +126,7 @@ def _check_digest(data: bytes, digest: str | None, needed: bool) -> None:
 
 
 def _digits(data: bytes | bytearray, digest: str) -> int:
-    """Where the digits of the digest begin, as safetensors writes them.
+    """The byte at which the digits of the digest begin, as safetensors writes them.
 
     Raises: ValueError if they are not there.
     """
