@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from qkeel.errors import RunDirectoryError
-from qkeel.records import append_line, read_json, read_lines, write_bytes, write_json, write_text
+from qkeel.errors import DamagedFileError, RunDirectoryError
+from qkeel.records import append_line, disk, read_json, read_lines, system_calls, write_bytes, write_json, write_text
+from qkeel.records.checksums import check_seal, seal
 from qkeel.records.disk import make_directory
 
 
@@ -99,3 +100,81 @@ def test_a_missing_or_damaged_json_file_is_one_clear_error(tmp_path: Path) -> No
     (tmp_path / "y.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RunDirectoryError, match="can't decode byte 0xff"):
         read_json(tmp_path / "y.json")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_every_flipped_bit_of_a_text_is_noticed_or_takes_the_checksum_away(indent: int | None) -> None:
+    text = seal({"step": 3, "crc32": "an older one", "loss": 0.25}, indent)
+    assert check_seal(text, needed=True)
+    assert json.loads(text) == {"step": 3, "loss": 0.25, "crc32": json.loads(text)["crc32"]}
+    for bit in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="checksum"):
+            check_seal(bytes(flipped), needed=True)
+
+
+def test_a_line_without_a_checksum_is_read_only_before_those_that_have_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 0}\n')
+    append_line(path, {"step": 1})
+    assert [line["step"] for line in read_lines(path)] == [0, 1]
+    with pytest.raises(DamagedFileError, match=r"line 1 .* has no checksum"):
+        list(read_lines(path, sealed=True))
+    with open(path, "a") as file:
+        file.write('{"step": 2}\n')
+    append_line(path, {"step": 3})
+    with pytest.raises(DamagedFileError, match=r"line 3 .* has no checksum"):
+        list(read_lines(path))
+
+
+def test_a_last_line_that_was_surely_written_is_damaged_not_torn(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    append_line(path, {"step": 0})
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    assert list(read_lines(path)) == []
+    with pytest.raises(DamagedFileError, match="line 1"):
+        list(read_lines(path, sure=size))
+
+
+class Nearly(system_calls.System):
+    """A disk that takes so many bytes more, in pieces of seven; it counts its waits."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.synced = room, 0
+
+    def write(self, file: int, data: bytes | memoryview) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        taken = super().write(file, data[: min(7, self.room)])
+        self.room -= taken
+        return taken
+
+    def fsync(self, file: int) -> None:
+        self.synced += 1
+
+
+def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append_line(tmp_path / "m.jsonl", {"step": 0})
+    before = (tmp_path / "m.jsonl").read_bytes()
+    monkeypatch.setattr(system_calls, "SYSTEM", Nearly(len(before) + 20))
+    append_line(tmp_path / "m.jsonl", {"step": 1})
+    with pytest.raises(RunDirectoryError, match=r"cannot append to .*m\.jsonl: No space left"):
+        append_line(tmp_path / "m.jsonl", {"step": 2})
+    assert [line["step"] for line in read_lines(tmp_path / "m.jsonl")] == [0, 1]
+    assert (tmp_path / "m.jsonl").read_bytes().startswith(before)
+    assert (tmp_path / "m.jsonl").stat().st_size == 2 * len(before)
+
+
+def test_only_what_was_appended_since_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = Nearly(10_000)
+    monkeypatch.setattr(system_calls, "SYSTEM", system)
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    waits = []
+    for written in ([0, 1], [0], [], [1]):
+        for i in written:
+            append_line(paths[i], {"step": 0})
+        disk.sync(paths)
+        waits.append(system.synced)
+    assert waits == [3, 4, 4, 5]  # both files and the directory that names them; one; none; one

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkeel.errors import RunDirectoryError, ShapeError
+from qkeel.errors import DamagedFileError, RunDirectoryError, ShapeError
 from qkeel.records import HeadRecorder, read_heads
 from qkeel.records.heads_file import cut_heads
 
@@ -59,6 +59,25 @@ def test_before_the_first_record_there_are_none(tmp_path: Path) -> None:
     assert read_heads(tmp_path).steps.tolist() == []
     cut_heads(tmp_path, 5)
     cut_heads(tmp_path / "nowhere", 5)
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    recorded(tmp_path, [0, 10, 20])
+    path, sums = tmp_path / "heads.f32", tmp_path / "heads.crc32"
+    size = path.stat().st_size
+    for file, at in ((path, 52 + 9), (sums, 4)):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(DamagedFileError, match=r"heads\.f32, record 2 does not fit its checksum in heads\.crc32"):
+            read_heads(tmp_path)
+        file.write_bytes(whole)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert read_heads(tmp_path).steps.tolist() == [0, 10]  # the last may be torn
+    with pytest.raises(DamagedFileError, match="record 3"):
+        read_heads(tmp_path, sure=size)
+    sums.unlink()
+    with pytest.raises(DamagedFileError, match="0 checksums of 3 records"):
+        read_heads(tmp_path)
 
 
 def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import final
 
-from qkeel.errors import RunDirectoryError
+from qkeel.errors import DamagedFileError, RunDirectoryError
 from qkeel.lab.config_fields import Json
 from qkeel.lab.execution.execute import write_tables
 from qkeel.lab.execution.progress import last_step
@@ -136,6 +136,8 @@ def _of_long_texts(run: RunDirectory) -> dict[str, str]:
 def _copy(run: RunDirectory, to: Path) -> None:
     """Copies the files of a run; of one that is not done under its lock, so that nobody writes meanwhile."""
     held = locked(run.path / "lock", f"{run.path} is in use by another process")
+    if run.status is RunStatus.DONE and (damage := run.damage()):
+        raise DamagedFileError(f"{damage} Run its study again, then merge.")
     with nullcontext() if run.status is RunStatus.DONE else held:
         for file in sorted(run.path.rglob("*")):
             if file.name == "lock" or file.name.endswith(".part") or (file.is_dir() and not file.is_symlink()):
