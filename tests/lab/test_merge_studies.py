@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from qkeel.cli.app import main
 from qkeel.errors import QkeelError, RunDirectoryError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, merge_studies, run_plan
-from qkeel.records import RunDirectory
+from qkeel.records import RunDirectory, read_json, write_json
 
 Make = Callable[..., RunConfig]
 
@@ -46,7 +45,7 @@ def test_parts_made_apart_give_the_table_of_one_study(parts: tuple[Path, Path, P
     assert (len(merged.table), merged.done) == (6, 6)
     assert without_times(tmp_path / "out") == without_times(whole)
     assert before == (files(a), files(b))
-    about, known = (json.loads((p / "study.json").read_text()) for p in (tmp_path / "out", whole))
+    about, known = (read_json(p / "study.json") for p in (tmp_path / "out", whole))
     assert {**about, "command": ""} == {**known, "command": ""}
     assert about["command"].splitlines() == ["qkeel study lr --seeds (1, 2)", "qkeel study lr --seeds (0, 1)"]
 
@@ -71,8 +70,8 @@ def test_a_run_with_other_results_is_told(parts: tuple[Path, Path, Path], tmp_pa
     shutil.copytree(b, tmp_path / "b")
     for run in (tmp_path / "b" / "runs").iterdir():
         if (a / "runs" / run.name).exists():
-            summary = json.loads((run / "summary.json").read_text())
-            (run / "summary.json").write_text(json.dumps({**summary, "val_loss": summary["val_loss"] + 1e-7}))
+            summary = read_json(run / "summary.json")
+            write_json(run / "summary.json", {**summary, "val_loss": summary["val_loss"] + 1e-7})
     with pytest.raises(RunDirectoryError, match="different results, first of all val_loss of the summary"):
         merge_studies([tmp_path / "b", a], tmp_path / "out")
     assert not (tmp_path / "out").exists()

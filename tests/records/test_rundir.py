@@ -71,6 +71,35 @@ def test_reading_a_run_that_wrote_nothing_says_what_is_missing(tmp_path: Path) -
             read()
 
 
+def test_a_checksum_that_lost_its_name_is_damage(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.open({"lr": 0.1})
+    write_json(tmp_path / "env.json", {"torch": "2"})
+    for name, read in (("config.json", run.config), ("env.json", run.env)):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole.replace(b'"crc32"', b'"Crc32"'))
+        with pytest.raises(RunDirectoryError, match=rf"{name} .*has no checksum"):
+            read()
+        (tmp_path / name).write_bytes(whole)
+
+
+def test_a_finished_run_knows_how_much_it_wrote(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.open({"lr": 0.1})
+    write_json(tmp_path / "env.json", {"torch": "2"})
+    for step in (0, 10):
+        append_line(tmp_path / "metrics.jsonl", {"step": step})
+    run.finish({"steps": 10})
+    assert run.damage() == ""
+    lines = (tmp_path / "metrics.jsonl").read_bytes()
+    for change in (lines[: len(lines) // 2], lines + lines[len(lines) // 2 :], b""):
+        (tmp_path / "metrics.jsonl").write_bytes(change)
+        assert "metrics.jsonl has" in run.damage()
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
+    (tmp_path / "DONE").write_text("")
+    assert "DONE is not whole JSON" in run.damage()
+
+
 def test_two_processes_cannot_hold_one_directory_and_a_dead_one_does_not(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from qkeel.records import RunDirectory\n"

@@ -61,13 +61,14 @@ class RunDirectory:
 
     @property
     def sealed(self) -> bool:
-        """Returns whether its files have checksums: where config.json has one, all must. Earlier runs have none."""
-        return is_sealed(read_regular(self.path / "config.json")) if self.status is not RunStatus.MISSING else False
+        """Returns whether its files have checksums: where one of these two has, all must. Earlier runs have none."""
+        files = (self.path / "config.json", self.path / "env.json")
+        return any(is_sealed(read_regular(file)) for file in files if refuse_irregular(file) is not None)
 
     def config(self) -> JSONObject:
         """The run's configuration."""
         path = self.path / "config.json"
-        config = read_json(path)
+        config = read_json(path, self.sealed)
         watched = isinstance(config, dict) and config.get("kind") == "watch"
         return check_parts(config, "config.json of a watched model" if watched else "config.json", str(path))
 
@@ -186,10 +187,12 @@ class RunDirectory:
         disk.sync(self.path / name for name in RECORDS)
 
     def start_again(self) -> None:
-        """Removes all but the configuration, and what was measured of the weights afterwards."""
+        """Removes all but the configuration, which has a checksum then, and what was measured of the weights."""
         heads = (f"{kind}.json" for kind in ("heads", "eval_heads"))
         disk.remove([self.path / "DONE", self.checkpoint])  # first, or what is left could be taken for whole
         disk.remove(self.path / name for name in (*RECORDS, *heads, "summary.json", "env.json"))
+        if not self.sealed:
+            write_json(self.path / "config.json", self.config())
 
     def cut_to(self, sizes: Sizes) -> None:
         """Cuts each file that is appended to, so that a resumed run repeats what came after a checkpoint bit for bit.

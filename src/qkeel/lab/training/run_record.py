@@ -46,13 +46,24 @@ class Watcher:
 
 def claim(place: RunDirectory, config: RunConfig) -> None:
     """Makes the directory this run's, or checks that it is."""
-    if place.status is RunStatus.MISSING or RunConfig.from_dict(place.config()).run_id != config.run_id:
+    if place.status is RunStatus.MISSING or _known(place).run_id != config.run_id:
         place.open(config.to_dict())
     note_checksums(place)
     remove([place.path / "FAILED"])
     if place.status is RunStatus.DONE and (damage := place.damage()):
         caution(f"{str(damage).rstrip('.')}. The run is made again, as far as it must be.")
         remove([place.path / "DONE"])
+
+
+def _known(place: RunDirectory) -> RunConfig:
+    """The configuration that the directory was made for."""
+    try:
+        return RunConfig.from_dict(place.config())
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedFileError(
+            f"{place.path / 'config.json'} holds no configuration ({error}). It was damaged, or another version wrote "
+            f"it; restore it, or delete {place.path} to run again."
+        ) from error
 
 
 def mark_failed(place: RunDirectory) -> None:
