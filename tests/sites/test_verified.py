@@ -112,6 +112,7 @@ CONFIRMED: dict[str, Callable[[], nn.Module]] = {
     "written in place": lambda: Parts(in_pieces),
     "a second product": lambda: Parts(two),
     "queries that are the keys": lambda: Parts(of_itself),
+    "a learned table of relative positions": lambda: Parts(with_table),
     "nn.MultiheadAttention": lambda: nn.TransformerEncoderLayer(M, H, batch_first=True),
     "half precision": lambda: nn.TransformerEncoderLayer(M, H, batch_first=True, dtype=torch.bfloat16),
 }
@@ -155,7 +156,6 @@ DOUBTFUL: dict[str, tuple[Scores, str]] = {
         "the weights of its heads are not confirmed: with the key rows that are known at zero its logits still change "
         "from key to key .*; give an example",
     ),
-    "a learned table of relative positions": (with_table, UNKNOWN + "parameter table of 3 dimensions"),
     "talking heads": (talking, UNKNOWN + r"its heads are mixed by a weight \(conv2d\) before the softmax"),
 }
 
