@@ -21,7 +21,7 @@ from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.kept_state import copied, undisturbed
 from qkeel.sites.missed import Sites
 from qkeel.sites.see.intercept import Interceptor, Sighting
-from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.see.running_modules import Frame, tensors
 from qkeel.sites.site import AttentionSite, LogitTerm, NormGain
 from qkeel.sites.weights.autograd_walk import names_of
 from qkeel.sites.weights.head_rows import UnknownRowsError, sum_terms
@@ -199,6 +199,30 @@ def is_product(call: object) -> bool:
     seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
     rounding = 16 * torch.finfo(call.logits.dtype).eps * products.abs().max()
     return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
+
+
+def heads_seen(model: nn.Module, args: Args, kwargs: Kwargs, sites: Sites) -> dict[str, int]:
+    """The number of heads of each site that a pass without a graph shows, of which nothing is kept. {} if it misses
+    something else than these sites did."""
+    found: dict[str, int] = {}
+    names: set[str] = set()
+    groups: dict[int, tuple[str, Frame]] = {}  # the frame is kept so that no other gets its number
+
+    def note(sighting: Sighting) -> None:
+        call, name = sighting.call, sighting.name
+        if name in names:
+            return
+        names.add(name)
+        if sighting.headless:
+            name, _ = groups.setdefault(id(sighting.frame), (name, sighting.frame))
+        found[name] = found.get(name, 0) + (call.logits if isinstance(call, ScoresCall) else call.q).shape[1]
+
+    layouts = {site.name: site.layout for site in sites if site.layout is not None}
+    watcher = Interceptor(model, note, dispatch=True, layouts=layouts)
+    with extra_pass(model), undisturbed(model):
+        forward(model, watcher, copied(args), copied(kwargs), graph=False)
+    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed}
+    return found if same else {}
 
 
 def modules_called(model: nn.Module, modules: Iterable[nn.Module], args: Args, kwargs: Kwargs) -> set[int]:

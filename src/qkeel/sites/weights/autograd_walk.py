@@ -162,8 +162,12 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         if _mixes(node):
             mixers.append(node)
         queue += [(n, normed, added) for n, _ in node.next_functions if n is not None]
-    mixing, unknown, tables = (tuple(dict.fromkeys(x)) for x in (mixers, opaque, beside))
-    return Walk(nearest=tuple(found.values()), mixers=mixing, opaque=unknown, beside=tables)
+    return Walk(
+        nearest=tuple(found.values()),
+        mixers=tuple(dict.fromkeys(mixers)),
+        opaque=tuple(dict.fromkeys(opaque)),
+        beside=tuple(dict.fromkeys(beside)),
+    )
 
 
 def _opaque(node: Node, stops: set[Node], names: dict[int, str]) -> list[str]:

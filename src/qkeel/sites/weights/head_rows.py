@@ -148,7 +148,8 @@ def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
     heads share some of it and not others."""
     p = variable_of(node)
     name, d = names[id(p)], x.shape[-1]
-    used = torch.stack([_probe(x[:, h], node).detach().ne(0).view(len(p), -1) for h in range(x.shape[1])])
+    grads = (_probe(x[:, h], node) for h in range(x.shape[1]))
+    used = torch.stack([(torch.zeros_like(p) if g is None else g.detach()).ne(0).view(len(p), -1) for g in grads])
     if bool((used == used[:1]).all()):
         # Columns for the features of a head, else all of it, as of a table with a row for each of them.
         columns = int(used[0].any(0).sum()) == d and p.ndim > 1
