@@ -82,7 +82,7 @@ def _of_short_example(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites | N
         try:
             sites = _confirmed(model, short.args, short.kwargs, expected=True)
             # What is behind a norm may grow with the position.
-            known = all(s.verified and not (short.cut and (s.query_gains or s.key_gains)) for s in sites)
+            known = all(s.verified and not (short.cut and s.normed) for s in sites)
             if known and heads_seen(model, args, kwargs, sites) == {s.name: s.n_heads for s in sites}:
                 return sites
         except Exception as error:

@@ -114,6 +114,9 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
     if isinstance(call, ScoresCall):
         lost = call.lost
         products = products if len(calls) > 1 else list(call.products)
+    elif first.added is not None:
+        lost = first.added.lost
+        products += first.added.products
     used = next((found for _, b in products if b is not None and (found := key_heads(b)) is not None), None)
     if used is not None:
         k = None if k is None else _first_of_each(k, used)
@@ -181,7 +184,7 @@ Gains = tuple[NormGain, ...]
 
 def _gains(calls: list[Sighting], q: Tensor | None, k: Tensor | None, names: dict[int, str]) -> tuple[Gains, Gains]:
     """The norms of q and k, where the logits are nothing but the spec's scale times their product."""
-    if q is None or k is None or not all(is_product(s.call) for s in calls):
+    if q is None or k is None or not all(s.added is None and is_product(s.call) for s in calls):
         return (), ()
     query = seen_gains(q, names)
     return query, seen_gains(k, names) if query else ()
