@@ -1,4 +1,4 @@
-"""What a forward pass may change of a model and of its arguments: kept before it, put back after it."""
+"""The state of a model that a forward pass may change: kept before it, put back after it; and its arguments."""
 
 from __future__ import annotations
 

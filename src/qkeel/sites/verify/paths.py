@@ -63,12 +63,12 @@ class Path:
 
     def _activations(self, operation: Operation) -> frozenset[int]:
         """The memory of what an operator multiplies a first weight by: not of what it puts next to it."""
-        beside = self._made.isdisjoint(operation.reads) or function_name(operation.function) == "cat"
-        return frozenset() if beside else operation.reads - self._known
+        apart = self._made.isdisjoint(operation.reads) or function_name(operation.function) == "cat"
+        return frozenset() if apart else operation.reads - self._known
 
     def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:
-        """What the model's input made of the inputs of the innermost module around the site that its projections depend
-        on, and how many operators had run when it began; where nothing is, what the projections multiply, and 0."""
+        """The inputs of the innermost module around the site that its projections depend on and that the model's
+        input made, and how many operators had run when it began; where there is none, what they multiply, and 0."""
         one = calls[0]
         for frame in one.sighting.frame.line():
             since = one.begun.get(id(frame))

@@ -95,14 +95,14 @@ class Walk:
     """The result of a walk from q or k: the nearest projections, and norm nodes between.
 
     `opaque` are the names of parameters that something was multiplied by on the way and of whose rows it is
-    not known which make which head: they are no matrices, or a part of one was used. `beside` are the nodes of
+    not known which make which head: they are no matrices, or a part of one was used. `tables` are the nodes of
     parameters that were put next to what the projections made, as learned keys before those of the tokens.
     """
 
     nearest: tuple[Projection, ...]
     mixers: tuple[Node, ...] = ()
     opaque: tuple[str, ...] = ()
-    beside: tuple[Node, ...] = ()
+    tables: tuple[Node, ...] = ()
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -140,7 +140,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
     found: dict[Node, Projection] = {}
     mixers: list[Node] = []
     opaque: list[str] = []
-    beside: list[Node] = []
+    tables: list[Node] = []
     seen: set[tuple[Node, bool]] = set()
     queue: list[tuple[Node, bool, tuple[BiasPart, ...]]] = [(start, False, ())]
     while queue and len(seen) < _LIMIT:
@@ -154,7 +154,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
                 found[node] = dataclasses.replace(projection, biases=projection.biases or added)
             continue
         opaque += _opaque(node, stops, names)
-        beside += _beside(node, stops, names)
+        tables += _concatenated(node, stops, names)
         norm = node.name() in NORMS
         normed = normed or norm
         # What is added after a norm is the norm's bias, not the projection's.
@@ -166,7 +166,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         nearest=tuple(found.values()),
         mixers=tuple(dict.fromkeys(mixers)),
         opaque=tuple(dict.fromkeys(opaque)),
-        beside=tuple(dict.fromkeys(beside)),
+        tables=tuple(dict.fromkeys(tables)),
     )
 
 
@@ -181,7 +181,7 @@ def _opaque(node: Node, stops: set[Node], names: dict[int, str]) -> list[str]:
     return []
 
 
-def _beside(node: Node, stops: set[Node], names: dict[int, str]) -> list[Node]:
+def _concatenated(node: Node, stops: set[Node], names: dict[int, str]) -> list[Node]:
     """The nodes of tables that a concatenation puts next to something else."""
     found: list[Node] = []
     for part, _ in node.next_functions if node.name() == "CatBackward0" else ():

@@ -123,8 +123,8 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
     if not found.nearest:
         found = Walk(nearest=_tables(x, names, what))
     else:
-        beside = [_entries(x, node, names) for node in found.beside]
-        found = dataclasses.replace(found, nearest=(*found.nearest, *filter(None, beside)))
+        tables = [_entries(x, node, names) for node in found.tables]
+        found = dataclasses.replace(found, nearest=(*found.nearest, *filter(None, tables)))
     return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
 
 
