@@ -49,7 +49,9 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = _own_sites(model)
     if args or kwargs:
-        seen = _of_short_example(model, args, kwargs) or _confirmed(model, args, kwargs, expected=not own)
+        seen = _of_short_example(model, args, kwargs, expected=not own)
+        if seen is None:
+            seen = _confirmed(model, args, kwargs, expected=not own)
         return Sites([*own, *seen], seen.missed)
     if not own:
         takes = inspect.signature(model.forward)
@@ -73,14 +75,14 @@ def _confirmed(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) 
     return Sites(verified(model, seen, args, kwargs), seen.missed)
 
 
-def _of_short_example(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites | None:
+def _of_short_example(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Sites | None:
     """The sites that a shorter example shows, if all are confirmed and a pass on the whole one makes the same calls: of
     that one nothing is kept. None of several processes, which have to make the same passes."""
     if dist.world() > 1:
         return None
     for short in shorter(args, kwargs):
         try:
-            sites = _confirmed(model, short.args, short.kwargs, expected=True)
+            sites = _confirmed(model, short.args, short.kwargs, expected=expected)
             # What is behind a norm may grow with the position.
             known = all(s.verified and not (short.cut and s.normed) for s in sites)
             if known and heads_seen(model, args, kwargs, sites) == {s.name: s.n_heads for s in sites}:

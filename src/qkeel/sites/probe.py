@@ -204,9 +204,9 @@ def is_product(call: object) -> bool:
     return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
 
 
-def heads_seen(model: nn.Module, args: Args, kwargs: Kwargs, sites: Sites) -> dict[str, int]:
-    """The number of heads of each site that a pass without a graph shows, of which nothing is kept. {} if it misses
-    something else than these sites did."""
+def heads_seen(model: nn.Module, args: Args, kwargs: Kwargs, sites: Sites) -> dict[str, int] | None:
+    """The number of heads of each site that a pass without a graph shows, of which nothing is kept. None if it
+    misses something else than these sites did."""
     found: dict[str, int] = {}
     names: set[str] = set()
     groups: dict[int, tuple[str, Frame]] = {}  # the frame is kept so that no other gets its number
@@ -225,7 +225,7 @@ def heads_seen(model: nn.Module, args: Args, kwargs: Kwargs, sites: Sites) -> di
     with extra_pass(model), undisturbed(model):
         forward(model, watcher, copied(args), copied(kwargs), graph=False)
     same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed}
-    return found if same else {}
+    return found if same else None
 
 
 def modules_called(model: nn.Module, modules: Iterable[nn.Module], args: Args, kwargs: Kwargs) -> set[int]:
