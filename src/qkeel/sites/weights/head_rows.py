@@ -8,6 +8,7 @@ the path let gradients through as if their size were a constant: a norm over all
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -147,24 +148,21 @@ def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
     """The parameter whose entries x holds: rows or columns for each head, or features that all heads share. None if
     heads share some of it and not others."""
     p = variable_of(node)
-    name, d = names[id(p)], x.shape[-1]
-    grads = (_probe(x[:, h], node) for h in range(x.shape[1]))
-    used = torch.stack([(torch.zeros_like(p) if g is None else g.detach()).ne(0).view(len(p), -1) for g in grads])
-    if bool((used == used[:1]).all()):
+    table = functools.partial(Projection, node=node, parameter=names[id(p)], table=True)
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for h in range(x.shape[1]):
+        grad = _probe(x[:, h], node)
+        used = (torch.zeros_like(p) if grad is None else grad.detach()).ne(0).view(len(p), -1)
+        for axis in (0, 1):
+            parts[axis].append(used.any(1 - axis))
+    rows, columns = (torch.stack(heads) for heads in parts)
+    if bool((rows == rows[:1]).all()) and bool((columns == columns[:1]).all()):
         # Columns for the features of a head, else all of it, as of a table with a row for each of them.
-        columns = int(used[0].any(0).sum()) == d and p.ndim > 1
-        return Projection(
-            node=node,
-            parameter=name,
-            axis=int(columns),
-            size=used.shape[2 if columns else 1],
-            shared=not columns,
-            table=True,
-        )
-    for axis, parts in enumerate((used.any(2), used.any(1))):
-        if bool((parts.sum(0) <= 1).all()):
-            return Projection(node=node, parameter=name, axis=axis, size=parts.shape[1], table=True)
-    return None
+        if p.ndim > 1 and int(columns[0].sum()) == x.shape[-1]:
+            return table(axis=1, size=columns.shape[1])
+        return table(axis=0, size=len(p), shared=True)
+    apart = [axis for axis, heads in enumerate((rows, columns)) if bool((heads.sum(0) <= 1).all())]
+    return table(axis=apart[0], size=(rows, columns)[apart[0]].shape[1]) if apart else None
 
 
 def _within(found: Walk, frame: Frame, model: nn.Module) -> Walk:
