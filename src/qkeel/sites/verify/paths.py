@@ -48,10 +48,16 @@ class Path:
     ) -> None:
         self._record, self._dynamic, self._until = record, dynamic, max(one.until for one in calls)
         known = {memory(p) for p in parameters.values()}
-        first = {memory(parameters[path[0].parameter]) for term in site.terms for path in (term.query, term.key)}
+        first = [
+            {memory(parameters[path[0].parameter]) for path in paths}
+            for paths in ([term.query for term in site.terms], [term.key for term in site.terms])
+        ]
         biases = {memory(parameters[s.bias]) for s in (*site.query, *site.key) if s.bias is not None}
-        self._made = record.weights_of(first, known, dynamic)
-        self._known = known | self._made | record.weights_of(biases, known, dynamic)
+        made = [record.weights_of(side, known, dynamic) for side in first]
+        since = self._begin(calls[0], made[0] | made[1])
+        query, key = (record.reached(side, since) for side in made)
+        self._sides = ((made[0], key - query), (made[1], query - key))
+        self._known = known.union(*made, record.weights_of(biases, known, dynamic))
         wanted = set(map(memory, logits.tensors))
         self.own = record.behind(wanted, self._until, self._activations)
         factors = {m for operation in self.own for m in self._activations(operation)}
@@ -62,9 +68,19 @@ class Path:
         self.changed = known | {*given}
 
     def _activations(self, operation: Operation) -> frozenset[int]:
-        """The memory of what an operator multiplies a first weight by: not of what it puts next to it."""
-        apart = self._made.isdisjoint(operation.reads) or function_name(operation.function) == "cat"
-        return frozenset() if apart else operation.reads - self._known
+        """The memory of what an operator multiplies a first weight by: not of what it puts next to it, nor of queries
+        that a table is multiplied by."""
+        found: frozenset[int] = frozenset()
+        for made, other in self._sides if function_name(operation.function) != "cat" else ():
+            if not made.isdisjoint(operation.reads):
+                found |= operation.reads - self._known - other
+        return found
+
+    def _begin(self, call: RecordedCall, made: set[int]) -> int:
+        """The number of operators that had run when the innermost module began that reads these weights."""
+        read = max((i for i in range(self._until) if not made.isdisjoint(self._record.operations[i].reads)), default=0)
+        begun = (call.begun.get(id(frame)) for frame in call.sighting.frame.line())
+        return next((since for since in begun if since is not None and since <= read), 0)
 
     def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:
         """The inputs of the innermost module around the site that its projections depend on and that the model's
