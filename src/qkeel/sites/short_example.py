@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.see.running_modules import tensors
 
 ROWS, TOKENS = 2, 32
@@ -18,12 +18,12 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 class ShortExample:
     """Arguments with fewer rows; `cut` says that their sequences are shorter too."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     cut: bool
 
 
-def shorter(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[ShortExample]:
+def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
     """Shorter examples, the shortest first; none where it is not clear what a batch is.
 
     Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
@@ -46,13 +46,16 @@ def shorter(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[ShortE
         yield _example(args, kwargs, rows, None)
 
 
-def _example(args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, size: int | None) -> ShortExample:
+def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortExample:
     def short(x: Tensor) -> Tensor:
         for dim in range(1, x.ndim):
             x = x.narrow(dim, 0, TOKENS) if x.shape[dim] == size else x
         return x[:rows] if x.ndim else x
 
-    return ShortExample(args=_each(args, short), kwargs=_each(dict(kwargs), short), cut=size is not None)
+    made = _each(tuple(args), short), _each(dict(kwargs), short)
+    assert isinstance(made[0], tuple)
+    assert isinstance(made[1], dict)
+    return ShortExample(args=made[0], kwargs=made[1], cut=size is not None)
 
 
 def _is_plain(value: object) -> bool:
@@ -62,7 +65,7 @@ def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value.values())) if type(value) is dict else isinstance(value, _PLAIN)
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _each(value: object, change: Callable[[Tensor], Tensor]) -> object:
     """The same with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
