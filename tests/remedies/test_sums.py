@@ -26,7 +26,8 @@ def trained(model: Sum, remedy: str, lr: float) -> dict[str, torch.Tensor]:
 
 def on_logit(name: str) -> set[str]:
     """The weights of a sum's logit."""
-    return {f"{w}.weight" if w[0] in "qke" else w for t in SUMS[name][2] for side in t for w in side}
+    parameters = dict(made(name).named_parameters())
+    return {w if w in parameters else f"{w}.weight" for t in SUMS[name][2] for side in t for w in side}
 
 
 def test_qk_clip_brings_the_whole_logit_to_the_threshold() -> None:
@@ -71,13 +72,14 @@ def test_decay_shrinks_every_weight_of_the_logit() -> None:
 
 
 def partners(model: Sum, name: str) -> dict[str, list[torch.Tensor]]:
-    """For each weight of the logit the norms [h] of what it is multiplied by, product by product."""
+    """For each weight of the logit the norms [h] of all that it is multiplied by, product by product."""
     (site,) = qkeel.find_sites(model, batch().double())
     found: dict[str, list[torch.Tensor]] = {n: [] for n in on_logit(name)}
     for term in site.terms:
-        for one, other in ((term.query[0], term.key[0]), (term.key[0], term.query[0])):
-            heads = other.heads(model.get_parameter(other.parameter).detach())
-            found[one.parameter].append(heads.flatten(1).norm(dim=1).expand(4))
+        parts = (*term.query, *term.key)
+        norms = [s.heads(model.get_parameter(s.parameter).detach()).flatten(1).norm(dim=1).expand(4) for s in parts]
+        for i, s in enumerate(parts):
+            found[s.parameter].append(torch.stack([*norms[:i], *norms[i + 1 :]]).prod(0))
     return found
 
 

@@ -23,6 +23,10 @@ class Sum(nn.Module):
         self.rows = nn.Parameter(torch.randn(D, T))
         self.per_head = nn.Parameter(torch.randn(T, H * D))
         self.pairs = nn.Parameter(torch.randn(T, T, D))
+        self.memory = nn.Parameter(torch.randn(H, 2, D))
+        self.wq, self.wk = nn.Parameter(torch.randn(32, H, D)), nn.Parameter(torch.randn(H, 32, D))
+        self.depth = nn.Conv1d(32, 32, 3, padding=1, groups=32, bias=False)
+        self.point, self.wide = (nn.Conv1d(32, 32, n, padding=n // 2, bias=False) for n in (1, 3))
         self.embedding = nn.Embedding(2 * T - 1, D)
         self.gap = (torch.arange(T)[:, None] - torch.arange(T)).abs()
         self.mix = nn.Conv2d(H, H, 1, bias=False)
@@ -96,6 +100,44 @@ def shaw_embedding(m: Sum, p: dict[str, Tensor]) -> Tensor:
     return p["q1"] @ p["k1"].mT + torch.einsum("bhtd,tsd->bhts", p["q1"], m.embedding(m.gap))
 
 
+def shaw_pairs(m: Sum, p: dict[str, Tensor]) -> Tensor:
+    """A vector for every pair of positions."""
+    return torch.einsum("bhtd,tsd->bhts", p["q1"], m.pairs) + p["q1"] @ p["k1"].mT
+
+
+def interpolated(m: Sum, p: dict[str, Tensor]) -> Tensor:
+    """SAM's: a table for images of another size."""
+    table = torch.nn.functional.interpolate(m.table.mT[None], size=2 * T - 1, mode="linear")[0].mT
+    return p["q1"] @ p["k1"].mT + torch.einsum("bhtd,tsd->bhts", p["q1"], table[m.gap])
+
+
+def two_tables(m: Sum, p: dict[str, Tensor]) -> Tensor:
+    """BoTNet's: heights plus widths."""
+    return p["q1"] @ p["k1"].mT + p["q1"] @ (m.table[:2, None] + m.rows.mT[None, 3:]).flatten(0, 1).mT
+
+
+def memory_keys(m: Sum, p: dict[str, Tensor]) -> Tensor:
+    """x-transformers' learned keys of each head before those of the tokens."""
+    return p["q1"] @ torch.cat([m.memory.expand(len(p["k1"]), -1, -1, -1), p["k1"][:, :, 2:]], 2).mT
+
+
+def memory_columns(m: Sum, p: dict[str, Tensor]) -> Tensor:
+    learned = m.per_head[None, :2].unflatten(-1, (H, D)).transpose(1, 2)
+    return p["q1"] @ torch.cat([p["k1"][:, :, 2:], learned.expand(len(p["k1"]), -1, -1, -1)], 2).mT
+
+
+def three_dimensions(m: Sum, p: dict[str, Tensor]) -> Tensor:
+    """XLNet's projections, and those of a matrix for each head."""
+    q, k = torch.einsum("btm,mhd->bthd", m.x, m.wq), torch.einsum("btm,hmd->bhtd", m.x, m.wk)
+    return p["q1"] @ p["k1"].mT + torch.einsum("bthd,bhsd->bhts", q, k)
+
+
+def convolutions(m: Sum, p: dict[str, Tensor]) -> Tensor:
+    """CvT's, without its norm: one channel at a time, then one place at a time."""
+    q, k = m.point(m.depth(m.x.mT)), m.wide(m.x.mT)
+    return p["q1"] @ p["k1"].mT + q.unflatten(1, (H, D)).mT @ k.unflatten(1, (H, D))
+
+
 Terms = list[tuple[list[str], list[str]]]
 SUMS: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str, Terms]] = {
     "two": (two, "q1 k1 q2 k2", [(["q1"], ["k1"]), (["q2"], ["k2"])]),
@@ -109,6 +151,13 @@ SUMS: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str, Terms]] =
     "table of rows": (shaw_rows, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["rows"])]),
     "table of heads": (shaw_heads, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["per_head"])]),
     "embedding": (shaw_embedding, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["embedding"])]),
+    "table of pairs": (shaw_pairs, "q1 k1", [(["q1"], ["pairs"]), (["q1"], ["k1"])]),
+    "interpolated table": (interpolated, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["table"])]),
+    "sum of tables": (two_tables, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["rows"]), (["q1"], ["table"])]),
+    "memory keys": (memory_keys, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["memory"])]),
+    "columns of memory keys": (memory_columns, "q1 k1", [(["q1"], ["k1"]), (["q1"], ["per_head"])]),
+    "weights of three dimensions": (three_dimensions, "q1 k1", [(["q1"], ["k1"]), (["wq"], ["wk"])]),
+    "convolutions": (convolutions, "q1 k1", [(["q1"], ["k1"]), (["depth", "point"], ["wide"])]),
 }
 
 
@@ -131,11 +180,6 @@ def largest(model: Sum) -> float:
     with torch.no_grad():
         model(batch())
         return float(model.z.amax())
-
-
-def shaw_pairs(m: Sum, p: dict[str, Tensor]) -> Tensor:
-    """A parameter for every pair of positions."""
-    return torch.einsum("bhtd,tsd->bhts", p["q1"], m.pairs) + p["q1"] @ p["k1"].mT
 
 
 def mixed_residual(m: Sum, p: dict[str, Tensor]) -> Tensor:
@@ -164,7 +208,6 @@ def capped_part(m: Sum, p: dict[str, Tensor]) -> Tensor:
 
 # What is not known of each, in the words of the site.
 UNKNOWN: dict[str, tuple[Callable[[Sum, dict[str, Tensor]], Tensor], str]] = {
-    "table of pairs": (shaw_pairs, "number 1 is not known: k is the parameter pairs of 3 dimensions"),
     "talking heads, residual": (mixed_residual, r"its heads are mixed by a weight \(conv2d\) before the softmax"),
     "talking heads": (mixed_linear, r"its heads are mixed by a weight \(linear\) before the softmax"),
     "talking heads, einsum": (mixed_einsum, r"its heads are mixed by a weight \(einsum\) before the softmax"),

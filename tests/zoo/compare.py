@@ -25,7 +25,8 @@ class Result:
     """What one architecture gave on one implementation.
 
     `layers`: attentions that exist: those whose weights are given away and `unreturned` ones known from the
-    configuration. `empty`: calls whose entropies are all next to zero, so that they say little.
+    configuration. `empty`: calls whose entropies are all next to zero, so that they say little. `told`: sites whose
+    weights are known and confirmed by the experiment; `why` the others' are not, in the words of the first.
     """
 
     layers: int
@@ -35,6 +36,7 @@ class Result:
     calls: int
     error: float
     told: int
+    why: str
     empty: int
 
 
@@ -59,7 +61,8 @@ def compare(entry: Entry, implementation: str) -> Result:
         modules=len({s.name.split("#")[0] for s in sites}),
         calls=len(seen),
         error=error,
-        told=sum(bool(s.terms) for s in sites),
+        told=sum(s.verified for s in sites),
+        why=next((s.why or s.unverified for s in sites if not s.verified), ""),
         empty=sum(not bool((x > 1e-3).any()) for x in seen),
     )
 

@@ -72,7 +72,8 @@ weights and run on one example batch by `make zoo`, which writes this page.
   attention modules hand to the layer around them, and what `F.multi_head_attention_forward` returns per head. Where
   nobody gives them away, they are counted from the configuration (the remark says so), and the results of torch's
   softmax kernels replace them.
-- *sites*: what `find_sites` found. *weights known*: sites whose heads' rows in the weights are known.
+- *sites*: what `find_sites` found. *weights known*: sites whose heads' rows in the weights are known, and that they
+  and no others make the logits of these heads was found out by the experiment of `find_sites`.
 - *error*: largest distance, over layers and heads, of the mean entropy seen to that of the weights; heads are
   averaged where the weights do not say which dimension they are. The reference is always the eager model. A row of
   weights that are all exactly alike may see no key, or keys that are the same; the mean with or without such rows
@@ -114,10 +115,17 @@ def _row(name: str, class_name: str, result: dict[str, dict[str, Any]]) -> str:
     return _line((*cells, "; ".join(remarks).replace("|", "/")))
 
 
+def shortened(text: str, limit: int = 160) -> str:
+    """The text up to the last whole word within the limit."""
+    return text if len(text) <= limit else f"{text[:limit].rsplit(' ', 1)[0]} …"
+
+
 def _notes(class_name: str, got: dict[str, Any]) -> list[str]:
     notes = [table[class_name] for table in (CUT, NOTES) if class_name in table]
     if got["unreturned"]:
         notes.append(f"{got['unreturned']} not given away: {UNRETURNED[class_name][1]}")
+    if got["why"]:
+        notes.append(f"{got['sites'] - got['told']} without weights: {shortened(got['why'])}")
     if got["empty"]:
         notes.append(f"{got['empty']} with entropies of zero here")
     return notes

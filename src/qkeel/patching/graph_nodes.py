@@ -35,6 +35,12 @@ def output_like(node: Node) -> Tensor:
     return torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
 
 
+def is_transposed(node: Node) -> bool:
+    """True if a convolution is a transposed one, whose weight has the features of its input first."""
+    kept: Any = node
+    return bool(kept._saved_transposed)
+
+
 def normalized_shape(node: Node) -> tuple[int, ...]:
     """The last dimensions over which a layer norm, or an RMS norm, of torch's own ran."""
     kept: Any = node

@@ -152,6 +152,13 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "bounds on logits by the gains of norms in models that are not qkeel's",
     ),
     *_rows(
+        "a graph node of a convolution",
+        "graph_nodes",
+        ("_saved_transposed",),
+        "to know whether the rows of its weight make its output or its input",
+        "heads of models that project by convolutions",
+    ),
+    *_rows(
         "a graph node of a slice",
         "graph_nodes",
         ("_saved_start", "_saved_end", "_saved_step"),

@@ -19,7 +19,7 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unkn
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.sites.example import Arguments
-from qkeel.sites.probe import copied, undisturbed
+from qkeel.sites.kept_state import copied, undisturbed
 from qkeel.sites.site import AttentionSite, HeadSlice
 
 Args = tuple[Any, ...]  # of a call of somebody else's function

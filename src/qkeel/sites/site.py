@@ -26,7 +26,8 @@ _LAYOUT = r"(\w|\(\w( \w)*\))( (\w|\(\w( \w)*\)))*"  # letters, some of them in 
 class HeadSlice:
     """The part of a weight that belongs to each head.
 
-    `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D);
+    `parameter` is the qualified name in the model; `axis` 0 for rows (nn.Linear), 1 for columns (Conv1D); of a
+    parameter with more than two dimensions those of `weight.flatten(1)`, such as an output channel of a convolution.
     `index` [n r] are the row or column numbers of each head, n = query heads, key heads, or 1 where all heads
     share the whole matrix. `bias` is the name of the bias, if there is one, whose entries are `bias_of()`: those of the
     same numbers, or `bias_shift` further on.
@@ -78,8 +79,13 @@ class HeadSlice:
 
     def rows_of(self, weight: Tensor) -> Tensor:
         """A view of the weight whose rows are what the index numbers; one column of a vector."""
-        matrix = weight[:, None] if weight.ndim == 1 else weight
-        return matrix if self.axis == 0 else matrix.mT
+        if weight.ndim == 1:
+            return weight[:, None]
+        if weight.ndim > 2:
+            # A row's numbers in the order in which they lie in memory: a view whatever the memory format.
+            order = sorted(range(1, weight.ndim), key=lambda i: 0 if self.axis else -weight.stride(i))
+            weight = weight.permute(0, *order).view(len(weight), -1)
+        return weight if self.axis == 0 else weight.mT
 
     def lines(self, per_head: Shaped[Tensor, " n"], rows: int, nobody: float = 1.0) -> Shaped[Tensor, " rows"]:
         """A value per head as one per row, `nobody` where no head owns the row."""
@@ -94,7 +100,7 @@ class HeadSlice:
 
     def expand(self, per_head: Tensor, weight: Tensor) -> Tensor:
         """A value per head [n] as a tensor that broadcasts against the weight (1 where no head owns the row)."""
-        return across(self.lines(per_head, weight.shape[self.axis]), self.axis)
+        return across(self.lines(per_head, len(self.rows_of(weight))), self.axis, weight)
 
     def _view(self, rows: Tensor) -> Tensor:
         """[n r …] of [rows …], where the heads are evenly spaced."""
@@ -117,9 +123,9 @@ class HeadSlice:
         return self._placed[device]
 
 
-def across(lines: Tensor, axis: int) -> Tensor:
-    """One value per row (axis 0) or column (axis 1) so that it broadcasts against the matrix."""
-    return lines[:, None] if axis == 0 else lines[None, :]
+def across(lines: Tensor, axis: int, weight: Tensor) -> Tensor:
+    """One value per row (axis 0) or column (axis 1) so that it broadcasts against the weight."""
+    return lines.view(-1, *[1] * (weight.ndim - 1)) if axis == 0 else lines.view(1, *weight.shape[1:])
 
 
 def _grid(index: Tensor) -> Grid | None:

@@ -20,8 +20,8 @@ from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra
 from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.sites.calls.scores import cat_heads
+from qkeel.sites.kept_state import copied, undisturbed
 from qkeel.sites.missed import Sites
-from qkeel.sites.probe import copied, undisturbed
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.spec import AttentionCall

@@ -20,7 +20,8 @@ from qkeel.patching.graph_nodes import base_of
 from qkeel.sites import AttentionSite, HeadSlice
 from qkeel.sites.calls.mask_functions import PackedCall
 from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.probe import copied, forward, grouped
+from qkeel.sites.kept_state import copied
+from qkeel.sites.probe import forward, grouped
 from qkeel.sites.see.intercept import Interceptor, Sighting
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "rmatmul", "mm", "einsum"})

@@ -19,7 +19,7 @@ from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.sites import AttentionSite, find_sites
 from qkeel.sites.example import arguments
-from qkeel.sites.probe import undisturbed
+from qkeel.sites.kept_state import undisturbed
 
 
 def explain_model(model: nn.Module, batch: object) -> Explanation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from qkeel.dist import whole
 from qkeel.functional.bounds import gram_interaction_norms
 from qkeel.functional.norms import wide
-from qkeel.sites.site import AttentionSite, HeadSlice
+from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
 
 Key = tuple[str, str]  # the site, "" for the whole model, and the name of the number
 Numbers = dict[Key, Tensor]
@@ -25,7 +26,8 @@ class WeightNorms:
     query_weight_norm, key_weight_norm [h]: Frobenius norm of the head's own rows (of all terms as one matrix); a weight
         that all heads share counts for each of them.
     qk_spectral_norm [h]: largest singular value of W_QᵀW_K = Σ over terms of (product on the query's way)ᵀ (product on
-        the key's way), from r×r Gram matrices; rotations are left out, which can only make it too small.
+        the key's way), from r×r Gram matrices; rotations are left out, which can only make it too small. It is missing
+        where a way is no product of matrices: with a convolution over places in it, or learned keys next to it.
     query_grad_rms, key_grad_rms [h]: root mean square of the gradient of those rows, as the optimizer gets it.
     grad_over_eps [h]: the smaller of both over the optimizer's eps; near or under 1 Adam's step shrinks (Wortsman et
         al. 2023, arXiv 2309.14322, section 3.4).
@@ -43,17 +45,20 @@ class WeightNorms:
         """All numbers of all sites as they are now."""
         found: Numbers = {}
         spectral = self._spectral_norms()
-        for site, norm in zip(self.sites, spectral):
+        for i, site in enumerate(self.sites):
             for name, value in self._site(site).items():
                 found[site.name, name] = value
-            found[site.name, "qk_spectral_norm"] = norm
+            if i in spectral:
+                found[site.name, "qk_spectral_norm"] = spectral[i]
         return found
 
-    def _spectral_norms(self) -> list[Tensor]:
-        """Of each site [h]; matrices of one size in one call, since every operation after a step finds cold caches."""
+    def _spectral_norms(self) -> dict[int, Tensor]:
+        """Of each site [h], by its number; those of one size in one call: operations after a step find cold caches."""
         found: dict[int, Tensor] = {}
         alike: dict[tuple[object, ...], list[tuple[int, Tensor, Tensor]]] = {}
         for i, site in enumerate(self.sites):
+            if not all(map(self._multiplies, site.terms)):
+                continue
             grams = (self._gram([t.query for t in site.terms]), self._gram([t.key for t in site.terms]))
             a, b = (site.per_query_head(gram) for gram in grams)
             alike.setdefault((a.shape[-1], a.dtype, a.device), []).append((i, a, b))
@@ -61,7 +66,18 @@ class WeightNorms:
             places, a, b = zip(*group)
             norms = gram_interaction_norms(torch.cat(a), torch.cat(b))[1]
             found |= zip(places, norms.split([len(x) for x in a]))
-        return [found[i] for i in range(len(self.sites))]
+        return found
+
+    def _multiplies(self, term: LogitTerm) -> bool:
+        """True if the weights of a product are matrices with a row for each feature, one after the other."""
+        parts = {s: self._parameters[s.parameter] for s in (*term.query, *term.key)}
+        if term.query[-1].index.shape[1] != term.key[-1].index.shape[1]:
+            return False
+        if any(p.ndim > 2 and s.axis == 0 and s.index.shape[1] == 1 for s, p in parts.items()):
+            return False  # the row is a matrix
+        pairs = [pair for path in (term.query, term.key) for pair in itertools.pairwise(path)]
+        widths = [(a.index.shape[1], parts[b].numel() // _lines(b, parts[b])) for a, b in pairs if parts[b].ndim > 1]
+        return all(rows == width for rows, width in widths)
 
     def _site(self, site: AttentionSite) -> dict[str, Tensor]:
         query, key = [t.query for t in site.terms], [t.key for t in site.terms]
@@ -130,6 +146,11 @@ def _whole(part: HeadSlice, x: Tensor) -> Tensor:
     """The heads' rows [n r m] in float32 or wider, of sharded weights gathered."""
     x = whole(x)
     return part.heads(x.detach()).to(wide(x.dtype))
+
+
+def _lines(part: HeadSlice, x: Tensor) -> int:
+    """The number of rows or columns of a weight."""
+    return x.shape[0] if part.axis == 0 else x.shape[1:].numel()
 
 
 def _own(chains: Sequence[Chain]) -> list[HeadSlice]:

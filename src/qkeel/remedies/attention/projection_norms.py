@@ -93,6 +93,9 @@ def heads_of(model: nn.Module, site: AttentionSite, part: Part, ways: Iterable[H
             slices.append(s)
     if not slices:
         return refuse_heads(f"it is not known which weights make the {side} ({site.why})")
+    if any(model.get_parameter(s.parameter).ndim > 2 for s in slices):
+        shaped = ", ".join(s.parameter for s in slices)
+        return refuse_heads(f"the {side} are not the last dimension of a module's output: {shaped} makes them")
     name, index = _common_module(slices)
     module, made = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
     if site.module in module.modules():

@@ -88,12 +88,12 @@ class Balance:
 
     def _factor(self, p: Tensor, rows: Sequence[_Rows]) -> Tensor:
         axis = rows[0].heads.axis if p.ndim > 1 else 0
-        lines = torch.ones(p.shape[axis], device=p.device, dtype=torch.float32)
+        lines = torch.ones(len(rows[0].heads.rows_of(p)), device=p.device, dtype=torch.float32)
         for one in rows:
             t = self.numbers[one.site][:, self._pairs[one.site]]
             t = t if len(t) == one.heads.n else self.sites[one.site].per_query_head(t)
             lines = lines.index_put((one.heads.index.to(p.device).flatten(),), (one.sign * t).exp().flatten())
-        return (across(lines, axis) if p.ndim > 1 else lines).to(p.dtype)
+        return across(lines, axis, p).to(p.dtype)
 
     @torch.no_grad()
     def put(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
 from qkeel.sites.example import Arguments
-from qkeel.sites.probe import copied
+from qkeel.sites.kept_state import copied
 from qkeel.sites.see.running_modules import tensors
 
 

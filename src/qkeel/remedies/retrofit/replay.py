@@ -16,7 +16,7 @@ from qkeel.remedies.base import Args, Kwargs, where
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.example import Arguments
-from qkeel.sites.probe import copied
+from qkeel.sites.kept_state import copied
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall

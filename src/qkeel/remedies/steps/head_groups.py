@@ -93,13 +93,13 @@ def factor_per_row(shares: Sequence[tuple[HeadSlice, Tensor]], weight: Tensor) -
     """Factors per head of every slice of one weight (or bias), as one tensor that broadcasts against it. Rows that no
     head owns get 1. Rows that several slices own (a weight that layers share) get the smallest."""
     axis = shares[0][0].axis if weight.ndim > 1 else 0
-    rows = weight.shape[axis]
+    rows = len(shares[0][0].rows_of(weight))
     if len(shares) == 1:
         lines = shares[0][0].lines(shares[0][1], rows)
     else:
         lines = torch.stack([s.lines(factor, rows, nobody=torch.inf) for s, factor in shares]).amin(0)
         lines = torch.where(lines.isinf(), 1.0, lines)
-    return across(lines, axis) if weight.ndim > 1 else lines
+    return across(lines, axis, weight)
 
 
 Measure = Callable[[Tensor], Tensor]

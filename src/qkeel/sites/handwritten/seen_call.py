@@ -19,7 +19,14 @@ Factors = tuple[Tensor | None, Tensor | None]
 
 
 def seen_call(
-    tag: Scores, x: Tensor, keys: int, frame: Frame, *, known: Layout | None, names: dict[int, str] | None
+    tag: Scores,
+    x: Tensor,
+    keys: int,
+    frame: Frame,
+    *,
+    known: Layout | None,
+    names: dict[int, str] | None,
+    alone: bool = True,
 ) -> ScoresCall:
     """The call whose softmax takes x.
 
@@ -30,6 +37,7 @@ def seen_call(
         frame: the module's call that made it.
         known: the layout of the scores, where it is known.
         names: parameters by identity in a probe, else None.
+        alone: that nothing else will be added to x.
     """
     uncapped = x if tag.uncapped is None else tag.uncapped
     if uncapped.shape != x.shape and uncapped.numel() == x.numel():
@@ -41,7 +49,7 @@ def seen_call(
     parts = [_sides(part, x, keys, columns) for part in tag.parts]
     with torch.set_grad_enabled(names is not None):  # an autograd.Function that takes the softmax turns it off
         how = _layout(found[1], parts, keys, frame, known, names)
-        factors = [_factors(sides, how, keys, exact=names is None or len(parts) == 1) for sides in parts]
+        factors = [_factors(sides, how, keys, exact=names is None or (alone and len(parts) == 1)) for sides in parts]
     logits, capped, hidden = (p if p is None else how.apply(p) for p in found)
     assert logits is not None
     assert capped is not None

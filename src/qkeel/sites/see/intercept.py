@@ -25,8 +25,10 @@ from qkeel.sites.by_hand import DescribedSiteHooks
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
+from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.sites.handwritten.follow import Handwritten
-from qkeel.sites.handwritten.seen_call import fused_layout
+from qkeel.sites.handwritten.seen_call import fused_layout, seen_call
+from qkeel.sites.handwritten.tags import Scores
 from qkeel.sites.missed import Missed
 from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError
 from qkeel.sites.see.foreign_functions import CallObserver, observed_by
@@ -50,6 +52,7 @@ class Sighting:
         call: what was seen.
         below: whether only an Interceptor with dispatch=True sees it, or what happened to its scores.
         layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
+        added: in a probe the products that a fused function's additive mask is the sum of.
     """
 
     frame: Frame
@@ -58,6 +61,7 @@ class Sighting:
     call: Seen
     below: bool = False
     layout: Layout | None = None
+    added: ScoresCall | None = None
 
     @property
     def name(self) -> str:
@@ -203,7 +207,20 @@ class Interceptor(CallObserver):
                 found.append(fused_layout(q, k, top, known=known, names=self._names))
                 return found[0]
 
-            self._saw(top, name, fused(args, kwargs, layout_of), *found, below=self.handwritten.below)
+            call, how = fused(args, kwargs, layout_of), found[0] if found else None
+            added = self._added(name, top, args, kwargs, how)
+            self._saw(top, name, call, how, added, below=self.handwritten.below)
+
+    def _added(self, name: str, top: Frame, args: Args, kwargs: Kwargs, how: Layout | None) -> ScoresCall | None:
+        """The products that the mask of a fused function is the sum of: positions that queries are multiplied by."""
+        if self._names is None or name != "scaled_dot_product_attention":
+            return None
+        mask = sdpa_arguments(args, kwargs)["attn_mask"]
+        tag = self.handwritten.tags.get(mask)
+        if not isinstance(tag, Scores) or not isinstance(mask, Tensor) or mask.ndim < 3:
+            return None
+        how = Layout(groups=tuple("bhts"), sizes=(mask.shape[1],)) if how is None and mask.ndim == 4 else how
+        return seen_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
 
     def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
         if self._inside or _READING.get():
@@ -226,12 +243,22 @@ class Interceptor(CallObserver):
             return
         self._saw(top, name, call)
 
-    def _saw(self, frame: Frame, how: str, call: Seen, layout: Layout | None = None, *, below: bool = False) -> None:
+    def _saw(
+        self,
+        frame: Frame,
+        how: str,
+        call: Seen,
+        layout: Layout | None = None,
+        added: ScoresCall | None = None,
+        *,
+        below: bool = False,
+    ) -> None:
         if self._elsewhere(frame):
             return
         ordinal, frame.calls = frame.calls, frame.calls + 1
         layout = call.layout if isinstance(call, ScoresCall) else layout
-        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=below, layout=layout))
+        sighting = Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=below, layout=layout, added=added)
+        self._report(sighting)
 
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
         def report() -> None:

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.modes import Args, Kwargs, function_name
 from qkeel.sites.see.intercept import Sighting
 from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.site import AttentionSite
@@ -48,9 +48,17 @@ class Path:
     ) -> None:
         self._record, self._dynamic, self._until = record, dynamic, max(one.until for one in calls)
         known = {memory(p) for p in parameters.values()}
-        first = {path[0].parameter for term in site.terms for path in (term.query, term.key)}
-        self._made = record.weights_of({memory(parameters[name]) for name in first}, known, dynamic)
-        self._known, wanted = known | self._made, set(map(memory, logits.tensors))
+        first = [
+            {memory(parameters[path[0].parameter]) for path in paths}
+            for paths in ([term.query for term in site.terms], [term.key for term in site.terms])
+        ]
+        biases = {memory(parameters[s.bias]) for s in (*site.query, *site.key) if s.bias is not None}
+        made = [record.weights_of(side, known, dynamic) for side in first]
+        since = self._begin(calls[0], made[0] | made[1])
+        query, key = (record.reached(side, since) for side in made)
+        self._sides = ((made[0], key - query), (made[1], query - key))
+        self._known = known.union(*made, record.weights_of(biases, known, dynamic))
+        wanted = set(map(memory, logits.tensors))
         self.own = record.behind(wanted, self._until, self._activations)
         factors = {m for operation in self.own for m in self._activations(operation)}
         self._boundary, begin = self._inputs(calls, factors)
@@ -60,19 +68,30 @@ class Path:
         self.changed = known | {*given}
 
     def _activations(self, operation: Operation) -> frozenset[int]:
-        """The memory of what an operator multiplies a first weight by."""
-        return frozenset() if self._made.isdisjoint(operation.reads) else operation.reads - self._known
+        """The memory of what an operator multiplies a first weight by: not of what it puts next to it, nor of queries
+        that a table is multiplied by."""
+        found: frozenset[int] = frozenset()
+        for made, other in self._sides if function_name(operation.function) != "cat" else ():
+            if not made.isdisjoint(operation.reads):
+                found |= operation.reads - self._known - other
+        return found
+
+    def _begin(self, call: RecordedCall, made: set[int]) -> int:
+        """The number of operators that had run when the innermost module began that reads these weights."""
+        read = max((i for i in range(self._until) if not made.isdisjoint(self._record.operations[i].reads)), default=0)
+        begun = (call.begun.get(id(frame)) for frame in call.sighting.frame.line())
+        return next((since for since in begun if since is not None and since <= read), 0)
 
     def _inputs(self, calls: Sequence[RecordedCall], factors: set[int]) -> tuple[list[Tensor], int]:
-        """The inputs of the innermost module around the site that its projections depend on, and how many operators
-        had run when it began; where there is none, what the projections multiply, and 0."""
+        """The inputs of the innermost module around the site that its projections depend on and that the model's
+        input made, and how many operators had run when it began; where there is none, what they multiply, and 0."""
         one = calls[0]
         for frame in one.sighting.frame.line():
             since = one.begun.get(id(frame))
             if since is None:
                 continue
             inside = self._record.behind(factors, self._until, since=since)
-            behind = self._dynamic & {m for operation in inside for m in operation.reads} | factors
+            behind = self._dynamic & factors.union(*(operation.reads for operation in inside))
             found = [x for x in frame.inputs if x.is_floating_point() and memory(x) in behind]
             if found:
                 return found, since

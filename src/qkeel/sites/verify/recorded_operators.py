@@ -80,10 +80,10 @@ class Record(RecordingMode):
             )
         )
 
-    def reached(self, start: Iterable[int]) -> set[int]:
-        """The memory whose numbers depend on that which is given."""
+    def reached(self, start: Iterable[int], since: int = 0) -> set[int]:
+        """The memory whose numbers depend on that which is given, by the operators from number `since` on."""
         found = set(start)
-        for operation in self.operations:
+        for operation in self.operations[since:]:
             if not found.isdisjoint(operation.reads):
                 found |= operation.writes
         return found

@@ -21,7 +21,8 @@ from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.calls.head_layout import Layout
-from qkeel.sites.probe import copied, forward, grouped, undisturbed
+from qkeel.sites.kept_state import copied, undisturbed
+from qkeel.sites.probe import forward, grouped
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.site import AttentionSite, HeadSlice

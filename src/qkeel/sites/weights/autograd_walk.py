@@ -10,33 +10,34 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from qkeel.patching.graph_nodes import output_like, slice_of
+from qkeel.patching.graph_nodes import is_transposed, output_like, slice_of
 
 # What computes activations times weights: which of its inputs is x, the weight, the bias.
+_CONVOLUTION = "ConvolutionBackward0"
 _MATRIX = {
+    _CONVOLUTION: (0, 1, 2),
     "AddmmBackward0": (1, 2, 0),
     "MmBackward0": (0, 1, None),
     "LinearBackward0": (0, 1, 2),
     "BmmBackward0": (0, 1, None),
 }
-_NORMS = ("NativeLayerNormBackward0", "FusedRmsNormBackward0", "RsqrtBackward0", "LinalgVectorNormBackward0")
-_NORMS_TOO = (
-    "_ResizeBackward",
-    "NormBackward1",
-    "NormBackward0",
-    "NativeGroupNormBackward0",
-    "NativeBatchNormBackward0",
+# Norms in one node. A batch norm in evaluation is none, but the model is one with a norm as soon as it trains.
+WHOLE_NORMS = frozenset(
+    {
+        *("NativeLayerNormBackward0", "FusedRmsNormBackward0", "NativeGroupNormBackward0", "_ResizeBackward"),
+        *("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"),
+    }
 )
-NORMS = frozenset((*_NORMS, *_NORMS_TOO))
+NORMS = WHOLE_NORMS | {"RsqrtBackward0", "LinalgVectorNormBackward0", "NormBackward1", "NormBackward0"}
 # Nodes behind which there is no logit path any more: the walk came out of the attention.
 _ENDS = ("Softmax", "ScaledDotProduct", "Embedding", "Gelu", "CrossEntropy", "NllLoss")
 _TURNS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "TransposeBackward1"})
 _PARTS = ("Slice", "Split", "Select", "Narrow", "Unbind", "Index")
-# What moves the numbers of a parameter about, or multiplies them by a constant.
+# What moves the numbers of parameters about, interpolates or adds them, or multiplies them by a constant.
 MOVES = (
     *("View", "UnsafeView", "ReshapeAlias", "AsStrided", "Alias", "Transpose", "Permute", "TBackward", "Slice", "Mul"),
     *("Split", "Cat", "Stack", "Unbind", "Select", "Index", "Unsqueeze", "Squeeze", "Expand", "Clone", "ToCopy", "Div"),
-    *("Neg", "Repeat", "Roll", "Flip", "Unfold", "Embedding", "Gather"),
+    *("Neg", "Repeat", "Roll", "Flip", "Unfold", "Embedding", "Gather", "Upsample", "Add"),
 )
 _LIMIT = 4000
 
@@ -56,18 +57,37 @@ class BiasPart:
 class Projection:
     """A product activations · weight in the graph: the node whose output holds the features, and what made it.
 
+    `size` rows (`axis` 0) or columns (1) of the parameter make its features, which are dimension `features` of what
+    the node puts out; `order` says which of them makes each feature, where that is not the one of its number.
     `normed`: a norm lies between it and q or k. `above` are the projections that make its input. `shared`: all heads
-    use all of it, as of a table of positions with a row for each feature.
+    use all of it, as of a table of positions with a row for each feature. Of a `table` the node is the parameter
+    itself, and its features are its entries.
     """
 
     node: Node
     parameter: str
     axis: int
     size: int
-    biases: tuple[BiasPart, ...]
-    normed: bool
+    biases: tuple[BiasPart, ...] = ()
+    normed: bool = False
     above: tuple[Projection, ...] = ()
     shared: bool = False
+    features: int = -1
+    order: Tensor | None = None
+    table: bool = False
+
+    def by_feature(self, grad: Tensor) -> Tensor:
+        """A gradient at the node as [all others, features]."""
+        if self.table:
+            return grad.detach().flatten(1) if self.axis else grad.detach().flatten(1).mT
+        return grad.detach().movedim(self.features, -1).flatten(0, -2)
+
+    def reached(self, grad: Tensor | None) -> Tensor:
+        """The numbers of the rows or columns whose features a gradient reaches."""
+        if grad is None:
+            return torch.empty(0, dtype=torch.int64)
+        features = self.by_feature(grad).ne(0).any(0).nonzero().flatten().cpu()
+        return features if self.order is None else self.order[features].unique()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,12 +95,14 @@ class Walk:
     """The result of a walk from q or k: the nearest projections, and norm nodes between.
 
     `opaque` are the names of parameters that something was multiplied by on the way and of whose rows it is
-    not known which make which head: they are no matrices, or a part of one was used.
+    not known which make which head: they are no matrices, or a part of one was used. `tables` are the nodes of
+    parameters that were put next to what the projections made, as learned keys before those of the tokens.
     """
 
     nearest: tuple[Projection, ...]
-    mixers: tuple[Node, ...]
+    mixers: tuple[Node, ...] = ()
     opaque: tuple[str, ...] = ()
+    tables: tuple[Node, ...] = ()
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -94,8 +116,8 @@ def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
 
 
 def leaves_of(start: Node, stops: set[Node]) -> list[Node] | None:
-    """The parameters' nodes behind one that was made of parameters alone by views, indices and constant factors; None
-    of any other, or where `stops` are among them."""
+    """The parameters' nodes behind one that was made of parameters alone by views, indices, sums and constant factors;
+    None of any other, or where `stops` are among them."""
     seen: set[Node] = set()
     queue, found = [start], []
     while queue:
@@ -118,6 +140,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
     found: dict[Node, Projection] = {}
     mixers: list[Node] = []
     opaque: list[str] = []
+    tables: list[Node] = []
     seen: set[tuple[Node, bool]] = set()
     queue: list[tuple[Node, bool, tuple[BiasPart, ...]]] = [(start, False, ())]
     while queue and len(seen) < _LIMIT:
@@ -131,6 +154,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
                 found[node] = dataclasses.replace(projection, biases=projection.biases or added)
             continue
         opaque += _opaque(node, stops, names)
+        tables += _concatenated(node, stops, names)
         norm = node.name() in NORMS
         normed = normed or norm
         # What is added after a norm is the norm's bias, not the projection's.
@@ -138,18 +162,37 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
         if _mixes(node):
             mixers.append(node)
         queue += [(n, normed, added) for n, _ in node.next_functions if n is not None]
-    return Walk(nearest=tuple(found.values()), mixers=tuple(dict.fromkeys(mixers)), opaque=tuple(dict.fromkeys(opaque)))
+    return Walk(
+        nearest=tuple(found.values()),
+        mixers=tuple(dict.fromkeys(mixers)),
+        opaque=tuple(dict.fromkeys(opaque)),
+        tables=tuple(dict.fromkeys(tables)),
+    )
 
 
 def _opaque(node: Node, stops: set[Node], names: dict[int, str]) -> list[str]:
     """The parameters of a product that are no projection's: one of its factors is made of them alone."""
-    places = _MATRIX.get(node.name(), ())
+    places = () if node.name() == _CONVOLUTION else _MATRIX.get(node.name(), ())
     for factor in (node.next_functions[place][0] for place in places[:2]):
         leaves = None if factor is None else leaves_of(factor, stops)
         found = [names.get(id(variable_of(leaf)), "") for leaf in leaves or ()]
         if leaves and all(found):
             return found
     return []
+
+
+def _concatenated(node: Node, stops: set[Node], names: dict[int, str]) -> list[Node]:
+    """The nodes of tables that a concatenation puts next to something else."""
+    found: list[Node] = []
+    for part, _ in node.next_functions if node.name() == "CatBackward0" else ():
+        leaves = None if part is None else leaves_of(part, stops)
+        if leaves is not None and len(leaves) == 1 and _is_table(variable_of(leaves[0]), names):
+            found.append(leaves[0])
+    return found
+
+
+def _is_table(variable: Tensor, names: dict[int, str]) -> bool:
+    return id(variable) in names and variable.ndim > 1
 
 
 def _mixes(node: Node) -> bool:
@@ -165,18 +208,63 @@ def _projection(node: Node, names: dict[int, str], normed: bool, stops: set[Node
     weight = _weight(node.next_functions[w][0], names)
     if weight is None:
         return None
-    name, shape, turned, variable = weight
-    if node.name() == "BmmBackward0":
-        turned = _makes_rows(node, variable)  # an einsum permutes what it multiplies in ways of its own
+    name, turned, variable = weight
+    places = _places(node, turned, variable)
+    if places is None:
+        return None
     after = node.next_functions[x][0]
-    linear = node.name() == "LinearBackward0"
     above: tuple[Projection, ...] = ()
     if depth > 1 and after is not None:
         # A norm cuts the path: what lies before it does not scale the logit.
         above = tuple(p for p in walk(after, stops, names, depth - 1).nearest if not p.normed)
     biases = () if b is None or b >= len(node.next_functions) else _biases(node.next_functions[b][0], names)
-    axis = 0 if linear or turned else 1
-    return Projection(node=node, parameter=name, axis=axis, size=shape[axis], biases=biases, normed=normed, above=above)
+    axis, order = places
+    return Projection(
+        node=node,
+        parameter=name,
+        axis=axis,
+        size=variable.flatten(1).shape[axis],
+        biases=biases,
+        normed=normed,
+        above=above,
+        features=1 if node.name() == _CONVOLUTION else -1,
+        order=order,
+    )
+
+
+def _places(node: Node, turned: bool, variable: Tensor) -> tuple[int, Tensor | None] | None:
+    """The axis of a weight along which features are made, and their order; None where features are no rows of it."""
+    name = node.name()
+    if name == _CONVOLUTION:
+        return None if variable.ndim < 3 or is_transposed(node) else (0, None)
+    if variable.ndim == 2:
+        if name == "BmmBackward0":
+            turned = _makes_rows(node, variable)  # an einsum permutes what it multiplies in ways of its own
+        return (0 if name == "LinearBackward0" or turned else 1), None
+    return _order(node, variable) if variable.ndim == 3 else None
+
+
+def _order(node: Node, weight: Tensor) -> tuple[int, Tensor] | None:
+    """The axis and order of the features of a weight of three dimensions, [m h d] or [h m d]: each feature gets a
+    number, and one gradient for each bit of these numbers shows which entries make it."""
+    out = output_like(node)
+    if out.ndim > 2 and out.shape[:-2].numel() > 1:
+        return None
+    numbers = torch.arange(1, out.shape[-1] + 1, device=out.device)
+    codes = torch.zeros(weight.shape, dtype=torch.int64, device=out.device)
+    for bit in range(len(numbers).bit_length()):
+        own = ((numbers >> bit) & 1).to(out).expand_as(out)
+        (grad,) = torch.autograd.grad(GradientEdge(node, 0), weight, own, retain_graph=True)
+        codes |= grad.ne(0).long() << bit
+    columns = codes.flatten(1).amax(0)
+    empty = codes == 0  # what it multiplies is zero for all tokens
+    if torch.equal(columns.sort().values, numbers) and bool((empty.flatten(1) | (codes.flatten(1) == columns)).all()):
+        return 1, columns.argsort().cpu()
+    rows = torch.arange(len(weight), device=out.device).view(-1, 1, 1).expand_as(codes)
+    makers = rows.new_full((1 << len(numbers).bit_length(),), -1).index_put((codes,), rows)
+    alone = bool((empty | (makers[codes] == rows)).all())
+    makers = makers[1 : len(numbers) + 1].cpu()
+    return (0, makers) if alone and bool((makers >= 0).all()) else None
 
 
 def variable_of(node: Node) -> Any:
@@ -225,9 +313,9 @@ def _makes_rows(node: Node, weight: Tensor) -> bool:
     return int(grad.ne(0).any(1).sum()) <= int(grad.ne(0).any(0).sum())
 
 
-def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, ...], bool, Tensor] | None:
-    """The matrix parameter behind a weight, whether it was transposed since, and itself. What a parametrization does
-    in between is walked through, if it ends in parameters only."""
+def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, bool, Tensor] | None:
+    """The name of the parameter behind a weight, whether it was transposed since, and itself. What a parametrization
+    does in between is walked through, if it ends in parameters only."""
     if node is None:
         return None
     turned = {node: False}
@@ -238,8 +326,8 @@ def _weight(node: Node | None, names: dict[int, str]) -> tuple[str, tuple[int, .
         if variable is not None:
             if id(variable) not in names:
                 return None
-            if variable.ndim == 2 and min(variable.shape) > 1:
-                found.append((names[id(variable)], tuple(variable.shape), turned[at], variable))
+            if variable.ndim > 1 and len(variable) > 1 and variable[0].numel() > 1:
+                found.append((names[id(variable)], turned[at], variable))
             continue
         # A slice of a larger matrix: its rows are not those of the parameter.
         if at.name() in _MATRIX or at.name().startswith(_PARTS) or len(turned) > 40:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from qkeel.sites.weights.autograd_walk import Projection
+from qkeel.sites.weights.autograd_walk import WHOLE_NORMS, Projection
 
 
 @contextmanager
@@ -33,8 +33,7 @@ def opened(nodes: Sequence[Node]) -> Iterator[None]:
 
 
 def _pass_through(node: Node) -> RemovableHandle:
-    name = node.name()
-    if name in ("NativeLayerNormBackward0", "FusedRmsNormBackward0", "_ResizeBackward"):
+    if node.name() in WHOLE_NORMS:
         return node.register_hook(_as_factor)
     return node.register_prehook(_nothing)
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.handwritten.products import Operand
 from qkeel.sites.see.running_modules import Frame
-from qkeel.sites.weights.autograd_walk import Walk, nodes_of, walk
+from qkeel.sites.weights.autograd_walk import Projection, Walk, nodes_of, walk
 from qkeel.sites.weights.gradient_paths import only, opened
 
 Split = tuple[int, int, int]  # of a dimension: the slowest part, heads, the fastest part
@@ -129,7 +129,7 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
     reached = size == 1
     for projection in found.nearest:
         with opened(found.mixers), only(projection, found.nearest):
-            used = _used(x, dim, projection.node)
+            used = _used(x, dim, projection)
         if used is None or not bool(used.any()):
             continue
         reached = True
@@ -143,7 +143,7 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
     return heads.pop() if heads else (size, 1, 1)
 
 
-def _used(x: Tensor, dim: int, node: Node) -> Bool[Tensor, "m features"] | None:
+def _used(x: Tensor, dim: int, projection: Projection) -> Bool[Tensor, "m features"] | None:
     """The features that each slice along a dimension uses; None where one number at one token is used by several."""
     size = x.shape[dim]
     numbers = torch.arange(1, size + 1, device=x.device)
@@ -153,10 +153,12 @@ def _used(x: Tensor, dim: int, node: Node) -> Bool[Tensor, "m features"] | None:
     codes: Tensor | None = None
     for bit in range(size.bit_length()):
         own = ((numbers >> bit) & 1).view(shape).to(x)
-        grad = torch.autograd.grad(x, GradientEdge(node, 0), weights * own, retain_graph=True, allow_unused=True)[0]
+        grad = torch.autograd.grad(
+            x, GradientEdge(projection.node, 0), weights * own, retain_graph=True, allow_unused=True
+        )[0]
         if grad is None:
             return None
-        part = grad.detach().flatten(0, -2).ne(0).long() << bit
+        part = projection.by_feature(grad).ne(0).long() << bit
         codes = part if codes is None else codes | part
     assert codes is not None
     found = torch.zeros(1 << size.bit_length(), codes.shape[1], dtype=torch.bool, device=x.device)

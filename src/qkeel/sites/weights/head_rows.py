@@ -8,6 +8,7 @@ the path let gradients through as if their size were a constant: a norm over all
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -50,7 +51,9 @@ class Side:
         last = len(path.projections) - 1
         with opened(self.found.mixers), only(path.projections[-1], self.found.nearest):
             index = [_rows(part, p, self.what, inner=i < last) for i, p in enumerate(path.projections)]
-        return tuple(_slice(p, rows) for p, rows in zip(path.projections, index))
+        found = [_slice(p, rows) for p, rows in zip(path.projections, index)]
+        # The last is one with rows for each head: a convolution behind it may be the same for all of them.
+        return tuple(sorted(found, key=lambda s: s.n > 1))
 
     @property
     def normed(self) -> bool:
@@ -108,7 +111,7 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
             f"{what} has no gradient: it is a constant, or comes from a cache, an autograd.Function or an optimised "
             "script"
         )
-    found = Walk(nearest=(), mixers=())
+    found = Walk(nearest=())
     for f in frame.line():
         found = walk(x.grad_fn, nodes_of(f.inputs), names)
         if found.nearest or found.opaque:
@@ -119,27 +122,47 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
             f"{what} is a product with {', '.join(found.opaque)}, of whose rows it is not known which make which head"
         )
     if not found.nearest:
-        found = Walk(nearest=(_table(x, names, what),), mixers=())
+        found = Walk(nearest=_tables(x, names, what))
+    else:
+        tables = [_entries(x, node, names) for node in found.tables]
+        found = dataclasses.replace(found, nearest=(*found.nearest, *filter(None, tables)))
     return Side(x=x, what=what, paths=tuple(_paths(x, found)), found=found)
 
 
-def _table(x: Tensor, names: dict[int, str], what: str) -> Projection:
-    """The parameter whose columns (or rows) x is, as keys by position are: a matrix that multiplies positions. It may
-    have been read outside the module, for all layers."""
+def _tables(x: Tensor, names: dict[int, str], what: str) -> tuple[Projection, ...]:
+    """The parameters that x is, or is the sum of, as keys by position are: they may have been read outside the module,
+    for all layers."""
     assert x.grad_fn is not None
-    leaves = leaves_of(x.grad_fn, set()) or []
-    known = [(leaf, names[id(p)], p) for leaf in leaves if id(p := variable_of(leaf)) in names]
-    if len(known) != 1 or len(leaves) != 1:
+    leaves = [leaf for leaf in leaves_of(x.grad_fn, set()) or () if id(variable_of(leaf)) in names]
+    if not leaves:
         raise UnknownRowsError(f"no matrix product with a parameter lies between the module's input and {what}")
-    node, name, p = known[0]
-    if p.ndim != 2:
-        raise UnknownRowsError(f"{what} is the parameter {name} of {p.ndim} dimensions, which has no rows of heads")
-    d = x.shape[-1]
-    if len(_features(_probe(x[:, 0], node))) == d:
-        return Projection(node=node, parameter=name, axis=1, size=p.shape[1], biases=(), normed=False)
-    if p.shape[0] == d:
-        return Projection(node=node, parameter=name, axis=0, size=d, biases=(), normed=False, shared=True)
-    raise UnknownRowsError(f"the columns of {name} are not those of {what}")
+    found = [_entries(x, leaf, names) for leaf in leaves]
+    known = tuple(table for table in found if table is not None)
+    if len(known) < len(found):
+        shared = ", ".join(names[id(variable_of(leaf))] for leaf, table in zip(leaves, found) if table is None)
+        raise UnknownRowsError(f"heads of {what} share some entries of {shared} and not others")
+    return known
+
+
+def _entries(x: Tensor, node: Node, names: dict[int, str]) -> Projection | None:
+    """The parameter whose entries x holds: rows or columns for each head, or features that all heads share. None if
+    heads share some of it and not others."""
+    p = variable_of(node)
+    table = functools.partial(Projection, node=node, parameter=names[id(p)], table=True)
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for h in range(x.shape[1]):
+        grad = _probe(x[:, h], node)
+        used = (torch.zeros_like(p) if grad is None else grad.detach()).ne(0).view(len(p), -1)
+        for axis in (0, 1):
+            parts[axis].append(used.any(1 - axis))
+    rows, columns = (torch.stack(heads) for heads in parts)
+    if bool((rows == rows[:1]).all()) and bool((columns == columns[:1]).all()):
+        # Columns for the features of a head, else all of it, as of a table with a row for each of them.
+        if p.ndim > 1 and int(columns[0].sum()) == x.shape[-1]:
+            return table(axis=1, size=columns.shape[1])
+        return table(axis=0, size=len(p), shared=True)
+    apart = [axis for axis, heads in enumerate((rows, columns)) if bool((heads.sum(0) <= 1).all())]
+    return table(axis=apart[0], size=(rows, columns)[apart[0]].shape[1]) if apart else None
 
 
 def _within(found: Walk, frame: Frame, model: nn.Module) -> Walk:
@@ -183,7 +206,7 @@ def _paths(x: Tensor, found: Walk) -> Iterator[LogitPath]:
         made = whole
         if len(found.nearest) > 1:
             with opened(found.mixers), only(projection, found.nearest):
-                made = _dims(x, projection.node)
+                made = _dims(x, projection)
         for above in projection.above or (None,):
             if made:
                 yield LogitPath(projections=(projection,) if above is None else (above, projection), dims=made)
@@ -197,16 +220,10 @@ def _probe(outputs: Tensor, node: Node) -> Tensor | None:
     return torch.autograd.grad(outputs, edge, weights.to(outputs), retain_graph=True, allow_unused=True)[0]
 
 
-def _features(grad: Tensor | None) -> Tensor:
-    """The numbers of the features (last dimension) that a gradient reaches."""
-    if grad is None:
-        return torch.empty(0, dtype=torch.int64)
-    return grad.detach().flatten(0, -2).ne(0).any(0).nonzero().flatten().cpu()
-
-
-def _dims(x: Tensor, node: Node) -> frozenset[int]:
-    """The places in a head that a node reaches: one probe per place, all heads at once."""
-    return frozenset(d for d in range(x.shape[-1]) if len(_features(_probe(x[..., d], node))))
+def _dims(x: Tensor, projection: Projection) -> frozenset[int]:
+    """The places in a head that a projection reaches: one probe per place, all heads at once."""
+    probes = (_probe(x[..., d], projection.node) for d in range(x.shape[-1]))
+    return frozenset(d for d, grad in enumerate(probes) if len(projection.reached(grad)))
 
 
 def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tensor:
@@ -217,7 +234,7 @@ def _rows(x: Tensor, projection: Projection, what: str, *, inner: bool) -> Tenso
     """
     if projection.shared:
         return torch.arange(projection.size)[None]
-    heads = [_features(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
+    heads = [projection.reached(_probe(x[:, h], projection.node)) for h in range(x.shape[1])]
     sizes = {len(rows) for rows in heads}
     if sizes == {0} and inner:
         return torch.arange(projection.size)[None]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.modes import Args, Function, FunctionMode, Kwargs, function_name
 from qkeel.sites.calls.head_layout import fewest_keys
-from qkeel.sites.probe import copied, forward, undisturbed
+from qkeel.sites.kept_state import copied, undisturbed
+from qkeel.sites.probe import forward
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.site import HeadSlice
 from qkeel.sites.weights.autograd_walk import names_of

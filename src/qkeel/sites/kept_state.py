@@ -1,0 +1,121 @@
+"""The state of a model that a forward pass may change: kept before it, put back after it; and its arguments."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qkeel.patching.graph_nodes import version_of
+from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
+
+
+def copied(value: Any) -> Any:
+    """Arguments that a forward pass may change (caches) copied, tensors as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.is_inference() else value  # a graph can't be built on such a one
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(copied(v) for v in value)
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {k: copied(v) for k, v in value.items()}
+    if type(value) is list:
+        return [copied(v) for v in value]
+    return copy.deepcopy(value)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with ExitStack() as undo, torch.random.fork_rng(devices=devices):
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())
+        for module in model.modules():
+            undo.callback(_keep(module))
+            undo.callback(_keep_contents(module))
+        for p in model.parameters():
+            if not p.requires_grad and (p.is_floating_point() or p.is_complex()):
+                # The walk from q to its weights needs a graph, in frozen models too.
+                p.requires_grad_(True)
+                undo.callback(p.requires_grad_, False)
+        yield
+
+
+def _keep(module: nn.Module) -> Callable[[], None]:
+    """A function that puts a module's own tensors and attributes back."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return _keep_values(list(module.buffers(recurse=False)))
+    attributes, buffers = attributes_of(module), dict(buffers_of(module))
+    held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, torch.Tensor)]
+    values = _keep_values(held)
+    hooks = set(hooks_after(module))
+
+    def restore() -> None:
+        state = vars(module)
+        # A model may register hooks in its first pass, and note that in an attribute (transformers does, to record
+        # hidden states): both go, else the next pass would register them a second time.
+        drop_hooks_after(module, kept=hooks)
+        for name in attributes_of(module).keys() - attributes.keys():
+            del state[name]
+        state.update(attributes)
+        buffers_of(module).clear()
+        buffers_of(module).update(buffers)
+        values()
+
+    return restore
+
+
+def _keep_contents(module: nn.Module) -> Callable[[], None]:
+    """A function that puts back what a module's lists, dicts, sets and generators held."""
+    torchs_own = vars(nn.Module())  # its hooks, its parameters: sharded models exchange those in a pass
+    held = [v for name, v in vars(module).items() if isinstance(v, (list, dict, set)) and name not in torchs_own]
+    kept = [(x, x.copy()) for x in held if type(x) in _CONTAINERS]
+    streams = [(g, g.get_state()) for g in vars(module).values() if isinstance(g, torch.Generator)]
+
+    def restore() -> None:
+        for x, before in kept:
+            if [*map(id, x)] != [*map(id, before)] or (isinstance(x, dict) and _values(x) != _values(before)):
+                x.clear()
+                x.extend(before) if isinstance(x, list) else x.update(before)
+        for generator, state in streams:
+            generator.set_state(state)
+
+    return restore
+
+
+def _values(x: Any) -> list[int]:
+    return [*map(id, x.values())]
+
+
+_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.Counter)
+
+
+def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
+    """A function that puts values back. Tensors on the meta device have none, and inference tensors can't change."""
+    plain, others = [], []
+    for x in tensors:
+        if not (x.is_inference() or x.is_meta):
+            comparable = x.layout is torch.strided and not x.is_nested and type(x) in (Tensor, nn.Parameter)
+            (plain if comparable else others).append((x, x.detach().clone(), version_of(x)))
+
+    @torch.no_grad()
+    def restore() -> None:
+        for x, value, _ in plain:
+            # Compared, not by version: batch norm's kernels write their averages without raising it.
+            if not torch.equal(x, value):
+                x.copy_(value)
+        for x, value, version in others:
+            # Sparse, nested and other kinds of tensors can't be compared: what wrote to them raised their version.
+            if version_of(x) != version:
+                x.copy_(value)
+
+    return restore

@@ -1,0 +1,74 @@
+"""Shorter examples of a model's input: a few rows of a batch, and the beginning of their sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from qkeel.patching.modes import Args, Kwargs
+from qkeel.sites.see.running_modules import tensors
+
+ROWS, TOKENS = 2, 32
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShortExample:
+    """Arguments with fewer rows; `cut` says that their sequences are shorter too."""
+
+    args: Args
+    kwargs: Kwargs
+    cut: bool
+
+
+def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
+    """Shorter examples, the shortest first; none where it is not clear what a batch is.
+
+    Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
+    the sequence, unless the tensor has that size twice. An index beyond the end is an exception on the CPU, elsewhere
+    the end of the process: there no sequence is cut, and whole numbers are of one shape [b t], as those of tokens are.
+    """
+    given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
+    if not given or not _is_plain((args, dict(kwargs))) or any(x.is_nested for x in given):
+        return
+    on_cpu = all(x.is_cpu for x in given)
+    whole = {x.shape for x in given if not x.is_floating_point()}
+    if not on_cpu and (len(whole) > 1 or any(len(shape) != 2 for shape in whole)):
+        return
+    batch = max(len(x) for x in given)
+    rows = ROWS if {len(x) for x in given} <= {1, batch} else batch
+    size = next((x.shape[1] for x in given if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1), 0)
+    if on_cpu and size > 2 * TOKENS:
+        yield _example(args, kwargs, rows, size)
+    if batch > rows:
+        yield _example(args, kwargs, rows, None)
+
+
+def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortExample:
+    def short(x: Tensor) -> Tensor:
+        for dim in range(1, x.ndim):
+            x = x.narrow(dim, 0, TOKENS) if x.shape[dim] == size else x
+        return x[:rows] if x.ndim else x
+
+    made = _each(tuple(args), short), _each(dict(kwargs), short)
+    assert isinstance(made[0], tuple)
+    assert isinstance(made[1], dict)
+    return ShortExample(args=made[0], kwargs=made[1], cut=size is not None)
+
+
+def _is_plain(value: object) -> bool:
+    """True of tensors, numbers and names in tuples, lists and dicts: nothing that may hold the batch in its own way."""
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    return all(map(_is_plain, value.values())) if type(value) is dict else isinstance(value, _PLAIN)
+
+
+def _each(value: object, change: Callable[[Tensor], Tensor]) -> object:
+    """The same with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _each(x, change) for name, x in value.items()}
+    return type(value)(_each(x, change) for x in value) if isinstance(value, (tuple, list)) else value

@@ -1,0 +1,114 @@
+"""A search keeps much of a pass, so it looks at a few rows of a batch first, and takes what the whole shows as well."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkeel import find_sites
+from qkeel.sites.short_example import ROWS, TOKENS, shorter
+
+H, D, B, T = 2, 4, 6, 100
+Passes = list[tuple[tuple[int, ...], bool]]  # the shape of the input, and whether there was a graph
+
+
+class Heads(nn.Module):
+    """Self-attention of tokens [b t], and what its passes were."""
+
+    def __init__(self, change: Callable[[Heads, Tensor], Tensor] = lambda m, x: x, *, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.change, self.norm, passes = change, norm, Passes()
+        self.embed, self.q, self.k = nn.Embedding(20, H * D), nn.Linear(H * D, H * D), nn.Linear(H * D, H * D)
+        self.batch_norm = nn.BatchNorm1d(H * D)
+        self.gain = nn.Parameter(torch.rand(D))
+        self.note = passes.append
+        self.passes = lambda: passes
+
+    def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
+        if self.norm:
+            q, k = (F.rms_norm(y, (D,)) * self.gain for y in (q, k))
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.note((tuple(tokens.shape), torch.is_grad_enabled()))
+        x = F.dropout(self.batch_norm(self.embed(tokens).mT).mT, 0.1)
+        return self.attend(self.change(self, x), mask if mask is None else mask[:, None, None].bool())
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 20, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+def kept(model: Heads, *more: Tensor) -> list[tuple[int, ...]]:
+    """The shapes of the passes of a search of which something is kept; all sites it finds are confirmed."""
+    assert all(site.verified for site in find_sites(model, tokens(), *more))
+    return [shape for shape, graph in model.passes() if graph]
+
+
+def longer_than_positions(m: Heads, x: Tensor) -> Tensor:
+    return x + torch.zeros(T, 1)
+
+
+def twice(m: Heads, x: Tensor) -> Tensor:
+    return m.attend(x) if x.shape[1] > 50 else x
+
+
+def test_a_few_rows_and_the_beginning_of_their_sequences_are_enough() -> None:
+    model = Heads()
+    state, stream = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert kept(model) == [(ROWS, TOKENS)]
+    assert model.passes()[-1] == ((B, T), False)  # the whole, to compare with
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("model", "last"),
+    [
+        (lambda: Heads(longer_than_positions), (ROWS, T)),
+        (lambda: Heads(twice), (ROWS, T)),
+        (lambda: Heads(norm=True), (ROWS, T)),  # what follows a norm may grow with the position
+    ],
+)
+def test_what_a_shorter_sequence_does_not_show_is_taken_from_longer_ones(
+    model: Callable[[], Heads], last: tuple[int, ...]
+) -> None:
+    made = model()
+    assert kept(made)[-1] == last
+    whole = find_sites(made, tokens()[:1])  # nothing to shorten in it but the sequence
+    assert [(s.name, s.n_heads) for s in find_sites(made, tokens())] == [(s.name, s.n_heads) for s in whole]
+
+
+def test_where_padding_comes_first_the_rows_are_whole() -> None:
+    mask = torch.ones(B, T)
+    mask[:, : T // 2] = 0
+    assert kept(Heads(), mask)[-1] == (ROWS, T)
+
+
+def test_a_model_that_depends_on_its_batch_gets_all_of_it() -> None:
+    def rows(m: Heads, x: Tensor) -> Tensor:
+        return x[torch.arange(B).flip(0)]
+
+    assert kept(Heads(rows))[-1] == (B, T)
+
+
+def test_arguments_whose_batch_is_not_clear_are_not_shortened() -> None:
+    class Batch(dict):  # type: ignore[type-arg]
+        """One that may hold more than its items."""
+
+    ids = tokens()
+    assert [x.args[0].shape for x in shorter((ids, torch.ones(4)), {})] == [(B, TOKENS)]  # 4 is no batch of 6
+    assert list(shorter((Batch(ids=ids),), {})) == []
+    assert list(shorter((torch.ones(ROWS, TOKENS, dtype=torch.long),), {"scale": 2.0})) == []
+    (short,) = shorter((torch.randn(B, T, T),), {"names": ["a"]})  # which of both is the sequence?
+    assert (short.args[0].shape, short.kwargs) == ((ROWS, T, T), {"names": ["a"]})
+    first, second = shorter((ids,), {"mask": torch.ones(1, 1, T, T), "extra": (None, torch.ones(()))})
+    assert (first.args[0].shape, first.kwargs["mask"].shape) == ((ROWS, TOKENS), (1, 1, TOKENS, TOKENS))
+    assert (second.args[0].shape, second.kwargs["mask"].shape, second.cut) == ((ROWS, T), (1, 1, T, T), False)
