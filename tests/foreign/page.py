@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from typing import Any
 
 from tests.foreign.target import Target
@@ -31,19 +32,32 @@ biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seed
 """
 
 
-def page(targets: list[Target], results: list[dict[str, Any]], generated: dict[str, int] | None = None) -> str:
+def page(targets: list[Target], results: list[dict[str, Any]], generated: list[str] | None = None) -> str:
     """The page."""
     verdicts = [r.get("verdict", "broken") for r in results]
-    count = ", ".join(f"{verdicts.count(v)} {v}" for v in ("right", "told", "wrong", "broken") if v in verdicts)
-    lines = [_INTRODUCTION, f"{len(targets)} targets of {len({t.package for t in targets})} packages: {count}.", ""]
+    each = attentions(targets, results)
+    lines = [_INTRODUCTION, f"{len(targets)} targets of {len({t.package for t in targets})} packages: {shares(verdicts)}."]
+    lines += [f"Their {len(each)} attentions: {shares(each)}.", ""]
     if generated is not None:
-        cases = ", ".join(f"{n} {verdict}" for verdict, n in generated.items())
-        lines += [f"{sum(generated.values())} random attentions: {cases}.", ""]
-    lines += ["| package | target | attentions | verdict | what was said |", "|---|---|---|---|---|"]
+        lines += [f"{len(generated)} random attentions: {shares(generated)}.", ""]
+    lines += ["| package | target | verdict | attentions right | what was said |", "|---|---|---|---|---|"]
     for target, result in zip(targets, results):
-        cells = [_package(target), target.name, str(target.attentions), result.get("verdict", "broken"), _said(result)]
+        right = f"{result.get('attentions', []).count('right')} of {target.attentions}"
+        cells = [_package(target), target.name, result.get("verdict", "broken"), right, _said(result)]
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def attentions(targets: list[Target], results: list[dict[str, Any]]) -> list[str]:
+    """The verdict on every attention of every target."""
+    return [v for t, r in zip(targets, results) for v in r.get("attentions", ["broken"] * t.attentions)]
+
+
+def shares(verdicts: Sequence[str]) -> str:
+    """How many there are of each verdict, and how much of all: "9 right (90.0 %), 1 told"."""
+    count = [f"{verdicts.count(v)} {v}" for v in ("right", "told", "wrong", "broken") if v in verdicts]
+    share = f" ({100 * verdicts.count('right') / len(verdicts):.1f} %)" if "right" in verdicts else ""
+    return ", ".join([*(c + share if c.endswith("right") else c for c in count)])
 
 
 def _package(target: Target) -> str:
@@ -56,7 +70,7 @@ def _said(result: dict[str, Any]) -> str:
         return result["broken"][:160]
     found: dict[str, list[str]] = {}
     answered: set[str] = set()
-    for f in result["findings"]:
+    for f in result["found"]:
         if f["verdict"] == result["verdict"] != "right" and f["question"] not in answered:
             answered.add(f["question"])
             found.setdefault(_short(f["said"]), []).append(f["question"])
