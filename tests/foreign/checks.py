@@ -52,7 +52,7 @@ def judged(subject: Subject, questions: Iterable[str] | None = None) -> Judged:
     for name, places in work.places.items():
         for place in places:
             attentions[place] = verdicts[name]
-    return Judged(found=[f for f in found if f.verdict != "right" or f.site is None], attentions=attentions)
+    return Judged(found=[f for f in found if f.verdict != "right" or f.site in (None, MODEL)], attentions=attentions)
 
 
 def _asked(question: str, ask: Ask, work: Work) -> list[Finding]:

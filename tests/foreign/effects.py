@@ -20,6 +20,7 @@ from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
 from qkeel.remedies.apply import parse
 from qkeel.remedies.base import Target
+from qkeel.remedies.steps.head_weights import check_weights
 from qkeel.sites import AttentionSite
 from qkeel.sites.site import HeadSlice
 
@@ -87,7 +88,9 @@ def _apply(work: Work, remedy: str, sites: Sites, *, alone: bool, lr: float) -> 
     for site in own:
         if (refusal := one.supports(site)) is not None:
             raise RefusedError(f"{one.name}: {refusal}")
-    return model, one.apply(Target(model=model, optimizer=optimizer, sites=own, example=work.example)), optimizer
+    target = Target(model=model, optimizer=optimizer, sites=own, example=work.example)
+    check_weights(target, one.name, per_head=one.on_steps)
+    return model, one.apply(target), optimizer
 
 
 def _step(work: Work, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -112,12 +115,14 @@ def _last(site: AttentionSite) -> dict[str, list[HeadSlice]]:
 
 def _grown(work: Work, model: nn.Module, site: AttentionSite, side: str, factor: float) -> Call:
     """A site's first call with the weights of one side times a factor."""
-    with changed(model, _last(site)[side], None, lambda x: factor * x):
+    last = [s for s in _last(site)[side] if s.n > 1 or site.n_kv_heads == 1]
+    with changed(model, last, None, lambda x: factor * x):
         return work.subject.truth(model, work.example)[work.places[site.name][0]]
 
 
 def growth(work: Work, model: nn.Module, site: AttentionSite) -> float:
-    """How far logits move, against their size, when the weights of queries or those of keys are three times as large."""
+    """How far logits move, against their size, when the weights of queries or those of keys are three times as large.
+    Tables of relative positions, which all heads share, stay as they are, like biases."""
     before = work.subject.truth(model, work.example)[work.places[site.name][0]]
     moved = 0.0
     for side in ("query", "key"):
@@ -186,10 +191,14 @@ class QKClip(OfGrowth):
         model.training = True  # maxima count in training; the parts keep the mode that the example was told in
         _step(work, model, optimizer)
         handle.remove()
+        gamma = (threshold / top).clamp_max(1.0).where(top > 0, 1.0)
+        if alone and work.shared(site):
+            # An earlier site has these weights too, so the clip moves the input of this one: no logits to compare.
+            yield from self._scaled(work, model, site, gamma)
+            return
         with changed(work.exact, _last(site)["query"], None, torch.zeros_like):
             added = work.of(work.truth(), site)[0].z
         after = work.subject.truth(model, work.example)[work.places[site.name][0]].z
-        gamma = (threshold / top).clamp_max(1.0).where(top > 0, 1.0)
         hidden = ~before.visible
         apart = after - added - gamma[:, None, None] * (before.z - added)
         error = float(apart.masked_fill(hidden, 0.0).abs().max() / before.z.masked_fill(hidden, 0).abs().max())
@@ -200,6 +209,18 @@ class QKClip(OfGrowth):
         else:
             clipped = after.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
             yield "wrong", f"maxima {numbers(top)} clipped at {threshold:.4g} to {numbers(clipped)}", site.name
+
+    def _scaled(self, work: Work, model: nn.Module, site: AttentionSite, gamma: Tensor) -> Answers:
+        """The last weights of every product, on both sides together, are scaled by γ of each head."""
+        for term in site.terms:
+            both = torch.ones_like(gamma)
+            for s in (term.query[-1], term.key[-1]):
+                sizes = [s.heads(m.get_parameter(s.parameter).detach()).flatten(1).norm(dim=1) for m in (model, work.exact)]
+                both = both * (sizes[0] / sizes[1])[site.used(s.n)]
+            if float((both - gamma).abs().max()) > 1e-5:
+                yield "wrong", f"weights scaled by {numbers(both)}, expected {numbers(gamma)}", site.name
+                return
+        yield "right", "", site.name
 
 
 @final

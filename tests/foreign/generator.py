@@ -14,7 +14,6 @@ import dataclasses
 import random
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -358,13 +357,14 @@ def _capped(model: nn.Module, example: Example, cap: float, places: set[int]) ->
 
 def judge(seed: int, questions: Iterable[str] = QUESTIONS) -> list[Finding]:
     """The findings on the random attention of a seed."""
-    plan = Plan.drawn(seed)
+    return judged(subject(Plan.drawn(seed), seed), questions).found
+
+
+def subject(plan: Plan, seed: int = 0) -> Subject:
+    """An attention as planned, with weights and input from a seed."""
     torch.manual_seed(seed)
     x, y = (torch.randn(int(plan.batch), int(plan.tokens), WIDTH) for _ in range(2))
-    subject = Subject(model=Model(plan), example=((x,), {}), other=((y,), {}), truth=_truth, capped=_capped)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return judged(subject, questions).found
+    return Subject(model=Model(plan), example=((x,), {}), other=((y,), {}), truth=_truth, capped=_capped)
 
 
 def main() -> None:

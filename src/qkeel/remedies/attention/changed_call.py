@@ -160,8 +160,12 @@ class ChangedCalls(InstanceForward):
         low = max(self.low, torch.finfo(x.dtype).min / 2)
         visible = z > low
         if self.seen is not None:
-            if not self.masks.keep(x):
-                _check_unshifted(z, visible)
+            if not self.masks.keep(x) or (not self.masks.shifts and _is_shifted(z, visible)):
+                raise RefusedError(
+                    "its scores come to the softmax less the largest of their row, so a cap or a scale would act on "
+                    "something else than the logits; leave that subtraction out (torch's softmax does it), or use "
+                    "qk_clip or lalr"
+                )
             self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
         ((scale, spec),) = self.specs.items()
         z = torch.where(visible, z, 0.0)
@@ -274,14 +278,10 @@ def _sdpa_arguments(args: Args, kwargs: Kwargs) -> Args:
     return tuple(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
 
 
-def _check_unshifted(z: Tensor, visible: Tensor) -> None:
-    """Raise where every row's largest logit is 0: the softmax does not show what the logits were."""
+def _is_shifted(z: Tensor, visible: Tensor) -> bool:
+    """True where every row's largest logit is 0: the softmax does not show what the logits were."""
     tops = z.detach().masked_fill(~visible, -math.inf).amax(-1)[visible.any(-1)]
-    if bool((tops == 0).all()) and bool((z.detach()[visible] != 0).any()):
-        raise RefusedError(
-            "its scores come to the softmax less the largest of their row, so a cap or a scale would act on something "
-            "else than the logits; leave that subtraction out (torch's softmax does it), or use qk_clip or lalr"
-        )
+    return bool((tops == 0).all()) and bool((z.detach()[visible] != 0).any())
 
 
 def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:

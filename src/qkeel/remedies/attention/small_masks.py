@@ -88,13 +88,13 @@ class SmallMasks:
 
     def keep(self, scores: Tensor) -> bool:
         """A softmax takes these scores: what was noted of calls that made as many numbers hides their pairs. Returns
-        True if a subtraction made them what they are, but for pairs that were hidden since."""
+        False if the largest of each row was subtracted and something was done to the rest, which hides the logits."""
         self.places |= {place for place, size in self._candidates if size == scores.numel()}
         flat = scores.detach().flatten()
         kept = [(n, out.flatten()) for n, out in self._shifted if out.numel() == len(flat)]
         found = {n for n, out in kept if bool(((out == flat) | (flat <= HIDES)).all())}
         self.shifts |= found
-        return bool(found)
+        return len(found) == len(kept)
 
 
 def _is_top(args: Args) -> bool:
