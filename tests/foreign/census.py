@@ -137,7 +137,9 @@ def _line(result: dict[str, Any]) -> str:
         if f["verdict"] != "right"
     ]
     right = result.get("attentions", []).count("right")
-    first = f"{result.get('verdict', 'BROKEN ' + result.get('broken', ''))}, {right} of {len(result.get('attentions', ()))}"
+    first = (
+        f"{result.get('verdict', 'BROKEN ' + result.get('broken', ''))}, {right} of {len(result.get('attentions', ()))}"
+    )
     return "\n    ".join([first, *dict.fromkeys(said)])
 
 

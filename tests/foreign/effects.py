@@ -215,7 +215,9 @@ class QKClip(OfGrowth):
         for term in site.terms:
             both = torch.ones_like(gamma)
             for s in (term.query[-1], term.key[-1]):
-                sizes = [s.heads(m.get_parameter(s.parameter).detach()).flatten(1).norm(dim=1) for m in (model, work.exact)]
+                sizes = [
+                    s.heads(m.get_parameter(s.parameter).detach()).flatten(1).norm(dim=1) for m in (model, work.exact)
+                ]
                 both = both * (sizes[0] / sizes[1])[site.used(s.n)]
             if float((both - gamma).abs().max()) > 1e-5:
                 yield "wrong", f"weights scaled by {numbers(both)}, expected {numbers(gamma)}", site.name

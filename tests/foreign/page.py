@@ -36,7 +36,10 @@ def page(targets: list[Target], results: list[dict[str, Any]], generated: list[s
     """The page."""
     verdicts = [r.get("verdict", "broken") for r in results]
     each = attentions(targets, results)
-    lines = [_INTRODUCTION, f"{len(targets)} targets of {len({t.package for t in targets})} packages: {shares(verdicts)}."]
+    lines = [
+        _INTRODUCTION,
+        f"{len(targets)} targets of {len({t.package for t in targets})} packages: {shares(verdicts)}.",
+    ]
     lines += [f"Their {len(each)} attentions: {shares(each)}.", ""]
     if generated is not None:
         lines += [f"{len(generated)} random attentions: {shares(generated)}.", ""]

@@ -13,6 +13,7 @@ from qkeel.sites import AttentionSite, Tap
 
 MOVED, STILL = 1e-9, 1e-6  # a change of a logit, against the largest one, that counts, and one that does not
 
+
 def count(work: Work) -> Answers:
     """Every call of the reference belongs to a site, or is said to be missed."""
     empty = [name for name, places in work.places.items() if not places]

@@ -14,7 +14,7 @@ from tests.foreign.checks import judged, overall
 from tests.foreign.generator import CHOICES, HEADS, SIZES, WIDTH, Model, Plan, RandomAttention, _truth, judge, subject
 from tests.foreign.page import shares
 from tests.foreign.reference import Call, Example, Recorder, Shape, calls
-from tests.foreign.work import MODEL, Subject, Work, claimed
+from tests.foreign.work import MODEL, Work, claimed
 from torch import Tensor, nn
 from torch.nn import functional as F
 

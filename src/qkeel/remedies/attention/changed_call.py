@@ -41,9 +41,9 @@ class ChangedCalls(InstanceForward):
     """Runs a module's forward with its attention calls under other specs, found by the scale of each call.
 
     `bases` are the module's own specs, `changes` what is made of them, `specs` the result, and `names` the parameters
-    that these need; `layouts` are those of its scores. `low`: a written-out logit at or under it is one that a mask hides; `masks` are those that hide by
-    larger numbers. `seen`: while it is a list, the calls of each forward are noted in it, with the largest hidden logit
-    of those written out.
+    that these need; `layouts` are those of its scores. `low`: a written-out logit at or under it is one that a mask
+    hides; `masks` are those that hide by larger numbers. `seen`: while it is a list, the calls of each forward are
+    noted in it, with the largest hidden logit of those written out.
     """
 
     def __init__(self, module: nn.Module, geometry: Geometry) -> None:
@@ -181,8 +181,8 @@ class ChangedCalls(InstanceForward):
             if how is not None and how.keys == keys % len(shape):
                 return how
         raise RefusedError(
-            f"expected scores [{'] or ['.join(map(str, self.layouts))}], h heads, t queries, s keys, got a softmax over "
-            f"dimension {keys} of {tuple(shape)}; its heads are not known"
+            f"expected scores [{'] or ['.join(map(str, self.layouts))}], h heads, t queries, s keys, got a softmax "
+            f"over dimension {keys} of {tuple(shape)}; its heads are not known"
         )
 
     def _ratio(self, spec: AttentionSpec, scale: float, visible: Tensor) -> float | Tensor:

@@ -92,8 +92,8 @@ def _layouts(sites: list[AttentionSite]) -> list[Layout]:
             found.append(layout)
     if len({len(layout.groups) for layout in found}) < len(found):
         raise RefusedError(
-            f"{sites[0].name} lays out the scores of its attentions as [{'] and ['.join(map(str, found))}], which can't "
-            "be distinguished"
+            f"{sites[0].name} lays out the scores of its attentions as [{'] and ['.join(map(str, found))}], which "
+            "can't be distinguished"
         )
     return found
 

@@ -220,8 +220,10 @@ class Handwritten:
         new = written(tag, x, index, value, more)
         if new is not None:
             self.tags.put(x, new)
-        elif more is not None:
-            self.lost.begin("setitem", more.frame, more, x, x)
+        elif more is not None or (tag is not None and isinstance(self.tags.get(value), Lost)):
+            was = more or tag
+            assert was is not None
+            self.lost.begin("setitem", was.frame, was, x, x)
 
     def _softmax(self, frame: Frame, tag: Scores, args: Args, kwargs: Kwargs) -> None:
         x = args[0] if args else kwargs["input"]

@@ -33,7 +33,9 @@ def written(tag: Scores | None, x: Tensor, index: object, value: object, new: Sc
         return dataclasses.replace(tag, hidden=hidden)
     if isinstance(value, Tensor) and value.shape == x.shape:
         return dataclasses.replace(new, hidden=hidden)
-    return dataclasses.replace(tag, hidden=hidden, lost=(*tag.lost, "a part of it is a sum of more products than the rest"))
+    return dataclasses.replace(
+        tag, hidden=hidden, lost=(*tag.lost, "a part of it is a sum of more products than the rest")
+    )
 
 
 def hidden_through_view(tags: Tags, x: Tensor, hidden: Tensor) -> None:
@@ -43,16 +45,14 @@ def hidden_through_view(tags: Tags, x: Tensor, hidden: Tensor) -> None:
             continue
         more, start = torch.zeros_like(y, dtype=torch.bool), x.storage_offset() - y.storage_offset()
         end = start + 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
-        if more.stride() == y.stride() and 0 <= start and end <= more.numel():
+        if more.stride() == y.stride() and start >= 0 and end <= more.numel():
             more.as_strided(x.shape, x.stride(), start).copy_(hidden.expand_as(x))
             tags.put(y, tag.also_hidden(more, y))
 
 
 def _same_kind(tag: Scores, new: Scores) -> bool:
     """True if the new scores are the old ones, masked, or a sum of them and more."""
-    plain = all(
-        part is None for one in (tag, new) for part in (one.uncapped, one.before_tanh, one.unshifted, one.keys)
-    )
+    plain = all(part is None for one in (tag, new) for part in (one.uncapped, one.before_tanh, one.unshifted, one.keys))
     return plain and not new.lost and new.scale == tag.scale and _products(tag) <= _products(new)
 
 
