@@ -21,14 +21,24 @@ sent through torch's unfused path, and computes with T×T logits in float64. Of 
 - *watch*: are ten steps under `watch` bit for bit those without?
 - *lalr*, *qk_clip*, *qk_norm*, *softcap*: by their effect. Known rows move by τ times the plain step and all others by
   the plain step; the variable part of the logits is min(1, τ / S_h) times what it was; logits no longer grow with the
-  weights, and removal restores the model; outputs are those of a model whose visible scores are bent.
+  weights of queries or keys (tables of relative positions apart, which stay as biases do), and removal restores the
+  model; outputs are those of a model whose visible scores are bent.
 
 *right*: all answers are. *told*: some were not given, and a reason was: a refusal, `site.why`, `site.unverified`, or
-an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included. A refusal may be all
-that is right: of `qk_norm` where q and k are normed already, or of a second cap.
+an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included.
+
+A refusal is right only where the reference shows by an experiment of its own that the remedy would have nothing to do:
+of `lalr`, `qk_clip` and `qk_norm` where logits stay where they are when the verified weights of queries, or those of
+keys, are three times as large (a norm stands between); of `softcap` where scores grow with the weights of queries at
+first and stay where they are between 10⁵ and 10⁶ times those (a cap bends them). Every other refusal is *told*.
+
+Verdicts are counted twice. By target: all of a model is right, each remedy on the model as a whole. By attention: all
+answers about this one are right; where a remedy is refused by the model as a whole it is tried on the attentions of
+each module alone, since some may take it and others need not.
 
 `python -m tests.foreign.generator` asks the same of attention at random: layouts × groups of keys × norms × products ×
-biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds; `make foreign` runs it too.
+biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds, of which most have one or two parts that
+are not plain; `make foreign` runs it too.
 """
 
 
