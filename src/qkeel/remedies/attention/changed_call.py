@@ -175,7 +175,7 @@ class ChangedCalls(InstanceForward):
         return how.undo(weights.to(dtype or x.dtype), x.shape)
 
     def _layout(self, shape: torch.Size, keys: int) -> Layout:
-        """What the dimensions of scores of this shape are, whose softmax runs over the dimension `keys`."""
+        """The layout of scores of this shape, whose softmax runs over the dimension `keys`."""
         for known in self.layouts:
             how = known.fitted(shape)
             if how is not None and how.keys == keys % len(shape):

@@ -1,5 +1,5 @@
-"""What written-out attention does to its scores besides: masks of small numbers (Swin's -100), and the subtraction of
-the largest of each row. Where it happens is found once."""
+"""Other things that written-out attention does to its scores: masks of small numbers (Swin's -100), and the
+subtraction of the largest of each row. Where it happens is found once."""
 
 from __future__ import annotations
 
