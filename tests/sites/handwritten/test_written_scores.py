@@ -78,6 +78,29 @@ def test_a_cap_leaves_them_hidden() -> None:
     assert torch.equal(model(x), y)
 
 
+class Batched(Pieces):
+    """Scores by baddbmm, as Megatron and Bloom make them: `beta` times what was there, plus q·k."""
+
+    def __init__(self, beta: float) -> None:
+        super().__init__(added)
+        self.beta = beta
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        before = torch.zeros(len(x) * H, T, T, dtype=x.dtype).masked_fill(~SEEN, -1e9)
+        z = torch.baddbmm(before, q.flatten(0, 1), k.flatten(0, 1).mT, beta=self.beta, alpha=D**-0.5)
+        return (z.view(len(x), H, T, T).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("beta", "pairs"), [(1.0, int(SEEN.sum())), (0.0, T * T)])
+def test_what_baddbmm_adds_hides_pairs_unless_its_factor_is_zero(beta: float, pairs: int) -> None:
+    model, x = Batched(beta), torch.randn(2, T, M)
+    with torch.no_grad(), Tap(model) as tap:
+        model(x)
+        (stats,) = tap.read().values()
+    assert stats.n_pairs.tolist() == [2 * pairs] * H
+
+
 def more(m: Pieces, q: Tensor, z: Tensor, part: slice) -> Tensor:
     z[..., part, :] = z[..., part, :] + torch.einsum("bhtd,tsd->bhts", q[..., part, :], m.table[part])
     return z
