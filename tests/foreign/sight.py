@@ -48,7 +48,7 @@ def heads(work: Work) -> Answers:
 def statistics(work: Work) -> Answers:
     """max_logit and entropy, by head, of all calls of a site."""
     with torch.no_grad(), Tap(work.exact) as tap:
-        tap.sites = list(work.sites)
+        tap.sites = work.sites
         torch.manual_seed(11)
         work.exact(*work.example[0], **work.example[1])
         stats = tap.read()
