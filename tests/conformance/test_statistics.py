@@ -208,9 +208,10 @@ def test_statistics_of_huge_logits_are_finite_and_entropy_is_never_negative(size
             assert (stats.entropy_min >= 0).all(), f"{name}, {case}"
 
 
-def test_a_call_whose_rows_all_see_nothing_gives_the_neutral_element() -> None:
-    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
-    mask = torch.zeros(3, 5, dtype=torch.bool)
+@pytest.mark.parametrize("n_keys", [5, 0])
+def test_a_call_whose_rows_all_see_nothing_gives_the_neutral_element(n_keys: int) -> None:
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, n_keys, 8)
+    mask = torch.zeros(3, n_keys, dtype=torch.bool)
     for name, spec in SPECS.items():
         if name == "ngpt":
             continue

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 from tests.foreign import generator
-from tests.foreign.checks import Subject, findings, overall
-from tests.foreign.page import page
+from tests.foreign.checks import judged, overall
+from tests.foreign.page import attentions, page, shares
 from tests.foreign.reference import calls, capped_output
 from tests.foreign.tables import TARGETS
 from tests.foreign.target import Target, another, settled, uneven
+from tests.foreign.work import Subject
 
-LIMIT = 120  # seconds for one target
+LIMIT = 600  # seconds for one target
 
 
 def judge(target: Target) -> dict[str, Any]:
@@ -51,20 +52,20 @@ def judge(target: Target) -> dict[str, Any]:
                 truth=functools.partial(_truth, target),
                 capped=functools.partial(_capped, target),
             )
-            found = findings(subject)
+            found = judged(subject)
     except Exception as error:
         tail = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(tail.filename).name}:{tail.lineno}"
         return {"broken": f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"}
-    return {"findings": [dataclasses.asdict(f) for f in found], "verdict": overall(found)}
+    return {**dataclasses.asdict(found), "verdict": overall(found.found)}
 
 
 def _truth(target: Target, model: Any, example: Any) -> Any:
     return calls(model, example, target.shape)
 
 
-def _capped(target: Target, model: Any, example: Any, cap: float) -> Any:
-    return capped_output(model, example, target.shape, cap)
+def _capped(target: Target, model: Any, example: Any, cap: float, places: set[int]) -> Any:
+    return capped_output(model, example, target.shape, cap, places)
 
 
 def run(targets: list[Target], jobs: int, folder: Path) -> list[dict[str, Any]]:
@@ -131,9 +132,15 @@ def _result(path: Path) -> dict[str, Any]:
 
 def _line(result: dict[str, Any]) -> str:
     said = [
-        f"{f['question']}: {f['verdict']} {f['said']}" for f in result.get("findings", ()) if f["verdict"] != "right"
+        f"{f['question']}: {f['verdict']} {f['site'] or ''} {f['said']}"
+        for f in result.get("found", ())
+        if f["verdict"] != "right"
     ]
-    return "\n    ".join([result.get("verdict", "BROKEN " + result.get("broken", "")), *dict.fromkeys(said)])
+    right = result.get("attentions", []).count("right")
+    first = (
+        f"{result.get('verdict', 'BROKEN ' + result.get('broken', ''))}, {right} of {len(result.get('attentions', ()))}"
+    )
+    return "\n    ".join([first, *dict.fromkeys(said)])
 
 
 def main() -> None:
@@ -153,7 +160,8 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         results = run(targets, chosen.jobs, Path(folder))
     verdicts = [r.get("verdict", "broken") for r in results]
-    print({v: verdicts.count(v) for v in dict.fromkeys(verdicts)}, f"{len({t.package for t in targets})} packages")
+    print(f"{len(targets)} targets of {len({t.package for t in targets})} packages: {shares(verdicts)}")
+    print(f"their attentions: {shares(attentions(targets, results))}")
     generated = generator.run(range(chosen.cases)) if chosen.cases else None
     if chosen.out is not None:
         chosen.out.write_text(page(targets, results, generated))

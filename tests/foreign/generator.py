@@ -1,6 +1,6 @@
 """Attention at random: layouts × groups × products × biases × mixes × caps × masks × softmaxes, from a seed.
 
-python -m tests.foreign.generator [--cases 2000] [--first 0] [--verbose]
+python -m tests.foreign.generator [--cases 2000] [--first 0]
 
 Every module computes, besides its output, what its logits are, plainly and in one canonical shape; nothing of qkeel
 takes part in that.
@@ -12,50 +12,40 @@ import argparse
 import collections
 import dataclasses
 import random
+import re
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
-from tests.foreign.checks import QUESTIONS, Finding, Subject, findings, overall
+from tests.foreign.checks import QUESTIONS, judged, overall
 from tests.foreign.reference import Call, Example
+from tests.foreign.work import MODEL, Finding, Subject, Verdict
 from torch import Tensor, nn
 
 HEADS, SIZE, WIDTH = 4, 4, 16
 FUSED = ("sdpa",)
 INF = float("inf")
 
-# What may be chosen for each part, plain choices several times.
+# What may be chosen for each part, the plain choice first.
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "layout": ("linear", "linear", "fused", "fused", "interleaved", "columns", "functional", "einsum"),
-    "groups": ("4", "4", "4", "2", "1", "2 tiled"),
-    "norm": ("", "", "", "", "rms", "l2", "flat rms"),
-    "rotary": ("", "", "yes"),
-    "product": (
-        "matmul",
-        "matmul",
-        "matmul",
-        "sdpa",
-        "sdpa",
-        "bmm",
-        "baddbmm",
-        "bhtd",
-        "bthd",
-        "bsht",
-        "turned",
-        "outer",
-    ),
-    "scale": ("scores", "scores", "query", "both"),
-    "second": ("", "", "", "", "product", "in place", "shaw", "keys alone"),
-    "bias": ("", "", "", "table", "alibi"),
-    "mix": ("", "", "", "", "", "", "linear", "einsum", "residual", "convolution"),
-    "cap": ("", "", "", "tanh"),
+    "layout": ("linear", "fused", "interleaved", "columns", "functional", "einsum"),
+    "groups": ("4", "2", "1", "2 tiled"),
+    "norm": ("", "rms", "l2", "flat rms"),
+    "rotary": ("", "yes"),
+    "product": ("matmul", "sdpa", "bmm", "baddbmm", "bhtd", "bthd", "bsht", "turned", "outer"),
+    "scale": ("scores", "query", "both"),
+    "second": ("", "product", "in place", "shaw", "keys alone"),
+    "bias": ("", "table", "alibi"),
+    "mix": ("", "linear", "einsum", "residual", "convolution"),
+    "cap": ("", "tanh"),
     "mask": ("", "-inf", "-1e9", "-1e4", "-100", "lowest", "where", "write", "padding", "factor"),
     "softmax": ("function", "method", "functional", "exponentials", "less the largest", "log softmax"),
     "batch": ("2", "3", "4"),
     "tokens": ("5", "7", "4"),
 }
+SIZES = ("batch", "tokens")  # drawn evenly; of the other parts most are plain at a time
+ODD = {0: 1, 1: 4, 2: 4, 3: 2, len(CHOICES) - len(SIZES): 1}  # how many parts are not plain, and how often
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +71,10 @@ class Plan:
     def drawn(cls, seed: int) -> Plan:
         """The plan of a seed; what SDPA can't do is left out where it is drawn."""
         draw = random.Random(seed)
-        chosen = {part: draw.choice(values) for part, values in CHOICES.items()}
+        chosen = {part: draw.choice(values) if part in SIZES else values[0] for part, values in CHOICES.items()}
+        (n,) = draw.choices([*ODD], [*ODD.values()])
+        for part in draw.sample([part for part in CHOICES if part not in SIZES], n):
+            chosen[part] = draw.choice(CHOICES[part][1:])
         if chosen["product"] in FUSED:
             chosen |= {"second": "", "mix": "", "cap": "", "softmax": "function", "scale": "scores"}
             if chosen["mask"] in ("where", "write", "factor"):
@@ -351,10 +344,10 @@ def _truth(model: nn.Module, example: Example) -> list[Call]:
     return [attention.truth]
 
 
-def _capped(model: nn.Module, example: Example, cap: float) -> list[Tensor]:
+def _capped(model: nn.Module, example: Example, cap: float, places: set[int]) -> list[Tensor]:
     attention = model.get_submodule("attn")
     assert isinstance(attention, RandomAttention)
-    attention.bend = cap
+    attention.bend = cap if places else None
     try:
         with torch.no_grad():
             return [model(*example[0])]
@@ -364,42 +357,48 @@ def _capped(model: nn.Module, example: Example, cap: float) -> list[Tensor]:
 
 def judge(seed: int, questions: Iterable[str] = QUESTIONS) -> list[Finding]:
     """The findings on the random attention of a seed."""
-    plan = Plan.drawn(seed)
+    return judged(subject(Plan.drawn(seed), seed), questions).found
+
+
+def subject(plan: Plan, seed: int = 0) -> Subject:
+    """An attention as planned, with weights and input from a seed."""
     torch.manual_seed(seed)
     x, y = (torch.randn(int(plan.batch), int(plan.tokens), WIDTH) for _ in range(2))
-    subject = Subject(model=Model(plan), example=((x,), {}), other=((y,), {}), truth=_truth, capped=_capped)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return findings(subject, questions)
+    return Subject(model=Model(plan), example=((x,), {}), other=((y,), {}), truth=_truth, capped=_capped)
 
 
 def main() -> None:
-    """Judge many seeds and print how many are right, told and wrong, and what is wrong with which."""
+    """Judge many seeds and print how many are right, told and wrong, what is wrong, and why others are told."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
-    counts = run(range(given.first, given.first + given.cases), verbose=given.verbose)
-    print(counts)
-    sys.exit(1 if counts.get("wrong") else 0)
+    verdicts = run(range(given.first, given.first + given.cases))
+    sys.exit(1 if "wrong" in verdicts else 0)
 
 
-def run(seeds: Iterable[int], *, verbose: bool = False) -> dict[str, int]:
-    """How many of these seeds are right, told and wrong; what is wrong with which is printed."""
+def run(seeds: Iterable[int]) -> list[Verdict]:
+    """The verdicts on these seeds; what is wrong with which is printed, and the most frequent reasons of told."""
     torch.set_num_threads(1)
-    counts: collections.Counter[str] = collections.Counter()
+    verdicts: list[Verdict] = []
+    reasons: collections.Counter[str] = collections.Counter()
     for seed in seeds:
         # Ten steps of training, twice, with every tenth: they say the same of all.
-        asked = [q for q in QUESTIONS if q != "watch" or seed % 10 == 0]
-        found = judge(seed, asked)
-        counts[overall(found)] += 1
+        found = judge(seed, [q for q in QUESTIONS if q != "watch" or seed % 10 == 0])
+        verdicts.append(overall(found))
+        told = [
+            f"{f.question}: {re.sub('[0-9.e+-]*[0-9]', 'N', f.said)[:150]}"
+            for f in found
+            if f.verdict == "told" and f.site != MODEL
+        ]
+        reasons.update(dict.fromkeys(told, 1))
         for f in found:
-            if f.verdict == "wrong" or verbose:
-                print(f"{seed}: {f.question}: {f.verdict} {f.said}\n    {Plan.drawn(seed)}", flush=True)
-        if seed % 100 == 99:
-            print(f"random attentions up to seed {seed}: {dict(counts)}", flush=True)
-    return dict(counts)
+            if f.verdict == "wrong":
+                print(f"{seed}: {f.question}: {f.said}\n    {Plan.drawn(seed)}", flush=True)
+    print(f"{len(verdicts)} random attentions:", dict(collections.Counter(verdicts)))
+    for reason, n in reasons.most_common(20):
+        print(f"{n:6d} {reason}")
+    return verdicts
 
 
 if __name__ == "__main__":

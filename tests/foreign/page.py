@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from typing import Any
 
 from tests.foreign.target import Target
@@ -20,30 +21,56 @@ sent through torch's unfused path, and computes with T×T logits in float64. Of 
 - *watch*: are ten steps under `watch` bit for bit those without?
 - *lalr*, *qk_clip*, *qk_norm*, *softcap*: by their effect. Known rows move by τ times the plain step and all others by
   the plain step; the variable part of the logits is min(1, τ / S_h) times what it was; logits no longer grow with the
-  weights, and removal restores the model; outputs are those of a model whose visible scores are bent.
+  weights of queries or keys (tables of relative positions apart, which stay as biases do), and removal restores the
+  model; outputs are those of a model whose visible scores are bent.
 
 *right*: all answers are. *told*: some were not given, and a reason was: a refusal, `site.why`, `site.unverified`, or
-an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included. A refusal may be all
-that is right: of `qk_norm` where q and k are normed already, or of a second cap.
+an entry of `.missed`. *wrong*: anything else, an exception that is not one of qkeel's included.
+
+A refusal is right only where the reference shows by an experiment of its own that the remedy would have nothing to do:
+of `lalr`, `qk_clip` and `qk_norm` where logits stay where they are when the verified weights of queries, or those of
+keys, are three times as large (a norm stands between); of `softcap` where scores grow with the weights of queries at
+first and stay where they are between 10⁵ and 10⁶ times those (a cap bends them). Every other refusal is *told*.
+
+Verdicts are counted twice. By target: all of a model is right, each remedy on the model as a whole. By attention: all
+answers about this one are right; where a remedy is refused by the model as a whole it is tried on the attentions of
+each module alone, since some may take it and others need not.
 
 `python -m tests.foreign.generator` asks the same of attention at random: layouts × groups of keys × norms × products ×
-biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds; `make foreign` runs it too.
+biases × mixtures of heads × caps × masks × softmaxes, 2,000 cases from seeds, of which most have one or two parts that
+are not plain; `make foreign` runs it too.
 """
 
 
-def page(targets: list[Target], results: list[dict[str, Any]], generated: dict[str, int] | None = None) -> str:
+def page(targets: list[Target], results: list[dict[str, Any]], generated: list[str] | None = None) -> str:
     """The page."""
     verdicts = [r.get("verdict", "broken") for r in results]
-    count = ", ".join(f"{verdicts.count(v)} {v}" for v in ("right", "told", "wrong", "broken") if v in verdicts)
-    lines = [_INTRODUCTION, f"{len(targets)} targets of {len({t.package for t in targets})} packages: {count}.", ""]
+    each = attentions(targets, results)
+    lines = [
+        _INTRODUCTION,
+        f"{len(targets)} targets of {len({t.package for t in targets})} packages: {shares(verdicts)}.",
+    ]
+    lines += [f"Their {len(each)} attentions: {shares(each)}.", ""]
     if generated is not None:
-        cases = ", ".join(f"{n} {verdict}" for verdict, n in generated.items())
-        lines += [f"{sum(generated.values())} random attentions: {cases}.", ""]
-    lines += ["| package | target | attentions | verdict | what was said |", "|---|---|---|---|---|"]
+        lines += [f"{len(generated)} random attentions: {shares(generated)}.", ""]
+    lines += ["| package | target | verdict | attentions right | what was said |", "|---|---|---|---|---|"]
     for target, result in zip(targets, results):
-        cells = [_package(target), target.name, str(target.attentions), result.get("verdict", "broken"), _said(result)]
+        right = f"{result.get('attentions', []).count('right')} of {target.attentions}"
+        cells = [_package(target), target.name, result.get("verdict", "broken"), right, _said(result)]
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def attentions(targets: list[Target], results: list[dict[str, Any]]) -> list[str]:
+    """The verdict on every attention of every target."""
+    return [v for t, r in zip(targets, results) for v in r.get("attentions", ["broken"] * t.attentions)]
+
+
+def shares(verdicts: Sequence[str]) -> str:
+    """How many there are of each verdict, and how much of all: "9 right (90.0 %), 1 told"."""
+    count = [f"{verdicts.count(v)} {v}" for v in ("right", "told", "wrong", "broken") if v in verdicts]
+    share = f" ({100 * verdicts.count('right') / len(verdicts):.1f} %)" if "right" in verdicts else ""
+    return ", ".join([*(c + share if c.endswith("right") else c for c in count)])
 
 
 def _package(target: Target) -> str:
@@ -56,7 +83,7 @@ def _said(result: dict[str, Any]) -> str:
         return result["broken"][:160]
     found: dict[str, list[str]] = {}
     answered: set[str] = set()
-    for f in result["findings"]:
+    for f in result["found"]:
         if f["verdict"] == result["verdict"] != "right" and f["question"] not in answered:
             answered.add(f["question"])
             found.setdefault(_short(f["said"]), []).append(f["question"])

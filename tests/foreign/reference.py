@@ -99,14 +99,17 @@ def _canonical(x: Tensor, order: str, h: int) -> Tensor:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the input of every softmax, with the module that was running; `change` may give it another input."""
+    """Notes the input of every softmax, with the module that was running; `change` may give it another input, from its
+    number and what it was. Modules with a part of `skip` in their name are left out."""
 
-    def __init__(self, model: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, skip: tuple[str, ...] = (), change: Callable[[int, Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.seen: list[tuple[str, Tensor]] = []
         self._tops: dict[int, Tensor] = {}  # the largest score of each row, and scores less that, by their storage
         self._less: dict[int, tuple[Tensor, Tensor]] = {}
-        self._change = change
+        self._change, self._skip = change, skip
         self._names = {module: name for name, module in model.named_modules()}
         self._running: list[str] = []
         self._undo = ExitStack()
@@ -141,9 +144,16 @@ class Recorder(TorchDispatchMode):
             z = z.masked_fill(~torch.ones_like(z, dtype=torch.bool).tril(), -torch.inf)
         if mask is not None:
             z = z.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else z + mask
-        self.seen.append((self._running[-1] if self._running else "", z.detach().clone()))
-        z = z if self._change is None else self._change(z)
+        z = self._noted(z, -1)
         return torch.softmax(z, -1) @ v, z.logsumexp(-1)
+
+    def _noted(self, z: Tensor, dim: int) -> Tensor:
+        """Notes the input of a softmax over `dim`, and returns what is to be its input."""
+        module = self._running[-1] if self._running else ""
+        if any(part in module for part in self._skip):
+            return z
+        self.seen.append((module, z.detach().clone().transpose(dim, -1)))
+        return z if self._change is None else self._change(len(self.seen) - 1, z)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
@@ -153,9 +163,8 @@ class Recorder(TorchDispatchMode):
         if func.overloadpacket in _SOFTMAX and args[0].ndim > 1:
             x, dim = args[0], args[1] % args[0].ndim
             z = self._less.get(x.data_ptr(), (x, x))[0]
-            self.seen.append((self._running[-1] if self._running else "", z.detach().clone().transpose(dim, -1)))
-            if self._change is not None:
-                args = (self._change(z), *args[1:])
+            z = self._noted(z, dim)
+            args = (x if self._change is None else z, *args[1:])
         out = func(*args, **(kwargs or {}))
         # Scores less the largest of their row make the same weights: the logits are what they were before.
         if func.overloadpacket is torch.ops.aten.amax:
@@ -172,20 +181,19 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 def calls(model: nn.Module, example: Example, shape: Shape) -> list[Call]:
     """Every attention call of a forward pass, in order."""
     torch.manual_seed(11)  # some models start from noise
-    with torch.no_grad(), Recorder(model) as recorder:
+    with torch.no_grad(), Recorder(model, shape.skip) as recorder:
         model(*example[0], **example[1])
-    found = [(name, x) for name, x in recorder.seen if not any(part in name for part in shape.skip)]
-    return [shape.call(name, x, i) for i, (name, x) in enumerate(found)]
+    return [shape.call(name, x, i) for i, (name, x) in enumerate(recorder.seen)]
 
 
-def capped_output(model: nn.Module, example: Example, shape: Shape, cap: float) -> list[Tensor]:
-    """What the model returns if every visible score is bent with cap·tanh(z/cap) before its softmax."""
+def capped_output(model: nn.Module, example: Example, shape: Shape, cap: float, places: set[int]) -> list[Tensor]:
+    """What the model returns if every visible score of these calls is bent with cap·tanh(z/cap) before its softmax."""
 
-    def bent(x: Tensor) -> Tensor:
-        return torch.where(x > shape.low, cap * torch.tanh(x / cap), -torch.inf)
+    def bent(number: int, x: Tensor) -> Tensor:
+        return torch.where(x > shape.low, cap * torch.tanh(x / cap), -torch.inf) if number in places else x
 
     torch.manual_seed(11)
-    with torch.no_grad(), Recorder(model, bent):
+    with torch.no_grad(), Recorder(model, shape.skip, bent):
         return tensors(model(*example[0], **example[1]))
 
 

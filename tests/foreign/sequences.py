@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from tests.foreign.reference import Example, Shape
-from tests.foreign.target import TOKENS, VOCAB, Target, given, text
-from torch import nn
+from tests.foreign.target import TOKENS, VOCAB, Made, Target, built, given, text
 
-Made = tuple[nn.Module, Example]
 FOUR = Shape(heads=4)
 
 
@@ -66,10 +64,14 @@ def _whisper() -> Made:
     )
 
 
-def _esm2() -> Made:
-    home = importlib.import_module("esm")
-    model = home.ESM2(num_layers=2, embed_dim=32, attention_heads=4, token_dropout=False)
-    return model, given(torch.randint(5, 20, (2, TOKENS)))
+_esm2 = built(
+    "esm:ESM2",
+    lambda: given(torch.randint(5, 20, (2, TOKENS))),
+    num_layers=2,
+    embed_dim=32,
+    attention_heads=4,
+    token_dropout=False,
+)
 
 
 def _esm_msa() -> Made:
@@ -118,43 +120,37 @@ def _old_bert() -> Made:
     return home.BertModel(config), given(torch.randint(5, VOCAB, (2, TOKENS)), None, mask)
 
 
-def _perceiver() -> Made:
-    home = importlib.import_module("perceiver_pytorch")
-    model = home.Perceiver(
-        num_freq_bands=2,
-        depth=1,
-        max_freq=4.0,
-        input_channels=3,
-        input_axis=2,
-        num_latents=6,
-        latent_dim=32,
-        cross_heads=1,
-        latent_heads=4,
-        cross_dim_head=8,
-        latent_dim_head=8,
-        num_classes=5,
-    )
-    return model, given(torch.randn(2, 4, 4, 3))
+_perceiver = built(
+    "perceiver_pytorch:Perceiver",
+    lambda: given(torch.randn(2, 4, 4, 3)),
+    num_freq_bands=2,
+    depth=1,
+    max_freq=4.0,
+    input_channels=3,
+    input_axis=2,
+    num_latents=6,
+    latent_dim=32,
+    cross_heads=1,
+    latent_heads=4,
+    cross_dim_head=8,
+    latent_dim_head=8,
+    num_classes=5,
+)
 
 
-def _perceiver_io() -> Made:
-    home = importlib.import_module("perceiver_pytorch")
-    model = home.PerceiverIO(
-        dim=16,
-        queries_dim=16,
-        depth=1,
-        num_latents=6,
-        latent_dim=32,
-        cross_heads=1,
-        latent_heads=4,
-        cross_dim_head=8,
-        latent_dim_head=8,
-    )
-    return model, given(data=torch.randn(2, TOKENS, 16), queries=torch.randn(2, 5, 16))
-
-
-def _plain(module: str, name: str, example: Callable[[], Example], **options: Any) -> Callable[[], Made]:
-    return lambda: (getattr(importlib.import_module(module), name)(**options), example())
+_perceiver_io = built(
+    "perceiver_pytorch:PerceiverIO",
+    lambda: given(data=torch.randn(2, TOKENS, 16), queries=torch.randn(2, 5, 16)),
+    dim=16,
+    queries_dim=16,
+    depth=1,
+    num_latents=6,
+    latent_dim=32,
+    cross_heads=1,
+    latent_heads=4,
+    cross_dim_head=8,
+    latent_dim_head=8,
+)
 
 
 def _features(length: int = TOKENS, size: int = 32) -> Callable[[], Example]:
@@ -191,25 +187,28 @@ def _gps(kind: str) -> Callable[[], Made]:
     return make
 
 
-def _graph_transformer() -> Made:
-    home = importlib.import_module("torch_geometric.nn.conv.transformer_conv")
-    return home.TransformerConv(32, 8, heads=4), given(torch.randn(5, 32), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+_graph_transformer = built(
+    "torch_geometric.nn.conv.transformer_conv:TransformerConv",
+    lambda: given(torch.randn(5, 32), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])),
+    32,
+    8,
+    heads=4,
+)
 
 
-def _dit() -> Made:
-    home = importlib.import_module("diffusers")
-    model = home.DiTTransformer2DModel(
-        num_attention_heads=4,
-        attention_head_dim=8,
-        in_channels=4,
-        num_layers=2,
-        sample_size=8,
-        norm_num_groups=4,
-        num_embeds_ada_norm=10,
-    )
-    return model, given(
+_dit = built(
+    "diffusers:DiTTransformer2DModel",
+    lambda: given(
         hidden_states=torch.randn(2, 4, 8, 8), timestep=torch.tensor([1, 1]), class_labels=torch.tensor([1, 1])
-    )
+    ),
+    num_attention_heads=4,
+    attention_head_dim=8,
+    in_channels=4,
+    num_layers=2,
+    sample_size=8,
+    norm_num_groups=4,
+    num_embeds_ada_norm=10,
+)
 
 
 def _sd3(qk_norm: str | None) -> Callable[[], Made]:
@@ -239,41 +238,39 @@ def _sd3(qk_norm: str | None) -> Callable[[], Made]:
     return make
 
 
-def _flux() -> Made:
-    home = importlib.import_module("diffusers")
-    model = home.FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        pooled_projection_dim=16,
-        axes_dims_rope=(4, 4, 8),
-    )
-    return model, given(
+_flux = built(
+    "diffusers:FluxTransformer2DModel",
+    lambda: given(
         hidden_states=torch.randn(2, 6, 4),
         encoder_hidden_states=torch.randn(2, 5, 16),
         pooled_projections=torch.randn(2, 16),
         timestep=torch.tensor([1, 1]),
         img_ids=torch.zeros(6, 3),
         txt_ids=torch.zeros(5, 3),
-    )
+    ),
+    in_channels=4,
+    num_layers=1,
+    num_single_layers=1,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=16,
+    pooled_projection_dim=16,
+    axes_dims_rope=(4, 4, 8),
+)
 
 
-def _unet() -> Made:
-    home = importlib.import_module("diffusers")
-    model = home.UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        norm_num_groups=4,
-        cross_attention_dim=16,
-        attention_head_dim=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    )
-    return model, given(torch.randn(2, 4, 8, 8), torch.tensor([1, 1]), torch.randn(2, 5, 16))
+_unet = built(
+    "diffusers:UNet2DConditionModel",
+    lambda: given(torch.randn(2, 4, 8, 8), torch.tensor([1, 1]), torch.randn(2, 5, 16)),
+    sample_size=8,
+    block_out_channels=(16, 32),
+    layers_per_block=1,
+    norm_num_groups=4,
+    cross_attention_dim=16,
+    attention_head_dim=4,
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+)
 
 
 def _torchscale() -> Made:
@@ -375,16 +372,15 @@ SEQUENCES: list[Target] = [
     Target(
         package="conformer",
         name="Conformer block",
-        make=_plain("conformer", "ConformerBlock", _features(), dim=32, dim_head=8, heads=4, conv_kernel_size=3),
+        make=built("conformer:ConformerBlock", _features(), dim=32, dim_head=8, heads=4, conv_kernel_size=3),
         attentions=1,
         shape=FOUR,
     ),
     Target(
         package="local-attention",
         name="local transformer",
-        make=_plain(
-            "local_attention",
-            "LocalTransformer",
+        make=built(
+            "local_attention:LocalTransformer",
             lambda: text(8),
             num_tokens=VOCAB,
             max_seq_len=8,
@@ -401,9 +397,8 @@ SEQUENCES: list[Target] = [
     Target(
         package="tab-transformer-pytorch",
         name="FT-Transformer",
-        make=_plain(
-            "tab_transformer_pytorch",
-            "FTTransformer",
+        make=built(
+            "tab_transformer_pytorch:FTTransformer",
             _table,
             categories=(4, 4),
             num_continuous=3,
@@ -420,16 +415,15 @@ SEQUENCES: list[Target] = [
     Target(
         package="PaLM-pytorch",
         name="PaLM",
-        make=_plain("palm_pytorch", "PaLM", text, num_tokens=VOCAB, dim=32, depth=2, heads=4, dim_head=8),
+        make=built("palm_pytorch:PaLM", text, num_tokens=VOCAB, dim=32, depth=2, heads=4, dim_head=8),
         attentions=2,
         shape=FOUR,
     ),
     Target(
         package="CoCa-pytorch",
         name="CoCa, its attention pooling",
-        make=_plain(
-            "coca_pytorch.coca_pytorch",
-            "CrossAttention",
+        make=built(
+            "coca_pytorch.coca_pytorch:CrossAttention",
             lambda: given(torch.randn(2, 5, 32), torch.randn(2, TOKENS, 32)),
             dim=32,
             heads=4,
@@ -441,9 +435,8 @@ SEQUENCES: list[Target] = [
     Target(
         package="flamingo-pytorch",
         name="Perceiver resampler",
-        make=_plain(
-            "flamingo_pytorch",
-            "PerceiverResampler",
+        make=built(
+            "flamingo_pytorch:PerceiverResampler",
             lambda: given(torch.randn(2, 2, TOKENS, 32)),
             dim=32,
             depth=1,
@@ -458,9 +451,8 @@ SEQUENCES: list[Target] = [
     Target(
         package="x-clip",
         name="text tower",
-        make=_plain(
-            "x_clip.x_clip",
-            "TextTransformer",
+        make=built(
+            "x_clip.x_clip:TextTransformer",
             text,
             dim=32,
             num_tokens=VOCAB,
@@ -475,7 +467,7 @@ SEQUENCES: list[Target] = [
     Target(
         package="isab-pytorch",
         name="induced set attention",
-        make=_plain("isab_pytorch", "ISAB", _features(), dim=32, heads=4, num_latents=5),
+        make=built("isab_pytorch:ISAB", _features(), dim=32, heads=4, num_latents=5),
         attentions=2,
         shape=FOUR,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.foreign.reference import Example, Shape
 from torch import Tensor, nn
 
 IMAGE, TOKENS, VOCAB = 32, 7, 40
+Made = tuple[nn.Module, Example]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +30,16 @@ class Target:
 
     package: str
     name: str
-    make: Callable[[], tuple[nn.Module, Example]]
+    make: Callable[[], Made]
     attentions: int
     shape: Shape
     double: bool = True
+
+
+def built(path: str, example: Callable[[], Example], *args: Any, **options: Any) -> Callable[[], Made]:
+    """A function that makes the class `path`, "module:Class", with these options, and then an example of its input."""
+    module, _, name = path.partition(":")
+    return lambda: (getattr(importlib.import_module(module), name)(*args, **options), example())
 
 
 def image(side: int = IMAGE, channels: int = 3, batch: int = 2) -> Example:

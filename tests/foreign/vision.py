@@ -7,11 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.foreign.reference import Example, Shape
-from tests.foreign.target import Target, given, image
-from torch import nn
+from tests.foreign.reference import Shape
+from tests.foreign.target import Made, Target, built, given, image
 
-Made = tuple[nn.Module, Example]
 VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 24}
 
 
@@ -40,11 +38,11 @@ def _gcvit() -> Made:
 
 
 def _torchvision(name: str, side: int = 32, **options: Any) -> Callable[[], Made]:
-    return lambda: (getattr(importlib.import_module("torchvision.models"), name)(**options), image(side))
+    return built(f"torchvision.models:{name}", lambda: image(side), **options)
 
 
 def _vit_pytorch(module: str, name: str, side: int = 32, **options: Any) -> Callable[[], Made]:
-    return lambda: (getattr(importlib.import_module(f"vit_pytorch.{module}"), name)(**options), image(side))
+    return built(f"vit_pytorch.{module}:{name}", lambda: image(side), **options)
 
 
 TINY: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
@@ -342,26 +340,30 @@ def _swin_pytorch() -> Made:
     return home.SwinTransformer(**options, downscaling_factors=(4, 2, 2, 2)), image(64)
 
 
-def _sam() -> Made:
-    home = importlib.import_module("segment_anything.modeling.image_encoder")
-    model = home.ImageEncoderViT(
-        img_size=64,
-        patch_size=8,
-        embed_dim=32,
-        depth=2,
-        num_heads=4,
-        out_chans=16,
-        use_rel_pos=True,
-        window_size=4,
-        global_attn_indexes=(1,),
-    )
-    return model, image(64)
+_sam = built(
+    "segment_anything.modeling.image_encoder:ImageEncoderViT",
+    lambda: image(64),
+    img_size=64,
+    patch_size=8,
+    embed_dim=32,
+    depth=2,
+    num_heads=4,
+    out_chans=16,
+    use_rel_pos=True,
+    window_size=4,
+    global_attn_indexes=(1,),
+)
 
 
-def _sam_decoder() -> Made:
-    home = importlib.import_module("segment_anything.modeling.transformer")
-    model = home.TwoWayTransformer(depth=1, embedding_dim=32, num_heads=4, mlp_dim=24, attention_downsample_rate=1)
-    return model, given(torch.randn(2, 32, 4, 4), torch.randn(2, 32, 4, 4), torch.randn(2, 5, 32))
+_sam_decoder = built(
+    "segment_anything.modeling.transformer:TwoWayTransformer",
+    lambda: given(torch.randn(2, 32, 4, 4), torch.randn(2, 32, 4, 4), torch.randn(2, 5, 32)),
+    depth=1,
+    embedding_dim=32,
+    num_heads=4,
+    mlp_dim=24,
+    attention_downsample_rate=1,
+)
 
 
 def _monai_vit() -> Made:
@@ -370,52 +372,65 @@ def _monai_vit() -> Made:
     return home.ViT(in_channels=3, img_size=32, patch_size=8, **options), image()
 
 
-def _monai_swin() -> Made:
-    home = importlib.import_module("monai.networks.nets.swin_unetr")
-    model = home.SwinTransformer(
-        in_chans=1,
-        embed_dim=16,
-        window_size=(2, 2, 2),
-        patch_size=(2, 2, 2),
-        depths=(2, 2, 2, 2),
-        num_heads=(2, 2, 4, 4),
-    )
-    return model, given(torch.randn(1, 1, 32, 32, 32))
+_monai_swin = built(
+    "monai.networks.nets.swin_unetr:SwinTransformer",
+    lambda: given(torch.randn(1, 1, 32, 32, 32)),
+    in_chans=1,
+    embed_dim=16,
+    window_size=(2, 2, 2),
+    patch_size=(2, 2, 2),
+    depths=(2, 2, 2, 2),
+    num_heads=(2, 2, 4, 4),
+)
 
 
-def _monai_block() -> Made:
-    home = importlib.import_module("monai.networks.blocks.selfattention")
-    return home.SABlock(32, 4, use_flash_attention=True), given(torch.randn(2, 7, 32))
+_monai_block = built(
+    "monai.networks.blocks.selfattention:SABlock", lambda: given(torch.randn(2, 7, 32)), 32, 4, use_flash_attention=True
+)
 
 
-def _monai_cross() -> Made:
-    home = importlib.import_module("monai.networks.blocks.crossattention")
-    return home.CrossAttentionBlock(32, 4), given(torch.randn(2, 7, 32), torch.randn(2, 5, 32))
+_monai_cross = built(
+    "monai.networks.blocks.crossattention:CrossAttentionBlock",
+    lambda: given(torch.randn(2, 7, 32), torch.randn(2, 5, 32)),
+    32,
+    4,
+)
 
 
-def _lightglue() -> Made:
-    home = importlib.import_module("kornia.feature.lightglue")
-    return home.TransformerLayer(32, 4), given(
-        torch.randn(2, 7, 32), torch.randn(2, 7, 32), torch.randn(2, 2, 1, 7, 8), torch.randn(2, 2, 1, 7, 8)
-    )
+_lightglue = built(
+    "kornia.feature.lightglue:TransformerLayer",
+    lambda: given(torch.randn(2, 7, 32), torch.randn(2, 7, 32), torch.randn(2, 2, 1, 7, 8), torch.randn(2, 2, 1, 7, 8)),
+    32,
+    4,
+)
 
 
-def _botnet() -> Made:
-    home = importlib.import_module("bottleneck_transformer_pytorch")
-    model = home.BottleStack(
-        dim=16, fmap_size=8, dim_out=16, proj_factor=2, num_layers=2, heads=4, dim_head=8, downsample=False
-    )
-    return model, image(8, 16)
+_botnet = built(
+    "bottleneck_transformer_pytorch:BottleStack",
+    lambda: image(8, 16),
+    dim=16,
+    fmap_size=8,
+    dim_out=16,
+    proj_factor=2,
+    num_layers=2,
+    heads=4,
+    dim_head=8,
+    downsample=False,
+)
 
 
-def _axial() -> Made:
-    home = importlib.import_module("axial_attention")
-    return home.AxialAttention(dim=32, dim_index=1, heads=4), image(6, 32)
+_axial = built("axial_attention:AxialAttention", lambda: image(6, 32), dim=32, dim_index=1, heads=4)
 
 
-def _slots() -> Made:
-    home = importlib.import_module("slot_attention")
-    return home.MultiHeadSlotAttention(num_slots=3, dim=32, heads=4, dim_head=8, iters=1), given(torch.randn(2, 7, 32))
+_slots = built(
+    "slot_attention:MultiHeadSlotAttention",
+    lambda: given(torch.randn(2, 7, 32)),
+    num_slots=3,
+    dim=32,
+    heads=4,
+    dim_head=8,
+    iters=1,
+)
 
 
 def _open_clip(**options: Any) -> Callable[[], Made]:

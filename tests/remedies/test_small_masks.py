@@ -44,15 +44,39 @@ def test_a_hidden_pair_stays_hidden_where_its_logit_has_grown_over_the_mask(how:
     torch.testing.assert_close(model(changed)[:, :-1], first[:, :-1])
 
 
-def test_scores_that_come_less_the_largest_of_their_row_are_refused() -> None:
-    class Stable(Windows):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            z = q @ k.mT * D**-0.5
-            return ((z - z.amax(-1, keepdim=True)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+class Stable(Windows):
+    """Scores less the largest of their row, then `after`."""
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        z = (q @ k.mT * D**-0.5).masked_fill(~CAUSAL, -torch.inf)
+        if self.how == "in place":
+            z -= z.amax(-1, keepdim=True)
+        else:
+            z = z - z.amax(-1, keepdim=True).detach()
+        z = z + self.bias if self.how == "biased later" else z
+        return (z.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("how", ["", "in place"])
+def test_a_cap_bends_the_logits_from_which_the_largest_of_their_row_is_subtracted(how: str) -> None:
+    model, x = Stable(how).double(), torch.randn(B, T, H * D, dtype=torch.float64)
+    with torch.no_grad():
+        model.qkv.weight.mul_(5)
+    y = model(x)
+    handle = qkeel.apply("softcap:cap=3", model, example=x)
+    q, k, v = (z.unflatten(-1, (H, D)).transpose(1, 2) for z in model.qkv(x).chunk(3, -1))
+    z = 3 * torch.tanh(q @ k.mT * D**-0.5 / 3)
+    expected = (z.masked_fill(~CAUSAL, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(model(x), expected)
+    assert not torch.allclose(y, expected)
+    handle.remove()
+    assert torch.equal(model(x), y)
+
+
+def test_scores_to_which_something_is_added_after_that_subtraction_are_refused() -> None:
     with pytest.raises(RefusedError, match="less the largest of their row"):
-        qkeel.apply("softcap:cap=3", Stable(""), example=torch.randn(B, T, H * D))
+        qkeel.apply("softcap:cap=3", Stable("biased later"), example=torch.randn(B, T, H * D))
 
 
 def test_a_logit_of_q_and_k_as_low_as_a_mask_is_refused_and_one_that_a_mask_hides_is_not() -> None:

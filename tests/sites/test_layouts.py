@@ -312,8 +312,42 @@ def test_a_layout_that_only_the_shape_shows_is_reported_once_as_a_guess() -> Non
     assert certain.layout.guess == ""
 
 
-def test_the_softmax_of_another_layout_is_not_exchanged() -> None:
-    """A sink per head would be added along the queries."""
-    x = torch.randn(B, T, 32)
-    with pytest.raises(RefusedError, match=r"lays its scores out as \[b t h s\]"):
-        qkeel.apply("sink", Heads(bsht), example=x)
+def fused_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Five dimensions, as timm's Twins and Hiera have them: [b h window t d]."""
+    q, k, v = (x.permute(0, 3, 1, 2, 4) for x in (q, k, v))
+    mask = causal(q.shape[-2])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).permute(0, 2, 3, 1, 4)
+
+
+@pytest.mark.parametrize("attend", [*WAYS.values(), windows, fused_windows], ids=lambda f: f.__name__)
+def test_a_changed_softmax_has_the_heads_of_its_layout(attend: Attend) -> None:
+    """A sink per head: weights are e^z / (e^s + Σ e^z), of a z under a cap."""
+    torch.manual_seed(0)
+    x = torch.randn(*((2, H) if "windows" in attend.__name__ else (3,)), T, 32)
+    model = Heads(attend)
+    y = model(x)
+    handle = qkeel.apply(["softcap:cap=2", "sink"], model, example=x)
+    with torch.no_grad():
+        model.get_parameter("sink").copy_(torch.tensor([-2.0, 0.0, 1.0, 3.0]).view(H, 1, 1))
+    q, k, v = (p(x).unflatten(-1, (H, D)).transpose(-3, -2) for p in (model.q, model.k, model.v))
+    e = (2 * torch.tanh(q @ k.mT * SCALE / 2) + causal()).exp()
+    w = e / (e.sum(-1, keepdim=True) + model.get_parameter("sink").exp())
+    torch.testing.assert_close(model(x), (w @ v).transpose(-3, -2).flatten(-2))
+    handle.remove()
+    assert torch.equal(model(x), y)
+
+
+def test_parameters_of_heads_are_refused_where_the_heads_are_a_guess_and_a_cap_is_not() -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.zeros(1))
+
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return (q @ k.mT).softmax(-1) @ k
+
+    model, q = Given(), torch.randn(H, H, T, D)
+    with pytest.raises(RefusedError, match="which dimension is heads, and each head would have a parameter"):
+        qkeel.apply("sink", model, example=(q, q))
+    qkeel.apply("softcap:cap=2", model, example=(q, q))
+    torch.testing.assert_close(model(q, q), (2 * torch.tanh(q @ q.mT / 2)).softmax(-1) @ q)

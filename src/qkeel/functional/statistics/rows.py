@@ -310,6 +310,8 @@ def _split(
 
 def _keys(norm: Tensor, seen: Tensor, *, known: bool) -> dict[str, Tensor]:
     """Mean and largest norm of the seen keys, in all and by distance from the first of them."""
+    if not norm.shape[2]:  # without keys, as with one that nobody sees
+        norm, seen = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, seen))
     seen = seen & known
     norm = norm.masked_fill(~seen, 0.0)
     count = seen.sum((0, 2))

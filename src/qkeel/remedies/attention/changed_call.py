@@ -24,6 +24,7 @@ from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_
 from qkeel.patching.module_tables import hooks_before
 from qkeel.remedies.attention.small_masks import MASKING, SmallMasks
 from qkeel.remedies.base import Args, Kwargs
+from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.hidden_pairs import HIDES
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.sites.see.sdpa import hiding, mha_mask
@@ -40,9 +41,9 @@ class ChangedCalls(InstanceForward):
     """Runs a module's forward with its attention calls under other specs, found by the scale of each call.
 
     `bases` are the module's own specs, `changes` what is made of them, `specs` the result, and `names` the parameters
-    that these need. `low`: a written-out logit at or under it is one that a mask hides; `masks` are those that hide by
-    larger numbers. `seen`: while it is a list, the calls of each forward are noted in it, with the largest hidden logit
-    of those written out.
+    that these need; `layouts` are those of its scores. `low`: a written-out logit at or under it is one that a mask
+    hides; `masks` are those that hide by larger numbers. `seen`: while it is a list, the calls of each forward are
+    noted in it, with the largest hidden logit of those written out.
     """
 
     def __init__(self, module: nn.Module, geometry: Geometry) -> None:
@@ -51,6 +52,7 @@ class ChangedCalls(InstanceForward):
         self.bases: dict[float, AttentionSpec] = {}
         self.specs: dict[float, AttentionSpec] = {}
         self.changes: list[Change] = []
+        self.layouts: list[Layout] = []
         self.names: tuple[str, ...] = ()
         self.low = HIDES
         self.masks = SmallMasks()
@@ -106,12 +108,16 @@ class ChangedCalls(InstanceForward):
         """One call of F.scaled_dot_product_attention."""
         self.note()
         q, k, v, mask, dropout, causal, scale = _sdpa_arguments(args, kwargs)
-        if q.is_nested or q.ndim != 4:
-            raise RefusedError(
-                f"expected attention of q [b h t d], got {'nested tensors' if q.is_nested else tuple(q.shape)}; its "
-                "heads are not known"
-            )
+        if q.is_nested:
+            raise RefusedError("expected attention of q [b h t d], got nested tensors; its heads are not known")
         spec = self.spec(1 / math.sqrt(q.shape[-1]) if scale is None else float(scale))
+        if q.ndim != 4:
+            lead, t, s = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), q.shape[-2], k.shape[-2]
+            how = self._layout(torch.Size((*lead, t, s)), -1)
+            q, k, v = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k, v))
+            mask = None if mask is None else how.apply(mask.expand(*lead, t, s))
+            out = run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
+            return how.undo(out, (*lead, t, out.shape[-1]))
         heads, packed = self.geometry.n_heads, q.shape[1:3]
         if q.shape[1] != heads and q.shape[1] * q.shape[2] == heads:
             # One token, the heads of a group in the place of tokens (transformers, when it decodes).
@@ -149,25 +155,35 @@ class ChangedCalls(InstanceForward):
         x: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
-        heads = self.geometry.n_heads
-        if dim not in (-1, x.ndim - 1) or x.ndim not in (3, 4) or (x.ndim == 3 and x.shape[0] % heads):
-            raise RefusedError(
-                f"expected scores [b h t s] normalised over the keys, got a softmax over dimension {dim} of "
-                f"{tuple(x.shape)}; its heads are not known"
-            )
-        z = (x if x.ndim == 4 else x.unflatten(0, (-1, heads))).to(wide(dtype or x.dtype))
+        how = self._layout(x.shape, -1 if dim is None else dim)
+        z = how.apply(x).to(wide(dtype or x.dtype))
         low = max(self.low, torch.finfo(x.dtype).min / 2)
         visible = z > low
         if self.seen is not None:
-            self.masks.keep(x)
-            _check_unshifted(z, visible)
+            if not self.masks.keep(x) or (not self.masks.shifts and _is_shifted(z, visible)):
+                raise RefusedError(
+                    "its scores come to the softmax less the largest of their row, so a cap or a scale would act on "
+                    "something else than the logits; leave that subtraction out (torch's softmax does it), or use "
+                    "qk_clip or lalr"
+                )
             self.note(float(z.detach().masked_fill(visible, -math.inf).max()))
         ((scale, spec),) = self.specs.items()
         z = torch.where(visible, z, 0.0)
         if spec.scale != self.bases[scale].scale:
             z = z * self._ratio(spec, scale, visible)
         weights = softmax(spec.cap.apply(z), -1, visible, spec.normalizer, self.params())
-        return weights.to(dtype or x.dtype).reshape(x.shape)
+        return how.undo(weights.to(dtype or x.dtype), x.shape)
+
+    def _layout(self, shape: torch.Size, keys: int) -> Layout:
+        """The layout of scores of this shape, whose softmax runs over the dimension `keys`."""
+        for known in self.layouts:
+            how = known.fitted(shape)
+            if how is not None and how.keys == keys % len(shape):
+                return how
+        raise RefusedError(
+            f"expected scores [{'] or ['.join(map(str, self.layouts))}], h heads, t queries, s keys, got a softmax "
+            f"over dimension {keys} of {tuple(shape)}; its heads are not known"
+        )
 
     def _ratio(self, spec: AttentionSpec, scale: float, visible: Tensor) -> float | Tensor:
         """The new factor on q·k over the one that is in the logits already."""
@@ -220,7 +236,7 @@ class _Exchange(TorchFunctionMode):
             return self.calls.written(args, kwargs)
         if func is F.multi_head_attention_forward:
             return self.calls.multi_head(args, kwargs)
-        if func in MASKING and (self.calls.masks.places or self.calls.seen is not None):
+        if func in MASKING and (self.calls.masks.known or self.calls.seen is not None):
             return self.calls.masks.call(func, args, kwargs, noting=self.calls.seen is not None)
         if isinstance(func, types.FunctionType) and getattr(Tensor, func.__name__, None) is func:
             # As a method: Dynamo does not follow super() inside a method that is called as a function.
@@ -262,14 +278,10 @@ def _sdpa_arguments(args: Args, kwargs: Kwargs) -> Args:
     return tuple(given[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
 
 
-def _check_unshifted(z: Tensor, visible: Tensor) -> None:
-    """Raise where every row's largest logit is 0: the softmax does not show what the logits were."""
+def _is_shifted(z: Tensor, visible: Tensor) -> bool:
+    """True where every row's largest logit is 0: the softmax does not show what the logits were."""
     tops = z.detach().masked_fill(~visible, -math.inf).amax(-1)[visible.any(-1)]
-    if bool((tops == 0).all()) and bool((z.detach()[visible] != 0).any()):
-        raise RefusedError(
-            "its scores come to the softmax less the largest of their row, so a cap or a scale would act on something "
-            "else than the logits; leave that subtraction out (torch's softmax does it), or use qk_clip or lalr"
-        )
+    return bool((tops == 0).all()) and bool((z.detach()[visible] != 0).any())
 
 
 def _same_for_all_heads(seen: Tensor, check: bool) -> Tensor:

@@ -14,6 +14,7 @@ from qkeel.patching.instance_forward import forwards_of
 from qkeel.remedies.attention.changed_call import Change, ChangedCalls, changed
 from qkeel.remedies.attention.site_parameters import change_parameters
 from qkeel.remedies.base import Target, module_name, where
+from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.hidden_pairs import HIDES
 from qkeel.sites.find import seen_sites
 from qkeel.sites.probe import biased, visible_minima
@@ -22,7 +23,7 @@ from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.scale import Scale
 from qkeel.spec.slot import Geometry
 
-LAYOUTS = ("b h t s", "(b h) t s")  # of scores whose softmax can be exchanged
+_PLAIN = Layout(groups=("b", "h", "t", "s"))  # of fused functions, and of scores if nothing else is known
 _NESTED = "_qkeel_use_nested_tensor"  # on a torch encoder: what its use_nested_tensor was
 
 
@@ -77,15 +78,33 @@ def _calls_of(sites: list[AttentionSite]) -> ChangedCalls:
     if there is not None:
         return there
     calls = ChangedCalls(module, Geometry(n_heads=one.n_heads, n_kv_heads=one.n_kv_heads, head_dim=one.head_dim))
+    calls.layouts = _layouts(sites)
     for site in sites:
         calls.bases[number(site.spec.scale, site.head_dim)] = AttentionSpec(scale=base_spec(site).scale)
     return calls
+
+
+def _layouts(sites: list[AttentionSite]) -> list[Layout]:
+    """The layouts of the scores of a module, each once."""
+    found: list[Layout] = []
+    for layout in (site.layout or _PLAIN for site in sites):
+        if not any((layout.groups, layout.sizes) == (other.groups, other.sizes) for other in found):
+            found.append(layout)
+    if len({len(layout.groups) for layout in found}) < len(found):
+        raise RefusedError(
+            f"{sites[0].name} lays out the scores of its attentions as [{'] and ['.join(map(str, found))}], which "
+            "can't be distinguished"
+        )
+    return found
 
 
 def _add_change(calls: ChangedCalls, mine: Change, target: Target, site: AttentionSite) -> Handle:
     """One more change of a module's calls, with the parameters it needs."""
     base = next(iter(calls.bases.values()))
     old, new = (changed(base, changes) for changes in (calls.changes, [*calls.changes, mine]))
+    g = calls.geometry
+    if site.layout is not None and site.layout.guess and new.parameter_shapes(g.n_heads, g.n_kv_heads, g.head_dim):
+        raise RefusedError(f"{where(site)}: {site.layout.guess}, and each head would have a parameter of its own")
     parameters = change_parameters(target, site, old, new, calls.geometry)
     calls.change([*calls.changes, mine])
 
@@ -138,13 +157,6 @@ def _check_calls(calls: ChangedCalls, sites: list[AttentionSite], passes: list[l
             "calls; it is not known which of them are attention"
         )
     hidden = [h for calls in passes for h in calls if h is not None]
-    other = [str(s.layout) for s in sites if s.layout is not None and s.n_heads > 1 and str(s.layout) not in LAYOUTS]
-    if hidden and other:
-        raise RefusedError(
-            f"{name} lays its scores out as [{other[0]}], h heads, t queries, s keys; where attention is written out "
-            f"only [{'] or ['.join(LAYOUTS)}] can be changed; use the model's fused attention "
-            "(attn_implementation='sdpa')"
-        )
     if hidden and not all(spec.norm.kind == "none" for spec in calls.specs.values()):
         raise RefusedError(
             f"{name} multiplies queries and keys before the softmax that could be changed, and no module makes whole "

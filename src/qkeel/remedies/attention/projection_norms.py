@@ -70,19 +70,22 @@ class HeadNorm(nn.Module):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Heads:
-    """The source of q, k or v: features `index` [n d] of the output of a module, `size` of them in all."""
+    """The source of q, k or v: features `index` [n d] of the output of a module, `size` of them in all, a bias among
+    what makes them or not."""
 
     module: nn.Module
     name: str
     index: Tensor
     size: int
+    biased: bool
 
 
-def heads_of(model: nn.Module, site: AttentionSite, part: Part, ways: Iterable[HeadSlice]) -> Heads | Refusal:
-    """The one module whose output holds whole heads of q, k or v, or why there is none.
+def heads_of(model: nn.Module, site: AttentionSite, part: Part, ways: Iterable[HeadSlice]) -> list[Heads] | Refusal:
+    """The modules whose outputs hold whole heads of q, k or v, or why there are none. There are several where heads of
+    some tokens are made by one module and those of others by another, or where a logit is a sum of products.
 
     Args:
-        ways: for each term the last weight before the score.
+        ways: for each term the last weight before the score, those of tables of positions left out.
     """
     side = {"q": "queries", "k": "keys", "v": "values"}[part]
     if part != "v" and site.unverified:
@@ -96,15 +99,33 @@ def heads_of(model: nn.Module, site: AttentionSite, part: Part, ways: Iterable[H
     if any(model.get_parameter(s.parameter).ndim > 2 for s in slices):
         shaped = ", ".join(s.parameter for s in slices)
         return refuse_heads(f"the {side} are not the last dimension of a module's output: {shaped} makes them")
-    name, index = _common_module(slices)
-    module, made = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
-    if site.module in module.modules():
-        return refuse_heads(f"the {side} are no one module's output: they are made by {made}")
-    heads = site.n_heads if part == "q" else site.n_kv_heads
-    if index is None or index.shape[0] != heads or (part != "v" and index.shape[1] != site.head_dim):
-        return refuse_heads(f"no module makes whole heads of the {side}, {heads} of {site.head_dim}: {made} do")
-    size = model.get_parameter(slices[0].parameter).shape[slices[0].axis]
-    return Heads(module=module, name=name, index=index, size=size)
+    apart: dict[str, list[HeadSlice]] = {}
+    for s in slices:
+        apart.setdefault(_branch(s.parameter, site), []).append(s)
+    found, heads = [], site.n_heads if part == "q" else site.n_kv_heads
+    for own in apart.values():
+        name, index = _common_module(own)
+        module, made = model.get_submodule(name), ", ".join(sorted({s.parameter for s in slices}))
+        whole = index is not None and index.shape[0] == heads
+        if site.module in module.modules() or (len(apart) > 1 and not whole):
+            return refuse_heads(f"the {side} are no one module's output: they are made by {made}")
+        if index is None or not whole:
+            return refuse_heads(f"no module makes whole heads of the {side}, {heads} of {site.head_dim}: {made} do")
+        weights = [s.heads(model.get_parameter(s.parameter)) for s in own]
+        if len(apart) > 1 and not all(bool(w.any()) for w in weights):
+            # A part of a sum that is zero at first, as in a low-rank adapter: it would be normed to full size.
+            return refuse_heads(f"the {side} are no one module's output, and a part of what makes them is zero: {made}")
+        size, biased = model.get_parameter(own[0].parameter).shape[own[0].axis], any(s.bias is not None for s in own)
+        found.append(Heads(module=module, name=name, index=index, size=size, biased=biased))
+    return found
+
+
+def _branch(parameter: str, site: AttentionSite) -> str:
+    """The outermost module that holds a parameter and not the site's module; that module itself, or one around it,
+    where there is none."""
+    owner, home = _owner(parameter).split("."), site.name.partition("#")[0].split(".")
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home)))
+    return ".".join(owner[: shared + 1])
 
 
 def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
@@ -137,6 +158,7 @@ class NormedProjection(InstanceForward):
     def __init__(self, heads: list[Heads], norms: list[HeadNorm], inside: nn.Module | None = None) -> None:
         super().__init__(heads[0].module if inside is None else inside)
         self.projection = None if inside is None else heads[0].module
+        self.biased = heads[0].biased
         self.norms = norms
         self.size = heads[0].size
         self.seen: list[int] | None = None
@@ -189,7 +211,14 @@ class _LinearCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         mine = func is F.linear and (args[1] if len(args) > 1 else kwargs["weight"]) is self.weight
+        if mine and self.normed.seen is not None and self.normed.biased and _bias(args, kwargs) is None:
+            self.normed.seen.append(0)  # what is added later would come after the norm
         return self.normed.normed(out) if mine and isinstance(out, Tensor) else out
+
+
+def _bias(args: Args, kwargs: Kwargs) -> Tensor | None:
+    """The bias that F.linear was given."""
+    return args[2] if len(args) > 2 else kwargs.get("bias")
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -50,16 +50,30 @@ class Layout:
 
     def apply(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, "b h t s"]:
         """[b h t s] of a tensor with the scores' dimensions."""
-        sizes = list(self.sizes)
-        for place in reversed(range(len(self.groups))):
-            group = self.groups[place]
-            parts = [sizes.pop() if letter == "h" else -1 for letter in reversed(group)][::-1]
-            if len(group) > 1:
-                x = x.unflatten(place, parts)
+        if self.groups == ("b", "h", "t", "s"):
+            return x
+        sizes, order = self._single(x.shape)
         letters = "".join(self.groups)
-        order = [[i for i, letter in enumerate(letters) if letter == role] for role in "bhts"]
-        shape = [math.prod(x.shape[i] for i in places) for places in order]
-        return x.permute(*(i for places in order for i in places)).reshape(shape)
+        shape = [math.prod(n for n, letter in zip(sizes, letters) if letter == role) for role in "bhts"]
+        return x.reshape(sizes).permute(order).reshape(shape)
+
+    def undo(self, x: Shaped[Tensor, "b h t s"], shape: Sequence[int]) -> Shaped[Tensor, ...]:
+        """A tensor of this shape with the scores' dimensions, of one [b h t s]: the opposite of `apply`."""
+        if self.groups == ("b", "h", "t", "s"):
+            return x
+        sizes, order = self._single(shape)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return x.reshape([sizes[i] for i in order]).permute(back).reshape(list(shape))
+
+    def _single(self, shape: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The sizes of single letters in a tensor of this shape, and their places in the order b, h, t, s."""
+        heads, sizes = iter(self.sizes), []
+        for n, group in zip(shape, self.groups):
+            parts = [next(heads) if letter == "h" else 1 for letter in group]
+            rest = n // math.prod(parts) if len(group) > 1 else n
+            sizes += [part if letter == "h" and len(group) > 1 else rest for letter, part in zip(group, parts)]
+        letters = "".join(self.groups)
+        return sizes, [i for role in "bhts" for i, letter in enumerate(letters) if letter == role]
 
 
 def head_counts(module: nn.Module) -> frozenset[int]:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from qkeel.patching.graph_nodes import base_of
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.calls.head_layout import Layout
-from qkeel.sites.calls.hidden_pairs import is_low
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.handwritten.added_masks import MASKS, hidden_by_sum
 from qkeel.sites.handwritten.concatenation import CATS, joined
@@ -30,6 +30,7 @@ from qkeel.sites.handwritten.score_operators import ELEMENTWISE, READS, VIEWS
 from qkeel.sites.handwritten.seen_call import seen_call
 from qkeel.sites.handwritten.sums import SUMS, added, depends_on_input, factors_of, mixed
 from qkeel.sites.handwritten.tags import Lost, Powers, RowTop, Scores, Tag, Tags, Weights
+from qkeel.sites.handwritten.written_scores import hidden_through_view, written
 from qkeel.sites.handwritten.written_softmax import OUTER, outer, over_last, raised, row_top
 from qkeel.sites.see.running_modules import Frame
 
@@ -120,6 +121,8 @@ class Handwritten:
         elif new is None:
             new = self._step(name, tag, x, given, out)
         if isinstance(new, Scores):
+            if out is x and new.hidden is not None and new.hidden is not tag.hidden and base_of(x) is not None:
+                hidden_through_view(self.tags, x, new.hidden)
             self.tags.put(out, dataclasses.replace(new, below=new.below or self.below))
         elif name in PRODUCTS:
             self.lost.product(name, given, out)
@@ -209,17 +212,18 @@ class Handwritten:
                 tag = dataclasses.replace(tag, lost=("what is added to it depends on the input and is no product",))
         self.tags.put(out, tag)
 
+    @torch.no_grad()
     def _write(self, args: Args) -> None:
         """Follows x[index] = value, in place."""
         x, index, value = args
-        tag = self.tags.get(x)
-        if isinstance(tag, Scores) and is_low(value):
-            with torch.no_grad():
-                more = torch.zeros_like(x, dtype=torch.bool)
-                more[index] = True
-            self.tags.put(x, tag.also_hidden(more, x))
-        elif isinstance(written := self.tags.get(value), Scores):
-            self.lost.begin("setitem", written.frame, written, x, x)
+        tag, more = (found if isinstance(found := self.tags.get(y), Scores) else None for y in (x, value))
+        new = written(tag, x, index, value, more)
+        if new is not None:
+            self.tags.put(x, new)
+        elif more is not None or (tag is not None and isinstance(self.tags.get(value), Lost)):
+            was = more or tag
+            assert was is not None
+            self.lost.begin("setitem", was.frame, was, x, x)
 
     def _softmax(self, frame: Frame, tag: Scores, args: Args, kwargs: Kwargs) -> None:
         x = args[0] if args else kwargs["input"]

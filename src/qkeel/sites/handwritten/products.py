@@ -118,6 +118,8 @@ def product(name: str, args: Args, kwargs: Kwargs, out: object) -> Product | Non
         return _einsum(args, out)
     given = [*args, *(v for n, v in kwargs.items() if n not in ("alpha", "beta"))]
     added = given.pop(0) if name == "baddbmm" else None
+    if kwargs.get("beta", 1.0) == 0:
+        added = None  # torch does not read it: it may be memory that nothing was written to
     if len(given) < 2:
         return None
     a, b = given[:2]

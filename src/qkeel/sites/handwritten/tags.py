@@ -113,6 +113,11 @@ class Tags:
 
         self._of[key] = (weakref.ref(x, forget), tag)
 
+    def of_scores(self) -> list[tuple[Tensor, Scores]]:
+        """The tensors of scores that are there still, with their tags."""
+        alive = [(ref(), tag) for ref, tag in self._of.values()]
+        return [(x, tag) for x, tag in alive if x is not None and isinstance(tag, Scores)]
+
     def drop(self, x: Tensor) -> None:
         """Forget a tensor."""
         self._of.pop(id(x), None)
