@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.patching.checkpointing import checkpointing_off
 from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
@@ -74,8 +74,13 @@ def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[dict[str, li
             forward(model, watcher, copied(args), copied(kwargs))
         except Exception as error:
             failed = error
-        else:
-            return seen, watcher
+            continue
+        if not dispatch:
+            caution(
+                f"attention inside torch.jit.script and torch.func.vmap is not looked for in {type(model).__name__}: a "
+                f"pass whose operators were seen failed: {type(failed).__name__}: {failed}"
+            )
+        return seen, watcher
     raise InvalidValueError(
         f"the forward pass of {type(model).__name__} on the example failed: {type(failed).__name__}: {failed}. "
         f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
