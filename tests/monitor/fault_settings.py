@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from tests.monitor.small import Block, Small, batch, small
-from tests.sites import flash_stand_in
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -117,7 +114,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     flash = sys.modules["flash_attn"].flash_attn_varlen_func  # type: ignore[attr-defined]
-    b, h, t, d = q.shape
+    b, _, t, _ = q.shape
     ends = torch.arange(b + 1, dtype=torch.int32) * t
     out = flash(*(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), ends, ends, t, t, causal=True)
     return out.unflatten(0, (b, t)).transpose(1, 2)
@@ -177,15 +174,7 @@ def own_modules() -> nn.Module:
     return nn.Sequential(Attention(8, 2), Attention(8, 2))
 
 
-def flash_attn() -> None:
-    """Installs the stand-in for flash-attn, whose functions an interceptor looks for."""
-    package = types.ModuleType("flash_attn")
-    vars(package).update({n: f for n, f in vars(flash_stand_in).items() if n.startswith("flash_attn")})
-    sys.modules["flash_attn"] = package
-
-
 def with_flash() -> nn.Module:
-    flash_attn()
     return Layers(_flash, _packed, _flex)
 
 

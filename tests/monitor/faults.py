@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import gc
+import inspect
 import itertools
 import types
 from collections import Counter
@@ -95,14 +97,22 @@ def _faulty(*args: Any, **kwargs: Any) -> Any:
 
 
 def can_wait(code: CodeType) -> bool:
-    """Whether calls of this function can go through until one fails: it refers to nothing around it."""
-    return not code.co_freevars and any(function.__code__ is code for function in _functions())
+    """Whether calls of this function can go through until one fails: it refers to nothing around it, and each begins
+    it anew."""
+    return (
+        not code.co_freevars
+        and not code.co_flags & inspect.CO_GENERATOR
+        and any(function.__code__ is code for function in _functions())
+    )
 
 
 @contextmanager
 def planted(code: CodeType, fault: Fault) -> Iterator[None]:
     """While it lasts calls of the function with this code raise, whoever holds the function."""
-    bad = _faulty.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
+    bad = _faulty.__code__.replace(co_name=code.co_name)
+    if code.co_freevars:  # it begins as such a function does, else who looks into its frame finds nothing there
+        start = bytes([dis.opmap["COPY_FREE_VARS"], len(code.co_freevars)])
+        bad = bad.replace(co_freevars=code.co_freevars, co_code=start + bad.co_code)
     undo: list[tuple[FunctionType, CodeType]] = []
     for function in _functions():
         before = function.__code__
