@@ -19,7 +19,7 @@ from qkeel.cli.app import commands, main
 
 LIMIT = 60.0  # seconds after which a command counts as hung
 TINY = "--context 8 --batch 2 --d-model 16 --n-heads 2 --steps 2 --eval-sequences 2 --probe-sequences 2 --device cpu"
-GRID = f"--remedies none --lrs 0.1 --seeds 0 --jobs 1 {TINY}"
+ONE = "--seeds 0 --jobs 1"
 
 # Command -> its paths: what to type, with {} in the place of the path, and whether something is written there.
 PATHS: dict[str, dict[str, tuple[str, bool]]] = {
@@ -31,6 +31,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     },
     "config": {"recipe": ("config --recipe {}", False)},
     "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
+    "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
     "scan": {"checkpoint": ("scan {}", False)},
     "retrofit": {
         "checkpoint": ("retrofit {} --to qwen3 --out model", False),
@@ -42,15 +43,18 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     },
     "study precision": {"out": ("study precision --remedies none --head-dim 2 --out {}", True)},
     **{
-        f"study {name}" if name != "demo" else name: {
-            "out": (f"{'' if name == 'demo' else 'study '}{name} --data topics {GRID} --out {{}}", True),
-            "recipe": (
-                f"{'' if name == 'demo' else 'study '}{name} --recipe {{}} --data topics {GRID} --out s --dry-run",
-                False,
-            ),
-            "data": (f"{'' if name == 'demo' else 'study '}{name} --data {{}} {GRID} --out s --dry-run", False),
+        command: {
+            "out": (f"{command} --data topics {flags} --out {{}}", True),
+            "recipe": (f"{command} --recipe {{}} --data topics {flags} --out s --dry-run", False),
+            "data": (f"{command} --data {{}} {flags} --out s --dry-run", False),
         }
-        for name in ("lr", "mla", "demo", "extrapolation", "multimodal")
+        for command, flags in {
+            "demo": f"{ONE} {TINY}",
+            "study lr": f"--remedies none --lrs 0.1 {ONE} {TINY}",
+            "study mla": f"--remedies none --lrs 0.1 {ONE} {TINY}",
+            "study extrapolation": f"--forms baseline --posthoc none {ONE} {TINY}",
+            "study multimodal": f"--remedies none --lrs 0.1 --mixes text {ONE} {TINY} --context 80",
+        }.items()
     },
 }
 NO_PATHS = ("explain", "presets", "remedies", "bench")
@@ -69,6 +73,8 @@ optimizer.step()
 OTHERWISE = {
     ("report", "output", "an empty folder"): 2,  # the page is a file
     ("report", "output", "a link to a file elsewhere"): 0,  # the link is replaced, not the file
+    ("merge", "out", "nothing"): 2,  # the study here is one for reports; tests/lab/test_merge_studies writes
+    ("merge", "out", "an empty folder"): 2,
     ("watch", "out", "a file in a folder that is gone"): 2,  # and so is the script
     ("watch", "script", "a link to a file elsewhere"): 1,  # a script that Python fails on
 }

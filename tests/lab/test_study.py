@@ -253,7 +253,6 @@ def test_a_killed_worker_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch)
 
     fake = types.ModuleType("joblib")
     fake.Parallel, fake.delayed = Parallel, delayed  # type: ignore[attr-defined]
-    fake.parallel = types.SimpleNamespace(get_active_backend=lambda: (None, 1))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "joblib", fake)
     outcomes = list(itertools.chain(*work_here([[Job({}, name, "")] for name in "abcd"], 2)))
     assert [(o.directory, bool(o.error)) for o in outcomes] == [("a", False), ("b", True), ("c", False), ("d", False)]

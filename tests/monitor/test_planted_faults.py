@@ -52,6 +52,8 @@ OTHERWISE = {
     "sites.weights.gradient_paths:_pass_through": "tells of two, as the one before",
     "sites.weights.head_dims:layout_of": "inside a script, which replaces the message: the warning is there without it",
     "sites.weights.head_dims:_walk": "inside a script, as the one before",
+    "monitor.monitor:Monitor._finish": "the end itself: an interrupt in it leaves it half done",
+    "sites.tap:Tap._detach": "the end itself, as the one before",
     "sites.calls.mask_functions:_modified.<locals>.at": "torch traces it once in a process",
 }
 # What no setting here reaches, by the beginning of its name.

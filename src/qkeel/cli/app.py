@@ -98,8 +98,9 @@ def main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except OSError as error:
-        if error.filename is not None:
-            print(f"error: cannot use {str(error.filename)!r}: {error.strerror}. Name another path.", file=sys.stderr)
+        if error.filename is not None or error.errno == errno.ENOENT:  # without a name: the current folder is gone
+            what = "the current folder" if error.filename is None else repr(str(error.filename))
+            print(f"error: cannot use {what}: {error.strerror}. Name another path.", file=sys.stderr)
             return USAGE
         if error.errno not in _FULL:
             raise

@@ -92,9 +92,11 @@ class ForwardPasses(Handle):
 
     def _end(self, output: object, *, failed: bool) -> None:
         self._pass = None
-        self._guard(self.around.close)
-        self._guard(self._after, output, failed)
-        self._depth = 0
+        try:
+            self._guard(self.around.close)
+            self._guard(self._after, output, failed)
+        finally:  # an interrupt in one of them ends the pass as well
+            self._depth = 0
         # After a failure torch goes through the hooks themselves, not through a copy: they stay, idle, for now.
         if not self.active and not failed:
             self._unhook()

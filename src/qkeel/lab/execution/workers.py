@@ -117,9 +117,8 @@ def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcom
     except ImportError as error:
         raise QkeelError(f"{workers} workers need joblib: pip install 'qkeel[lab]', or use one worker") from error
     # One job at a time to each worker: what is not given out need not be taken back when the study is stopped.
-    how: Json = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs"}
-    if type(joblib.parallel.get_active_backend()[0]).__name__ == "LokyBackend":  # processes of this machine
-        how |= {"initializer": begin_worker, "initargs": lifeline()[:1]}
+    how: Json = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs", "backend": "loky"}
+    how |= {"initializer": begin_worker, "initargs": lifeline()[:1]}
     pool = joblib.Parallel(n_jobs=max(2, min(workers, len(units))), **how)
     results: Any = pool(joblib.delayed(work_apart)(unit) for unit in units)
     with warnings.catch_warnings():
