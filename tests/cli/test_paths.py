@@ -18,7 +18,8 @@ from tests.report.synthetic_study import Made, make_study
 from qkeel.cli.app import commands, main
 
 LIMIT = 60.0  # seconds after which a command counts as hung
-TINY = "--context 8 --batch 2 --d-model 16 --n-heads 2 --steps 2 --eval-sequences 2 --probe-sequences 2 --device cpu"
+SMALL = "--batch 2 --d-model 16 --steps 2 --eval-sequences 2 --probe-sequences 2 --device cpu"
+TINY = f"--context 8 --n-heads 2 {SMALL}"
 ONE = "--seeds 0 --jobs 1"
 
 # Command -> its paths: what to type, with {} in the place of the path, and whether something is written there.
@@ -49,14 +50,15 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
             "data": (f"{command} --data {{}} {flags} --out s --dry-run", False),
         }
         for command, flags in {
-            "demo": f"{ONE} {TINY}",
+            "demo": f"--jobs 1 {TINY}",
             "study lr": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study mla": f"--remedies none --lrs 0.1 {ONE} {TINY}",
-            "study extrapolation": f"--forms baseline --posthoc none {ONE} {TINY}",
-            "study multimodal": f"--remedies none --lrs 0.1 --mixes text {ONE} {TINY} --context 80",
+            "study extrapolation": f"--forms baseline --posthoc none --train-length 8 --test-lengths 8 {ONE} {SMALL}",
+            "study multimodal": f"--remedies none --lrs 0.1 --mixes text --context 80 {ONE} {SMALL} --n-heads 2",
         }.items()
     },
 }
+LONG = ("demo", "study mla", "study extrapolation", "study multimodal")  # all are made as `study lr` is
 NO_PATHS = ("explain", "presets", "remedies", "bench")
 
 
@@ -155,7 +157,7 @@ def hung(number: int, frame: FrameType | None) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes and devices of POSIX")
 @pytest.mark.parametrize("there", THERE)
-@pytest.mark.parametrize("command", PATHS)
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c in LONG)) for c in PATHS])
 def test_a_path_is_used_or_refused_in_one_line(
     command: str, there: str, elsewhere: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_path_is_used_or_refused_in_one_line(
         trains = (command, name) == ("watch", "out")
         if code != OTHERWISE.get((command, name, there), 0 if (written and writable) or trains else 2):
             wrong.append(f"{name}: exit code {code}: {told[-200:]}")
+        assert not told.startswith(("error: Unknown option", "error: Parameter")), told
         if code == 2 and not one_line:
             wrong.append(f"{name}: more than one line: {told[-500:]}")
     assert not wrong, "\n".join(wrong)
