@@ -208,8 +208,8 @@ class Monitor(Handle):
         self._guard(self._tap.remove)
         if not self._group.stopped:
             self._guard(self._step_end.evaluated)
-            self._guard(self._arrivals.settle, wait=True)
-        self._guard(self._journal.close, complete=self._complete and self._guard.error is None)
+            self._guard(self._settle_all)
+        self._guard(self._journal.close, self._complete and self._guard.error is None)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._step_end.after(optimizer)
@@ -218,7 +218,10 @@ class Monitor(Handle):
 
     def _settle(self) -> None:
         if self.active:
-            self._guard(self._arrivals.settle, wait=True)
+            self._guard(self._settle_all)
+
+    def _settle_all(self) -> None:
+        self._arrivals.settle(wait=True)
 
     def _switch_off(self) -> None:
         """After a fault. Processes that wait for this one learn it at the next measured step."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from qkeel.errors import QkeelError, caution
 
+T = TypeVar("T")
 Guarded = Callable[..., Any]  # called as guard(function, *arguments)
 
 
@@ -28,24 +29,25 @@ class Guard:
         self.words, self.off = words, list(off)
         self.error: Exception | None = None
 
-    def __call__(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, act: Callable[..., T], *args: object) -> T | None:
         try:
-            return act(*args, **kwargs)
+            return act(*args)
         except Exception as error:
             if self.error is None:
-                self._tell(error)
+                self._report(error)
+            return None
 
-    def _tell(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         try:
             text = str(error) if isinstance(error, QkeelError) else f"{type(error).__name__}: {error}"
             caution(self.words.format(text))
-        except Exception:  # the stack or the memory is still full: the next fault is told
+        except Exception:  # the stack or the memory is still full: the next fault is reported
             return
         self.error = error
         for act in self.off:
             self(act)
 
 
-def unguarded(act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def unguarded(act: Callable[..., T], *args: object) -> T:
     """Calls a function; what it raises reaches the caller, who asked for the answer."""
-    return act(*args, **kwargs)
+    return act(*args)
