@@ -7,7 +7,6 @@ be lost, nothing may differ from an undisturbed run, and no process may be left.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import random
 import shlex
@@ -19,6 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.lab.killing import session, survivors, table
 
 STUDY = "study lr --remedies none lalr:tau=0.3 --lrs 0.1 0.01 --seeds 0 --data topics --context 16 --d-model 16 "
 STUDY += "--n-heads 2 --steps 1500 --checkpoint-every 7 --log-every 5 --device cpu --jobs 2"
@@ -73,8 +74,11 @@ class Crash:
         """Starts the command, kills it at some instant after it began to work, and looks for what is left."""
         self.prepare()
         before, process = self.progress(), self._start()
+        early = self.starts_workers and self.instants.random() < 0.5
         deadline = time.monotonic() + LONGEST
-        while process.poll() is None and self.progress() == before and time.monotonic() < deadline:
+        while process.poll() is None and time.monotonic() < deadline:
+            if self.progress() != before or (early and len(session(process.pid)) > 1):
+                break
             time.sleep(0.01)
         time.sleep(self.instants.uniform(0, self.longest))
         if process.poll() is None:
@@ -82,15 +86,13 @@ class Crash:
             self._strike(process)
         if (code := process.wait(LONGEST)) not in (0, 1, -signal.SIGKILL):
             self.findings.append(f"{type(self).__name__}: exit code {code}")
-        deadline = time.monotonic() + ORPHANS_END
-        while session(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for orphan in session(process.pid):
+        for orphan in survivors(process.pid, ORPHANS_END):
             self.findings.append(f"{type(self).__name__}: process {orphan} outlived the command")
             os.kill(orphan, signal.SIGKILL)
         self.check()
 
     longest = 1.0
+    starts_workers = False  # then half of the kills come while these start, before they record anything
 
     def _strike(self, process: Process) -> None:
         """The whole group, the main process, or one of the others."""
@@ -127,6 +129,7 @@ class StudyCrash(Crash):
     """A study of four runs with two workers."""
 
     longest = 3.0
+    starts_workers = True
 
     def command(self) -> list[str]:
         """The study's command."""
@@ -155,7 +158,7 @@ class StudyCrash(Crash):
         """The table of an undisturbed study."""
         self.run(self.place / "cut")
         self.run(self.place / "whole")
-        if _table(self.place / "cut") != _table(self.place / "whole"):
+        if table(self.place / "cut") != table(self.place / "whole"):
             self.findings.append("the study's table differs from that of an undisturbed one")
         if _heads(self.place / "cut") != _heads(self.place / "whole"):
             self.findings.append("the study's heads differ from those of an undisturbed one")
@@ -260,27 +263,9 @@ KINDS: dict[str, tuple[type[Crash], float]] = {  # and the share of the kills
 }
 
 
-def session(leader: int) -> list[int]:
-    """Living processes of a session, from /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
 def _kept(run: Path) -> dict[str, bytes]:
     names = ("DONE", "summary.json", "metrics.jsonl", "heads.f32", "config.json")
     return {name: (run / name).read_bytes() for name in names if (run / name).exists()}
-
-
-def _table(out: Path) -> list[dict[str, str]]:
-    with open(out / "table.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in csv.DictReader(file)]
 
 
 def _heads(out: Path) -> dict[str, bytes]:

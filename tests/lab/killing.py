@@ -1,22 +1,57 @@
-"""A process that is killed at random instants and started again until it ends by itself."""
+"""Processes that are killed at random instants, what is left of them, and what of their study must not differ."""
 
 from __future__ import annotations
 
+import csv
 import multiprocessing
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 KILLS = 8
 
 
-def kill_until_done(work: Callable[..., None], args: tuple[Any, ...], *, longest: float, seed: int) -> None:
-    """Run `work` in processes of its own, the first eight killed within `longest` seconds, until one ends well."""
-    # A server that has imported everything once: its children start, and are killed, in milliseconds.
+def session(leader: int) -> list[int]:
+    """Living processes of a session, from /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def survivors(leader: int, seconds: float) -> list[int]:
+    """The processes of a session that are still there after some seconds."""
+    deadline = time.monotonic() + seconds
+    while session(leader) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return session(leader)
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    """The table.csv of a study, without what depends on the clock."""
+    with open(out / "table.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in csv.DictReader(file)]
+
+
+def forkserver() -> Any:
+    """Starts processes in milliseconds: its server has imported everything once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["qkeel.lab.execution.execute"])
+    return context
+
+
+def kill_until_done(work: Callable[..., None], args: tuple[Any, ...], *, longest: float, seed: int) -> None:
+    """Run `work` in processes of its own, the first eight killed within `longest` seconds, until one ends well."""
+    context = forkserver()
     instants = random.Random(seed)
     kills, child = 0, None
     for _ in range(60):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import os
 import random
 import shlex
 import signal
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.lab.killing import kill_until_done
+from tests.lab.killing import forkserver, kill_until_done, session, survivors, table
 
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 
@@ -22,11 +22,6 @@ GRID = Grid(remedies=["none", "lalr:tau=0.3", "qk_clip:threshold=1"], lrs=[0.1],
 
 def study(config: RunConfig, out: str) -> None:
     run_plan(make_plan("lr", config, GRID), out, Execution())
-
-
-def table(out: Path) -> list[dict[str, str]]:
-    with open(out / "table.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in csv.DictReader(file)]
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -46,6 +41,33 @@ def test_a_study_killed_at_random_instants_ends_with_the_bit_identical_table(
     kill_until_done(study, (config, str(tmp_path / "cut")), longest=0.4, seed=7)
     assert table(tmp_path / "cut") == table(tmp_path / "whole")
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def long_study(config: RunConfig, out: str) -> None:
+    os.setsid()
+    run_plan(make_plan("lr", config, GRID), out, Execution(workers=2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_workers_die_with_the_study_from_their_first_instant_on(
+    kills: int, tiny: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Half of the kills come in the first tenth of a second of a worker's life, before it has imported anything."""
+    config, instants, struck = tiny(steps=100_000), random.Random(kills), 0
+    for n in range(kills):
+        study = forkserver().Process(target=long_study, args=(config, str(tmp_path / str(n))), daemon=False)
+        study.start()
+        assert study.pid is not None
+        deadline = time.monotonic() + 60
+        while len(session(study.pid)) < 3 and time.monotonic() < deadline:  # itself, a tracker of resources, a worker
+            time.sleep(0.001)
+        time.sleep(instants.uniform(0, 0.1) if n % 2 else instants.uniform(0, 6))
+        struck += len(session(study.pid)) >= 3
+        study.kill()
+        study.join()
+        assert not survivors(study.pid, 2), f"kill {n}"
+    assert struck == kills
 
 
 FLAGS = shlex.split(
@@ -73,10 +95,7 @@ def test_the_command_killed_20_times_leaves_nobody_writing_and_the_same_table(tm
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
-        deadline = time.monotonic() + 5
-        while _session(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not _session(process.pid), "a worker outlived the study"
+        assert not survivors(process.pid, 5), "a worker outlived the study"
     subprocess.run([*command, "--out", str(cut)], check=True, capture_output=True, timeout=600)
     assert table(cut) == table(whole)
 
@@ -97,16 +116,3 @@ def _forget_one_run(out: Path) -> None:
     for name in ("DONE", "summary.json"):
         for path in sorted(out.glob(f"runs/*/{name}"))[:2]:
             path.unlink()
-
-
-def _session(leader: int) -> list[int]:
-    """Living processes of a session, from /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found

@@ -5,10 +5,7 @@ import dataclasses
 import importlib
 import itertools
 import os
-import signal
-import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -252,7 +249,7 @@ def test_a_killed_worker_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch)
                 yield outcomes
 
     def delayed(function: object) -> Callable[..., Callable[[], list[Outcome]]]:
-        return lambda unit, parent: lambda: [Outcome(job.directory) for job in unit]
+        return lambda unit: lambda: [Outcome(job.directory) for job in unit]
 
     fake = types.ModuleType("joblib")
     fake.Parallel, fake.delayed = Parallel, delayed  # type: ignore[attr-defined]
@@ -282,39 +279,6 @@ def test_an_estimate_grows_with_the_runs_and_falls_with_the_workers(tiny: Make) 
     assert progress.estimate_seconds([], 2) == 0
     assert progress.estimate_seconds(runs, 1) > 0
     assert isinstance(runs[0], PlannedRun)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for it")
-def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
-    script = (
-        "import os, time, sys\n"
-        "from qkeel.lab.execution.workers import _die_with\n"
-        "parent = os.getpid()\n"
-        "if os.fork() == 0:\n"
-        "    _die_with(parent)\n"
-        "    open(sys.argv[1], 'w').write(str(os.getpid()))\n"
-        "    time.sleep(60)\n"
-        "time.sleep(60)\n"
-    )
-    note = tmp_path / "pid"
-    process = subprocess.Popen([sys.executable, "-c", script, str(note)])
-    deadline = time.monotonic() + 60
-    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    worker = int(note.read_text())
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    while alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(worker)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def test_every_study_of_runs_is_a_file_and_a_line_of_the_table() -> None:

@@ -15,10 +15,6 @@ from qkeel.monitor.cadence import cadence
 from qkeel.sites.see.bracket import BracketMode
 
 
-def boom(error: Exception) -> None:
-    raise error
-
-
 @pytest.mark.parametrize("masked", ["no", "causal", "added", "boolean"])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -40,7 +36,7 @@ def test_output_and_gradients_are_the_same_bits_and_the_bound_holds(
         return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     plain = run()
-    with BracketMode(boom) as mode:
+    with BracketMode() as mode:
         seen = run()
     assert all(torch.equal(a, b) for a, b in zip(plain, seen))
     z = q.detach().double() @ k.detach().double().repeat_interleave(heads // groups, 1).mT / math.sqrt(12)
@@ -57,7 +53,7 @@ def test_output_and_gradients_are_the_same_bits_and_the_bound_holds(
 
 def test_with_dropout_the_bound_is_the_product_of_the_norms() -> None:
     q = torch.randn(1, 2, 5, 4)
-    with BracketMode(boom) as mode:
+    with BracketMode() as mode:
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     assert mode.bound is not None
     torch.testing.assert_close(mode.bound, q.norm(dim=-1).amax().square() / 2)
@@ -65,7 +61,7 @@ def test_with_dropout_the_bound_is_the_product_of_the_norms() -> None:
 
 def test_of_hand_written_attention_the_bound_is_the_maximum() -> None:
     z = torch.randn(2, 3, 4)
-    with BracketMode(boom) as mode:
+    with BracketMode() as mode:
         z.softmax(-1)
     assert mode.bound is not None
     assert float(mode.bound) == float(z.max())

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkeel import find_sites
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, ShapeError, UnknownNameError
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelWarning, RefusedError, ShapeError, UnknownNameError
 from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.patching.guard import Guard
 from qkeel.sites import AttentionSite, Reading, describe
 from qkeel.sites.by_hand import arranged
 from qkeel.sites.calls.logit_statistics import statistics
@@ -279,10 +280,11 @@ def test_an_exception_in_the_forward_leaves_nothing_for_the_next_call() -> None:
 def test_a_fault_in_a_description_goes_to_the_handler_and_not_into_the_model() -> None:
     model, x = Model(), torch.randn(B, T, H * D)
     site = described(model, key=Reading(module="kv", layout="b t (n h d)", parts=2, then=lambda k: k[..., 1:]))
-    faults: list[Exception] = []
-    with Interceptor(model, pytest.fail, described=[site], on_fault=faults.append):
+    guard = Guard("off: {}")
+    watcher = Interceptor(model, pytest.fail, described=[site], guard=guard)
+    with pytest.warns(QkeelWarning, match="off: expected"), watcher:
         model(x)
-    assert isinstance(faults[0], ShapeError)
+    assert isinstance(guard.error, ShapeError)
 
 
 def test_an_output_that_is_laid_out_otherwise_is_an_error() -> None:

@@ -14,8 +14,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from qkeel.errors import QkeelWarning
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses
+from qkeel.patching.guard import Guard
 
 
 class Half(nn.Module):
@@ -43,8 +45,8 @@ class Log:
         self.compiled: list[bool] = []
         self.ended = 0
         self.failed: list[bool] = []
-        self.faults: list[Exception] = []
-        self.handle = ForwardPasses(model, self._before, self._after, on_fault=self.faults.append)
+        self.guard = Guard("{}")
+        self.handle = ForwardPasses(model, self._before, self._after, guard=self.guard)
 
     def _before(self, args: object, kwargs: object, compiled: bool) -> None:
         self.compiled.append(compiled)
@@ -225,10 +227,11 @@ def test_what_the_watcher_raises_never_reaches_the_caller() -> None:
     def boom(*_: object) -> None:
         raise ValueError("boom")
 
-    model, faults = Net(), []  # type: ignore[var-annotated]
-    ForwardPasses(model, boom, boom, on_fault=faults.append)
-    model(X())
-    assert [str(f) for f in faults] == ["boom", "boom"]
+    model, guard = Net(), Guard("off: {}")
+    ForwardPasses(model, boom, boom, guard=guard)
+    with pytest.warns(QkeelWarning) as told:
+        model(X())
+    assert [str(w.message) for w in told] == ["off: ValueError: boom"]
 
 
 def test_a_model_that_calls_itself_is_one_pass() -> None:

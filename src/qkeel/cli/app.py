@@ -98,7 +98,11 @@ def main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except OSError as error:
-        if error.filename is not None or error.errno not in _FULL:
+        if error.filename is not None or error.errno == errno.ENOENT:  # without a name: the current folder is gone
+            what = "the current folder" if error.filename is None else repr(str(error.filename))
+            print(f"error: cannot use {what}: {error.strerror}. Name another path.", file=sys.stderr)
+            return USAGE
+        if error.errno not in _FULL:
             raise
         print(f"error: cannot write the output: {error.strerror}; free some space", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

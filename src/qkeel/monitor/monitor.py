@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Self, TypeVar, final
+import functools
+from collections.abc import Sequence
+from typing import Self, final
 
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.errors import InvalidValueError, QkeelError, caution
+from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.planned_rates import PlannedRates
@@ -32,13 +33,14 @@ from qkeel.monitor.record.sample_table import coverage, sample_html, sample_tabl
 from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
 from qkeel.patching.forward_passes import owners, unwrapped
+from qkeel.patching.guard import Guard
 from qkeel.patching.optimizer_hooks import StepHooks
 from qkeel.sites.example import Arguments
 from qkeel.sites.missed import Missed
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Phase, Tap
 
-T = TypeVar("T")
+_OFF = "qkeel's monitor switched itself off: {}. The model runs on unwatched; what was recorded is kept"
 
 
 @final
@@ -70,12 +72,13 @@ class Monitor(Handle):
         calls = CallStatistics(PassTokens(query_mask, classes))
         self._steps = MeasuredSteps(every, by_optimizer=optimizer is not None)
         self._group = ProcessGroup()
+        self._guard = Guard(_OFF, self._switch_off)
         self._tap = Tap(
             model,
             due=self._steps.due,
             measure=calls.call,
             measure_rows=None if stats is True else calls.rows,
-            on_fault=self._fault,
+            guard=self._guard,
         )
         self._journal = Journal(
             sinks,
@@ -86,15 +89,17 @@ class Monitor(Handle):
         self._arrivals = Arrivals(self._group, self._journal)
         sites = WatchedSites(self._tap.model, self._tap.sites, self._group)
         changes = None if probe is None else LogitChanges(self._tap, probe)
-        numbers = StepNumbers(self._steps, sites, calls.tokens, changes, optimizer, on_fault=self._tap.fault)
+        numbers = StepNumbers(self._steps, sites, calls.tokens, changes, optimizer, guard=self._guard)
         self._tap.visitor = numbers
         self._step_end = StepEnd(self._steps, self._tap, numbers, self._group, self._arrivals)
         self._hooks: StepHooks | None = None
+        self._complete = False
         if optimizer is None:
             numbers.pass_over = self._step_end.pass_over
         else:
-            self._hooks = StepHooks(self._guarded(self._step_end.before), self._guarded(self._after_step), optimizer)
-        super().__init__(self._finish)
+            before, after = (functools.partial(self._guard, f) for f in (self._step_end.before, self._after_step))
+            self._hooks = StepHooks(before, after, optimizer)
+        super().__init__(functools.partial(self._guard, self._finish))
 
     @property
     def model(self) -> nn.Module:
@@ -192,21 +197,19 @@ class Monitor(Handle):
 
     def close(self, *, complete: bool = True) -> None:
         """Stops watching; `complete` says whether training ended as planned."""
-        active = self.active
-        super().remove()
-        if active:
-            self._journal.close(complete)
+        if self.active:
+            self._complete = complete
+            super().remove()
         if self._hooks is not None:
-            self._hooks.remove()  # again, where the first was in the middle of a step
+            self._guard(self._hooks.remove)  # again, where the first was in the middle of a step
 
     def _finish(self) -> None:
-        self._tap.remove()
-        try:
-            if not self._group.stopped:
-                self._step_end.evaluated()
-                self._arrivals.settle(wait=True)
-        except Exception as error:
-            caution(f"the last numbers of qkeel's monitor are lost: {_words(error)}")
+        # One by one, so that where one fails the others are done all the same.
+        self._guard(self._tap.remove)
+        if not self._group.stopped:
+            self._guard(self._step_end.evaluated)
+            self._guard(self._settle_all)
+        self._guard(self._journal.close, self._complete and self._guard.error is None)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._step_end.after(optimizer)
@@ -214,41 +217,17 @@ class Monitor(Handle):
             self.close(complete=False)
 
     def _settle(self) -> None:
-        self._guarded(lambda _: self._arrivals.settle(wait=True))(None)
+        if self.active:
+            self._guard(self._settle_all)
 
-    def _guarded(self, act: Callable[[T], None]) -> Callable[[T], None]:
-        """The same, whose faults switch the monitor off and reach nobody."""
+    def _settle_all(self) -> None:
+        self._arrivals.settle(wait=True)
 
-        def safely(given: T) -> None:
-            try:
-                if self.active:
-                    act(given)
-            except Exception as error:
-                self._fault(error)
-
-        return safely
-
-    def _fault(self, error: Exception) -> None:
-        """Warns once and measures no more. Processes that wait for this one learn it at the next measured step."""
-        if self._group.stopped or not self.active:
-            return
+    def _switch_off(self) -> None:
+        """After a fault. Processes that wait for this one learn it at the next measured step."""
         self._group.stopped = True
-        caution(
-            f"qkeel's monitor switched itself off: {_words(error)}. The model runs on unwatched; what was recorded "
-            "is kept"
-        )
-        try:
-            waited_for = self._hooks is not None and self._group.several
-        except Exception:  # this fault's cause as well
-            waited_for = False
-        if waited_for:
-            self._tap.remove()
-        else:
+        if self._hooks is None or not self._group.several:
             self.close(complete=False)
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, QkeelError) else f"{type(error).__name__}: {error}"
 
 
 def watched(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import abc
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -27,16 +27,17 @@ Observer = Callable[[AttentionCall], None]
 Heads = tuple[Queries, Keys, Values]
 
 
-class Reader(abc.ABC):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reader:
     """An observer that takes what the kernel finds of each row, and the call itself where the kernel finds nothing."""
 
-    @abc.abstractmethod
-    def __call__(self, call: AttentionCall) -> None:
-        """A call on its way into attention: nothing is known of its logits."""
+    see: Observer
+    """Gets a call on its way into attention, of whose logits nothing is known."""
+    read: Callable[[AttentionCall, KernelRows], None]
+    """Gets a call that was computed, and what was found meanwhile."""
 
-    @abc.abstractmethod
-    def read(self, call: AttentionCall, rows: KernelRows) -> None:
-        """A call that was computed, and what was found meanwhile."""
+    def __call__(self, call: AttentionCall) -> None:
+        self.see(call)
 
 
 @functools.cache  # a model has many layers, and a study many models

@@ -7,56 +7,71 @@ end is the same code object as before, so what was compiled for it is used again
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, final
 
 import torch
 
 from qkeel.patching.compiler_state import compiler_loaded, run_uncompiled
+from qkeel.patching.guard import Guarded, unguarded
 
 # A global of the function's module as long as its code is exchanged: what the new code calls.
 _NAME = "_qkeel_exchanged_"
 _LOCK = threading.Lock()
 
-Call = Callable[["ExchangedCode", list[Any], dict[str, Any]], Any]
+# Arguments, what is to be closed when the call is over, and what is called when it has returned.
+Begun = tuple[tuple[list[Any], dict[str, Any]], ExitStack, Callable[[], None]]
+# Gets the function and the arguments of a call.
+Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], Begun | None]
+
+# Per thread: what calls `begin` and the ends; None where nobody looks.
+GUARD: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("qkeel_guard_of_calls", default=None)
 
 
 @final
 class ExchangedCode:
-    """A function with other code, which passes its calls to `call(self, args, kwargs)`; `original` runs its own code.
-
-    `uncompiled(function, *args)` calls a function so that torch's compiler takes no part in it.
+    """A function with other code: where there is a GUARD that calls `begin`, then its own code, then what `begin`
+    has returned. Torch's compiler takes no part in what the guard calls.
     """
 
-    def __init__(self, function: types.FunctionType, call: Call, codes: Iterable[types.CodeType]) -> None:
+    def __init__(self, function: types.FunctionType, begin: Begin) -> None:
         self.function, self.code = function, function.__code__
         self.original = types.FunctionType(
             self.code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
-        self.uncompiled: Callable[..., Any] = _call
         self._holders = 0
         name = _NAME + function.__name__
-        forward, enter = _forwarding(self.code, name), self._entrance(call)
+        uncompiled = torch.compiler.disable(unguarded) if compiler_loaded() else unguarded
+        forward, enter = _forwarding(self.code, name), self._entrance(begin, uncompiled)
         if compiler_loaded():
             # Called by a compiled wrapper, the compiler is to take up the function itself, not what stands before it.
-            run_uncompiled(forward, enter.__code__, *codes)
-            self.uncompiled = torch.compiler.disable(_call)
+            run_uncompiled(forward, enter.__code__)
         function.__globals__[name] = enter
         vars(function)[_NAME] = self
         function.__code__ = forward
 
-    def _entrance(self, call: Call) -> types.FunctionType:
-        original = self.original
+    def _entrance(self, begin: Begin, uncompiled: Guarded) -> types.FunctionType:
+        function, original = self.function, self.original
 
         def enter(args: list[Any], kwargs: dict[str, Any]) -> Any:
-            if torch.compiler.is_compiling():
+            guard = None if torch.compiler.is_compiling() else GUARD.get()
+            begun = guard and uncompiled(guard, begin, function, args, kwargs)
+            if not begun:
                 return original(*args, **kwargs)
-            return call(self, args, kwargs)
+            (given, named), over, report = begun
+            try:
+                out = original(*given, **named)
+            finally:
+                uncompiled(guard, over.close)
+            uncompiled(guard, report)
+            return out
 
         return enter  # type: ignore[return-value]
 
@@ -74,19 +89,18 @@ class ExchangedCode:
         return self
 
 
-def exchange(function: types.FunctionType, call: Call, codes: Iterable[types.CodeType]) -> ExchangedCode:
+def exchange(function: types.FunctionType, begin: Begin) -> ExchangedCode:
     """The function with its code exchanged; what it has already, if it is. To be given back by `release()`.
 
     Args:
         function: whose code is to be exchanged.
-        call: gets its calls, unless an earlier one still does.
-        codes: what `call` runs that torch's compiler must not compile.
+        begin: gets its calls, unless an earlier one still does.
 
     Raises:
         SyntaxError, TypeError, ValueError: its code has a form that is not foreseen.
     """
     with _LOCK:
-        held: ExchangedCode = vars(function).get(_NAME) or ExchangedCode(function, call, codes)
+        held: ExchangedCode = vars(function).get(_NAME) or ExchangedCode(function, begin)
         return held.hold()
 
 
@@ -103,7 +117,3 @@ def _forwarding(code: types.CodeType, name: str) -> types.CodeType:
     kwargs = ", ".join([*(f"{x!r}: {x}" for x in named), *([f"**{others}"] if others else [])])
     made: types.FunctionType = eval(f"lambda {', '.join(parameters)}: {name}([{args}], {{{kwargs}}})")
     return made.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)

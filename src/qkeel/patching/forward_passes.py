@@ -17,6 +17,7 @@ from torch.nn.modules import module as calls
 
 from qkeel.handle import Handle
 from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, uncompiled
+from qkeel.patching.guard import Guard
 from qkeel.patching.module_tables import hooks_before
 
 Args = tuple[Any, ...]
@@ -27,8 +28,7 @@ class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
     Not around those that gradient checkpointing repeats in the backward pass, nor those of a forked process, nor where
-    a larger compiled function calls the model. What `before` and `after` raise goes to `on_fault`: never to the
-    model's caller.
+    a larger compiled function calls the model. What `before` and `after` raise never reaches the model's caller.
 
     Args:
         model: the user's own, or what torch.compile or DistributedDataParallel made of it.
@@ -36,7 +36,7 @@ class ForwardPasses(Handle):
             recompile it and change its numbers.
         after: `failed` says that the pass ended in an exception; after an interrupt that becomes known when the next
             pass begins, or at `remove()`.
-        on_fault: gets their exceptions.
+        guard: calls them.
         owner: on whose behalf; see `owners`.
     """
 
@@ -46,11 +46,11 @@ class ForwardPasses(Handle):
         before: Callable[[Args, Kwargs, bool], None],
         after: Callable[[object, bool], None],
         *,
-        on_fault: Callable[[Exception], None],
+        guard: Guard,
         owner: object = None,
     ) -> None:
         self.model, self.inner = model, unwrapped(model)
-        self._before, self._after, self._on_fault = before, after, on_fault
+        self._before, self._after, self._guard = before, after, guard
         self._pid = os.getpid()
         self._depth = 0
         self._pass: _Running | None = None
@@ -79,7 +79,8 @@ class ForwardPasses(Handle):
         self._depth += 1
         if self._depth == 1:
             self._pass = _Running()
-            self._guarded(lambda: self._before(args, kwargs, compiled or any(map(is_compiled, self.model.modules()))))
+            compiled = compiled or any(map(is_compiled, self.model.modules()))
+            self._guard(self._before, args, kwargs, compiled)
 
     def _leave(self, module: nn.Module, args: object, output: object, compiled: bool) -> None:
         if module is not self.model or not self._here() or not self._depth:
@@ -91,9 +92,11 @@ class ForwardPasses(Handle):
 
     def _end(self, output: object, *, failed: bool) -> None:
         self._pass = None
-        self._guarded(self.around.close)
-        self._guarded(lambda: self._after(output, failed))
-        self._depth = 0
+        try:
+            self._guard(self.around.close)
+            self._guard(self._after, output, failed)
+        finally:  # an interrupt in one of them ends the pass as well
+            self._depth = 0
         # After a failure torch goes through the hooks themselves, not through a copy: they stay, idle, for now.
         if not self.active and not failed:
             self._unhook()
@@ -102,12 +105,6 @@ class ForwardPasses(Handle):
         """An interrupt leaves a pass without calling its hooks."""
         if self._depth and self._pass is not None and self._pass.abandoned:
             self._end(None, failed=True)
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as error:
-            self._on_fault(error)
 
     def _here(self) -> bool:
         return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid

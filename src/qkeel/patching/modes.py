@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+
+from qkeel.patching.guard import Guarded, unguarded
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -20,16 +22,57 @@ _SAME = {"unsafe_view": "view", "to_copy": "to"}
 
 
 class FunctionMode(TorchFunctionMode, abc.ABC):
-    """A mode that takes the place of every call of a torch function while it is entered."""
+    """A mode that sees calls of torch functions while it is entered, and leaves their results as they are.
+
+    A call is made here, once, with the arguments that it has: `guard` is around what reads it, never around it.
+    """
+
+    def __init__(self, guard: Guarded = unguarded) -> None:
+        super().__init__()
+        self.guard = guard
+        self.inside = 0  # calls under way that are wanted
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            self.begin(undo)
+            super().__enter__()
+            undo.callback(super().__exit__, None, None, None)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+    def begin(self, undo: ExitStack) -> None:
+        """Called before the mode is entered; `undo` is closed when it was left."""
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        wanted = self.guard(self.wanted, func, args, kwargs)
+        if not wanted:
+            return func(*args, **kwargs)
+        more = None
+        self.inside += 1
+        try:
+            if wanted is True:
+                out = func(*args, **kwargs)
+            else:
+                out, more = wanted()
+        finally:
+            self.inside -= 1
+        self.guard(self.saw, func, args, kwargs, out, more)
+        return out
 
     @abc.abstractmethod
-    def call(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Returns what `function(*args, **kwargs)` is to return."""
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[Any, Any]]:
+        """Returns whether `saw` is to get this call; or what computes it in its place, and something more for `saw`."""
+
+    @abc.abstractmethod
+    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Any) -> None:
+        """The call was made and returned `out`; `more` is None but for what was computed in its place."""
 
 
 class OperatorMode(TorchDispatchMode):
@@ -38,9 +81,9 @@ class OperatorMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, read: Callable[[str, Args, Kwargs, Any], None]) -> None:
+    def __init__(self, read: Callable[[str, Args, Kwargs, Any], None], guard: Guarded = unguarded) -> None:
         super().__init__()
-        self._read = read
+        self._read, self._guard = read, guard
 
     def __torch_dispatch__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
@@ -49,7 +92,7 @@ class OperatorMode(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
             with _recording():
-                self._read(function_name(func), args, kwargs, out)
+                self._guard(self._read, function_name(func), args, kwargs, out)
         return out
 
 

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.errors import QkeelWarning, RefusedError, caution
+from qkeel.errors import RefusedError, caution
 from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.stats.per_head import stats_of_rows
+from qkeel.patching.guard import Guard
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, head_views, stacked
 from qkeel.remedies.steps.head_weights import HeadWeights
@@ -28,6 +29,8 @@ from qkeel.remedies.steps.step_remedy import StepRemedy
 from qkeel.sites.calls.logit_statistics import maxima
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.tap import Tap
+
+_OFF = "qk_clip failed while it read logits and clips no more: {}. Training goes on without it"
 
 
 @final
@@ -176,7 +179,7 @@ class _Clip:
     def __init__(self, remedy: QKClip, target: Target, plan: _Plan, *, other_processes: bool) -> None:
         self.remedy, self.sites, self.plan, self.other_processes = remedy, target.sites, plan, other_processes
         self.tap = Tap(
-            target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, on_fault=_off
+            target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, guard=Guard(_OFF)
         )
         self.tap.sites.extend(target.sites)
         self.kept: Tensor | None = None  # maxima of a step that a GradScaler skipped, else -inf
@@ -264,11 +267,3 @@ class _Clip:
 def _readable(tensor: Tensor) -> bool:
     """True if the host can read its numbers without waiting."""
     return tensor.is_cpu  # a device's name takes longer
-
-
-def _off(error: Exception) -> None:
-    caution(
-        f"qk_clip failed while it read logits and clips no more: {type(error).__name__}: {error}. Training "
-        "goes on without it",
-        QkeelWarning,
-    )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Self
+from contextlib import ExitStack
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.patching.compiler_state import recomputing
+from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
 from qkeel.sites.calls.head_layout import fewest_keys
@@ -144,42 +145,39 @@ def arranged(x: Shaped[Tensor, ...], reading: Reading, heads: int) -> Shaped[Ten
 
 
 class DescribedSiteHooks:
-    """Hooks on a described site's modules, between `__enter__` and `__exit__`. After each call of the site's module
+    """Hooks on a described site's modules, from `attach` on. After each call of the site's module
     they give the site, and a function that returns the call, to `report`."""
 
     def __init__(
-        self, site: AttentionSite, report: Callable[[AttentionSite, Callable[[], AttentionCall]], None]
+        self,
+        site: AttentionSite,
+        report: Callable[[AttentionSite, Callable[[], AttentionCall]], None],
+        guard: Guarded = unguarded,
     ) -> None:
         assert site.description is not None
-        self.site, self.description, self._report = site, site.description, report
+        self.site, self.description, self._report, self._guard = site, site.description, report, guard
         self._outputs: dict[str, Tensor] = {}
-        self._hooks: list[RemovableHandle] = []
 
-    def __enter__(self) -> Self:
+    def attach(self, undo: ExitStack) -> None:
+        """Hooks onto the modules until `undo` is closed."""
+        undo.callback(self._outputs.clear)
         for part in (self.description.query, self.description.key):
             if isinstance(part, Reading):
                 layer = self.site.module.get_submodule(part.module)
-                self._hooks.append(layer.register_forward_hook(self._keeper(part.module)))
-        self._hooks.append(self.site.module.register_forward_hook(self._done, with_kwargs=True))
-        return self
+                keep = functools.partial(self._guard, self._keep, part.module)
+                undo.callback(layer.register_forward_hook(keep).remove)
+        done = functools.partial(self._guard, self._done)
+        undo.callback(self.site.module.register_forward_hook(done, with_kwargs=True).remove)
 
-    def __exit__(self, *exc: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._outputs.clear()
-
-    def _keeper(self, name: str) -> Callable[[nn.Module, object, Tensor], None]:
-        def keep(module: nn.Module, args: object, output: Tensor) -> None:
-            if not torch.compiler.is_compiling() and not recomputing():
-                self._outputs[name] = output
-
-        return keep
+    def _keep(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
+        if not torch.compiler.is_compiling() and not recomputing():
+            self._outputs[name] = output
 
     def _done(self, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
         if torch.compiler.is_compiling() or recomputing():
             return
-        outputs, self._outputs = self._outputs, {}
+        outputs = dict(self._outputs)
+        self._outputs.clear()
         self._report(self.site, lambda: self._call(outputs, module, args, kwargs))
 
     def _call(self, outputs: dict[str, Tensor], module: nn.Module, args: Args, kwargs: Kwargs) -> AttentionCall:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.patching.checkpointing import checkpointing_off
 from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
@@ -61,17 +61,20 @@ def check_devices(model: nn.Module, *example: object) -> None:
 
 def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[dict[str, list[Sighting]], Interceptor]:
     """The sightings of one forward pass. Below torch's functions too, unless that is what fails."""
+    failed, why = None, ""
     for dispatch in (True, False):
         seen: dict[str, list[Sighting]] = {}
         watcher = Interceptor(model, functools.partial(_note, seen), probing=True, dispatch=dispatch)
         try:
             forward(model, watcher, copied(args), copied(kwargs))
         except Exception as error:
-            failed = error
+            failed, why = error, f"{type(error).__name__}: {error}"
         else:
+            if failed is not None:
+                caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {why}")
             return seen, watcher
     raise InvalidValueError(
-        f"the forward pass of {type(model).__name__} on the example failed: {type(failed).__name__}: {failed}. "
+        f"the forward pass of {type(model).__name__} on the example failed: {why}. "
         f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
     ) from failed
 
@@ -291,11 +294,8 @@ def unseen(model: nn.Module, watcher: Interceptor) -> str:
             f"and keys, {_BY_HAND}"
         )
     if watcher.handwritten.multiplied:
-        ends = (
-            f" (they were followed to {', '.join(watcher.handwritten.lost.ends)})"
-            if watcher.handwritten.lost.ends
-            else ""
-        )
+        followed = ", ".join(watcher.handwritten.lost.ends)
+        ends = f" (they were followed to {followed})" if followed else ""
         return (
             f"{looked}Activations are multiplied with each other, but none of the products reaches a softmax{ends}: "
             "linear attention, state-space models and attention through another function of the scores have no softmax "

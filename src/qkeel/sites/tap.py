@@ -17,6 +17,7 @@ from qkeel.handle import Handle
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
+from qkeel.patching.guard import Guard
 from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.sites.calls.scores import cat_heads
@@ -32,10 +33,7 @@ Measure = Callable[[Seen], LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 
-def _say_off(error: Exception) -> None:
-    caution(
-        f"qkeel's tap met a fault and switched itself off: {type(error).__name__}: {error}. The model runs on unwatched"
-    )
+_OFF = "qkeel's tap met a fault and switched itself off: {}. The model runs on unwatched"
 
 
 class Visitor:
@@ -86,7 +84,7 @@ class Tap(Handle):
         due: Callable[[bool, bool], Look] | None = None,
         measure: Measure = statistics,
         measure_rows: MeasureRows | None = None,
-        on_fault: Callable[[Exception], None] = _say_off,
+        guard: Guard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
         self.visitor = Visitor()
@@ -94,13 +92,14 @@ class Tap(Handle):
         self.foreign = True  # until a pass has shown that all attention is of own modules
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
-        self._on_fault = on_fault
+        self.guard = Guard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
         self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
         self._running: _Pass | BracketMode | None = None
-        self._forwards = ForwardPasses(model, self._before, self._after, on_fault=self.fault, owner=self)
+        self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self.model = self._forwards.inner
         super().__init__(self._detach)
+        self.guard.off += [self.remove, self._forwards.remove]
         self._parts: list[tuple[SpecModule, Connection]] = []
         for name, module in self.model.named_modules() if parts else ():
             if isinstance(module, SpecModule):
@@ -137,13 +136,10 @@ class Tap(Handle):
         """A call of an own module outside a pass of the model, and what its kernel found of its rows, where known."""
         if self._forwards.busy or recomputing() or self._due(training, False) != "statistics":
             return
-        try:
-            known = self.measure_rows is not None and rows is not None
-            stats = self.measure_rows(call, rows) if known else self.measure(call)  # type: ignore[misc,arg-type]
-            if stats is not None:
-                self._stats["train" if training else "eval"].add(name, stats, None)
-        except Exception as error:
-            self.fault(error)
+        known = self.measure_rows is not None and rows is not None
+        stats = self.measure_rows(call, rows) if known else self.measure(call)  # type: ignore[misc,arg-type]
+        if stats is not None:
+            self._stats["train" if training else "eval"].add(name, stats, None)
 
     def calls(self, args: Args, kwargs: Kwargs) -> dict[str, Seen]:
         """The first call of each site in a pass with these arguments, made for it eagerly and without gradients. It
@@ -167,7 +163,8 @@ class Tap(Handle):
         if self._below is not None or known or any(isinstance(m, SpecModule) for m in self.model.modules()):
             return
         below: list[bool] = []
-        watcher = Interceptor(self.model, lambda sighting: below.append(sighting.below), dispatch=True)
+        note = lambda sighting: below.append(sighting.below)  # noqa: E731
+        watcher = Interceptor(self.model, note, dispatch=True, guard=self.guard)
         eager = torch.compiler.set_stance("force_eager")
         with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
             try:
@@ -182,7 +179,7 @@ class Tap(Handle):
         look = self._due(self.model.training, compiled)
         extra = compiled or _takes_fast_path(self.model)
         if look == "bracket" and not extra:
-            self._running = mode = BracketMode(self.fault)
+            self._running = mode = BracketMode(self.guard)
             mode.__enter__()
             self._forwards.around.callback(leave, mode)
         if look == "statistics":
@@ -241,12 +238,6 @@ class Tap(Handle):
             "so by itself"
         )
 
-    def fault(self, error: Exception) -> None:
-        """Switch off and say so, once."""
-        if self.active:
-            self.remove()
-            self._on_fault(error)
-
     def __enter__(self) -> Self:
         return self
 
@@ -276,7 +267,7 @@ class _Pass:
             interceptor = Interceptor(
                 self.tap.model,
                 self._foreign,
-                on_fault=self.tap.fault,
+                guard=self.tap.guard,
                 dispatch=self.tap.sees_operators,
                 described=[site for site in self.tap.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
@@ -291,17 +282,21 @@ class _Pass:
         self.tap.foreign = self.foreign_calls > 0 or self.own_calls == 0
 
     def _observer(self, name: str) -> Observer:
-        measure = self.tap.measure_rows if self.kept is None else None
-        return functools.partial(self._own, name) if measure is None else _RowReader(self, name, measure)
+        see = functools.partial(self.tap.guard, self._own, name)
+        if self.tap.measure_rows is None or self.kept is not None:
+            return see
+        return Reader(see, functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows))
 
     def _own(self, name: str, call: AttentionCall, measure: Measure | None = None) -> None:
         self.own_calls += 1
-        try:
-            self._take(name, call, measure=measure)
-        except Exception as error:
-            self.tap.fault(error)
+        self._take(name, call, measure=measure)
+
+    def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
+        self._own(name, call, lambda _: measure(call, rows))
 
     def _foreign(self, sighting: Sighting) -> None:
+        if not self.tap.active:
+            return
         self.foreign_calls += 1
         self.tap.tell_guess(sighting)
         self._take(sighting.name, sighting.call, sighting.frame.name if sighting.headless else None)
@@ -318,19 +313,6 @@ class _Pass:
                 self.sites.add(name, stats, part_of)
 
 
-class _RowReader(Reader):
-    """A pass's connection to an own module that takes what the kernel found."""
-
-    def __init__(self, look: _Pass, name: str, measure: MeasureRows) -> None:
-        self.look, self.name, self.measure = look, name, measure
-
-    def __call__(self, call: AttentionCall) -> None:
-        self.look._own(self.name, call)
-
-    def read(self, call: AttentionCall, rows: KernelRows) -> None:
-        self.look._own(self.name, call, lambda _: self.measure(call, rows))
-
-
 class Connection:
     """An own module's standing connection to a tap; copies and pickles of the module leave it behind."""
 
@@ -339,7 +321,7 @@ class Connection:
 
     def __call__(self, call: AttentionCall) -> None:
         if not torch.compiler.is_compiling():
-            self.tap.take_part(self.name, call, self.module.training)
+            self.tap.guard(self.tap.take_part, self.name, call, self.module.training)
 
     @property
     def reads(self) -> bool:
@@ -348,7 +330,7 @@ class Connection:
 
     def read(self, call: AttentionCall, rows: KernelRows) -> None:
         """A call that was computed, and what was found meanwhile. For who runs the module's calls in its place."""
-        self.tap.take_part(self.name, call, self.module.training, rows)
+        self.tap.guard(self.tap.take_part, self.name, call, self.module.training, rows)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return idle

@@ -352,10 +352,8 @@ def test_prices_of_statistics_are_all_paid_by_the_pass() -> None:
 @torch.no_grad()
 def test_a_watch_bounds_the_logits_of_it() -> None:
     q, k = 3 * torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
-    faults: list[Exception] = []
-    with BracketMode(faults.append) as mode:
+    with BracketMode() as mode:
         qkeel.attention(q, k, k, spec=AttentionSpec(), impl="native")
-    assert not faults
     assert mode.bound is not None
     top = reference.attend(AttentionSpec(), q, k, k).logits.max()
     assert top <= mode.bound <= top + torch.tensor(20.0).log()

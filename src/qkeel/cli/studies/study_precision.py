@@ -13,6 +13,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.lab.execution.results_table import write_table
 from qkeel.lab.studies import precision
 from qkeel.records import write_text
+from qkeel.records.files import make_directory
 from qkeel.report.precision_page import precision_page
 
 _SEVERAL = Parameter(consume_multiple=True, negative_iterable=(), show_default=False)
@@ -38,6 +39,7 @@ def study_precision(
     if head_dim < 2:
         raise InvalidValueError(f"expected a head_dim of at least 2, got {head_dim}; give a larger one")
     shape = precision.Shape(head_dim=head_dim)
+    make_directory(out)
     table = list(precision.rows(shape, remedies=remedies or tuple(precision.REMEDIES), seed=seed))
     write_table(out, table, precision.COLUMNS)
     lines = precision.thresholds(table)

@@ -18,6 +18,7 @@ from typing import final
 
 from qkeel.cli.exits import FAILED, INTERRUPTED, OK
 from qkeel.errors import DataError, InvalidValueError
+from qkeel.records.regular_files import read_regular
 
 EXAMPLE = "qkeel watch -- python train.py"
 TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
@@ -121,8 +122,8 @@ def prepare(program: Program) -> bytes | None:
 
     Raises: DataError if there is no such file or module.
     """
+    code = None if program.module else read_regular(Path(program.name), DataError)
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
-    code = None if program.module else _read(program.name)
     if not sys.flags.safe_path:
         sys.path[0] = str(folder)
     if program.module and importlib.util.find_spec(program.name.partition(".")[0]) is None:
@@ -133,16 +134,6 @@ def prepare(program: Program) -> bytes | None:
         sys.stdout = io.TextIOWrapper(raw, *how, write_through=True)  # type: ignore[arg-type]
     sys.argv = [program.name, *program.arguments]
     return code
-
-
-def _read(name: str) -> bytes:
-    try:
-        return Path(name).read_bytes()
-    except OSError as error:
-        reason = error.strerror or error
-        raise DataError(
-            f"cannot read the script {name}: {reason}; expected a Python file, seen from {Path.cwd()}"
-        ) from error
 
 
 def execute(program: Program, source: bytes | None) -> int:

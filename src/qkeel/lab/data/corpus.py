@@ -121,8 +121,11 @@ def split(texts: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
     """A value that changes when the files behind the source do."""
     place = Path(source.partition("#")[0]).expanduser()
-    if source in BUILT_IN or not place.exists():
-        return ()
+    try:
+        if source in BUILT_IN or not place.exists():
+            return ()
+    except OSError as error:  # a name that is too long
+        raise DataError(f"cannot use {source!r}: {error.strerror}. Name an existing file or folder.") from error
     files = sorted(place.rglob("*")) if place.is_dir() else [*place.parent.glob("*.bin"), place]
     stats = ((str(file), file.stat()) for file in files)
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

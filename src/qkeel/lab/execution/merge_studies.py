@@ -79,11 +79,11 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
 def _check_places(places: Sequence[Path], out: Path) -> None:
     if not places:
         raise RunDirectoryError("expected directories of one study to merge, got none")
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for place in places:
-        if place.resolve() in seen:
+        if os.path.realpath(place) in seen:
             raise RunDirectoryError(f"{place} is named twice; name each directory once")
-        seen.add(place.resolve())
+        seen.add(os.path.realpath(place))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(
             f"cannot merge into {out}: something is there already. Name a new directory; nothing was changed."

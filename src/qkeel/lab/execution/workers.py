@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import os
-import signal
 import sys
 import warnings
 from collections.abc import Generator, Sequence
@@ -16,6 +14,7 @@ from typing import Any, final
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
+from qkeel.lab.execution.lifeline import begin_worker, lifeline
 from qkeel.lab.lengths.longer_texts import measure
 from qkeel.lab.plan import LongContexts
 from qkeel.lab.stack.what_runs_share import How, plan_stacks
@@ -114,13 +113,14 @@ class _WorkerDied(Exception):
 
 def _pool(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcome], None, None]:
     try:
-        from joblib import Parallel, delayed
+        import joblib
     except ImportError as error:
         raise QkeelError(f"{workers} workers need joblib: pip install 'qkeel[lab]', or use one worker") from error
     # One job at a time to each worker: what is not given out need not be taken back when the study is stopped.
-    how: Json = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs"}
-    pool = Parallel(n_jobs=max(2, min(workers, len(units))), **how)
-    results: Any = pool(delayed(work_apart)(unit, os.getpid()) for unit in units)
+    how: Json = {"return_as": "generator_unordered", "batch_size": 1, "pre_dispatch": "n_jobs", "backend": "loky"}
+    how |= {"initializer": begin_worker, "initargs": lifeline()[:1]}
+    pool = joblib.Parallel(n_jobs=max(2, min(workers, len(units))), **how)
+    results: Any = pool(joblib.delayed(work_apart)(unit) for unit in units)
     with warnings.catch_warnings():
         # That unfinished runs are dropped is what ending early is for.
         warnings.filterwarnings("ignore", message=".*still being processed by the workers have been cancelled")
@@ -156,11 +156,8 @@ def _text(error: Exception | None) -> str:
     return str(error or "") if known else f"{type(error).__name__}: {error}"
 
 
-def work_apart(unit: Sequence[Job], parent: int) -> list[Outcome]:
-    """`work` in a worker process: it dies with its parent and leaves Ctrl-C to it."""
-    with contextlib.suppress(ValueError):  # not in a process's main thread
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(parent)
+def work_apart(unit: Sequence[Job]) -> list[Outcome]:
+    """`work` in a worker process."""
     _keep_memory()
     return work(unit)
 
@@ -177,15 +174,3 @@ def _keep_memory() -> None:
             (-2, 1 << 26),
         ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
             libc.mallopt(what, size)
-
-
-def _die_with(parent: int) -> None:
-    """Asks Linux to kill this process when its parent dies, so that nothing writes on after a study is killed."""
-    if sys.platform != "linux":
-        return
-    if os.getppid() != parent:  # another host (Ray, Dask), or the parent is gone and no process waits for the result
-        return
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import final
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.monitor.measure.weight_norms import Key
+from qkeel.patching.guard import Guarded, unguarded
 from qkeel.sites.see.running_modules import tensors
 
 
@@ -28,12 +30,10 @@ class HiddenNorms:
         model: nn.Module,
         sites: Sequence[str],
         add: Callable[[Key, Tensor], None],
-        on_fault: Callable[[Exception], None],
+        guard: Guarded = unguarded,
     ) -> None:
-        """Takes add, which gets every norm, and on_fault, which gets errors of the hooks, so that none reaches the
-        model's forward pass.
-        """
-        self.model, self._take_norm, self._on_fault = model, add, on_fault
+        """Takes add, which gets every norm, and guard, which calls what the hooks do."""
+        self.model, self._take_norm, self._guard = model, add, guard
         self.blocks = _blocks(model, sites)
         self._last: Tensor | None = None
         self._final = False
@@ -48,7 +48,8 @@ class HiddenNorms:
                 scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
                 # Not on the model itself: when its pass fails, torch is going through its hooks.
                 if name and not scripted and (name in self.blocks.values() or not name.startswith(inside)):
-                    hooks.callback(module.register_forward_hook(self._hook(name)).remove)
+                    take = functools.partial(self._guard, self._take, self._sites_of(name))
+                    hooks.callback(module.register_forward_hook(take).remove)
             return Handle(hooks.pop_all().close)
 
     def _over(self) -> None:
@@ -56,18 +57,11 @@ class HiddenNorms:
         if last is not None and not self._final:
             self._add(("", "final_hidden_norm"), last)
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        sites = [site for site, block in self.blocks.items() if block == name]
+    def _sites_of(self, name: str) -> list[str]:
+        return [site for site, block in self.blocks.items() if block == name]
 
-        def take(module: nn.Module, args: object, output: object) -> None:
-            try:
-                self._take(sites, next(tensors(output), None))
-            except Exception as error:
-                self._on_fault(error)
-
-        return take
-
-    def _take(self, sites: Sequence[str], state: Tensor | None) -> None:
+    def _take(self, sites: Sequence[str], module: nn.Module, args: object, output: object) -> None:
+        state = next(tensors(output), None)
         if state is None or state.ndim != 3 or not state.is_floating_point():
             return
         if sites:

@@ -16,6 +16,7 @@ from qkeel.monitor.measure.token_classes import PassTokens
 from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measure.weight_norms import Key, Numbers, WeightNorms
 from qkeel.monitor.measured_steps import MeasuredSteps
+from qkeel.patching.guard import Guarded
 from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.tap import Phase, Visitor
 
@@ -36,10 +37,10 @@ class StepNumbers(Visitor):
         changes: LogitChanges | None,
         optimizer: Optimizer | None,
         *,
-        on_fault: Callable[[Exception], None],
+        guard: Guarded,
     ) -> None:
         self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
-        self._optimizer, self._on_fault = optimizer, on_fault
+        self._optimizer, self._guard = optimizer, guard
         self.pass_over: Callable[[Phase], None] | None = None  # ends a step that is one pass with attention
         self._means = Means()
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
@@ -55,7 +56,7 @@ class StepNumbers(Visitor):
             self._hidden = self._norms([site.name for site in self._sites.weighed])
 
     def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
-        return HiddenNorms(self._sites.model, sites, self._means.add, self._on_fault)
+        return HiddenNorms(self._sites.model, sites, self._means.add, self._guard)
 
     def looking(self, phase: Phase) -> Handle | None:
         return None if self._hidden is None or phase == "eval" else self._hidden.attach()

@@ -80,7 +80,7 @@ class Journal:
                 self.sinks.remove(sink)
                 caution(
                     f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}. "
-                    "CallStatistics and training go on"
+                    "Statistics and training go on"
                 )
 
     def _sample(self, step: int, phase: Phase, measured: Measurement) -> Sample:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from qkeel.patching.compiler_state import in_function_transform
+from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Function, FunctionMode, Kwargs, function_name
 from qkeel.patching.private_operators import flash_on_cpu, kernel_choice, operator_name
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
@@ -28,49 +31,37 @@ class BracketMode(FunctionMode):
     `bound` is None until something was.
     """
 
-    def __init__(self, on_fault: Callable[[Exception], None]) -> None:
-        super().__init__()
+    def __init__(self, guard: Guarded = unguarded) -> None:
+        super().__init__(guard)
         self.bound: Tensor | None = None
-        self._on_fault = on_fault
 
-    def call(self, function: Function, args: Args, kwargs: Kwargs) -> object:
-        """Calls the function, or the kernel under it, and notes what bounds its logits."""
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[Tensor, Tensor]]:
+        """Returns the kernel under a call of SDPA, where it returns what bounds the logits."""
         if in_function_transform():
-            return function(*args, **kwargs)  # tensors inside torch.func's transforms mean nothing outside
+            return False  # tensors inside torch.func's transforms mean nothing outside
         name = function_name(function)
-        if name == "scaled_dot_product_attention":
-            return self._sdpa(function, args, kwargs)
-        out = function(*args, **kwargs)
-        if operator_name(function) == _OWN:
-            self._safely(lambda: out[1].detach().amax())
-        if name == "softmax" and args and isinstance(args[0], Tensor) and args[0].ndim > 2:
-            self._safely(lambda: args[0].detach().amax())
-        return out
-
-    def _sdpa(self, function: Function, args: Args, kwargs: Kwargs) -> Tensor:
+        if name != "scaled_dot_product_attention":
+            return name == "softmax" or operator_name(function) == _OWN
         given = sdpa_arguments(args, kwargs)
         if not _flash_on_cpu(given):
-            self._safely(lambda: _norm_bound(given["query"], given["key"], given["scale"]))
-            return function(*args, **kwargs)
-        out, lse = flash_on_cpu(
-            given["query"],
-            given["key"],
-            given["value"],
-            0.0,
-            bool(given["is_causal"]),
-            attn_mask=given["attn_mask"],
-            scale=given["scale"],
-        )
-        self._safely(lambda: lse.amax())
-        return out
+            return True
+        q, k, v, causal = given["query"], given["key"], given["value"], bool(given["is_causal"])
+        return functools.partial(flash_on_cpu, q, k, v, 0.0, causal, attn_mask=given["attn_mask"], scale=given["scale"])
 
-    def _safely(self, measure: Callable[[], Tensor]) -> None:
-        try:
-            with torch.no_grad():
-                new = measure().to(torch.float32)
-                self.bound = new if self.bound is None else torch.maximum(self.bound, new)
-        except Exception as error:
-            self._on_fault(error)
+    @torch.no_grad()
+    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: Any, more: Tensor | None) -> None:
+        """Notes what bounds the logits of the call; `more` are logsumexps."""
+        if function_name(function) == "scaled_dot_product_attention":
+            given = sdpa_arguments(args, kwargs)
+            new = _norm_bound(given["query"], given["key"], given["scale"]) if more is None else more.detach().amax()
+        elif operator_name(function) == _OWN:
+            new = out[1].detach().amax()
+        elif args and isinstance(args[0], Tensor) and args[0].ndim > 2:
+            new = args[0].detach().amax()
+        else:
+            return
+        new = new.to(torch.float32)
+        self.bound = new if self.bound is None else torch.maximum(self.bound, new)
 
 
 def _flash_on_cpu(given: Kwargs) -> bool:

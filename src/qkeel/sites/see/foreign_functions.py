@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextvars
+import functools
 import inspect
 import sys
 import types
@@ -18,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from qkeel.patching.compiler_state import recomputing
-from qkeel.patching.exchanged_code import ExchangedCode, exchange
+from qkeel.patching.exchanged_code import GUARD, Begun, exchange
 from qkeel.patching.modes import FunctionMode
 
 # Names under which flash-attn, its Hopper version, the versions on the hub and wrappers around them offer it.
@@ -66,12 +67,18 @@ def observed_by(observer: CallObserver) -> Iterator[None]:
     with ExitStack() as undo:
         for function in list(_functions()):
             try:
-                undo.callback(exchange(function, _call, _UNCOMPILED).release)
+                undo.callback(exchange(function, _begin).release)
             except (SyntaxError, TypeError, ValueError) as error:  # code of an unforeseen form
                 observer.not_observable(function.__name__, error)
-        _OBSERVERS.set((*_OBSERVERS.get(), observer))
-        undo.callback(lambda: _OBSERVERS.set(tuple(o for o in _OBSERVERS.get() if o is not observer)))
+        _observe((*_OBSERVERS.get(), observer))
+        undo.callback(lambda: _observe(tuple(o for o in _OBSERVERS.get() if o is not observer)))
         yield
+
+
+def _observe(observers: tuple[CallObserver, ...]) -> None:
+    """From now on these get this thread's calls; a fault that is nobody's in particular is the innermost one's."""
+    _OBSERVERS.set(observers)
+    GUARD.set(observers[-1].guard if observers else None)
 
 
 def _functions() -> Iterator[types.FunctionType]:
@@ -87,29 +94,20 @@ def _functions() -> Iterator[types.FunctionType]:
             yield function
 
 
-def _call(function: ExchangedCode, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """One call of an observed function."""
+def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> Begun | None:
+    """A call of an observed function begins."""
     observers = _OBSERVERS.get()
-    if not observers or recomputing():
-        return function.original(*args, **kwargs)
-    undo = function.uncompiled(_suspended, observers)
-    try:
-        given, named = function.uncompiled(_without_graph, observers, args, kwargs)
-        out = function.original(*given, **named)
-    finally:
-        function.uncompiled(undo.close)
-    function.uncompiled(_report, function.function, observers, args, kwargs)
-    return out
-
-
-_UNCOMPILED = (_call.__code__, recomputing.__code__)
+    if recomputing():
+        return None
+    given = _without_graph(observers, args, kwargs)
+    return given, _suspended(observers), functools.partial(_report, function, observers, args, kwargs)
 
 
 def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
     """Until it is closed, nobody observes what an observed function does inside."""
     with ExitStack() as undo:
-        _OBSERVERS.set(())
-        undo.callback(_OBSERVERS.set, observers)
+        _observe(())
+        undo.callback(_observe, observers)
         for observer in reversed(observers):
             undo.enter_context(observer.suspended())
         return undo.pop_all()
@@ -132,7 +130,7 @@ def _report(
     bound.apply_defaults()
     with _suspended(observers):
         for observer in observers:
-            observer.called(function.__name__, bound.arguments)
+            observer.guard(observer.called, function.__name__, bound.arguments)
 
 
 def _detached(value: Any) -> Any:

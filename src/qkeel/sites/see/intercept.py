@@ -13,13 +13,13 @@ import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.compiler_state import in_vmap
+from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Function, Kwargs, OperatorMode, function_name, suspended
 from qkeel.sites.by_hand import DescribedSiteHooks
 from qkeel.sites.calls.head_layout import Layout
@@ -74,6 +74,11 @@ class Sighting:
         return isinstance(self.call, ScoresCall) and self.call.headless
 
 
+def _turns(function: Function, args: Args) -> bool:
+    """True of the getter of x.mT or x.mH, which transposes."""
+    return args[0].ndim > 2 and function.__self__.__name__ in ("mT", "mH")  # type: ignore[attr-defined]
+
+
 def name_of(frame: Frame, ordinal: int) -> str:
     """The name of the site of a module's call number `ordinal`, from 0."""
     return frame.name if ordinal == 0 else f"{frame.name}#{ordinal + 1}"
@@ -93,7 +98,7 @@ class Interceptor(CallObserver):
             callback per operator.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: what the dimensions of scores are at sites that are known, by name.
-        on_fault: gets any exception in here or in `report`, which then never reaches the model's forward pass.
+        guard: calls everything in here and `report` while the model runs.
     """
 
     def __init__(
@@ -105,20 +110,17 @@ class Interceptor(CallObserver):
         dispatch: bool = False,
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, Layout] | None = None,
-        on_fault: Callable[[Exception], None] | None = None,
+        guard: Guarded = unguarded,
     ) -> None:
-        super().__init__()
-        self.stack = ModuleStack(model, keep_inputs=probing, on_fault=on_fault)
+        super().__init__(guard)
+        self.stack = ModuleStack(model, keep_inputs=probing, guard=guard)
         self.probing = probing
         self.unread: list[Missed] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
-        self._on_fault = on_fault
         self._report = report
-        self._below = OperatorMode(self._read_below) if dispatch else None
-        self._inside = 0
+        self._below = OperatorMode(self._read_below, guard) if dispatch else None
         self._described = {site.name for site in described}
-        self._hooks = [DescribedSiteHooks(site, self._described_call) for site in described]
-        self._undo = ExitStack()
+        self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
         self._layouts = layouts or {}
         self._names = names_of(model) if probing else None
         self.handwritten = Handwritten(
@@ -127,45 +129,34 @@ class Interceptor(CallObserver):
             self._names,
         )
 
-    def __enter__(self) -> Interceptor:
-        with ExitStack() as undo:
-            for hooks in self._hooks:
-                undo.enter_context(hooks)
-            undo.callback(self.handwritten.tags.clear)
-            undo.enter_context(self.stack)
-            undo.enter_context(observed_by(self))
-            if self._below is not None:
-                undo.enter_context(self._below)
-            super().__enter__()
-            undo.callback(super().__exit__, None, None, None)
-            self._undo = undo.pop_all()
-        return self
+    def begin(self, undo: ExitStack) -> None:
+        for hooks in self._hooks:
+            hooks.attach(undo)
+        undo.callback(self.handwritten.tags.clear)
+        self.stack.attach(undo)
+        undo.enter_context(observed_by(self))
+        if self._below is not None:
+            undo.enter_context(self._below)
 
-    def __exit__(self, *exc: object) -> None:
-        self._undo.close()
-
-    def call(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Calls the function and reads what it computed."""
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool:
+        """False for what no attention is made of."""
         if torch.compiler.is_compiling() or _READING.get():
-            return function(*args, **kwargs)
-        name = function_name(function)
-        turned = name == "get" and args[0].ndim > 2 and function.__self__.__name__ in ("mT", "mH")  # type: ignore[attr-defined]
-        if name == "get" and not turned:
-            return function(*args, **kwargs)
+            return False
+        if function_name(function) == "get" and not _turns(function, args):
+            return False
         if in_vmap():
             if self._below is None:
                 self.hidden["what runs inside torch.func.vmap"] = None
-            return function(*args, **kwargs)
-        self._inside += 1
-        try:
-            out = function(*args, **kwargs)
-        finally:
-            self._inside -= 1
-        if turned:
+            return False
+        return True
+
+    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: None) -> None:
+        """Reads what the function computed."""
+        name = function_name(function)
+        if name == "get":
             name, args = "transpose", (args[0], -2, -1)
         if name in SDPA or self.handwritten.minds(name):
-            self._guarded(lambda: self._read(name, args, kwargs, out))
-        return out
+            self._apart(lambda: self._read(name, args, kwargs, out))
 
     @property
     def missed(self) -> list[Missed]:
@@ -176,21 +167,18 @@ class Interceptor(CallObserver):
         return suspended(self, self._below)
 
     def called(self, name: str, arguments: Kwargs) -> None:
-        self._guarded(lambda: self._read_foreign(name, arguments))
+        self._apart(lambda: self._read_foreign(name, arguments))
 
     def not_observable(self, name: str, error: Exception) -> None:
         self.hidden[f"{name}, which can't be watched ({error})"] = None
 
-    def _guarded(self, read: Callable[[], None]) -> None:
+    def _apart(self, read: Callable[[], None]) -> None:
+        """Reads unseen by itself."""
         token = _READING.set(True)
         try:
             # With gradients only where someone will walk from q and k back to the weights.
             with self.suspended(), torch.set_grad_enabled(self.probing and torch.is_grad_enabled()):
                 read()
-        except Exception as error:
-            if self._on_fault is None:
-                raise
-            self._on_fault(error)
         finally:
             _READING.reset(token)
 
@@ -223,11 +211,11 @@ class Interceptor(CallObserver):
         return seen_call(tag, mask, mask.ndim - 1, top, known=how, names=self._names, alone=False)
 
     def _read_below(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
-        if self._inside or _READING.get():
+        if self.inside or _READING.get():
             return
         self.handwritten.below = True
         try:
-            self._guarded(lambda: self._read(name, args, kwargs, out))
+            self._apart(lambda: self._read(name, args, kwargs, out))
         finally:
             self.handwritten.below = False
 
@@ -265,7 +253,7 @@ class Interceptor(CallObserver):
             frame = Frame(name=site.name, module=site.module, parent=self.stack.top)
             self._report(Sighting(frame=frame, ordinal=0, how="description", call=read()))
 
-        self._guarded(report)
+        self._apart(report)
 
     def _elsewhere(self, frame: Frame) -> bool:
         """True if this is the inside of an attention that is reported otherwise."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, Self
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every
-from torch.utils.hooks import RemovableHandle
 
+from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Kwargs
 
 
@@ -49,50 +50,30 @@ class ModuleStack:
     is not seen.
     """
 
-    def __init__(
-        self, model: nn.Module, *, keep_inputs: bool = False, on_fault: Callable[[Exception], None] | None = None
-    ) -> None:
-        """Hooks onto the modules; `on_fault` gets what goes wrong in the hooks, never the model's forward pass."""
+    def __init__(self, model: nn.Module, *, keep_inputs: bool = False, guard: Guarded = unguarded) -> None:
+        """Hooks onto the modules; `guard` calls what the hooks do."""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = list(model.modules())
         self._keep = keep_inputs
-        self._on_fault = on_fault
-        self._hooks: list[RemovableHandle] = []
+        self._guard = guard
         self.root = Frame(name="", module=model, parent=None)
         self.top = self.root
 
-    def __enter__(self) -> Self:
-        scripted = [m for m in self._modules if isinstance(m, torch.jit.ScriptModule)]
-        if scripted:
-            self._hooks.append(every.register_module_forward_pre_hook(self._safe(self._push_scripted)))
-            self._hooks.append(every.register_module_forward_hook(self._safe(self._pop_scripted), always_call=True))
+    def attach(self, undo: ExitStack) -> None:
+        """Hooks onto the modules until `undo` is closed."""
+        if any(isinstance(m, torch.jit.ScriptModule) for m in self._modules):
+            push, pop = (functools.partial(self._guard, f) for f in (self._push_scripted, self._pop_scripted))
+            undo.callback(every.register_module_forward_pre_hook(push).remove)
+            undo.callback(every.register_module_forward_hook(pop, always_call=True).remove)
+        push, pop = functools.partial(self._guard, self.push), functools.partial(self._guard, self._pop)
         for module in (m for m in self._modules if not isinstance(m, torch.jit.ScriptModule)):
-            push, pop = self._safe(self.push), self._safe(self._pop)
-            self._hooks.append(module.register_forward_pre_hook(push, with_kwargs=True, prepend=True))
-            self._hooks.append(module.register_forward_hook(pop, always_call=True))
-        return self
+            undo.callback(module.register_forward_pre_hook(push, with_kwargs=True, prepend=True).remove)
+            undo.callback(module.register_forward_hook(pop, always_call=True).remove)
 
     def begun(self, args: Args, kwargs: Kwargs) -> None:
-        """Before `__enter__`: the model's own call has begun already, and its end is of no interest."""
+        """Before `attach`: the model's own call has begun already, and its end is of no interest."""
         self._modules = [m for m in self._modules if m is not self.root.module]
         self.push(self.root.module, args, kwargs)
-
-    def _safe(self, hook: Callable[..., None]) -> Callable[..., None]:
-        def safe(*args: Any) -> None:
-            try:
-                hook(*args)
-            except Exception as error:
-                if self._on_fault is None:
-                    raise
-                self._on_fault(error)
-
-        return safe
-
-    def __exit__(self, *exc: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self.top = self.root
 
     def push(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """A call of this module begins."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -59,34 +59,27 @@ class _Values(FunctionMode):
         self._watcher = Interceptor(model, self._note, probing=True)
         self._open: dict[int, tuple[str, Tensor]] = {}
         self._now: str | None = None
-        self._undo = ExitStack()
 
-    def __enter__(self) -> Self:
-        with ExitStack() as undo:
-            undo.enter_context(self._watcher)
-            super().__enter__()
-            undo.callback(super().__exit__, None, None, None)
-            self._undo = undo.pop_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._open.clear()
-        self._undo.close()
+    def begin(self, undo: ExitStack) -> None:
+        undo.callback(self._open.clear)
+        undo.enter_context(self._watcher)
 
     def _note(self, sighting: Sighting) -> None:
         self.sightings.setdefault(sighting.name, sighting)
         self._now = sighting.name
 
-    def call(self, function: Function, args: Args, kwargs: Kwargs) -> object:
-        """Calls the function and follows what it computed."""
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool:
+        """Every call; those of the Interceptor inside come in between."""
         self._now = None
-        out = function(*args, **kwargs)
+        return True
+
+    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: None) -> None:
+        """Follows what the function computed."""
         name = function_name(function)
         if self._now is not None and name == "scaled_dot_product_attention":
             self.values.setdefault(self._now, kwargs["value"] if "value" in kwargs else args[2])
         elif isinstance(out, Tensor) and args and isinstance(args[0], Tensor):
             self._follow(name, args[0], args[1:], out)
-        return out
 
     def _follow(self, name: str, x: Tensor, rest: Args, out: Tensor) -> None:
         site = self._now

@@ -1,0 +1,196 @@
+"""Every path that a command takes, and everything that may be there in its place: done, or one clear error."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from tests.remedies.test_export import before, stored
+from tests.report.synthetic_study import Made, make_study
+
+from qkeel.cli.app import commands, main
+
+LIMIT = 60.0  # seconds after which a command counts as hung
+SMALL = "--batch 2 --d-model 16 --steps 2 --eval-sequences 2 --probe-sequences 2 --device cpu"
+TINY = f"--context 8 --n-heads 2 {SMALL}"
+ONE = "--seeds 0 --jobs 1"
+
+# Command -> its paths: what to type, with {} in the place of the path, and whether something is written there.
+PATHS: dict[str, dict[str, tuple[str, bool]]] = {
+    "run": {
+        "out": (f"run --data topics {TINY} --out {{}}", True),
+        "recipe": (f"run {{}} --data topics {TINY} --out r", False),
+        "data": (f"run --data {{}} {TINY} --out r", False),
+        "images": (f"run --task vision --images {{}} {TINY} --out r", False),
+    },
+    "config": {"recipe": ("config --recipe {}", False)},
+    "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
+    "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
+    "scan": {"checkpoint": ("scan {}", False)},
+    "retrofit": {
+        "checkpoint": ("retrofit {} --to qwen3 --out model", False),
+        "out": ("retrofit w --to qwen3 --out {}", True),
+    },
+    "watch": {
+        "script": (f"watch -- {sys.executable} {{}}", False),
+        "out": (f"watch --out {{}} -- {sys.executable} script.py", True),
+    },
+    "study precision": {"out": ("study precision --remedies none --head-dim 2 --out {}", True)},
+    **{
+        command: {
+            "out": (f"{command} --data topics {flags} --out {{}}", True),
+            "recipe": (f"{command} --recipe {{}} --data topics {flags} --out s --dry-run", False),
+            "data": (f"{command} --data {{}} {flags} --out s --dry-run", False),
+        }
+        for command, flags in {
+            "demo": f"--jobs 1 {TINY}",
+            "study lr": f"--remedies none --lrs 0.1 {ONE} {TINY}",
+            "study mla": f"--remedies none --lrs 0.1 {ONE} {TINY}",
+            "study extrapolation": f"--forms baseline --posthoc none --train-length 8 --test-lengths 8 {ONE} {SMALL}",
+            "study multimodal": f"--remedies none --lrs 0.1 --mixes text --context 80 {ONE} {SMALL} --n-heads 2",
+        }.items()
+    },
+}
+LONG = ("demo", "study mla", "study extrapolation", "study multimodal")  # all are made as `study lr` is
+NO_PATHS = ("explain", "presets", "remedies", "bench")
+
+
+SCRIPT = """
+import torch
+from qkeel.nn import Attention
+model = Attention(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 3, 8)).sum().backward()
+optimizer.step()
+"""
+
+# Where what is there makes another end than THERE says: command, path, what is there -> exit code.
+OTHERWISE = {
+    ("report", "output", "an empty folder"): 2,  # the page is a file
+    ("report", "output", "a link to a file elsewhere"): 0,  # the link is replaced, not the file
+    ("merge", "out", "nothing"): 2,  # the study here is one for reports; tests/lab/test_merge_studies writes
+    ("merge", "out", "an empty folder"): 2,
+    ("watch", "out", "a file in a folder that is gone"): 2,  # and so is the script
+    ("watch", "script", "a link to a file elsewhere"): 1,  # a script that Python fails on
+}
+
+
+def gone(path: Path) -> Path:
+    """A path in a folder that is gone, which is the current one."""
+    path.mkdir()
+    os.chdir(path)
+    path.rmdir()
+    return Path("file")
+
+
+def loop(path: Path) -> Path:
+    path.symlink_to(path.name)
+    return path
+
+
+def pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def link_to(target: str) -> Callable[[Path], Path]:
+    def made(path: Path) -> Path:
+        path.symlink_to(target)
+        return path
+
+    return made
+
+
+def unreadable(path: Path) -> Path:
+    path.write_text("x = 1")
+    path.chmod(0)
+    return path
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+# What is there, and whether something can be written in its place.
+THERE: dict[str, tuple[Callable[[Path], Path], bool]] = {
+    "nothing": (lambda path: path, True),
+    "an empty folder": (folder, True),
+    "a pipe": (pipe, False),
+    "an endless device": (lambda path: Path("/dev/zero"), False),
+    "a full device": (lambda path: Path("/dev/full"), False),
+    "a link to a device": (link_to("/dev/zero"), False),
+    "a loop of links": (loop, False),
+    "a link to a file elsewhere": (link_to("../elsewhere/file"), False),
+    "a file that nobody may read": (unreadable, False),
+    "a file in a folder that is gone": (gone, False),
+    "a name that is too long": (lambda path: path.with_name("a" * 300), False),
+}
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder next to the current one, which no command has to do with."""
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    (place / "file").write_text("theirs")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    make_study(Path("study"), [Made(remedy="none", status="done")])
+    Path("script.py").write_text(SCRIPT)
+    _, weights, config = before("llama")
+    stored(Path("w"), weights, config)
+    yield place
+    os.chdir(tmp_path)
+
+
+def hung(number: int, frame: FrameType | None) -> None:
+    raise AssertionError("the command hangs")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes and devices of POSIX")
+@pytest.mark.parametrize("there", THERE)
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c in LONG)) for c in PATHS])
+def test_a_path_is_used_or_refused_in_one_line(
+    command: str, there: str, elsewhere: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, writable = THERE[there]
+    if there == "a file that nobody may read" and os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    wrong = []
+    for name, (line, written) in PATHS[command].items():
+        path = make(elsewhere.parent / "here" / f"the {name}")
+        words = shlex.split(line.format(shlex.quote(str(path))))
+        monkeypatch.setattr(sys, "argv", ["qkeel", *words])
+        before = signal.signal(signal.SIGALRM, hung)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        try:
+            code = main(words)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            os.chdir(elsewhere.parent / "here")
+        told = capfd.readouterr().err
+        one_line = told.startswith("error: ") and told.count("\n") == 1
+        # A watched script trains whatever becomes of its records: where something is, they go to a folder beside it.
+        trains = (command, name) == ("watch", "out")
+        if code != OTHERWISE.get((command, name, there), 0 if (written and writable) or trains else 2):
+            wrong.append(f"{name}: exit code {code}: {told[-200:]}")
+        assert not told.startswith(("error: Unknown option", "error: Parameter")), told
+        if code == 2 and not one_line:
+            wrong.append(f"{name}: more than one line: {told[-500:]}")
+    assert not wrong, "\n".join(wrong)
+    assert [p.name for p in elsewhere.iterdir()] == ["file"]
+    assert (elsewhere / "file").read_text() == "theirs"
+    assert all(stat.S_ISCHR(os.stat(device).st_mode) for device in ("/dev/zero", "/dev/full"))
+
+
+def test_every_command_is_in_the_table() -> None:
+    assert sorted([*PATHS, *NO_PATHS]) == sorted(commands())
