@@ -1,0 +1,43 @@
+"""The setups in which one model runs on several processes, and what was found of each: the table of docs/processes.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One way to run a model on several processes.
+
+    Args:
+        title: what the table of docs/processes.md calls it.
+        processes: how many the tests start.
+        quick: whether the quick suite runs it.
+        statistics: "equal" to one process on the global batch, or what is not, and what is said instead.
+        collectives: that a monitor adds to a measured step.
+        remedies: by the name of a remedy, "equal" or "refused: why"; filled by tests/processes/remedies.
+    """
+
+    title: str
+    processes: int
+    quick: bool = False
+    statistics: str = "equal"
+    collectives: int = 1
+    remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+# By name; tests/processes/wrapped.py builds each.
+SETUPS: dict[str, Setup] = {
+    "ddp": Setup(title="DistributedDataParallel", processes=2, quick=True),
+    "fsdp2": Setup(title="fully_shard", processes=2, quick=True),
+    "fsdp2_kept": Setup(title="fully_shard, reshard_after_forward=False", processes=2),
+    "hsdp": Setup(title="fully_shard on a mesh of 2 × 2 (HSDP)", processes=4),
+    "tp": Setup(title="tensor parallel", processes=2, quick=True),
+    "tp_sequence": Setup(title="tensor parallel with sequence parallel", processes=2),
+    "tp_fsdp2": Setup(title="tensor parallel × fully_shard", processes=4),
+    "pipeline": Setup(title="pipeline, GPipe", processes=2, quick=True),
+    "pipeline_1f1b": Setup(title="pipeline, 1F1B", processes=2),
+    "pipeline_interleaved": Setup(title="pipeline, two stages a process (interleaved 1F1B)", processes=2),
+    "context": Setup(title="context parallel, keys gathered", processes=2),
+}
