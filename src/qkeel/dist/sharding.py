@@ -28,6 +28,11 @@ def sharded(model: nn.Module) -> bool:
     return any(_is(m, _FSDP) for m in model.modules())
 
 
+def is_split(x: Tensor) -> bool:
+    """Returns whether a tensor is one of which each process holds a part, or a replica of it (a DTensor)."""
+    return _is(x, _DTENSOR)
+
+
 def whole(x: Tensor) -> Tensor:
     """The whole of a tensor that is split over processes; any other as it is."""
     return x.full_tensor() if _is(x, _DTENSOR) else x  # type: ignore[attr-defined]
