@@ -43,11 +43,6 @@ def fully_sharded(model: nn.Module) -> dict[int, int]:
     return found
 
 
-def flat(model: nn.Module) -> bool:
-    """Returns whether FullyShardedDataParallel (FSDP1) is in it, whose processes hold flat pieces of weights."""
-    return any(_is(m, _FLAT) for m in model.modules())
-
-
 def whole(x: Tensor) -> Tensor:
     """The whole of a tensor that is split over processes; any other as it is."""
     return x.full_tensor() if _is(x, _DTENSOR) else x  # type: ignore[attr-defined]
@@ -55,7 +50,6 @@ def whole(x: Tensor) -> Tensor:
 
 # Both take half as long to import as all of torch, and where nobody has imported them nothing is of their kind.
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
-_FLAT = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _DTENSOR = ("torch.distributed.tensor", "DTensor")
 
 

@@ -14,7 +14,7 @@ def leave_word(name: str, word: str) -> None:
         process_store().set(_key(name, rank()), word)
 
 
-def words_of_all(name: str, word: str, patience: float) -> list[str] | None:
+def words_under(name: str, word: str, patience: float) -> list[str] | None:
     """Leaves a word and returns those of all processes, in the order of ranks, the same answer on each.
 
     None if some process has left none within `patience` seconds. Goes through the store and not through a collective,

@@ -88,7 +88,7 @@ def watch(
         raise InvalidTypeError(
             f"expected a torch.nn.Module to watch, got {type(model).__name__}; give the model itself"
         )
-    if dist.flat(model):
+    if any(map(dist.is_flat, dist.wrappers(model))):
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
             "flat pieces of weights that no head can be read from. Move to torch.distributed.fsdp.fully_shard"

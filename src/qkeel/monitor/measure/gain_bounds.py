@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel import dist
+from qkeel.dist.shards import local, shard
 from qkeel.functional.norms import wide
 from qkeel.monitor.processes.share import Key, Share
 from qkeel.nn.spec_module import SpecModule
@@ -70,10 +71,10 @@ class GainBounds:
     def _gains(self, name: str, index: Tensor, offset: float) -> Tensor:
         """A head's numbers of a parameter and `offset` [n r], float32 or wider; 0 where another process has them."""
         p = self._parameters[name]
-        x = dist.local(p).detach().flatten()
+        x = local(p).detach().flatten()
         key = id(index), x.device
         if key not in self._places:
-            part = dist.shard(name, p)
+            part = shard(name, p)
             first, last = (0, p.numel()) if part is None else (n * (p.numel() // len(p)) for n in part.spans[0])
             at = index.to(x.device)
             self._places[key] = (at - first).clamp(0, max(len(x) - 1, 0)), (at >= first) & (at < last)

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from qkeel import dist
+from qkeel.dist.shards import local, shard
 from qkeel.functional.bounds import gram_interaction_norms
 from qkeel.functional.norms import wide
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
@@ -29,7 +29,7 @@ class SplitWeights:
         """Takes whether this process's part of a parameter counts, and the optimizer's eps, if it has one."""
         self.site, self._parameters, self._eps = site, parameters, eps
         self._parts = {
-            s.parameter: dist.shard(s.parameter, parameters[s.parameter]) for s in (*site.query, *site.key)
+            s.parameter: shard(s.parameter, parameters[s.parameter]) for s in (*site.query, *site.key)
         }
         sides = {"query": [t.query for t in site.terms], "key": [t.key for t in site.terms]}
         self._rows = {side: [self._local(s, counted) for s in own_rows(chains)] for side, chains in sides.items()}
@@ -58,7 +58,7 @@ class SplitWeights:
     def _local(self, s: HeadSlice, counted: Callable[[Tensor], bool]) -> tuple[HeadSlice, Tensor, Tensor]:
         """A weight, the head of each row that is here, and how many numbers of each query head are."""
         p = self._parameters[s.parameter]
-        here = s.rows_of(dist.local(p))
+        here = s.rows_of(local(p))
         part = self._parts[s.parameter]
         first = 0 if part is None else part.spans[s.axis if p.ndim > 1 else 0][0]
         at = s.index - first
@@ -74,7 +74,7 @@ class SplitWeights:
     ) -> Share:
         squares, counts = [], []
         for (s, heads, count), x in zip(rows, of, strict=True):
-            here = s.rows_of(dist.local(x))
+            here = s.rows_of(local(x))
             norms = torch.linalg.vector_norm(here.to(wide(here.dtype)), dim=1)
             norms = norms if norms.device.type == "mps" else norms.double()  # whose square is finite
             total = norms.new_zeros(s.n + 1).index_add_(0, heads, norms.square())[: s.n]
@@ -115,6 +115,6 @@ class SplitWeights:
         """The rows [n r m] of the query heads that are here whole."""
         p, part = self._parameters[s.parameter], self._parts[s.parameter]
         first = 0 if part is None else part.spans[s.axis if p.ndim > 1 else 0][0]
-        here = s.rows_of(dist.local(p)).detach()
+        here = s.rows_of(local(p)).detach()
         at = s.index[self.site.used(s.n)[self._whole]] - first
         return here[at.to(here.device)].to(wide(here.dtype))

@@ -10,7 +10,7 @@ from torch import nn
 from qkeel import dist
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.monitor.processes.group import ProcessGroup
-from qkeel.sites.bind import bound
+from qkeel.sites.bound import bound
 from qkeel.sites.find import find_sites
 from qkeel.sites.missed import Sites, share
 from qkeel.sites.site import AttentionSite
@@ -34,7 +34,7 @@ class WatchedSites:
         self._group = group
         self._given = given is not None
         if given is not None:
-            self.all += bound(model, given)
+            self.all += bound(given, model)
             self.weighed = self.all
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False

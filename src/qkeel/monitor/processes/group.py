@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import final
 
 from qkeel import dist
-from qkeel.dist.words import leave_word, publish, published, words_of_all
+from qkeel.dist.words import leave_word, publish, published, words_under
 from qkeel.errors import InvalidValueError, QkeelError, caution
 from qkeel.monitor.processes.introduction import Introduction
 from qkeel.monitor.processes.members import Member, Members
@@ -88,7 +88,7 @@ class ProcessGroup:
         if self.several and self._apart():
             self.stay_alone(self._apart())
         if self.several and not self._watching:
-            self._watching = words_of_all(f"{self._name} watches", "yes", PATIENCE) is not None
+            self._watching = words_under(f"{self._name} watches", "yes", PATIENCE) is not None
             if not self._watching:
                 self.stay_alone("not every process of this run watches the model")
         return self.several
@@ -140,7 +140,7 @@ class ProcessGroup:
         place, text = self._introduced(self._form).words()
         print_of = str(zlib.crc32(text.encode()))
         publish(f"{self._name} {print_of}", text)
-        words = words_of_all(self._round(), f"{'' if self._form else _NOTHING}|{print_of}|{place}", LONGEST)
+        words = words_under(self._round(), f"{'' if self._form else _NOTHING}|{print_of}|{place}", LONGEST)
         self._rounds += 1
         if words is None:
             self.stay_alone("not every process of this run came to the end of its first measured step")
