@@ -28,8 +28,8 @@ class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
     Not around those that gradient checkpointing repeats in the backward pass, nor those by which a pipeline finds out
-    shapes, nor those of a forked process, nor where a larger compiled function calls the model. What `before` and `after` raise goes to `on_fault`: never to the
-    model's caller.
+    shapes, nor those of a forked process, nor where a larger compiled function calls the model. What `before` and
+    `after` raise goes to `on_fault`: never to the model's caller.
 
     Args:
         model: the user's own, or what torch.compile or DistributedDataParallel made of it.

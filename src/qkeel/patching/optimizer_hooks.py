@@ -20,8 +20,9 @@ class StepHooks(Handle):
     """Calls `before(optimizer)` and `after(optimizer)` around each step of an optimizer, or of all of them.
 
     Of a step that computes its gradients itself, `step(closure)`, `before` is called when the closure has returned for
-    the first time: before the weights change, and with the gradients they change by. What they raise reaches the step's caller. In the middle of a step its hooks are being gone through and can't be
-    taken away: `remove()` leaves them, idle, and a later one takes them.
+    the first time: before the weights change, and with the gradients they change by. What they raise reaches the step's
+    caller. In the middle of a step its hooks are being gone through and can't be taken away: `remove()` leaves them,
+    idle, and a later one takes them.
     """
 
     def __init__(self, before: Act, after: Act, optimizer: Optimizer | None = None) -> None:

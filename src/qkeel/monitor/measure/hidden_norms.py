@@ -31,8 +31,8 @@ class HiddenNorms:
         add: Callable[[Key, Tensor, int], None],
         on_fault: Callable[[Exception], None],
     ) -> None:
-        """Takes add, which gets every mean norm and over how many tokens it is, and on_fault, which gets errors of the hooks, so that none reaches the
-        model's forward pass.
+        """Takes add, which gets every mean norm and over how many tokens it is, and on_fault, which gets errors of the
+        hooks, so that none reaches the model's forward pass.
         """
         self.model, self._take_norm, self._on_fault = model, add, on_fault
         self.blocks = _blocks(model, sites)

@@ -24,13 +24,15 @@ class SplitWeights:
     """
 
     def __init__(
-        self, site: AttentionSite, parameters: Mapping[str, Tensor], counted: Callable[[Tensor], bool], eps: float | None
+        self,
+        site: AttentionSite,
+        parameters: Mapping[str, Tensor],
+        counted: Callable[[Tensor], bool],
+        eps: float | None,
     ) -> None:
         """Takes whether this process's part of a parameter counts, and the optimizer's eps, if it has one."""
         self.site, self._parameters, self._eps = site, parameters, eps
-        self._parts = {
-            s.parameter: shard(s.parameter, parameters[s.parameter]) for s in (*site.query, *site.key)
-        }
+        self._parts = {s.parameter: shard(s.parameter, parameters[s.parameter]) for s in (*site.query, *site.key)}
         sides = {"query": [t.query for t in site.terms], "key": [t.key for t in site.terms]}
         self._rows = {side: [self._local(s, counted) for s in own_rows(chains)] for side, chains in sides.items()}
         self._whole = self._whole_heads(sides["query"] + sides["key"])
@@ -46,10 +48,15 @@ class SplitWeights:
                 grads[f"{side}_grad_rms"] = self._norm(rows, of, root_mean=True)  # type: ignore[arg-type]
         found |= grads
         if self._eps and len(grads) == 2:
-            eps = torch.full((1,), self._eps, device=self._device)
+            eps = torch.full((1,), self._eps, dtype=self._dtype, device=self._device)
             found["eps"] = Share(value=eps, weight=torch.ones_like(eps), of="weights")
         found["qk_spectral_norm"] = self._spectral()
         return found
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The widest that the device has."""
+        return torch.float32 if self._device.type == "mps" else torch.float64
 
     @property
     def _device(self) -> torch.device:
@@ -76,8 +83,8 @@ class SplitWeights:
         for (s, heads, count), x in zip(rows, of, strict=True):
             here = s.rows_of(local(x))
             norms = torch.linalg.vector_norm(here.to(wide(here.dtype)), dim=1)
-            norms = norms if norms.device.type == "mps" else norms.double()  # whose square is finite
-            total = norms.new_zeros(s.n + 1).index_add_(0, heads, norms.square())[: s.n]
+            total = torch.zeros(s.n + 1, dtype=self._dtype, device=norms.device)  # in which the squares are finite
+            total = total.index_add_(0, heads, norms.to(self._dtype).square())[: s.n]
             squares.append(self.site.per_query_head(total))
             counts.append(count)
         square, count = torch.stack(squares).sum(0), torch.stack(counts).sum(0)
@@ -101,7 +108,7 @@ class SplitWeights:
         return whole.nonzero().flatten()
 
     def _spectral(self) -> Share:
-        value = torch.zeros(self.site.n_heads, dtype=torch.float64, device=self._device)
+        value = torch.zeros(self.site.n_heads, dtype=self._dtype, device=self._device)
         weight = torch.zeros_like(value)
         if len(self._whole):
             at = self._whole.to(self._device)

@@ -83,8 +83,7 @@ class StepNumbers(Visitor):
         self._steps.bounded(bound)
 
     def before_step(self, gradient_scale: Tensor | None) -> None:
-        """Reads weights and gradients before the step; gradients are divided by the scale that is still on them.
-        """
+        """Reads weights and gradients before the step; gradients are divided by the scale that is still on them."""
         if self._changes is not None:
             self._changes.before()
         if self._readers is None and self._sites.weighed:
@@ -138,6 +137,4 @@ class Means:
     def read(self) -> dict[Key, Share]:
         """The means since the last read, once."""
         sums, self._sums = self._sums, {}
-        return {
-            key: Share(value=total / n, weight=torch.full_like(total, n)) for key, (total, n) in sums.items() if n
-        }
+        return {key: Share(value=total / n, weight=torch.full_like(total, n)) for key, (total, n) in sums.items() if n}

@@ -18,7 +18,6 @@ from qkeel.monitor.processes.share import Key, Share
 from qkeel.sites.site import AttentionSite, HeadSlice
 
 
-
 @final
 class WeightNorms:
     """Reads the q and k weights of some sites, per query head; nothing is changed, nothing waits for the device.

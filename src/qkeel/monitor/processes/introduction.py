@@ -36,8 +36,8 @@ class Introduction:
             split = dict.fromkeys(names, (layout.head_parts > 1,) * 2)
         else:
             split = {name: self._split(module, known.get(name)) for name, module in modules.items()}
-        size = sum(p.numel() for p in self._model.parameters())
-        return Member(layout=layout, form=form, split=split, about={"sites": site_facts(self._sites), "parameters": size})
+        about = {"sites": site_facts(self._sites), "parameters": sum(p.numel() for p in self._model.parameters())}
+        return Member(layout=layout, form=form, split=split, about=about)
 
     def _split(self, module: nn.Module, site: AttentionSite | None) -> tuple[bool, bool]:
         """Whether the query heads of a site, and its key heads, are split over processes."""

@@ -158,9 +158,9 @@ def _unpacked(form: Form, row: Tensor) -> Sent:
         if how == "alike":
             numbers[site, name] = value
         elif how:
-            of = how.split()
-            share = Share(value=value, weight=found.pop((site, _WEIGHT + name)), how=of[0], of=of[1], own=of[2] == "own")  # type: ignore[arg-type]
-            shares[site, name] = share
+            rule, of, heads = how.split()
+            weight = found.pop((site, _WEIGHT + name))
+            shares[site, name] = Share(value=value, weight=weight, how=rule, of=of, own=heads == "own")  # type: ignore[arg-type]
         else:
             found[site, name] = value
     sites = dict.fromkeys(site for site, name, _, _ in form if name == TENSORS[0])
