@@ -88,13 +88,12 @@ class Layout:
                 "from qkeel.monitor"
             )
         axis, part = next(iter(heads.items()), ((rank(),), 0))
-        split = sorted(_axes(model.parameters(), lambda p: 0).items())
         return cls(
             data=min(axis),
             head_part=part,
             head_parts=len(axis),
             stage=stage,
-            shard=" ".join(f"{len(ranks)} from {min(ranks)}: {at}" for ranks, at in split),
+            shard=_shard(model),
         )
 
 
@@ -115,6 +114,19 @@ def _axes(parameters: Iterable[Tensor], first: Callable[[Tensor], int]) -> Axes:
                     along = mesh.mesh[tuple(slice(None) if j == i else c for j, c in enumerate(at))]
                     found[tuple(along.tolist())] = at[i]
     return found
+
+
+def _shard(model: nn.Module) -> str:
+    """The numbers of this process along the axes over which weights are split; replicas have the same."""
+    found = set()
+    for p in model.parameters():
+        if is_split(p):
+            mesh, at = p.device_mesh, p.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+            names = mesh.mesh_dim_names or range(mesh.ndim)
+            for i, how in enumerate(p.placements):  # type: ignore[attr-defined]
+                if at is not None and not (how.is_replicate() or how.is_partial()):
+                    found.add(f"{names[i]} of {mesh.shape[i]}: {at[i]}")
+    return ", ".join(sorted(found))
 
 
 def counted(model: nn.Module) -> Callable[[Tensor], bool]:

@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from qkeel import dist
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
+from qkeel.patching.sharded_modules import gathered
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import probe
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
@@ -30,9 +32,13 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     confirms the weights of each head (`site.verified`). `missed` of the list are attentions that were seen but not
     understood. The model, its buffers and caches, gradients and random streams are left as they were.
 
+    Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. Find the
+    sites of a larger model, and of one whose heads are to be split, before that, and give `sites=` to watch and apply.
+
     Raises:
         InvalidTypeError: the model is no torch.nn.Module.
-        RefusedError: there is no attention, or none that can be seen; the message says what was tried.
+        RefusedError: there is no attention, or none that can be seen; the message says what was tried. Or the heads are
+            split over processes, and not all attention is qkeel's own.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
 
     >>> from torch import nn, rand
@@ -43,9 +49,18 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = _own_sites(model)
+    if dist.splits_heads(model):
+        if own:
+            return Sites(own)
+        raise RefusedError(
+            "the heads of this model are split over processes, as by tensor parallelism, where a search sees a part of "
+            "them. Find the sites before the split, sites = qkeel.find_sites(model, example), and give them: "
+            "qkeel.watch(..., sites=sites), qkeel.apply(..., sites=sites)"
+        )
     if args or kwargs:
-        seen = probe(model, args, kwargs, expected=not own)
-        return Sites([*own, *verified(model, seen, args, kwargs)], seen.missed)
+        with gathered(model):
+            seen = probe(model, args, kwargs, expected=not own)
+            return Sites([*own, *verified(model, seen, args, kwargs)], seen.missed)
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(

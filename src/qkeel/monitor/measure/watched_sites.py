@@ -54,7 +54,7 @@ class WatchedSites:
             return
         found = Sites()
         try:
-            found = self._found(args, kwargs)
+            found = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._error = error
         self.all.missed = found.missed
@@ -64,19 +64,6 @@ class WatchedSites:
         described = {site.name for site in self.all}
         self.all += [site for site in found if site.name not in described]
         self.weighed = self.all
-
-    def _found(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sites:
-        if not dist.splits_heads(self.model):
-            return find_sites(self.model, *args, **kwargs)
-        try:
-            return find_sites(self.model)
-        except RefusedError:
-            caution(
-                "the weights behind the heads are unknown in a model whose heads are split over processes, so they are "
-                "not watched; the logits are. Give the sites that find_sites(model, example) found before the split: "
-                "qkeel.watch(..., sites=sites)"
-            )
-        return Sites()
 
     def pass_failed(self) -> bool:
         """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
