@@ -9,7 +9,9 @@ from qkeel.dist.sharding import splits_heads as splits_heads
 from qkeel.dist.sharding import whole as whole
 from qkeel.dist.shards import PartialSums as PartialSums
 from qkeel.dist.shards import Shard as Shard
+from qkeel.dist.shards import Span as Span
 from qkeel.dist.shards import local as local
+from qkeel.dist.shards import shard as shard
 from qkeel.dist.shards import shards_of as shards_of
 from qkeel.dist.together import ApartError as ApartError
 from qkeel.dist.together import Membership as Membership
