@@ -67,7 +67,7 @@ class SharedMaxima:
         if len(top) == site.n_heads:
             return top.to(nothing.device)
         first = self._first[site.name]
-        return F.pad(top.to(nothing), (first, site.n_heads - first - len(top)), value=-torch.inf)
+        return F.pad(top.to(nothing.device), (first, site.n_heads - first - len(top)), value=-torch.inf)
 
     def _place_heads(self, target: Target) -> None:
         """Find out which heads of each site tensor parallelism has left to this process."""
@@ -101,12 +101,9 @@ def _same_layers(words: Sequence[Mapping[str, object]]) -> list[int]:
     the same attention and weights."""
     group = list(range(len(words)))
     for i, word in enumerate(words):
-        alike = [
-            j
-            for j, other in enumerate(words)
-            if other["sites"] == word["sites"] and other["weights"] == word["weights"]
-        ]
-        for mate in (*word["mates"], *(alike if word["weights"] else ())):  # type: ignore[misc]
+        own = (word["sites"], word["weights"])
+        alike = [j for j, other in enumerate(words) if word["weights"] and own == (other["sites"], other["weights"])]
+        for mate in (*word["mates"], *alike):  # type: ignore[misc]
             old, new = sorted((group[i], group[mate]), reverse=True)
             group = [new if g == old else g for g in group]
     return group
