@@ -72,11 +72,12 @@ def split_heads(model: nn.Module, axis: DeviceMesh, layers: str, *, sequence: bo
         f"{at}self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate()),
     }
     if sequence:
+        # Tokens are split from the first layer on: the embedding gives all, for the rotation's positions.
         gathered = PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         )
         plan |= {
-            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            f"{layers}.0": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)),
             f"{at}input_layernorm": SequenceParallel(),
             f"{at}self_attn": gathered,
             f"{at}post_attention_layernorm": SequenceParallel(),

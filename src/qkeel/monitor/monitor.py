@@ -8,6 +8,7 @@ from typing import Self, TypeVar, final
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError, QkeelError, caution
 from qkeel.handle import Handle
 from qkeel.monitor.alarms.history import History
@@ -24,6 +25,7 @@ from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.processes.arrivals import Arrivals
 from qkeel.monitor.processes.group import ProcessGroup
+from qkeel.monitor.processes.introduction import Introduction
 from qkeel.monitor.processes.transfer import Stats, merged
 from qkeel.monitor.record.description import about
 from qkeel.monitor.record.journal import Journal
@@ -32,6 +34,7 @@ from qkeel.monitor.record.sample_table import coverage, sample_html, sample_tabl
 from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
 from qkeel.patching.forward_passes import owners, unwrapped
+from qkeel.patching.join_contexts import joined
 from qkeel.patching.optimizer_hooks import StepHooks
 from qkeel.sites.example import Arguments
 from qkeel.sites.missed import Missed
@@ -39,6 +42,7 @@ from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Phase, Tap
 
 T = TypeVar("T")
+JOINED = "in a context of torch's Join processes end at different steps"
 
 
 @final
@@ -66,10 +70,11 @@ class Monitor(Handle):
         classes: Classes | None,
         probe: Arguments | None,
         planned: PlannedRates | None,
+        found: Sequence[AttentionSite] | None,
+        layout: Layout | None,
     ) -> None:
         calls = CallStatistics(PassTokens(query_mask, classes))
         self._steps = MeasuredSteps(every, by_optimizer=optimizer is not None)
-        self._group = ProcessGroup()
         self._tap = Tap(
             model,
             due=self._steps.due,
@@ -77,14 +82,16 @@ class Monitor(Handle):
             measure_rows=None if stats is True else calls.rows,
             on_fault=self._fault,
         )
+        introduced = Introduction(self._tap.model, self._tap.sites, layout)
+        self._group = ProcessGroup(introduced, lambda: JOINED if joined(model) else "")
         self._journal = Journal(
             sinks,
             lambda: rules_for(calls.setting.of(self.sites)) if rules is None else rules,
             planned,
-            lambda: about(self.model, self.sites, self.missed, optimizer, every),
+            lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
         )
         self._arrivals = Arrivals(self._group, self._journal)
-        sites = WatchedSites(self._tap.model, self._tap.sites, self._group)
+        sites = WatchedSites(self._tap.model, self._tap.sites, self._group, found)
         changes = None if probe is None else LogitChanges(self._tap, probe)
         numbers = StepNumbers(self._steps, sites, calls.tokens, changes, optimizer, on_fault=self._tap.fault)
         self._tap.visitor = numbers
@@ -92,6 +99,7 @@ class Monitor(Handle):
         self._hooks: StepHooks | None = None
         if optimizer is None:
             numbers.pass_over = self._step_end.pass_over
+            self._group.records_alone = True
         else:
             self._hooks = StepHooks(self._guarded(self._step_end.before), self._guarded(self._after_step), optimizer)
         super().__init__(self._finish)
@@ -196,8 +204,11 @@ class Monitor(Handle):
         super().remove()
         if active:
             self._journal.close(complete)
-        if self._hooks is not None:
-            self._hooks.remove()  # again, where the first was in the middle of a step
+        if self._hooks is None or not self._group.waited_for:
+            self._group.leave(known=False)
+            if self._hooks is not None:
+                self._hooks.remove()  # again, where the first was in the middle of a step
+        self._group.stopped = True  # and what is left of the hooks says so to the others at the next measured step
 
     def _finish(self) -> None:
         self._tap.remove()
@@ -210,7 +221,7 @@ class Monitor(Handle):
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._step_end.after(optimizer)
-        if self._group.stopped and self._group.over:
+        if self._group.stopped and not self._group.waited_for:
             self.close(complete=False)
 
     def _settle(self) -> None:
@@ -221,7 +232,7 @@ class Monitor(Handle):
 
         def safely(given: T) -> None:
             try:
-                if self.active:
+                if self.active or self._group.waited_for:
                     act(given)
             except Exception as error:
                 self._fault(error)
@@ -237,14 +248,7 @@ class Monitor(Handle):
             f"qkeel's monitor switched itself off: {_words(error)}. The model runs on unwatched; what was recorded "
             "is kept"
         )
-        try:
-            waited_for = self._hooks is not None and self._group.several
-        except Exception:  # this fault's cause as well
-            waited_for = False
-        if waited_for:
-            self._tap.remove()
-        else:
-            self.close(complete=False)
+        self.close(complete=False)
 
 
 def _words(error: Exception) -> str:

@@ -18,6 +18,7 @@ from torch.nn.modules import module as calls
 from qkeel.handle import Handle
 from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, uncompiled
 from qkeel.patching.module_tables import hooks_before
+from qkeel.patching.pipeline_stages import inferring_shapes
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -26,9 +27,9 @@ Kwargs = Mapping[str, Any]
 class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
-    Not around those that gradient checkpointing repeats in the backward pass, nor those of a forked process, nor where
-    a larger compiled function calls the model. What `before` and `after` raise goes to `on_fault`: never to the
-    model's caller.
+    Not around those that gradient checkpointing repeats in the backward pass, nor those by which a pipeline finds out
+    shapes, nor those of a forked process, nor where a larger compiled function calls the model. What `before` and
+    `after` raise goes to `on_fault`: never to the model's caller.
 
     Args:
         model: the user's own, or what torch.compile or DistributedDataParallel made of it.
@@ -110,7 +111,7 @@ class ForwardPasses(Handle):
             self._on_fault(error)
 
     def _here(self) -> bool:
-        return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid
+        return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid and not inferring_shapes()
 
     def _unhook(self) -> None:
         # In the middle of a forward pass its end must still be seen; the hooks go then.

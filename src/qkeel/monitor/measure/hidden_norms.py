@@ -9,9 +9,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel import dist
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.monitor.measure.weight_norms import Key
+from qkeel.monitor.processes.share import Key
 from qkeel.sites.see.running_modules import tensors
 
 
@@ -27,11 +28,11 @@ class HiddenNorms:
         self,
         model: nn.Module,
         sites: Sequence[str],
-        add: Callable[[Key, Tensor], None],
+        add: Callable[[Key, Tensor, int], None],
         on_fault: Callable[[Exception], None],
     ) -> None:
-        """Takes add, which gets every norm, and on_fault, which gets errors of the hooks, so that none reaches the
-        model's forward pass.
+        """Takes add, which gets every mean norm and over how many tokens it is, and on_fault, which gets errors of the
+        hooks, so that none reaches the model's forward pass.
         """
         self.model, self._take_norm, self._on_fault = model, add, on_fault
         self.blocks = _blocks(model, sites)
@@ -61,7 +62,8 @@ class HiddenNorms:
 
         def take(module: nn.Module, args: object, output: object) -> None:
             try:
-                self._take(sites, next(tensors(output), None))
+                state = next(tensors(output), None)
+                self._take(sites, state if state is None else dist.local(state))
             except Exception as error:
                 self._on_fault(error)
 
@@ -80,7 +82,8 @@ class HiddenNorms:
 
     @torch.no_grad()
     def _add(self, key: Key, state: Tensor) -> None:
-        self._take_norm(key, state.to(wide(state.dtype)).norm(dim=-1).mean())
+        norms = state.to(wide(state.dtype)).norm(dim=-1)
+        self._take_norm(key, norms.mean(), norms.numel())
 
 
 def _blocks(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:
