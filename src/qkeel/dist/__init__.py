@@ -4,6 +4,7 @@ from qkeel.dist.agreement import Verdict as Verdict
 from qkeel.dist.agreement import agree as agree
 from qkeel.dist.agreement import ordinal as ordinal
 from qkeel.dist.sharding import is_split as is_split
+from qkeel.dist.sharding import reshard as reshard
 from qkeel.dist.sharding import sharded as sharded
 from qkeel.dist.sharding import splits_heads as splits_heads
 from qkeel.dist.sharding import whole as whole

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from qkeel import dist
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
@@ -44,8 +45,11 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = _own_sites(model)
     if args or kwargs:
-        seen = probe(model, args, kwargs, expected=not own)
-        return Sites([*own, *verified(model, seen, args, kwargs)], seen.missed)
+        try:
+            seen = probe(model, args, kwargs, expected=not own)
+            return Sites([*own, *verified(model, seen, args, kwargs)], seen.missed)
+        finally:
+            dist.reshard(model)
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(
