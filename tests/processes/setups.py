@@ -39,7 +39,9 @@ SETUPS: dict[str, Setup] = {
     "ddp_uneven": Setup(title="DistributedDataParallel, 5 and 3 sequences (first step)", processes=2),
     "ddp_padding": Setup(title="DistributedDataParallel, padding on one process", processes=2),
     "fsdp2": Setup(title="fully_shard", processes=2, quick=True),
-    "fsdp2_found": Setup(title="fully_shard, sites found on the sharded model", processes=2, collectives_of_search=True),
+    "fsdp2_found": Setup(
+        title="fully_shard, sites found on the sharded model", processes=2, collectives_of_search=True
+    ),
     "fsdp2_mixed": Setup(title="fully_shard, MixedPrecisionPolicy(param_dtype=float32) of float64", processes=2),
     "fsdp2_kept": Setup(title="fully_shard, reshard_after_forward=False", processes=2),
     "hsdp": Setup(title="fully_shard on a mesh of 2 × 2 (HSDP)", processes=4),

@@ -9,7 +9,9 @@ from qkeel.dist.sharding import splits_heads as splits_heads
 from qkeel.dist.sharding import whole as whole
 from qkeel.dist.shards import PartialSums as PartialSums
 from qkeel.dist.shards import Shard as Shard
+from qkeel.dist.shards import Span as Span
 from qkeel.dist.shards import local as local
+from qkeel.dist.shards import shard as shard
 from qkeel.dist.shards import shards_of as shards_of
 from qkeel.dist.together import ApartError as ApartError
 from qkeel.dist.together import Membership as Membership
@@ -17,9 +19,11 @@ from qkeel.dist.together import together as together
 from qkeel.dist.together import words_of_all as words_of_all
 from qkeel.dist.world import collective_device as collective_device
 from qkeel.dist.world import gather as gather
+from qkeel.dist.world import maximum as maximum
 from qkeel.dist.world import rank as rank
 from qkeel.dist.world import world as world
 from qkeel.dist.wrappers import is_flat as is_flat
 from qkeel.dist.wrappers import mates as mates
+from qkeel.dist.wrappers import stage_of as stage_of
 from qkeel.dist.wrappers import wrapped_by as wrapped_by
 from qkeel.dist.wrappers import wrappers as wrappers

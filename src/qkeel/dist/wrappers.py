@@ -11,6 +11,7 @@ from torch import nn
 from qkeel.dist.sharding import is_split, sharded
 from qkeel.dist.world import rank, world
 
+_PIPELINE = "torch.distributed.pipelining"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
@@ -50,6 +51,16 @@ def mates(model: nn.Module) -> tuple[int, ...]:
         if is_split(p):
             found |= {*p.device_mesh.mesh.flatten().tolist()}  # type: ignore[attr-defined]
     return tuple(sorted(found))
+
+
+def stage_of(model: nn.Module) -> str:
+    """The stage of a pipeline that a model is, where one was made of it; "" where none was."""
+    home = sys.modules.get(_PIPELINE)
+    if home is None:
+        return ""
+    base = home.PipelineStage.__mro__[1]  # of a stage that a tracer made too
+    stages = [x for x in gc.get_objects() if issubclass(type(x), base)]
+    return next((str(x.stage_index) for x in stages if any(m is model for m in x.submod.modules())), "")
 
 
 def _kinds() -> tuple[type[nn.Module], ...]:

@@ -215,13 +215,13 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
             _check_whole(remedy, sites)
         target = dataclasses.replace(bare, sites=sites)
         _check_supported(remedy, target)
-        if known is not None and not remedy.on_steps:
+        if known is not None and remedy.on_attention and not remedy.on_steps:
             raise RefusedError(f"{remedy.name} changes what a pass computes: give an example in place of the sites")
         before = dict(bare.model.named_parameters())
         inner = remedy.apply(target)
         try:
             check_added(remedy.name, bare.model, before)
-            if not remedy.on_steps:
+            if not remedy.on_steps and known is None:
                 sites = _sites(remedy, bare)
             _check_others(remedy, sites)
         except BaseException:

@@ -30,7 +30,7 @@ class SpectralScale(nn.Module):
         super().__init__()
         self.register_buffer("right", _top_right(weight.detach()))
         self.right: Tensor
-        sigma = self._sigma(weight.detach())[0]
+        sigma = self._sigma(weight.detach())[0][None]  # of one dimension: fully_shard takes no scalars
         # γ = σ exactly as the forward computes it, float32 or wider: γ/σ is 1, the weight the same bit for bit.
         self.gamma = nn.Parameter(sigma if init == "keep" else torch.ones_like(sigma))
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from qkeel import dist
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
@@ -33,12 +32,12 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     understood. The model, its buffers and caches, gradients and random streams are left as they were.
 
     Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. Find the
-    sites of a larger model, and of one whose heads are to be split, before that, and give `sites=` to watch and apply.
+    sites of a larger model before that, and of one whose heads are to be split, whose weights are unknown afterwards;
+    then give `sites=` to watch and apply.
 
     Raises:
         InvalidTypeError: the model is no torch.nn.Module.
-        RefusedError: there is no attention, or none that can be seen; the message says what was tried. Or the heads are
-            split over processes, and not all attention is qkeel's own.
+        RefusedError: there is no attention, or none that can be seen; the message says what was tried.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
 
     >>> from torch import nn, rand
@@ -49,14 +48,6 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = _own_sites(model)
-    if dist.splits_heads(model):
-        if own:
-            return Sites(own)
-        raise RefusedError(
-            "the heads of this model are split over processes, as by tensor parallelism, where a search sees a part of "
-            "them. Find the sites before the split, sites = qkeel.find_sites(model, example), and give them: "
-            "qkeel.watch(..., sites=sites), qkeel.apply(..., sites=sites)"
-        )
     if args or kwargs:
         with gathered(model):
             seen = probe(model, args, kwargs, expected=not own)

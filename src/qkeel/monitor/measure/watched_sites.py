@@ -61,6 +61,12 @@ class WatchedSites:
         if found.missed:
             others = "; ".join(map(str, found.missed))
             caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
+        if dist.splits_heads(self.model) and found and not any(site.terms for site in found):
+            caution(
+                "the weights behind the heads are unknown in a model whose heads are split over processes, so they are "
+                "not watched; the logits are. Give the sites that find_sites(model, example) found before the split: "
+                "qkeel.watch(..., sites=sites)"
+            )
         described = {site.name for site in self.all}
         self.all += [site for site in found if site.name not in described]
         self.weighed = self.all
@@ -85,7 +91,7 @@ class WatchedSites:
         error, self._error = self._error, None
         if not self._seen and (error is not None or not self.all):
             error = error or RefusedError("no attention was seen in this forward pass")
-            if not self._group.records_together:
+            if not self._group.records_jointly:
                 raise error
             self._group.unseen, error = error, None  # others may have some
         if error is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from qkeel.errors import QkeelError
+from qkeel.patching.graph_nodes import is_wrapper
 from qkeel.sites.see.running_modules import Frame
 from qkeel.sites.site import HeadSlice, LogitTerm
 from qkeel.sites.weights.autograd_walk import Projection, Walk, leaves_of, nodes_of, variable_of, walk
@@ -201,6 +202,10 @@ def _features(grad: Tensor | None) -> Tensor:
     """The numbers of the features (last dimension) that a gradient reaches."""
     if grad is None:
         return torch.empty(0, dtype=torch.int64)
+    if is_wrapper(grad):
+        raise UnknownRowsError(
+            "its projections are split over processes, which hides their rows; find the sites before the model is split"
+        )
     return grad.detach().flatten(0, -2).ne(0).any(0).nonzero().flatten().cpu()
 
 
