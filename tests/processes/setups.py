@@ -1,4 +1,4 @@
-"""The setups in which one model runs on several processes, and what was found of each: the table of docs/processes.md."""
+"""The ways to run one model on several processes, and what was found of each: the table of docs/processes.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETUPS: dict[str, Setup] = {
     "ddp_closure": Setup(title="DistributedDataParallel, optimizer.step(closure)", processes=2, quick=True),
     "ddp_checkpointing": Setup(title="DistributedDataParallel, gradient checkpointing", processes=2),
     "ddp_compile": Setup(title="DistributedDataParallel around torch.compile", processes=2),
-    "ddp_uneven": Setup(title="DistributedDataParallel, 5 and 3 sequences (first step)", processes=2),
+    "ddp_uneven": Setup(title="DistributedDataParallel, 5 and 3 sequences", processes=2),
     "ddp_padding": Setup(title="DistributedDataParallel, padding on one process", processes=2),
     "fsdp2": Setup(title="fully_shard", processes=2, quick=True),
     "fsdp2_found": Setup(

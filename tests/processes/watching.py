@@ -17,7 +17,7 @@ import torch
 from tests.processes.context import Context, hidden
 from tests.processes.pipelines import pipelined
 from tests.processes.seen import Seen
-from tests.processes.wrapped import batch, llama, part, wrapped
+from tests.processes.wrapped import BATCH, batch, llama, part, wrapped
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,12 +88,14 @@ def loss_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
 def passes(setup: str, mine: Callable[[int], Tensor]) -> Step:
     """The forward and backward passes and the step of the optimizer; `mine` gives the tokens of this process."""
 
+    many = dist.is_initialized()
+
     def masks(tokens: Tensor) -> dict[str, Tensor]:
         """The last quarter of the global batch ends in three padded tokens: those of one process alone."""
         if setup != "ddp_padding":
             return {}
         mask = torch.ones_like(tokens)
-        if dist.is_initialized() is False or dist.get_rank() == 1:
+        if not many or dist.get_rank() == 1:
             mask[-2:, -3:] = 0
         return {"attention_mask": mask}
 
@@ -105,12 +107,13 @@ def passes(setup: str, mine: Callable[[int], Tensor]) -> Step:
                 alone = isinstance(model, nn.parallel.DistributedDataParallel) and i + 1 < len(micro)
                 with model.no_sync() if alone else nullcontext():  # type: ignore[operator]
                     tokens = mine(seed)
-                    loss = loss_of(model, tokens, **masks(tokens)) / len(micro)
+                    share = len(tokens) * dist.get_world_size() / BATCH if setup == "ddp_uneven" and many else 1.0
+                    loss = loss_of(model, tokens, **masks(tokens)) * share / len(micro)
                     loss.backward()
                 total += float(loss.detach())
             return total
 
-        if setup == "ddp_closure" and dist.is_initialized():
+        if setup == "ddp_closure" and many:
             loss = optimizer.step(closure)  # type: ignore[arg-type]
         else:
             loss = closure()
@@ -158,7 +161,7 @@ def prepared(setup: str) -> tuple[nn.Module, Step, dict[str, Any]]:
     rank = dist.get_rank()
     if setup == "context":
         step_of = context_step(lambda step: hidden(step).chunk(2, 1)[rank])
-        layout = Layout(data=rank, context=rank)
+        layout = Layout(context=rank)
         return nn.parallel.DistributedDataParallel(Context(rank)), step_of, {"layout": layout}
     model, options = made(setup), OPTIONS.get(setup, {})
     if setup not in ("fsdp2_found", "ddp", "ddp_compile"):

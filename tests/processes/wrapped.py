@@ -84,7 +84,9 @@ def split_heads(model: nn.Module, axis: DeviceMesh, layers: str, *, sequence: bo
             input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         )
         plan |= {
-            f"{layers}.0": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)),
+            f"{layers}.0": PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+            ),
             f"{at}input_layernorm": SequenceParallel(),
             f"{at}self_attn": gathered,
             f"{at}post_attention_layernorm": SequenceParallel(),

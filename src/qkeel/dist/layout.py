@@ -28,10 +28,10 @@ class Layout:
     2
 
     Args:
-        data: processes of the same number work on the same sequences.
+        data: processes of the same number work on the same sequences, with all of their keys.
         head_part, head_parts: which part of the heads it computes, of how many (tensor parallel).
         stage: which stage of a pipeline it is; None where there is none.
-        context: its number among those that share the keys of a sequence (context parallel with gathered keys).
+        context: which part of the queries it has (context parallel with gathered keys).
         shard: processes of the same text hold the same part of every weight.
     """
 
@@ -63,7 +63,7 @@ class Layout:
         at = dict(zip(names, place or ()))
         data = 0
         for name, size in zip(names, mesh.shape):
-            data = data if name in (heads, layers) else data * size + at[name]
+            data = data if name in (heads, layers, context) else data * size + at[name]
         return cls(
             data=data,
             head_part=0 if heads is None else at[heads],

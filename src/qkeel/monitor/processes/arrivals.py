@@ -65,8 +65,8 @@ class Arrivals:
         if unknown and self._group.several and not self._said:
             self._said = True
             caution(
-                f"qk_spectral_norm is not measured of heads whose rows no process holds whole, in {', '.join(unknown)}: "
-                "the weights are split through these heads, and nothing is gathered for a number"
+                "qk_spectral_norm is not measured of heads whose rows no process holds whole: nothing is gathered for "
+                f"a number. Weights are split through heads of {', '.join(unknown)}"
             )
 
     def has(self, phase: Phase) -> bool:
