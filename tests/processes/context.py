@@ -33,7 +33,7 @@ class Context(nn.Module):
     def __init__(self, rank: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(3))
         self.rank = rank
 
     def forward(self, x: Tensor) -> Tensor:

@@ -54,5 +54,5 @@ SETUPS: dict[str, Setup] = {
     ),
     "pipeline": Setup(title="pipeline, GPipe", processes=2, quick=True),
     "pipeline_1f1b": Setup(title="pipeline, 1F1B", processes=2),
-    "context": Setup(title="context parallel, keys gathered", processes=2),
+    "context": Setup(title="context parallel, keys gathered, layout given", processes=2, collectives_of_search=True),
 }

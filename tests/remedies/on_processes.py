@@ -98,7 +98,9 @@ def refused(setup: str, remedy: str) -> str:
 
 def main(rank: int, world: int, store: str, setups: list[str]) -> None:
     torch.set_num_threads(1)
-    alone = {remedy: trained(remedy, "one") for remedy in ON_STEPS if __import__("os").environ.get("ONLY","") in remedy}
+    alone = {
+        remedy: trained(remedy, "one") for remedy in ON_STEPS if __import__("os").environ.get("ONLY", "") in remedy
+    }
     plain = trained("none", "one")
     for remedy, found in alone.items():
         assert farthest(found, plain) > 1e-4, remedy  # it does something

@@ -44,11 +44,12 @@ class WatchedSites:
 
         Raises: InvalidValueError if that takes a pass of all processes, and not all of them watch.
         """
-        self._group.begin(gathers=dist.sharded(self.model))
-        if dist.sharded(self.model) and dist.world() > 1 and not self._group.several:
+        split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
+        self._group.begin(gathers=split)
+        if split and not self._given and not self._group.several:
             raise InvalidValueError(
-                "expected every process of this run to watch the model: its weights are sharded, and the search for "
-                "its attention is a forward pass in which all processes gather them"
+                "expected every process of this run to watch the model: its weights are split, and the search for its "
+                "attention is a forward pass of all processes"
             )
         if self._given:
             return
