@@ -92,7 +92,7 @@ class SharedMaxima:
             return row
         # No reduction keeps NaN for sure; infinity, which never clips either, is passed on.
         sent = F.pad(row.double().masked_fill(row.isnan(), torch.inf), (self._before, self._behind), value=-torch.inf)
-        found = dist.maximum(sent)
+        found = dist.reduced(sent, "max")
         return found[self._before : len(found) - self._behind].to(row)
 
 
