@@ -33,7 +33,7 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def pipelined(setup: str) -> tuple[nn.Module, Callable[[nn.Module, int], float]]:
+def pipelined(setup: str) -> tuple[nn.Module, Callable[[nn.Module, torch.optim.Optimizer, int], float]]:
     """This process's stage, and what runs the passes of a step."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -43,12 +43,14 @@ def pipelined(setup: str) -> tuple[nn.Module, Callable[[nn.Module, int], float]]
     schedules = {"pipeline": ScheduleGPipe, "pipeline_1f1b": Schedule1F1B}
     schedule = schedules[setup](PipelineStage(stage, rank, world, torch.device("cpu")), 2, loss_fn=_loss)
 
-    def run(_: nn.Module, step: int) -> float:
+    def run(_: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
         losses: list[Tensor] = []
         if rank == 0:
             schedule.step(batch(step))
         else:
             schedule.step(target=batch(step), losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
         return float(torch.stack(losses).mean().detach()) if losses else 0.0
 
     return stage, run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -44,14 +46,19 @@ def wrapped(model: nn.Module, setup: str, layers: str = "model.layers") -> nn.Mo
     axes = mesh(setup)
     if setup.startswith("tp"):
         split_heads(model, axes["tp"], layers, sequence=setup == "tp_sequence")
-    if setup in ("fsdp2", "fsdp2_kept", "hsdp", "tp_fsdp2"):
-        from torch.distributed.fsdp import fully_shard
+    if setup.startswith("fsdp2") or setup in ("hsdp", "tp_fsdp2"):
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         over = axes["shard"] if setup == "tp_fsdp2" else axes
+        options: dict[str, Any] = {"mesh": over, "reshard_after_forward": setup != "fsdp2_kept"}
+        if setup == "fsdp2_mixed":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
         for block in model.get_submodule(layers).children():
-            fully_shard(block, mesh=over, reshard_after_forward=setup != "fsdp2_kept")
-        return fully_shard(model, mesh=over, reshard_after_forward=setup != "fsdp2_kept")
-    return nn.parallel.DistributedDataParallel(model) if setup == "ddp" else model
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+    if setup == "ddp_compile":
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    return nn.parallel.DistributedDataParallel(model) if setup.startswith("ddp") else model
 
 
 def split_heads(model: nn.Module, axis: DeviceMesh, layers: str, *, sequence: bool = False) -> None:
@@ -77,7 +84,9 @@ def split_heads(model: nn.Module, axis: DeviceMesh, layers: str, *, sequence: bo
             input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         )
         plan |= {
-            f"{layers}.0": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)),
+            f"{layers}.0": PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+            ),
             f"{at}input_layernorm": SequenceParallel(),
             f"{at}self_attn": gathered,
             f"{at}post_attention_layernorm": SequenceParallel(),
@@ -98,7 +107,9 @@ def batch(step: int) -> Tensor:
 def part(setup: str, step: int) -> Tensor:
     """The sequences of the global batch that this process works on."""
     tokens, rank = batch(step), dist.get_rank()
-    if setup in ("ddp", "fsdp2", "fsdp2_kept", "hsdp"):
+    if setup == "ddp_uneven":
+        return tokens[:5] if rank == 0 else tokens[5:]
+    if setup.startswith(("ddp", "fsdp2")) or setup == "hsdp":
         return tokens.chunk(dist.get_world_size())[rank]
     if setup == "tp_fsdp2":
         return tokens.chunk(2)[rank // 2]

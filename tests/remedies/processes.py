@@ -114,9 +114,7 @@ def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
     optimizer = adamw(stage)
     handle = qkeel.apply(CALLS[name], stage, optimizer, example=example)
     for number in range(STEPS):
-        run(stage, number)
-        optimizer.step()
-        optimizer.zero_grad()
+        run(stage, optimizer, number)
     handle.remove()
     return {n.replace("layers.0", f"model.layers.{dist.rank()}"): p.detach() for n, p in stage.named_parameters()}
 

@@ -28,10 +28,10 @@ class Layout:
     2
 
     Args:
-        data: processes of the same number work on the same sequences.
+        data: processes of the same number work on the same sequences, with all of their keys.
         head_part, head_parts: which part of the heads it computes, of how many (tensor parallel).
         stage: which stage of a pipeline it is; None where there is none.
-        context: its number among those that share the keys of a sequence (context parallel with gathered keys).
+        context: which part of the queries it has (context parallel with gathered keys).
         shard: processes of the same text hold the same part of every weight.
     """
 
@@ -63,7 +63,7 @@ class Layout:
         at = dict(zip(names, place or ()))
         data = 0
         for name, size in zip(names, mesh.shape):
-            data = data if name in (heads, layers) else data * size + at[name]
+            data = data if name in (heads, layers, context) else data * size + at[name]
         return cls(
             data=data,
             head_part=0 if heads is None else at[heads],
@@ -88,13 +88,12 @@ class Layout:
                 "from qkeel.monitor"
             )
         axis, part = next(iter(heads.items()), ((rank(),), 0))
-        split = sorted(_axes(model.parameters(), lambda p: 0).items())
         return cls(
             data=min(axis),
             head_part=part,
             head_parts=len(axis),
             stage=stage,
-            shard=" ".join(f"{len(ranks)} from {min(ranks)}: {at}" for ranks, at in split),
+            shard=_shard(model),
         )
 
 
@@ -115,6 +114,19 @@ def _axes(parameters: Iterable[Tensor], first: Callable[[Tensor], int]) -> Axes:
                     along = mesh.mesh[tuple(slice(None) if j == i else c for j, c in enumerate(at))]
                     found[tuple(along.tolist())] = at[i]
     return found
+
+
+def _shard(model: nn.Module) -> str:
+    """The numbers of this process along the axes over which weights are split; replicas have the same."""
+    found = set()
+    for p in model.parameters():
+        if is_split(p):
+            mesh, at = p.device_mesh, p.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+            names = mesh.mesh_dim_names or range(mesh.ndim)
+            for i, how in enumerate(p.placements):  # type: ignore[attr-defined]
+                if at is not None and not (how.is_replicate() or how.is_partial()):
+                    found.add(f"{names[i]} of {mesh.shape[i]}: {at[i]}")
+    return ", ".join(sorted(found))
 
 
 def counted(model: nn.Module) -> Callable[[Tensor], bool]:

@@ -28,13 +28,6 @@ def sharded(model: nn.Module) -> bool:
     return any(_is(m, _FSDP) for m in model.modules())
 
 
-def reshard(model: nn.Module) -> None:
-    """Split the parameters again that fully_shard has gathered for a pass, and would keep for a backward pass."""
-    for module in model.modules():
-        if _is(module, _FSDP):
-            module.reshard()  # type: ignore[operator]
-
-
 def is_split(x: Tensor) -> bool:
     """Returns whether a tensor is one of which each process holds a part, or a replica of it (a DTensor)."""
     return _is(x, _DTENSOR)

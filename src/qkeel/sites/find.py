@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from qkeel import dist
 from qkeel.errors import InvalidTypeError, RefusedError
 from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
+from qkeel.patching.sharded_modules import gathered
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import probe
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
@@ -31,6 +31,10 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     confirms the weights of each head (`site.verified`). `missed` of the list are attentions that were seen but not
     understood. The model, its buffers and caches, gradients and random streams are left as they were.
 
+    Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. Find the
+    sites of a larger model before that, and of one whose heads are to be split, whose weights are unknown afterwards;
+    then give `sites=` to watch and apply.
+
     Raises:
         InvalidTypeError: the model is no torch.nn.Module.
         RefusedError: there is no attention, or none that can be seen; the message says what was tried.
@@ -45,11 +49,9 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = _own_sites(model)
     if args or kwargs:
-        try:
+        with gathered(model):
             seen = probe(model, args, kwargs, expected=not own)
             return Sites([*own, *verified(model, seen, args, kwargs)], seen.missed)
-        finally:
-            dist.reshard(model)
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(

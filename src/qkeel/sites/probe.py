@@ -23,6 +23,7 @@ from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.graph_nodes import version_of
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
+from qkeel.patching.sharded_modules import split_as_before
 from qkeel.sites.calls.head_layout import key_heads
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.missed import Sites
@@ -314,7 +315,7 @@ def copied(value: Any) -> Any:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with ExitStack() as undo, torch.random.fork_rng(devices=devices):
+    with ExitStack() as undo, torch.random.fork_rng(devices=devices), split_as_before(model):
         undo.callback(random.setstate, random.getstate())
         undo.callback(np.random.set_state, np.random.get_state())
         for module in model.modules():

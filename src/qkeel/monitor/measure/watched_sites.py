@@ -44,39 +44,33 @@ class WatchedSites:
 
         Raises: InvalidValueError if that takes a pass of all processes, and not all of them watch.
         """
-        self._group.begin(gathers=dist.sharded(self.model))
-        if dist.sharded(self.model) and dist.world() > 1 and not self._group.several:
+        split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
+        self._group.begin(gathers=split)
+        if split and not self._given and not self._group.several:
             raise InvalidValueError(
-                "expected every process of this run to watch the model: its weights are sharded, and the search for "
-                "its attention is a forward pass in which all processes gather them"
+                "expected every process of this run to watch the model: its weights are split, and the search for its "
+                "attention is a forward pass of all processes"
             )
         if self._given:
             return
         found = Sites()
         try:
-            found = self._found(args, kwargs)
+            found = find_sites(self.model, *args, **kwargs)
         except QkeelError as error:
             self._error = error
         self.all.missed = found.missed
         if found.missed:
             others = "; ".join(map(str, found.missed))
             caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
-        described = {site.name for site in self.all}
-        self.all += [site for site in found if site.name not in described]
-        self.weighed = self.all
-
-    def _found(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sites:
-        if not dist.splits_heads(self.model):
-            return find_sites(self.model, *args, **kwargs)
-        try:
-            return find_sites(self.model)
-        except RefusedError:
+        if dist.splits_heads(self.model) and found and not any(site.terms for site in found):
             caution(
                 "the weights behind the heads are unknown in a model whose heads are split over processes, so they are "
                 "not watched; the logits are. Give the sites that find_sites(model, example) found before the split: "
                 "qkeel.watch(..., sites=sites)"
             )
-        return Sites()
+        described = {site.name for site in self.all}
+        self.all += [site for site in found if site.name not in described]
+        self.weighed = self.all
 
     def pass_failed(self) -> bool:
         """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""
@@ -98,7 +92,7 @@ class WatchedSites:
         error, self._error = self._error, None
         if not self._seen and (error is not None or not self.all):
             error = error or RefusedError("no attention was seen in this forward pass")
-            if not self._group.records_together:
+            if not self._group.records_jointly:
                 raise error
             self._group.unseen, error = error, None  # others may have some
         if error is not None:

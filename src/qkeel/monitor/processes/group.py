@@ -60,7 +60,7 @@ class ProcessGroup:
         return self.several and self.members is not None
 
     @property
-    def records_together(self) -> bool:
+    def records_jointly(self) -> bool:
         """Returns whether what is recorded is of several processes."""
         return self.several and not self.records_alone
 

@@ -131,9 +131,10 @@ class Members:
         for stage in self._stages:
             ranks = [rank for rank in sent if self.all[rank].stage == stage]
             for site in self._first[stage].sites:
-                parts = [self._placed(rank, site, sent[rank][0][site]) for rank in self._unlike_data(ranks, site)]
-                for part in parts:
-                    name = self._names[stage, site]
+                name, of = self._names[stage, site], {rank: sent[rank][0][site] for rank in ranks}
+                counted = self._with_keys(of, site)
+                for rank in self._unlike_data(ranks, site):
+                    part = self._placed(rank, site, of[rank], count_keys=rank in counted)
                     stats[name] = merge(stats[name], part) if name in stats else part
             for rank in ranks[:1]:
                 alike |= {self._key(stage, key): x for key, x in sent[rank][1].items()}
@@ -142,17 +143,26 @@ class Members:
             shares = [{key: x for key, x in part.items() if key not in above} for part in shares] + found
         return stats, {**alike, **shared(shares)}
 
-    def _placed(self, rank: int, site: str, stats: LogitStats) -> LogitStats:
-        m, (heads, keys) = self.all[rank], self._spans[rank, site]
-        counted = not m.layout.context and (m.split[site][1] or not m.split[site][0] or not m.layout.head_part)
-        return placed(stats, heads, keys, count_keys=counted)
+    def _placed(self, rank: int, site: str, stats: LogitStats, *, count_keys: bool = True) -> LogitStats:
+        heads, keys = self._spans[rank, site]
+        return placed(stats, heads, keys, count_keys=count_keys)
+
+    def _with_keys(self, of: Mapping[int, LogitStats], site: str) -> set[int]:
+        """Of processes whose keys are the same, the one whose queries see most of them."""
+        found: dict[object, int] = {}
+        for rank, stats in of.items():
+            m = self.all[rank]
+            same = m.layout.data, m.split[site][1] and m.layout.head_part
+            if same not in found or int(stats.n_keys.sum()) > int(of[found[same]].n_keys.sum()):
+                found[same] = rank
+        return {*found.values()}
 
     def _unlike_data(self, ranks: Sequence[int], site: str) -> Iterator[int]:
         """Those of these processes whose statistics of a site count: of those that compute the same, the first."""
         seen = set()
         for rank in ranks:
             m = self.all[rank]
-            place = m.layout.data, m.split[site][0] and m.layout.head_part
+            place = m.layout.data, m.layout.context, m.split[site][0] and m.layout.head_part
             if place not in seen:
                 seen.add(place)
                 yield rank

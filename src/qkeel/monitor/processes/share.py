@@ -38,7 +38,7 @@ Given = Mapping[Key, Tensor | Share]  # a tensor is known alike to all processes
 Numbers = dict[Key, Tensor]
 
 
-def together(how: How, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def combined(how: How, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The number that several processes make; NaN where none of them knows anything."""
     known = [w > 0 for w in weights]
     if len(values) == 1:

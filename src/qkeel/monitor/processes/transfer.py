@@ -15,7 +15,7 @@ from qkeel import dist
 from qkeel.errors import InvalidValueError
 from qkeel.functional.statistics.class_stats import ClassStats
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
-from qkeel.monitor.processes.share import Given, Key, Numbers, Share, together, with_made
+from qkeel.monitor.processes.share import Given, Key, Numbers, Share, combined, with_made
 
 Stats = dict[str, LogitStats]
 # Of each tensor that is sent: the site, the name, the shape, and how shares make one number ("" of statistics).
@@ -142,7 +142,7 @@ def shared(sent: Sequence[Mapping[Key, Share]]) -> Numbers:
     for shares in sent:
         for key, share in shares.items():
             found.setdefault(key, []).append(share)
-    return {key: together(s[0].how, [x.value for x in s], [x.weight for x in s]) for key, s in found.items()}
+    return {key: combined(s[0].how, [x.value for x in s], [x.weight for x in s]) for key, s in found.items()}
 
 
 def _size(form: Form) -> int:
