@@ -3,11 +3,10 @@
 from qkeel.dist.agreement import Verdict as Verdict
 from qkeel.dist.agreement import agree as agree
 from qkeel.dist.agreement import ordinal as ordinal
+from qkeel.dist.layout import head_axes as head_axes
 from qkeel.dist.reductions import reduced as reduced
 from qkeel.dist.reductions import say_failed as say_failed
 from qkeel.dist.sharding import is_split as is_split
-from qkeel.dist.layout import head_axes as head_axes
-from qkeel.dist.sharding import reshard as reshard
 from qkeel.dist.sharding import sharded as sharded
 from qkeel.dist.sharding import splits_heads as splits_heads
 from qkeel.dist.sharding import whole as whole

@@ -10,8 +10,8 @@ from typing import Any, final
 from torch import Tensor
 from torch import distributed as torch_distributed
 
-from qkeel.dist.sharding import is_split
 from qkeel.dist.reductions import reduced
+from qkeel.dist.sharding import is_split
 from qkeel.dist.world import world
 from qkeel.errors import RefusedError
 
