@@ -15,5 +15,5 @@ GATHERED: dict[str, str] = _ALL | _PARTS | _NEW_PARAMETERS
 BY_HEADS: dict[str, str] = (
     _ALL | _PARTS | {"qk_norm before": "refused: tensor parallelism has split", "qk_norm after": "refused"}
 )
-# Each has some of the layers; the output head, which z_loss needs, is in the last stage only.
-STAGES: dict[str, str] = _ALL | {"z_loss": "refused"}
+# Each has some of the layers.
+STAGES: dict[str, str] = _ALL
