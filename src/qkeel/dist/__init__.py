@@ -3,6 +3,9 @@
 from qkeel.dist.agreement import Verdict as Verdict
 from qkeel.dist.agreement import agree as agree
 from qkeel.dist.agreement import ordinal as ordinal
+from qkeel.dist.layout import head_axes as head_axes
+from qkeel.dist.reductions import reduced as reduced
+from qkeel.dist.reductions import say_failed as say_failed
 from qkeel.dist.sharding import is_split as is_split
 from qkeel.dist.sharding import sharded as sharded
 from qkeel.dist.sharding import splits_heads as splits_heads
@@ -19,7 +22,6 @@ from qkeel.dist.together import together as together
 from qkeel.dist.together import words_of_all as words_of_all
 from qkeel.dist.world import collective_device as collective_device
 from qkeel.dist.world import gather as gather
-from qkeel.dist.world import maximum as maximum
 from qkeel.dist.world import rank as rank
 from qkeel.dist.world import world as world
 from qkeel.dist.wrappers import is_flat as is_flat

@@ -10,6 +10,7 @@ from typing import Any, final
 from torch import Tensor
 from torch import distributed as torch_distributed
 
+from qkeel.dist.reductions import reduced
 from qkeel.dist.sharding import is_split
 from qkeel.dist.world import world
 from qkeel.errors import RefusedError
@@ -105,7 +106,7 @@ class PartialSums:
     def add_up(self, row: Tensor) -> Tensor:
         """The sums over all processes, in place."""
         for group in self._groups:
-            torch_distributed.all_reduce(row, group=group)
+            row = reduced(row, "sum", group)
         return row
 
 

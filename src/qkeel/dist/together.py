@@ -109,7 +109,7 @@ class Membership:
     """
 
     def __init__(self, what: str) -> None:
-        self._what, self._steps, self._here = what, 0, True
+        self._what, self._steps, self._here, self._refused = what, 0, True, -1
         self._head = f"{_ROUND}/left/{process_store().compare_set(_ROUND, '', '0').decode()}"
 
     def leave(self) -> None:
@@ -130,8 +130,11 @@ class Membership:
             return True
         keys = [f"{self._head}/{other}" for other in range(world())]
         steps = [int(store.get(key).decode()) if store.check([key]) else None for key in keys]
-        if len(set(steps)) == 1:
+        refused = f"{self._head}/refused/{self._steps}"  # this step, by some process: then all refuse it, once
+        if len(set(steps)) == 1 and (self._refused == self._steps or not store.check([refused])):
             return False
+        store.set(refused, "")
+        self._refused = self._steps
         raise ApartError(
             f"{self._what} was not removed on all processes of this run after the same step: the number of steps that "
             f"each took with it is {', '.join('not over' if n is None else str(n) for n in steps)}. The step was not "

@@ -33,14 +33,6 @@ def gather(vector: Tensor) -> Tensor:
     return out.view(world(), -1)
 
 
-def maximum(vector: Tensor) -> Tensor:
-    """[n] on every process -> the largest of each number over all processes [n], by one collective."""
-    found = vector.to(collective_device())
-    if on():
-        torch_distributed.all_reduce(found, torch_distributed.ReduceOp.MAX)
-    return found.to(vector.device)
-
-
 def collective_device() -> torch.device:
     """The device that tensors must be on to be gathered: the GPU for NCCL, else the CPU."""
     if on() and torch_distributed.get_backend() == "nccl":

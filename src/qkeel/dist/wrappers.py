@@ -53,14 +53,14 @@ def mates(model: nn.Module) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def stage_of(model: nn.Module) -> str:
-    """The stage of a pipeline that a model is, where one was made of it; "" where none was."""
+def stage_of(model: nn.Module) -> tuple[int, bool] | None:
+    """The number of the stage of a pipeline that a model is, and whether it is the last; None where none was made."""
     home = sys.modules.get(_PIPELINE)
     if home is None:
-        return ""
+        return None
     base = home.PipelineStage.__mro__[1]  # of a stage that a tracer made too
     stages = [x for x in gc.get_objects() if issubclass(type(x), base)]
-    return next((str(x.stage_index) for x in stages if any(m is model for m in x.submod.modules())), "")
+    return next(((x.stage_index, x.is_last) for x in stages if any(m is model for m in x.submod.modules())), None)
 
 
 def _kinds() -> tuple[type[nn.Module], ...]:

@@ -221,15 +221,17 @@ class _Clip:
         return [weight, *(optimizer.state[weight][name] for name in self._copies.get(id(weight), ()))]
 
     def state(self) -> dict[str, Tensor]:
-        """Maxima that a skipped step left for the next one."""
-        if self.kept is None:
+        """Maxima that a skipped step left for the next one. On several processes all maxima, most of them -inf: what
+        loads a checkpoint that many processes wrote must know the names beforehand."""
+        if self.kept is None and not self.shared.several:
             return {}
-        tops = self.kept.split([site.n_heads for site in self.sites])
+        tops = (self.shared.row({}) if self.kept is None else self.kept).split([site.n_heads for site in self.sites])
         return {site.name: top.clone() for site, top in zip(self.sites, tops)}
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Go on from the maxima of a checkpoint."""
-        self.kept = self.shared.row(values) if values else None
+        row = self.shared.row(values)
+        self.kept = None if bool((row == -torch.inf).all()) else row
 
 
 def _readable(tensor: Tensor) -> bool:

@@ -92,7 +92,7 @@ class SharedMaxima:
             return row
         # No reduction keeps NaN for sure; infinity, which never clips either, is passed on.
         sent = F.pad(row.double().masked_fill(row.isnan(), torch.inf), (self._before, self._behind), value=-torch.inf)
-        found = dist.maximum(sent)
+        found = dist.reduced(sent, "max")
         return found[self._before : len(found) - self._behind].to(row)
 
 
@@ -117,4 +117,4 @@ def _fingerprint(target: Target) -> str:
     for name in dict.fromkeys(s.parameter for s in target.logit_slices()):
         p = target.parameter(name).detach().double()
         parts += [repr(x) for x in torch.stack([p.sum(), p.abs().sum(), p.flatten()[0]]).tolist()]
-    return str(zlib.crc32("".join([*parts, dist.stage_of(target.model)]).encode()))
+    return str(zlib.crc32("".join([*parts, repr(dist.stage_of(target.model))]).encode()))

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.errors import RefusedError
-from qkeel.remedies.base import where
+from qkeel.handle import Handle
+from qkeel.remedies.base import Target, where
 from qkeel.sites.site import AttentionSite
 
 WHAT = "qkeel.apply"
@@ -24,21 +25,40 @@ def check_wrapper(model: nn.Module) -> None:
         )
 
 
-def check_added(remedy: str, model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Raise RefusedError where a remedy has given a model parameters whose gradients nobody averages over processes.
+def check_added(remedy: str, target: Target, before: Mapping[str, Tensor]) -> Handle:
+    """Raise RefusedError where a remedy has given a model parameters whose gradients nobody adds up over processes.
 
-    What wraps a model knows the parameters that it had then.
+    What wraps a model knows the parameters that it had then, and tensor parallelism of heads, which may come later,
+    leaves to each process the gradient that its heads have: the handle ends the look for that at each pass.
     """
-    wrapper = dist.wrapped_by(model) if dist.world() > 1 else ""
-    old = {id(p) for p in before.values()}
-    added = [n for n, p in model.named_parameters() if n not in before and id(p) not in old] if wrapper else []
-    if added:
+    old, model = {id(p) for p in before.values()}, target.model
+    several = dist.world() > 1
+    added = [n for n, p in model.named_parameters() if n not in before and id(p) not in old] if several else []
+    if not added:
+        return Handle(lambda: None)
+    wrapper = dist.wrapped_by(model)
+    if wrapper:
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         raise RefusedError(
             f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has spread over processes already: "
             "their gradients would not be averaged, and the processes would part. Apply it before the model is wrapped "
             "or split, and make the optimizer after that"
         )
+
+    def look(*_: object) -> None:
+        held = [p for site in target.sites for p in site.module.parameters()]
+        if not any(map(dist.is_split, held)):
+            return
+        if dist.head_axes(model, held):
+            raise RefusedError(
+                f"{remedy} has added parameters ({added[0]}) that all heads share, and tensor parallelism has split "
+                "the heads over processes since: each would learn from its own heads only. Use fully_shard or "
+                "DistributedDataParallel, or a remedy without parameters"
+            )
+        hook.remove()
+
+    hook = model.register_forward_pre_hook(look)
+    return Handle(hook.remove)
 
 
 def check_mates(model: nn.Module, sites: Sequence[AttentionSite]) -> None:

@@ -55,5 +55,5 @@ class SplitNorms:
         if not self._heads:
             return row
         self._split, self._counted = self._split.to(row.device), self._counted.to(row)
-        summed = self._sums.add_up((row * self._counted).to(dist.collective_device())).to(row)
+        summed = self._sums.add_up(row * self._counted)
         return torch.where(self._split, summed.sqrt(), row)
