@@ -127,7 +127,9 @@ def passes(setup: str, mine: Callable[[int], Tensor]) -> Step:
 def made(setup: str) -> nn.Module:
     model = llama()
     if setup == "ddp_checkpointing":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of the method's name
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         model.train()
     return model
 

@@ -34,8 +34,8 @@ from qkeel.monitor.record.sample_table import coverage, sample_html, sample_tabl
 from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
 from qkeel.patching.forward_passes import owners, unwrapped
-from qkeel.patching.join_contexts import joined
 from qkeel.patching.optimizer_hooks import StepHooks
+from qkeel.patching.parallel_training import joined
 from qkeel.sites.example import Arguments
 from qkeel.sites.missed import Missed
 from qkeel.sites.site import AttentionSite
@@ -70,7 +70,7 @@ class Monitor(Handle):
         classes: Classes | None,
         probe: Arguments | None,
         planned: PlannedRates | None,
-        found: Sequence[AttentionSite] | None,
+        sites: Sequence[AttentionSite] | None,
         layout: Layout | None,
     ) -> None:
         calls = CallStatistics(PassTokens(query_mask, classes))
@@ -91,9 +91,9 @@ class Monitor(Handle):
             lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
         )
         self._arrivals = Arrivals(self._group, self._journal)
-        sites = WatchedSites(self._tap.model, self._tap.sites, self._group, found)
+        watched_sites = WatchedSites(self._tap.model, self._tap.sites, self._group, sites)
         changes = None if probe is None else LogitChanges(self._tap, probe)
-        numbers = StepNumbers(self._steps, sites, calls.tokens, changes, optimizer, on_fault=self._tap.fault)
+        numbers = StepNumbers(self._steps, watched_sites, calls.tokens, changes, optimizer, on_fault=self._tap.fault)
         self._tap.visitor = numbers
         self._step_end = StepEnd(self._steps, self._tap, numbers, self._group, self._arrivals)
         self._hooks: StepHooks | None = None
@@ -211,7 +211,7 @@ class Monitor(Handle):
 
     @property
     def _waited_for(self) -> bool:
-        """Whether others will wait for this process; a fault here may be what switches the monitor off."""
+        """Returns whether others will wait for this process; a fault here may be what switches the monitor off."""
         try:
             return self._hooks is not None and self._group.waited_for
         except Exception:

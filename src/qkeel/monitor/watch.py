@@ -115,7 +115,7 @@ def watch(
         classes=None if classes is None else Classes.on(model, classes),
         probe=None if probe is None else arguments(probe, "probe batch"),
         planned=planned,
-        found=sites,
+        sites=sites,
         layout=layout,
     )
 

@@ -18,7 +18,7 @@ from torch.nn.modules import module as calls
 from qkeel.handle import Handle
 from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, uncompiled
 from qkeel.patching.module_tables import hooks_before
-from qkeel.patching.pipeline_stages import inferring_shapes
+from qkeel.patching.parallel_training import inferring_shapes
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]

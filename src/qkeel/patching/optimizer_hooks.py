@@ -43,13 +43,13 @@ class StepHooks(Handle):
             for hook in self._hooks:
                 hook.remove()
 
-    def _before(self, act: Act) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, act: Act) -> Callable[..., object]:
+        def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             if not self.active:
                 return None
             at = 1 if len(args) > 1 and callable(args[1]) else None  # args[0] is the optimizer
             closure = kwargs.get("closure") if at is None else args[at]
-            if closure is None:
+            if not callable(closure):
                 act(optimizer)
                 return None
             closure = _followed(closure, lambda: act(optimizer) if self.active else None)
@@ -63,11 +63,11 @@ class StepHooks(Handle):
         return lambda optimizer, *_: act(optimizer) if self.active else None
 
 
-def _followed(closure: Callable[[], Any], act: Callable[[], None]) -> Callable[[], Any]:
+def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callable[[], object]:
     """The closure, followed by `act` the first time."""
     called = False
 
-    def follow() -> Any:
+    def follow() -> object:
         nonlocal called
         out, first = closure(), not called
         called = True

@@ -13,7 +13,7 @@ from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
-from qkeel.patching.sharded_modules import gathered
+from qkeel.patching.parallel_training import gathered
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import probe
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows

@@ -23,7 +23,7 @@ from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.graph_nodes import version_of
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
-from qkeel.patching.sharded_modules import split_as_before
+from qkeel.patching.parallel_training import split_as_before
 from qkeel.sites.calls.head_layout import key_heads
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.missed import Sites

@@ -84,7 +84,7 @@ class GainBounds:
         return (offset + x[at].to(wide(x.dtype))).masked_fill(~here, 0.0)
 
     def _unknown(self, site: AttentionSite) -> bool:
-        """Whether no process knows the bound: a part of its scale, or of a bias, is with another."""
+        """Returns whether no process knows the bound: a part of its scale, or of a bias, is with another."""
         params = site.module.spec_params() if isinstance(site.module, SpecModule) else {}
         biases = [norm.bias for norm in (*site.query_gains, *site.key_gains) if norm.bias is not None]
         learned = [] if isinstance(site.spec.scale, _PLAIN) else [*params.values()]

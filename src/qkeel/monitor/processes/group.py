@@ -12,7 +12,7 @@ from qkeel.errors import InvalidValueError, QkeelError, caution
 from qkeel.monitor.processes.introduction import Introduction
 from qkeel.monitor.processes.members import Member, Members
 from qkeel.monitor.processes.transfer import Flag, Form, Measurement, Stats, Transfer, word
-from qkeel.patching.pipeline_stages import running_stage
+from qkeel.patching.parallel_training import running_stage
 
 PATIENCE = 8.0  # seconds that a process waits for another that may not watch at all
 LONGEST = 60.0  # seconds that it waits, once, for one that watches to end its first measured step

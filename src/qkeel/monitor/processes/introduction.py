@@ -1,4 +1,4 @@
-"""How a process introduces itself to the others that measure with it."""
+"""The introduction of a process to the others that measure with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Introduction:
         return Member(layout=layout, form=form, split=split, about=about)
 
     def _split(self, module: nn.Module, site: AttentionSite | None) -> tuple[bool, bool]:
-        """Whether the query heads of a site, and its key heads, are split over processes."""
+        """Returns whether the query heads of a site, and its key heads, are split over processes."""
         if not head_axes(self._model, module.parameters()):
             return False, False
         if site is None or not site.terms:

@@ -37,7 +37,7 @@ class Member:
 
     @classmethod
     def of(cls, place: str, text: str) -> Self:
-        """What these texts say."""
+        """The member that these texts describe."""
         form, split, about = json.loads(text)
         return cls(
             layout=Layout(**json.loads(place)),
@@ -52,7 +52,7 @@ class Member:
         return self.layout.stage or 0
 
     def heads(self, site: str, name: str = "max_logit") -> int:
-        """How many of a site it has: query heads, key heads of "key_norm"."""
+        """The number of query heads of a site that it has, of "key_norm" of key heads."""
         return next(shape[0] for at, known, shape, _ in self.form if (at, known) == (site, name))
 
     @property
@@ -124,7 +124,7 @@ class Members:
         return {self._names[self.own.stage, site]: self._placed(self._rank, site, s) for site, s in stats.items()}
 
     def merge(self, sent: Mapping[int, Sent]) -> Merged:
-        """What the processes sent as that of one model."""
+        """The merged numbers of one model."""
         stats: Stats = {}
         alike: Numbers = {}
         shares: list[dict[Key, Share]] = []
@@ -201,7 +201,7 @@ class Members:
 
 
 def _outline(m: Member) -> object:
-    """What must be the same for all processes of a stage."""
+    """The part of a member that must be the same for all processes of a stage."""
     if any(heads for heads, _ in m.split.values()):
         return [(site, name, how) for site, name, _, how in m.form]
     return m.form

@@ -1,4 +1,4 @@
-"""What each process knows of a number, and the number that they make together."""
+"""The share that each process has in a number, and the number that all shares make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ How = Literal["mean", "root_mean", "root", "max"]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
-    """What one process knows of a number: its value over some of the data, or over its part of a weight.
+    """The knowledge that one process has of a number: its value over some of the data, or over its part of a weight.
 
     mean: Σ weight · value / Σ weight; root_mean: √(Σ weight · value² / Σ weight); root: √Σ value²; max: the largest.
     A process whose weight is 0 knows nothing of it.

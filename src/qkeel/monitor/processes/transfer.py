@@ -32,7 +32,7 @@ class Measurement:
     numbers: Given
 
     def form(self) -> Form:
-        """What is sent of it, in the order in which it is packed."""
+        """The form of the vector: its parts in the order in which they are packed."""
         return tuple((site, name, tuple(x.shape), how) for site, name, x, how in self._tensors())
 
     def pack(self, device: torch.device) -> Tensor:
@@ -129,7 +129,7 @@ def word(flag: Flag, form: Form) -> Tensor:
 
 
 def merged_alike(sent: Sequence[Sent]) -> Merged:
-    """What processes sent of which each has all heads and layers, and the same weights."""
+    """The numbers of processes of which each has all heads and layers, and the same weights."""
     stats, numbers, _ = sent[0]
     for other, _, _ in sent[1:]:
         stats = {site: merge(s, other[site]) for site, s in stats.items()}
