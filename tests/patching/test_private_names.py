@@ -29,6 +29,9 @@ ROW = torch.ones(1, 2, requires_grad=True)
 
 
 class Joined(Joinable):
+    def __init__(self) -> None:
+        super().__init__()
+
     def join_hook(self, **kwargs: object) -> None:  # type: ignore[override]
         pass
 

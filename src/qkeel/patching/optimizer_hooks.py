@@ -47,15 +47,13 @@ class StepHooks(Handle):
         def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             if not self.active:
                 return None
-            at = 1 if len(args) > 1 and callable(args[1]) else None  # args[0] is the optimizer
-            closure = kwargs.get("closure") if at is None else args[at]
+            given = args[1:2]  # the first is the optimizer
+            closure = given[0] if given else kwargs.get("closure")
             if not callable(closure):
                 act(optimizer)
                 return None
             closure = _followed(closure, lambda: act(optimizer) if self.active else None)
-            if at is None:
-                return args, {**kwargs, "closure": closure}
-            return (*args[:at], closure, *args[at + 1 :]), kwargs
+            return ((args[0], closure, *args[2:]), kwargs) if given else (args, {**kwargs, "closure": closure})
 
         return before
 

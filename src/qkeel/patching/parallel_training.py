@@ -6,10 +6,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def joined(model: nn.Module) -> bool:
@@ -70,6 +73,10 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _sharded_modules(model: nn.Module) -> list[Any]:
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+    found: list[FSDPModule] = []
+    for module in model.modules() if fsdp is not None else ():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            found.append(module)  # type: ignore[arg-type]
+    return found

@@ -33,7 +33,8 @@ class Introduction:
         modules = {name: _with_weights(self._model, name) for name in names}
         layout = self._layout or Layout.of_model(self._model, modules.values(), self.stage)
         if self._layout is not None:
-            split = dict.fromkeys(names, (layout.head_parts > 1,) * 2)
+            by_hand = layout.head_parts > 1
+            split = dict.fromkeys(names, (by_hand, by_hand))
         else:
             split = {name: self._split(module, known.get(name)) for name, module in modules.items()}
         about = {"sites": site_facts(self._sites), "parameters": sum(p.numel() for p in self._model.parameters())}
