@@ -21,7 +21,7 @@ def check_wrapper(model: nn.Module) -> None:
     if any(map(dist.is_flat, dist.wrappers(model))):
         raise RefusedError(
             "this model is wrapped in FullyShardedDataParallel, which flattens its parameters, so the weights of heads "
-            "cannot be told apart. Use torch.distributed.fsdp.fully_shard, or apply the remedy before wrapping"
+            "cannot be known. Use torch.distributed.fsdp.fully_shard, or apply the remedy before wrapping"
         )
 
 
