@@ -30,6 +30,7 @@ test: $(VENV)/.dev  ## everything but slow and GPU tests
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu and not zoo'
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
+	$(PIP) -e '.[ray,dask]'
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
 
 fuzz: $(VENV)/.dev  ## CASES (10000) inputs of each class from SEED (0), then as many for the parsers by coverage (atheris)

@@ -235,10 +235,10 @@ if world > 1:
     model = nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 if rank == 1 and "fault" in sys.argv:
-    from qkeel.monitor.monitor import Monitor
+    from qkeel.monitor.measure.step_numbers import StepNumbers
 
     passes = []
-    real = Monitor._before_pass
+    real = StepNumbers.before
 
     def failing(self, *call):
         passes.append(1)
@@ -246,7 +246,7 @@ if rank == 1 and "fault" in sys.argv:
             raise ZeroDivisionError("injected")
         return real(self, *call)
 
-    Monitor._before_pass = failing
+    StepNumbers.before = failing
 for step in range(4):
     loss(model, batch(step).chunk(world)[rank]).backward()
     optimizer.step()

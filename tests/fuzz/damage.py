@@ -72,11 +72,11 @@ def _edited(raw: bytes, kind: str, rest: list[Any]) -> bytes:
     lines = raw.split(b"\n")
     try:
         whole, line = json.loads(raw), None
-    except ValueError:
+    except (ValueError, RecursionError):  # an earlier harm may have nested it deeply
         line = rest[0][0] % max(1, len(lines) - 1) if rest[0] else 0
         try:
             whole = json.loads(lines[line])
-        except ValueError:
+        except (ValueError, RecursionError):
             return raw
     text = _placed(whole, rest[0], kind == "lose")
     if kind == "value":

@@ -191,7 +191,7 @@ def test_a_small_model_learns_to_find_needles_and_a_norm_without_gain_loses_them
         with torch.no_grad():
             for length in (64, 512):
                 windows = torch.from_numpy(long_texts(run.task.corpus, length, 64))
-                found[run.form, length] = retrieved(model, windows, needles)
+                found[planned.name, length] = retrieved(model, windows, needles)
     assert all(found[form, 64]["needle"] >= 0.85 for form in forms)
     assert found["llama4+rope", 512]["needle_bound"] <= 0.062  # c = √16 among 512 keys
     assert found["llama4+rope", 512]["needle_weight"] < found["baseline", 512]["needle_weight"] / 2

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import importlib
+import itertools
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from qkeel.errors import (
 from qkeel.lab import Execution, Grid, Plan, RunConfig, Shard, make_plan, run_plan, studies, study
 from qkeel.lab.execution import progress
 from qkeel.lab.execution.results_table import rows
-from qkeel.lab.execution.workers import Job, Outcome, execute
+from qkeel.lab.execution.workers import Job, Outcome, work_here
 from qkeel.lab.plan import FULL_GRID, PlannedRun, product
 from qkeel.lab.training import step
 from qkeel.lab.training.run_state import RunState
@@ -256,7 +257,7 @@ def test_a_killed_worker_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch)
     fake = types.ModuleType("joblib")
     fake.Parallel, fake.delayed = Parallel, delayed  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "joblib", fake)
-    outcomes = list(execute([Job({}, name, "") for name in "abcd"], 2))
+    outcomes = list(itertools.chain(*work_here([[Job({}, name, "")] for name in "abcd"], 2)))
     assert [(o.directory, bool(o.error)) for o in outcomes] == [("a", False), ("b", True), ("c", False), ("d", False)]
     assert "worker process died (RuntimeError)" in outcomes[1].error
     assert rounds == [["a", "b"], ["b"], ["c"], ["d"]]
@@ -266,7 +267,7 @@ def test_an_error_of_a_job_becomes_its_outcome(tiny: Make, tmp_path: Path) -> No
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "other").write_text("")
     job = Job(tiny().to_dict(), str(tmp_path / "r"), "")
-    (outcome,) = execute([job], 1)
+    ((outcome,),) = work_here([[job]], 1)
     assert "not empty" in outcome.error
 
 

@@ -23,8 +23,12 @@ COMMANDS = {
         "Train once, recording the logits of every head; the same command goes on after an interruption.",
     ),
     "study precision": (
-        "qkeel.cli.study_precision:study_precision",
+        "qkeel.cli.studies.study_precision:study_precision",
         "The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
+    ),
+    "merge": (
+        "qkeel.cli.studies.merge:merge",
+        "Merge directories of one study, made apart on several machines, into a new one; they stay as they are.",
     ),
     "report": ("qkeel.cli.report:report", "Write one self-contained HTML page about studies, runs or watched models."),
     "watch": (
@@ -57,7 +61,7 @@ COMMANDS = {
 def commands() -> dict[str, tuple[str, str]]:
     """Returns COMMANDS and a command for each study: `qkeel demo`, `qkeel study NAME` for the others."""
     studies = {"demo" if name == "demo" else f"study {name}": (name, line) for name, (_, line) in STUDIES.items()}
-    return COMMANDS | {command: (f"qkeel.cli.study:{name}", line) for command, (name, line) in studies.items()}
+    return COMMANDS | {command: (f"qkeel.cli.studies.study:{name}", line) for command, (name, line) in studies.items()}
 
 
 def make_app(words: Sequence[str]) -> App:

@@ -36,7 +36,7 @@ def words_under(name: str, word: str, patience: float) -> list[str] | None:
 
 
 def publish(name: str, text: str) -> None:
-    """Leaves a text for all processes; whoever leaves one under this name leaves the same."""
+    """Leaves a text for all processes; all texts that are left under one name are the same."""
     process_store().set(f"qkeel/{name}", text)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
     from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, run_plan, study
+    from qkeel.lab.execution.merge_studies import MergedStudy, merge_studies
     from qkeel.lab.execution.workers import Shard
     from qkeel.lab.plan import Grid, LongContexts, Plan
     from qkeel.lab.train_runs import Watcher, run
@@ -16,6 +17,7 @@ __all__ = [
     "Grid",
     "ImagesConfig",
     "LongContexts",
+    "MergedStudy",
     "ModelConfig",
     "OptimConfig",
     "Plan",
@@ -24,6 +26,7 @@ __all__ = [
     "StudyResult",
     "Watcher",
     "make_plan",
+    "merge_studies",
     "run",
     "run_plan",
     "study",
@@ -33,6 +36,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("DataConfig", "ImagesConfig", "ModelConfig", "OptimConfig", "RunConfig"), "config"),
     **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execution.execute"),
+    **dict.fromkeys(("MergedStudy", "merge_studies"), "execution.merge_studies"),
     **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan"),
     **dict.fromkeys(("Watcher", "run"), "train_runs"),
     "Shard": "execution.workers",

@@ -204,11 +204,18 @@ class Monitor(Handle):
         super().remove()
         if active:
             self._journal.close(complete)
-        if self._hooks is None or not self._group.waited_for:
-            self._group.leave(known=False)
-            if self._hooks is not None:
-                self._hooks.remove()  # again, where the first was in the middle of a step
-        self._group.stopped = True  # and what is left of the hooks says so to the others at the next measured step
+        # What is left of the hooks says so to others that wait for this process, at the next measured step.
+        if self._hooks is not None and not self._waited_for:
+            self._hooks.remove()  # again, where the first was in the middle of a step
+        self._group.stopped = True
+
+    @property
+    def _waited_for(self) -> bool:
+        """Whether others will wait for this process; a fault here may be what switches the monitor off."""
+        try:
+            return self._hooks is not None and self._group.waited_for
+        except Exception:
+            return False
 
     def _finish(self) -> None:
         self._tap.remove()
@@ -216,12 +223,14 @@ class Monitor(Handle):
             if not self._group.stopped:
                 self._step_end.evaluated()
                 self._arrivals.settle(wait=True)
+            if self._group.members is None:
+                self._group.leave(known=False)
         except Exception as error:
             caution(f"the last numbers of qkeel's monitor are lost: {_words(error)}")
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._step_end.after(optimizer)
-        if self._group.stopped and not self._group.waited_for:
+        if self._group.stopped and not self._waited_for:
             self.close(complete=False)
 
     def _settle(self) -> None:
@@ -232,7 +241,7 @@ class Monitor(Handle):
 
         def safely(given: T) -> None:
             try:
-                if self.active or self._group.waited_for:
+                if self.active or self._waited_for:
                     act(given)
             except Exception as error:
                 self._fault(error)

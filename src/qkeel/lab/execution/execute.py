@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import final
@@ -12,19 +11,19 @@ from typing import final
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
+from qkeel.lab.execution.executors.executor import executor
 from qkeel.lab.execution.results_table import rows, write_table
-from qkeel.lab.execution.workers import Job, Outcome, Shard, execute
+from qkeel.lab.execution.study_record import in_order, joined_study, read_study, study_of
+from qkeel.lab.execution.workers import Job, Outcome, Shard, units_of
 from qkeel.lab.lengths.longer_texts import check_methods, long_rows, missing
 from qkeel.lab.model.build_model import check, resolve
 from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import How
 from qkeel.lab.studies import find_study
 from qkeel.lab.tasks.text import load_task
-from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, read_json, write_json
-from qkeel.records.file_fields import check_parts
+from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, write_json
 from qkeel.records.files import remove_leftovers
-from qkeel.records.regular_files import refuse_path
-from qkeel.records.rundir import differences, locked
+from qkeel.records.rundir import locked
 
 
 def _ignore(outcome: Outcome) -> None:
@@ -36,8 +35,10 @@ def _ignore(outcome: Outcome) -> None:
 class Execution:
     """The options of a study's execution; nothing here changes a number."""
 
-    workers: int = 1
-    """Processes at once, each with a run or a stack of runs; 1 does them in this one."""
+    workers: int | None = 1
+    """Processes at once, each with a run or a stack of runs; 1 does them in this one, None asks the executor."""
+    executor: str = "local"
+    """Where: local, ray, dask or slurm, with options as "slurm:partition=gpu,time=60"; see lab.execution.executors."""
     stack: How = "off"
     """Runs that differ in rate and seed only train as one model: a number of them, or where models are small."""
     shard: Shard = dataclasses.field(default_factory=Shard)
@@ -129,25 +130,30 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
     part = "" if shard.count == 1 else f".{shard.index}-of-{shard.count}"
     with locked(out / f"lock{part}", f"{out} is in use by another study"):
         with _alone(out):
-            about = _merge(out, plan, execution.command)
+            about = _study(out, plan, execution.command)
             write_json(out / "study.json", about)
         failures: list[Outcome] = []
         try:
-            with closing(execute(_jobs(plan, out, execution), execution.workers, execution.stack)) as outcomes:
-                for outcome in outcomes:
-                    execution.on_outcome(outcome)
-                    if outcome.error:
-                        failures.append(outcome)
+            for outcome in _outcomes(plan, out, execution):
+                execution.on_outcome(outcome)
+                if outcome.error:
+                    failures.append(outcome)
         finally:
             with _alone(out):
-                about = read_study(out)
-                table = rows(out, about["runs"])
-                long_table = long_rows(out, about) if plan.contexts else []
-                if plan.contexts:
-                    write_table(out, long_table, list(EXTRAPOLATION_COLUMNS))
-                else:
-                    write_table(out, table)
+                table, long_table = write_tables(out)
     return StudyResult(path=out, table=table, long_table=long_table, failures=failures)
+
+
+def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
+    """Writes the table.csv of a study's directory; returns the rows of its runs and those of its long contexts."""
+    about = read_study(out)
+    table = rows(out, about["runs"])
+    long_table = long_rows(out, about) if "contexts" in about else []
+    if "contexts" in about:
+        write_table(out, long_table, list(EXTRAPOLATION_COLUMNS))
+    else:
+        write_table(out, table)
+    return table, long_table
 
 
 @contextmanager
@@ -174,6 +180,21 @@ def pending(plan: Plan, out: Path, shard: Shard) -> list[PlannedRun]:
     return sorted(left, key=lambda run: -run.config.steps)
 
 
+def _outcomes(plan: Plan, out: Path, execution: Execution) -> Generator[Outcome, None, None]:
+    """Does what is left of the plan, yielding each outcome as it comes; closed, it stops what goes on."""
+    place = executor(execution.executor)
+    if not (jobs := _jobs(plan, out, execution)):
+        return
+    # Other machines start in other folders: they get whole paths, and the user the paths that were typed.
+    typed = {str(Path(job.directory).absolute()): job.directory for job in jobs}
+    jobs = [dataclasses.replace(job, directory=whole) for whole, job in zip(typed, jobs)]
+    workers = place.capacity() if execution.workers is None else execution.workers
+    with closing(place.outcomes(units_of(jobs, workers, execution.stack), workers, out.absolute())) as found:
+        for outcomes in found:
+            for outcome in outcomes:
+                yield dataclasses.replace(outcome, directory=typed[outcome.directory])
+
+
 def _jobs(plan: Plan, out: Path, execution: Execution) -> list[Job]:
     return [
         Job(
@@ -186,99 +207,14 @@ def _jobs(plan: Plan, out: Path, execution: Execution) -> list[Job]:
     ]
 
 
-def _merge(out: Path, plan: Plan, command: str) -> Json:
+def _study(out: Path, plan: Plan, command: str) -> Json:
     """The study.json of the plan and of what is in the directory already."""
-    entries = [run.entry() for run in plan.runs]
-    grid = plan.grid
-    axes = {name: list(values) for name, values in dataclasses.asdict(grid).items()}
-    bases, commands = plan.bases(), [command]
-    contexts = {} if plan.contexts is None else {"contexts": json.loads(json.dumps(dataclasses.asdict(plan.contexts)))}
+    new = study_of(plan, command)
     if (out / "study.json").exists():
-        old = read_study(out)
-        _same_study(out, old, plan)
-        known = {entry["run_id"] for entry in old["runs"]}
-        new = [entry for entry in entries if entry["run_id"] not in known]
-        commands = [*old["command"].splitlines(), *([command] if new else [])]
-        entries = [*old["runs"], *new]
-        axes = {name: list(dict.fromkeys([*(old.get(name) or ()), *values])) for name, values in axes.items()}
-        axes = {name: sorted(values) if name in ("lrs", "seeds") else values for name, values in axes.items()}
-        bases = {**old["base"], **bases}
-        contexts = {name: _joined(old.get(name), now) for name, now in contexts.items()}
-    elif out.exists() and any(not p.name.startswith("lock") for p in out.iterdir()):
+        return joined_study(out, read_study(out), new)
+    if out.exists() and any(not p.name.startswith("lock") for p in out.iterdir()):
         raise RunDirectoryError(
             f"{out} is not empty and holds no study.json, so it is no study's directory. "
             "Choose another directory; nothing was changed."
         )
-    return {
-        "study": plan.name,
-        "command": "\n".join(dict.fromkeys(filter(None, commands))),
-        **axes,
-        **contexts,
-        "runs": _in_order(entries, axes["remedies"], list(bases)),
-        "base": bases,
-    }
-
-
-def read_study(out: Path) -> Json:
-    """The study.json of a directory, every field there and of its type; see records.file_fields.
-
-    Raises: RunDirectoryError for a file that is damaged, or names directories that are not the study's.
-    """
-    file = out / "study.json"
-    about = check_parts(read_json(file), "study.json", str(file))
-    lost = [name for name in ("study", "base", "remedies", "lrs", "seeds", "command") if about.get(name) is None]
-    if lost:
-        raise RunDirectoryError(
-            f"{file} lacks {', '.join(lost)}; it was not written by qkeel or was damaged later. "
-            "Restore it, or choose another directory; nothing was changed."
-        )
-    for entry in about["runs"]:
-        refuse_path(entry["run_id"], str(file))
-        if entry.get("role") not in about["base"]:
-            raise RunDirectoryError(
-                f"{file} has no base of the role {entry.get('role')!r} of {entry['run_id']}; it was damaged. "
-                "Restore it, or choose another directory; nothing was changed."
-            )
-    return about
-
-
-def _joined(old: Json | None, new: Json) -> Json:
-    """Methods and lengths of both; how many sequences they are measured on stays as it was."""
-    if old is None:
-        return dict(new)
-    for name, what in (
-        ("sequences", "measures on {} held-out sequences"),
-        ("continue_steps", "trains on for {} steps"),
-    ):
-        if old[name] != new[name]:
-            raise RunDirectoryError(
-                f"this study {what.format(old[name])}, not {new[name]}; choose another directory; nothing was changed."
-            )
-    return {
-        **new,
-        "posthoc": list(dict.fromkeys([*old["posthoc"], *new["posthoc"]])),
-        "test_lengths": sorted({*old["test_lengths"], *new["test_lengths"]}),
-    }
-
-
-def _same_study(out: Path, old: Json, plan: Plan) -> None:
-    name, bases = old["study"], old["base"]
-    changed = [] if name == plan.name else [f"study: {name}, not {plan.name}"]
-    for role, base in plan.bases().items():
-        # As JSON reads it back: a float that is whole stays a float, a tuple becomes a list.
-        changed += differences(bases.get(role, base), json.loads(json.dumps(base)))
-    if changed:
-        raise RunDirectoryError(
-            f"{out} holds a study of another configuration (different: {', '.join(dict.fromkeys(changed))}). A study "
-            "takes more remedies, rates or seeds, nothing else. Choose another directory; nothing was changed."
-        )
-
-
-def _in_order(entries: Sequence[Json], remedies: Sequence[str], roles: Sequence[str]) -> list[Json]:
-    place = {remedy: i for i, remedy in enumerate(remedies)}
-
-    def key(entry: Json) -> tuple[int, int, float, int]:
-        remedy = place.get(entry["remedy"], len(place))
-        return roles.index(entry["role"]), remedy, entry["lr"], entry["seed"]
-
-    return sorted(entries, key=key)
+    return {**new, "runs": in_order(new["runs"], new["remedies"], list(new["base"]))}

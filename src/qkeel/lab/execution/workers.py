@@ -71,40 +71,41 @@ class Shard:
         return cls(index=int(index), count=int(count))
 
 
-def execute(jobs: Sequence[Job], workers: int, stack: How = "off") -> Generator[Outcome, None, None]:
-    """Does the jobs, yielding each as it ends. Closing the iterator stops the workers.
-
-    `stack` says which of them train as one, see `plan_stacks`; it changes no number.
-
-    With one worker everything happens in this process and joblib is not needed. With more, joblib's backend
-    decides where: processes of this machine unless `joblib.parallel_config` names another host. When a worker is
-    killed, for want of memory for instance, the jobs that are left are done one by one.
+def units_of(jobs: Sequence[Job], workers: int, stack: How) -> list[list[Job]]:
+    """The jobs in units, those of one unit trained as one; the longest first, so that no worker ends long after the
+    others. `stack` says which train as one, see `plan_stacks`; it changes no number.
     """
     if workers < 1:
         raise InvalidValueError(f"expected at least 1 worker, got {workers}")
     # What is done with the weights afterwards is done run by run.
     units = [[job] for job in jobs if job.contexts is not None]
     units += plan_stacks([(RunConfig.from_dict(j.config), j) for j in jobs if j.contexts is None], stack, workers)
-    # The longest first, so that no worker ends long after the others.
-    units.sort(key=lambda unit: -sum(RunConfig.from_dict(job.config).steps for job in unit))
+    return sorted(units, key=lambda unit: -sum(RunConfig.from_dict(job.config).steps for job in unit))
+
+
+def work_here(units: Sequence[Sequence[Job]], workers: int) -> Generator[list[Outcome], None, None]:
+    """Does the units on this machine, yielding the outcomes of each as it ends. Closing the iterator stops the workers.
+
+    With one worker everything happens in this process and joblib is not needed. When a worker is killed, for want of
+    memory for instance, the jobs that are left are done one by one.
+    """
     if workers == 1 or len(units) <= 1:
         for unit in units:
-            yield from work(unit)
+            yield work(unit)
         return
-    left = {job.directory: job for job in jobs}
+    left = {job.directory: job for unit in units for job in unit}
     try:
         for outcomes in _pool(units, workers):
             for outcome in outcomes:
                 del left[outcome.directory]
-                yield outcome
+            yield outcomes
     except _WorkerDied:
         # Whichever it was, each job that is left gets a worker of its own.
         for job in left.values():
             try:
-                for outcomes in _pool([[job]], 2):
-                    yield from outcomes
+                yield from _pool([[job]], 2)
             except _WorkerDied as error:
-                yield Outcome(job.directory, str(error))
+                yield [Outcome(job.directory, str(error))]
 
 
 class _WorkerDied(Exception):

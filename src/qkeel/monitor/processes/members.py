@@ -16,7 +16,7 @@ from qkeel.monitor.processes.transfer import Form, Merged, Sent, Stats, shared
 
 UNLIKE = (
     "the processes of this run do not see the same attention, so nothing can be merged. Stages of a pipeline that are "
-    "not torch's, and other splits that do not show in the weights, are told to the monitor: qkeel.watch(..., "
+    "not torch's, and other splits that do not show in the weights, must be given: qkeel.watch(..., "
     "layout=Layout.of_mesh(mesh, layers=...)), Layout from qkeel.monitor"
 )
 

@@ -23,7 +23,10 @@ class HowFlags:
     """The options of a study's execution; nothing here changes a number."""
 
     jobs: Annotated[int | None, Parameter(show_default=False)] = None
-    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4]."""
+    """Processes at once, each with a run or a stack of runs [default: the number of cores, at most 4; of a cluster all
+    it has]."""
+    executor: Annotated[str, Parameter(show_default=False)] = "local"
+    """Where the runs are done: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
     """Train runs that differ in rate and seed only as one model: auto, for small models, off, or how many."""
     shard: Annotated[str | None, Parameter(show_default=False)] = None
@@ -58,7 +61,7 @@ def study_command(name: str) -> Callable[..., int]:
         asked = next((other for switch, other in study.instead.items() if given.get(switch)), study)
         config, table = configure(flags, recipe, asked.base or starting(flags))
         _check_table(table, study)
-        from qkeel.cli.run_study import run_study
+        from qkeel.cli.studies.run_study import run_study
 
         return run_study(name, *study.request(config, asked.grid, {**table, **given}), out=out, how=how)
 

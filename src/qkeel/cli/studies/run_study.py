@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,20 +9,15 @@ from rich.console import Console
 
 from qkeel.cli.console import StudyView, extrapolated, make_console, print_line, ranking, spent
 from qkeel.cli.exits import COLLAPSED, FAILED, OK, command_line
-from qkeel.cli.study import HowFlags
+from qkeel.cli.studies.study import HowFlags
 from qkeel.lab.config import RunConfig
 from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, pending, run_directory, run_plan
+from qkeel.lab.execution.executors.executor import executor
 from qkeel.lab.execution.progress import estimate_seconds
 from qkeel.lab.execution.workers import Shard
 from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import check_how
 from qkeel.report import write
-
-
-def default_jobs() -> int:
-    """Returns how many runs go at once: as many as this process has cores, at most 4, for each takes about 0.4 GB."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(cores, 4)
 
 
 def run_study(
@@ -42,17 +35,25 @@ def run_study(
     """
     console = make_console()
     shard = Shard.parse(how.shard) if how.shard else Shard()
-    jobs = default_jobs() if how.jobs is None else how.jobs
+    place = executor(how.executor)
     stack = check_how(how.stack)
     plan = make_plan(name, base, grid, contexts)
     left = pending(plan, out, shard)
     print_line(console, f"study {out}")
+    jobs = how.jobs if how.jobs is not None else place.capacity() if left else 1
     part = f", shard {shard.index}/{shard.count}" if shard.count > 1 else ""
     console.print(f"{len(plan.runs)} runs{part}, {len(left)} to do, {jobs} at once", highlight=False)
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
     view = StudyView(console, left, out)
-    execution = Execution(workers=jobs, stack=stack, shard=shard, command=command_line(), on_outcome=view.on_outcome)
+    execution = Execution(
+        workers=jobs,
+        stack=stack,
+        executor=how.executor,
+        shard=shard,
+        command=command_line(),
+        on_outcome=view.on_outcome,
+    )
     with view.following():
         result = run_plan(plan, out, execution)
     write(out, out / "report.html")

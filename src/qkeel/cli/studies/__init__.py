@@ -1,0 +1,1 @@
+"""The commands of studies: run one, and merge parts of one."""

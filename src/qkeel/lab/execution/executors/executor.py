@@ -1,0 +1,111 @@
+"""The interface of executors, and the literal table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError
+from qkeel.lab.execution.workers import Job, Outcome, work
+from qkeel.records import RunDirectory, RunStatus
+from qkeel.registry import build, lookup, parse
+
+Unit: TypeAlias = Sequence[Job]
+
+# Name -> module of lab.execution.executors and class. A module is imported when it is asked for.
+EXECUTORS: dict[str, tuple[str, str]] = {
+    "local": ("local", "Local"),
+    "ray": ("ray", "Ray"),
+    "dask": ("dask", "Dask"),
+    "slurm": ("slurm", "Slurm"),
+}
+NETWORK_WAIT = 10.0  # seconds that a file written on another machine may take to be seen on this one
+_ONE_AT_A_TIME = threading.Lock()
+
+
+class Executor(Protocol):
+    """A place where runs are done; a dataclass of its options."""
+
+    def capacity(self) -> int:
+        """The number of runs, or stacks of runs, that go at once unless the user says."""
+        ...
+
+    def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
+        """Does the units, at most `workers` at once, and yields the outcomes of each as it ends; closing it stops all.
+
+        folder: where an executor may leave files of its own, in a file system that all machines see.
+        """
+        ...
+
+
+def executor(text: str) -> Executor:
+    """The executor of a spec string, "local", "ray:address=auto", "slurm:partition=gpu,time=60".
+
+    >>> executor("slurm:partition=gpu")
+    Slurm(partition='gpu', ...)
+
+    Raises: UnknownNameError, InvalidTypeError or InvalidValueError that names the nearest name or option.
+    """
+    terms = parse(text)
+    if len(terms) != 1:
+        raise InvalidValueError(f"expected one executor, got {text!r}; runs of one study are done in one place")
+    module, name = lookup("executor", EXECUTORS, terms[0].name)
+    found = vars(importlib.import_module(f"qkeel.lab.execution.executors.{module}"))[name]
+    made = build(f"the executor {terms[0].name}", found, terms[0].options)
+    for field in dataclasses.fields(made):
+        value = getattr(made, field.name)
+        if field.type == "str":
+            object.__setattr__(made, field.name, str(value))  # a partition may be called 3
+        elif isinstance(value, bool) or not isinstance(value, int if field.type == "int" else int | float):
+            kind = "a whole number" if field.type == "int" else "a number"
+            raise InvalidTypeError(f"expected {field.name} of {terms[0].name} as {kind}, got {value!r}")
+        elif value < 0 or (value == 0 and field.name != "gpus"):
+            raise InvalidValueError(f"expected {field.name} of {terms[0].name} above 0, got {value!r}")
+    return made
+
+
+def need(package: str, extra: str) -> QkeelError:
+    """The error where an executor's package is not installed."""
+    return QkeelError(f"the executor {extra} needs {package}: pip install 'qkeel[{extra}]'")
+
+
+def work_elsewhere(unit: Unit) -> list[Outcome]:
+    """`work` in a process that others may share, as Dask's do: one unit at a time, since torch's threads are one
+    setting of the whole process."""
+    with _ONE_AT_A_TIME:
+        return work(unit)
+
+
+def died(unit: Unit, error: BaseException) -> list[Outcome]:
+    """The outcomes of a unit whose process ended without a result."""
+    said = " ".join(str(error).split())[-300:]
+    reason = f"its process on the cluster died ({type(error).__name__}: {said}); run the same command again to go on"
+    return [Outcome(job.directory, reason) for job in unit]
+
+
+def seen_here(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes, those of runs as errors that are done elsewhere and not here: the machines share no folder."""
+    deadline = time.monotonic() + NETWORK_WAIT
+    return [outcome if outcome.error or _done(outcome, deadline) else _lost(outcome) for outcome in outcomes]
+
+
+def _done(outcome: Outcome, deadline: float) -> bool:
+    run = RunDirectory(Path(outcome.directory))
+    while run.status is not RunStatus.DONE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _lost(outcome: Outcome) -> Outcome:
+    return Outcome(
+        outcome.directory,
+        "done on the cluster, but its files are not here: --out must be a folder that this machine and the cluster "
+        "share. Choose one, or run shards on each machine and use qkeel merge",
+    )

@@ -1,0 +1,61 @@
+"""Tasks of a Ray cluster, or of one that is started on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from qkeel.lab.execution.executors.executor import Unit, died, need, seen_here, work_elsewhere
+from qkeel.lab.execution.workers import Outcome
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ray:
+    """Tasks of a Ray cluster. A task whose machine is lost is begun once more, and goes on from its checkpoint.
+
+    address: of the cluster, "auto" for that of this machine; empty: RAY_ADDRESS, or Ray starts one here.
+    cpus, gpus: what a task reserves.
+    """
+
+    address: str = ""
+    cpus: float = 1
+    gpus: float = 0
+
+    def capacity(self) -> int:
+        """As many as the cluster has CPUs (GPUs, where tasks reserve some) for."""
+        has = self._connected().cluster_resources()
+        wanted = {"CPU": self.cpus, "GPU": self.gpus}
+        return max(1, min(int(has.get(name, 0) / amount) for name, amount in wanted.items() if amount))
+
+    def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
+        """Does the units; see `Executor`."""
+        ray = self._connected()
+        task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=1)(work_elsewhere)
+        waiting, running = list(units), {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    unit = waiting.pop(0)
+                    running[task.remote(unit)] = unit
+                for done in ray.wait(list(running))[0]:
+                    unit = running.pop(done)
+                    try:
+                        outcomes = ray.get(done)
+                    except Exception as error:  # `work` raises none, so it is Ray's
+                        outcomes = died(unit, error)
+                    yield seen_here(outcomes)
+        finally:
+            for left in running:
+                ray.cancel(left, force=True)
+
+    def _connected(self) -> Any:
+        try:
+            import ray  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise need("Ray", "ray") from error
+        if not ray.is_initialized():
+            ray.init(address=self.address or None, log_to_driver=False, include_dashboard=False)
+        return ray

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, UnknownNameError
+from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
+from qkeel.lab.execution.executors import executor as table
+from qkeel.lab.execution.executors.executor import EXECUTORS, Unit, executor, seen_here, work_elsewhere
+from qkeel.lab.execution.workers import Job, Outcome
+from qkeel.records import RunDirectory
+
+Make = Callable[..., RunConfig]
+GRID = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=[0, 1])
+
+
+def results(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """The lines of every run of a study but for what depends on the machine."""
+    found = {}
+    for run in sorted((out / "runs").iterdir()):
+        lines = RunDirectory(run).metrics()
+        found[run.name] = [
+            {k: repr(v) for k, v in line.items() if k not in ("cpu_seconds", "tokens_per_second", "mfu")}
+            for line in lines
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def known(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The results of the study by processes of this machine."""
+    out = tmp_path_factory.mktemp("local")
+    assert not run_plan(make_plan("lr", tiny(), GRID), out, Execution()).failures
+    return results(out)
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_an_executor_is_a_line_of_the_table(name: str) -> None:
+    assert type(executor(name)).__name__.lower() == name
+
+
+def test_names_and_options_that_do_not_exist_name_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="slurm"):
+        executor("slrum")
+    with pytest.raises(UnknownNameError, match="partition"):
+        executor("slurm:partitions=gpu")
+    assert executor("slurm:partition=3") == dataclasses.replace(executor("slurm"), partition="3")  # type: ignore[type-var]
+    with pytest.raises(InvalidValueError, match="one executor"):
+        executor("ray+dask")
+    for text in ("slurm:time=soon", "slurm:time=0", "slurm:gpus=1.5", "ray:cpus=-1", "ray:gpus=true"):
+        with pytest.raises((InvalidTypeError, InvalidValueError), match="expected"):
+            executor(text)
+
+
+def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, package in (("ray", "ray"), ("dask", "distributed"), ("slurm", "submitit")):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        with pytest.raises(QkeelError, match=rf"pip install 'qkeel\[{name}\]'"):
+            list(executor(name).outcomes([[Job({}, "a", "")]], 1, tmp_path))
+
+
+def test_results_that_are_not_seen_here_are_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(table, "NETWORK_WAIT", 0.3)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "DONE").touch()
+    here, elsewhere, failed = seen_here(
+        [Outcome(str(tmp_path / "a")), Outcome(str(tmp_path / "b")), Outcome(str(tmp_path / "c"), "why")]
+    )
+    assert here.error == ""
+    assert "share" in elsewhere.error
+    assert failed.error == "why"
+
+
+def test_paths_are_whole_on_the_cluster_and_as_typed_here(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Elsewhere:
+        def capacity(self) -> int:
+            return 2
+
+        def outcomes(self, units: Sequence[Unit], workers: int, folder: Path) -> Generator[list[Outcome], None, None]:
+            assert workers == 2
+            os.chdir("/")
+            for unit in units:
+                given.extend(job.directory for job in unit)
+                yield work_elsewhere(unit)
+            os.chdir(tmp_path)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qkeel.lab.execution.execute.executor", lambda text: Elsewhere())
+    seen: list[Outcome] = []
+    run_plan(make_plan("lr", tiny(), GRID), "study", Execution(executor="x", workers=None, on_outcome=seen.append))
+    assert all(path.startswith(str(tmp_path / "study" / "runs")) for path in given)
+    assert {outcome.directory for outcome in seen} == {f"study/runs/{Path(path).name}" for path in given}
+
+
+# --- Slurm: what is submitted, by an sbatch that keeps it
+
+SBATCH = """#!/bin/sh
+cp "$1" {kept}/script.sh
+echo "Submitted batch job 77"
+"""
+
+
+def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {
+        "sbatch": SBATCH.format(kept=tmp_path),
+        "sacct": "#!/bin/sh\necho 'JobID|State'\necho '77_0|FAILED'\necho '77_1|FAILED'\n",
+        "scancel": f"#!/bin/sh\necho $@ >> {tmp_path}/cancelled\n",
+        "srun": "#!/bin/sh\n",
+    }.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setattr("qkeel.lab.execution.executors.slurm._EACH", 0.05)
+    place = executor("slurm:partition=gpu,account=us,time=90,memory=8,cpus=3,gpus=1")
+    jobs = [Job(tiny(seed=seed).to_dict(), str(tmp_path / f"run-{seed}"), "") for seed in (0, 1)]
+    outcomes = [o for found in place.outcomes([[job] for job in jobs], 2, tmp_path) for o in found]
+    script = (tmp_path / "script.sh").read_text()
+    for line in (
+        "--array=0-1%2",
+        "--partition=gpu",
+        "--account=us",
+        "--time=90",
+        "--mem=8GB",
+        "--cpus-per-task=3",
+        "--gpus-per-node=1",
+        "--job-name=qkeel",
+    ):
+        assert f"#SBATCH {line}\n" in script, script
+    assert "qos" not in script
+    assert [o.directory for o in outcomes] == [job.directory for job in jobs]
+    assert all("run the same command again" in o.error for o in outcomes)
+
+
+# --- real clusters on this machine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["ray", "dask", "slurm:cluster=local"])
+def test_a_cluster_gives_the_bits_of_this_process(
+    place: str, tiny: Make, tmp_path: Path, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkeel.lab.execution.executors.slurm._EACH", 0.2)
+    found = run_plan(make_plan("lr", tiny(), GRID), tmp_path / "s", Execution(executor=place, workers=2, stack="off"))
+    assert not found.failures
+    assert results(tmp_path / "s") == known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["ray", "dask"])
+def test_a_killed_worker_of_a_cluster_is_an_outcome_or_begun_again(
+    place: str, tiny: Make, tmp_path: Path, known: dict[str, Any]
+) -> None:
+    """A run that is killed at each try: the rest is done, and the same command does what is left."""
+
+    def die(unit: Unit) -> list[Outcome]:
+        if unit[0].config["seed"] == 1 and unit[0].config["remedy"] == "none":
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return work_elsewhere(unit)
+
+    module = __import__(f"qkeel.lab.execution.executors.{place}", fromlist=["x"])
+    plan, one = make_plan("lr", tiny(), GRID), Execution(executor=place, workers=1, stack="off")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "work_elsewhere", die)
+        found = run_plan(plan, tmp_path / "s", one)
+    assert len(found.failures) == 1
+    assert "run the same command again" in found.failures[0].error
+    again = run_plan(plan, tmp_path / "s", one)
+    assert not again.failures
+    assert results(tmp_path / "s") == known
