@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
@@ -220,7 +220,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
         before = dict(bare.model.named_parameters())
         inner = remedy.apply(target)
         try:
-            inner = compose([inner, check_added(remedy.name, target, before)])
+            inner = check_added(remedy.name, target, before, inner)
             if not remedy.on_steps and known is None:
                 sites = _sites(remedy, bare)
             _check_others(remedy, sites)
