@@ -338,7 +338,7 @@ def refused_before_anything() -> None:
     for setup, words in {"ddp": "DistributedDataParallel has spread", "fsdp2": "fully_shard has spread"}.items():
         model, optimizer = own(setup)
         with pytest.raises(RefusedError, match=f"adds parameters .*{words}"):
-            qkeel.apply("qk_norm", model.module if setup == "ddp" else model, optimizer)
+            qkeel.apply("qk_norm", model.get_submodule("module") if setup == "ddp" else model, optimizer)
 
 
 def a_swapped_weight_stops_all() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 from torch import distributed as torch_distributed
+from torch.distributed import ProcessGroup
 
 from qkeel.dist.reductions import reduced
 from qkeel.dist.sharding import is_split
@@ -32,7 +33,7 @@ class Shard:
 
     spans: tuple[Span, ...]
     in_pass: tuple[Span, ...]
-    groups: tuple[Any, ...]
+    groups: tuple[ProcessGroup, ...]
     over: tuple[bool, ...]
 
 
@@ -98,8 +99,8 @@ class PartialSums:
             self._groups = [torch_distributed.group.WORLD] if self._groups else []
 
     @staticmethod
-    def _counts(s: Shard | None, group: Any) -> bool:
-        """Whether this process's numbers count among those of a group: a part does, of replicas the first."""
+    def _counts(s: Shard | None, group: ProcessGroup) -> bool:
+        """Returns whether this process's numbers count in a group: those of a part do, of replicas those of the first."""
         split = s is not None and any(own is group for own, over in zip(s.groups, s.over) if over)
         return split or torch_distributed.get_rank(group) == 0
 

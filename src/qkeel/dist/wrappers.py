@@ -1,4 +1,4 @@
-"""What makes one model of the models of several processes: wrappers around modules, and meshes of their parameters."""
+"""Signs that the modules of several processes are one model: wrappers around them, and meshes of their parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_flat(wrapper: nn.Module) -> bool:
 
 
 def wrapped_by(model: nn.Module) -> str:
-    """What has made a model one of several processes, in words; "" where nothing has, as far as can be seen."""
+    """Names what has spread a model over several processes; "" where nothing has, as far as can be seen."""
     around = wrappers(model)
     if around:
         return type(around[0]).__name__

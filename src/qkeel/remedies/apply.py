@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
-from qkeel.handle import Handle, compose
+from qkeel.handle import Handle
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
@@ -147,7 +147,7 @@ def apply(
     optimizer: Optimizer | None = None,
     *,
     example: object = None,
-    sites: Sites | None = None,
+    sites: Sequence[AttentionSite] | None = None,
     train_length: int | None = None,
     partial: bool = False,
     **options: float | int | bool | str,
@@ -196,13 +196,13 @@ def apply(
         parts = [name if x is not None else f"no {name}" for name, x in given.items()]
         return f"{list(request[0])}, {', '.join(parts)}, train_length={train_length}, partial={partial}"
 
-    found, bare = dist.together(WHAT, asked, said, lambda _: None)
+    found, bare = dist.done_by_all(WHAT, asked, said, lambda _: None)
 
     def applied() -> Handle:
         known = None if sites is None else bound(sites, bare.model)
         return compose_all(_apply_all(found, bare, known, partial=partial))
 
-    handle = dist.together(WHAT, applied, lambda _: "applied", Handle.remove)
+    handle = dist.done_by_all(WHAT, applied, lambda _: "applied", Handle.remove)
     return on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)
 
 
@@ -220,7 +220,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
         before = dict(bare.model.named_parameters())
         inner = remedy.apply(target)
         try:
-            inner = compose([inner, check_added(remedy.name, target, before)])
+            inner = check_added(remedy.name, target, before, inner)
             if not remedy.on_steps and known is None:
                 sites = _sites(remedy, bare)
             _check_others(remedy, sites)

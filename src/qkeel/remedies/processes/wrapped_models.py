@@ -21,21 +21,22 @@ def check_wrapper(model: nn.Module) -> None:
     if any(map(dist.is_flat, dist.wrappers(model))):
         raise RefusedError(
             "this model is wrapped in FullyShardedDataParallel, which flattens its parameters, so the weights of heads "
-            "cannot be told apart. Use torch.distributed.fsdp.fully_shard, or apply the remedy before wrapping"
+            "cannot be known. Use torch.distributed.fsdp.fully_shard, or apply the remedy before wrapping"
         )
 
 
-def check_added(remedy: str, target: Target, before: Mapping[str, Tensor]) -> Handle:
+def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handle: Handle) -> Handle:
     """Raise RefusedError where a remedy has given a model parameters whose gradients nobody adds up over processes.
 
     What wraps a model knows the parameters that it had then, and tensor parallelism of heads, which may come later,
-    leaves to each process the gradient that its heads have: the handle ends the look for that at each pass.
+    leaves to each process the gradient that its heads have: each pass looks for that until the remedy's handle, which
+    is returned, is removed.
     """
     old, model = {id(p) for p in before.values()}, target.model
     several = dist.world() > 1
     added = [n for n, p in model.named_parameters() if n not in before and id(p) not in old] if several else []
     if not added:
-        return Handle(lambda: None)
+        return handle
     wrapper = dist.wrapped_by(model)
     if wrapper:
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
@@ -58,7 +59,12 @@ def check_added(remedy: str, target: Target, before: Mapping[str, Tensor]) -> Ha
         hook.remove()
 
     hook = model.register_forward_pre_hook(look)
-    return Handle(hook.remove)
+
+    def undo() -> None:
+        hook.remove()
+        handle.remove()
+
+    return Handle(undo, state=handle.state, load=handle.load)
 
 
 def check_mates(model: nn.Module, sites: Sequence[AttentionSite]) -> None:

@@ -1,4 +1,4 @@
-"""What every process of a run does or none: they meet in the store, where a silent process blocks nobody for long."""
+"""Actions of all processes of a run or of none, agreed in the store, where a silent process blocks nobody for long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ApartError(RefusedError):
     """Something that every process of a run does or none, and that not all of them did. All of them raise an error."""
 
 
-def together(what: str, act: Callable[[], T], word: Callable[[T], str], undo: Callable[[T], None]) -> T:
+def done_by_all(what: str, act: Callable[[], T], word: Callable[[T], str], undo: Callable[[T], None]) -> T:
     """Returns what `act()` returns, if it succeeds on every process of the run and means the same on each.
 
     Where this is called again inside `act`, and fails there, the outer call says no more: every process knows.
