@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn import functional
 
 from qkeel.patching.private_names import PRIVATE_NAMES, PrivateName
@@ -25,12 +27,25 @@ def test_the_installed_torch_has_every_private_name(row: PrivateName) -> None:
 
 ROW = torch.ones(1, 2, requires_grad=True)
 
+
+class Joined(Joinable):
+    def __init__(self) -> None:
+        super().__init__()
+
+    def join_hook(self, **kwargs: object) -> None:  # type: ignore[override]
+        pass
+
+    join_device = join_process_group = None  # type: ignore[assignment]
+
+
 # What has the private name where its home alone does not show it.
 EXAMPLES = {
     "a graph node of torch.nn.functional.layer_norm": lambda: functional.layer_norm(ROW, (2,), ROW[0]).grad_fn,
     "a graph node of a product": lambda: (ROW * ROW).grad_fn,
     "a graph node of a slice": lambda: ROW[:, 1:].grad_fn,
     "a graph node": lambda: (ROW * ROW).grad_fn,
+    "a Joinable": lambda: Joined(),
+    "the state of a sharded module": FSDPState,
     "torch._dynamo.OptimizedModule": lambda: torch._dynamo.OptimizedModule(nn.Linear(1, 1), torch._dynamo.optimize()),
     "torch.compiler.assume_constant_result": lambda: torch.compiler.assume_constant_result(lambda: 0),
 }

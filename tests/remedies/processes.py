@@ -1,50 +1,436 @@
-"""What two processes do that clip together: python -m tests.remedies.processes RANK STORE."""
+"""What several processes do that apply remedies: python -m tests.remedies.processes RANK WORLD FOLDER CASE…
+
+A case is the name of a setup, whose remedies are compared with one process on the global batch, or of a function here.
+"""
 
 from __future__ import annotations
 
+import os
+import random
 import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.remedies.families import FAMILIES, batch, run
+from tests.processes import wrapped
+from tests.processes.pipelines import pipelined
+from tests.processes.setups import SETUPS
+from tests.processes.watching import Collectives
 from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import functional as F
 
 import qkeel
-from qkeel.errors import RefusedError
+from qkeel import dist
+from qkeel.errors import QkeelError, RefusedError
+from qkeel.handle import Handle
+from qkeel.nn import Decoder, DecoderConfig
+from qkeel.remedies.lalr import LALR
+from qkeel.remedies.steps.head_weights import HeadWeights
 
-REMEDY = "lalr:tau=0.3+qk_clip:threshold=0.5"
+STEPS = 10
+# How each remedy of a setup's table is applied: thresholds low enough that about half of the heads pass them.
+CALLS = {
+    "none": "none",
+    "lalr": "lalr:tau=0.3",
+    "qk_lr": "qk_lr:factor=0.3",
+    "qk_weight_decay": "qk_weight_decay:decay=1",
+    "qk_clip": "qk_clip:threshold=0.02",
+    "qk_clip by group": "qk_clip:threshold=0.02,groups=group",
+    "three at once": "lalr:tau=0.3,decay=plain+qk_weight_decay:decay=1+qk_clip:threshold=0.03",
+    "spectral_cap": "spectral_cap:cap=0.1",
+    "softcap": "softcap:cap=0.05",
+    "z_loss": "z_loss:coefficient=0.1",
+    "qk_norm before": "qk_norm",
+    "qk_norm after": "qk_norm",
+    "sigma_reparam before": "sigma_reparam:init=one",
+}
+BY_EXAMPLE = ("softcap", "z_loss", "qk_norm after")
 
 
-def train(model: nn.Module, part: slice) -> list[Tensor]:
-    """Three steps of SGD under both remedies, on a part of each batch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with qkeel.apply(REMEDY, model, optimizer, example=batch()):
-        for step in range(3):
-            optimizer.zero_grad()
-            run(model, batch(step)[part]).square().mean().backward()
-            optimizer.step()
-    return [p.detach() for p in model.parameters()]
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def main(rank: int, store: str) -> None:
-    """Two replicas end as one process with both parts of the batch does; unlike sites are refused on both."""
-    alone = train(FAMILIES["gpt2"].model(), slice(None))
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mine = train(DistributedDataParallel(FAMILIES["gpt2"].model()), slice(rank, rank + 1))
-    for a, b in zip(alone, mine, strict=True):
-        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
-        everyones = [torch.empty_like(b) for _ in range(2)]
-        distributed.all_gather(everyones, b.contiguous())
-        assert torch.equal(*everyones)
-    model = FAMILIES[["gpt2", "llama"][rank]].model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with pytest.raises(RefusedError, match="those of this run hold different attention"):
-        qkeel.apply("qk_clip", model, optimizer, example=batch())
-    assert not optimizer._optimizer_step_post_hooks
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {n.removeprefix("module."): dist.whole(p).detach().clone() for n, p in model.named_parameters()}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, setup: str, number: int) -> None:
+    tokens = wrapped.batch(number) if setup == "one" else wrapped.part(setup, number)
+    loss(model, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def started(name: str, setup: str) -> tuple[nn.Module, torch.optim.Optimizer, Handle]:
+    """A model under a remedy: one on steps is given the sites that were found before the model was wrapped."""
+    model, example, before = wrapped.llama(), wrapped.batch(0)[:2], name.endswith(" before")
+    sites = qkeel.find_sites(model, example)
+    early = qkeel.apply(CALLS[name], model, example=example) if before else None
+    if setup != "one":
+        model = wrapped.wrapped(model, setup)
+    optimizer = adamw(model)
+    if early is not None:
+        return model, optimizer, early
+    shown: dict[str, Any] = {"example": example} if name in BY_EXAMPLE else {"sites": sites}
+    return model, optimizer, qkeel.apply(CALLS[name], model, optimizer, **shown)
+
+
+def trained(name: str, setup: str) -> dict[str, Tensor]:
+    """The weights after ten steps under a remedy."""
+    if setup.startswith("pipeline"):
+        return trained_stage(name, setup)
+    model, optimizer, handle = started(name, setup)
+    for number in range(STEPS):
+        step(model, optimizer, setup, number)
+    if name == "sigma_reparam before" and setup != "one" and dist.sharded(model):
+        with pytest.raises(RefusedError, match="Remove the remedy before the model is split"):
+            handle.remove()
+    elif not name.endswith(" before"):
+        handle.remove()
+    return weights(model)
+
+
+def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
+    """The same of this process's stage of a pipeline, by the names of the whole model."""
+    stage, run = pipelined(setup)
+    example = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64) if dist.rank() else wrapped.batch(0)[:2]
+    optimizer = adamw(stage)
+    handle = qkeel.apply(CALLS[name], stage, optimizer, example=example)
+    for number in range(STEPS):
+        run(stage, optimizer, number)
+    handle.remove()
+    return {n.replace("layers.0", f"model.layers.{dist.rank()}"): p.detach() for n, p in stage.named_parameters()}
+
+
+def farthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference of weights of the same name, of which there are some."""
+    both = a.keys() & b.keys()
+    assert len(both) > 5
+    return max(float((a[name] - b[name]).abs().max()) for name in both)
+
+
+def outcome(name: str, setup: str, alone: dict[str, Tensor]) -> str:
+    """What comes of a remedy in a setup, in the words of the table."""
+    try:
+        difference = farthest(trained(name, setup), alone)
+    except RefusedError as error:
+        return f"refused: {error}"
+    print(f"{setup} {name}: {difference:.1e}")
+    return "equal" if difference < 1e-12 else f"differs by {difference:.1e}"
+
+
+def compare(setup: str, alone: Mapping[str, dict[str, Tensor]]) -> None:
+    """Every remedy of the setup's table does what that says."""
+    for name, expected in SETUPS[setup].remedies.items():
+        found = outcome(name, setup, alone.get(name, {}))
+        assert all(part in found for part in expected.split(": ")), f"{setup} {name}: {found}"
+
+
+def collectives() -> None:
+    """qk_clip adds one collective to a step, lalr one where weights are split and none where they are whole, others
+    none."""
+    expected = {
+        **{(name, "ddp"): 0 for name in ("lalr", "qk_lr", "qk_weight_decay")},
+        **{(name, "fsdp2"): 0 for name in ("qk_lr", "qk_weight_decay")},
+        ("lalr", "fsdp2"): 1,
+        ("qk_clip", "ddp"): 1,
+        ("qk_clip", "fsdp2"): 1,
+        ("three at once", "fsdp2"): 2,
+    }
+    for (name, setup), most in expected.items():
+        model, optimizer, handle = started(name, setup)
+        counts = []
+        for number in range(4):  # DistributedDataParallel sorts its buckets in the second
+            if number == 3:
+                handle.remove()
+            with Collectives() as counted:
+                step(model, optimizer, setup, number)
+            counts.append(counted.n)
+        assert counts[2] - counts[3] == most, (name, setup, counts)
+
+
+Misuse = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
+
+
+def alone_applies(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    if dist.rank() == on:
+        qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+
+
+def thresholds_differ(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    qkeel.apply("qk_clip", model, optimizer, threshold=0.1 + (dist.rank() == on))
+
+
+def remedies_differ(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    qkeel.apply("lalr" if dist.rank() == on else "qk_lr", model, optimizer)
+
+
+def an_optimizer_is_missing(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    qkeel.apply("lalr", model, None if dist.rank() == on else optimizer)
+
+
+def an_option_is_wrong(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    qkeel.apply("qk_clip", model, optimizer, threshold=-1.0 if dist.rank() == on else 1.0)
+
+
+def weights_are_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    query = next(p for n, p in model.named_parameters() if "q_proj" in n)
+    kept = dist.local(query).detach().clone()
+    if dist.rank() == on:
+        dist.local(query).detach().fill_(torch.nan)
+    try:
+        qkeel.apply("lalr", model, optimizer)
+    finally:
+        dist.local(query).detach().copy_(kept)
+
+
+def removed_alone(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    handle = qkeel.apply("lalr:tau=0.5+qk_clip:threshold=0.1", model, optimizer)
+    own_step(model, optimizer)
+    try:
+        if dist.rank() == on:
+            handle.remove()
+        own_step(model, optimizer)
+    finally:
+        handle.remove()  # on the other process too, after as many steps
+
+
+def removed_a_step_apart(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    handle = qkeel.apply("qk_lr", model, optimizer)
+    try:
+        for number in range(3):
+            if number == 1 + (dist.rank() == on):
+                handle.remove()
+            own_step(model, optimizer)
+    finally:
+        handle.remove()
+
+
+def fails_inside(model: nn.Module, optimizer: torch.optim.Optimizer, on: int) -> None:
+    """One process fails in one of the functions that apply goes through, in one of its calls."""
+    homes: list[tuple[Any, str]] = [(HeadWeights, "place"), (LALR, "apply"), (HeadWeights, "in_full_precision")]
+    home, name = homes[chosen.randrange(len(homes))]
+    left = chosen.randrange(3)
+    original = home.__dict__[name]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0 and dist.rank() == on:
+            raise ValueError("boom")
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(home, name, failing)
+        handle = qkeel.apply("lalr+lalr:tau=0.5" if left else "lalr", model, optimizer)
+        handle.remove()
+        raise RefusedError("it was not called as often")
+
+
+MISUSES: tuple[Misuse, ...] = (
+    alone_applies,
+    thresholds_differ,
+    remedies_differ,
+    an_optimizer_is_missing,
+    an_option_is_wrong,
+    weights_are_not_finite,
+    removed_alone,
+    removed_a_step_apart,
+    fails_inside,
+)
+WITHOUT_WAITING = MISUSES[1:]
+chosen = random.Random(0)
+
+
+def own(setup: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A decoder of qkeel's own modules, which needs no example."""
+    torch.manual_seed(0)
+    config = DecoderConfig(vocab_size=wrapped.VOCAB, d_model=16, n_layers=2, n_heads=4)
+    model = wrapped.wrapped(Decoder(config).double(), setup, layers="blocks")
+    return model, adamw(model)
+
+
+def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    tokens = wrapped.batch(dist.rank())
+    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def misuse(setup: str, act: Misuse, on: int) -> None:
+    """Every process gets an error within 10 seconds, nothing of the remedy is left, and training goes on alike."""
+    model, optimizer = own(setup)
+    hooks = [len(h) for h in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
+    begun = time.monotonic()
+    try:
+        act(model, optimizer, on)
+        error = None
+    except (QkeelError, ValueError) as caught:
+        error = caught
+    optimizer.zero_grad()
+    assert time.monotonic() - begun < 10
+    if act is alone_applies and dist.rank() != on:
+        assert error is None  # it has not called anything of qkeel's
+        distributed.barrier()
+    else:
+        assert error is not None, act
+        if act is alone_applies:
+            distributed.barrier()
+    for _ in range(2):
+        own_step(model, optimizer)
+    assert hooks == [len(h) for h in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
+    alike(weights(model), f"{setup} {act}")
+
+
+def alike(found: dict[str, Tensor], what: str) -> None:
+    """The processes hold the same weights."""
+    flat = torch.cat([x.flatten() for x in found.values()])
+    everyones = [torch.empty_like(flat) for _ in range(dist.world())]
+    distributed.all_gather(everyones, flat)
+    assert all(torch.equal(x, flat) for x in everyones), what
+
+
+def misuses() -> None:
+    """Each misuse once."""
+    for act in MISUSES:
+        misuse("ddp", act, on=0)
+    for act in WITHOUT_WAITING:
+        misuse("fsdp2", act, on=1)
+
+
+def random_misuses() -> None:
+    """200 pairs of a setup and a misuse, on a random process."""
+    for _ in range(200):
+        setup = chosen.choice(("ddp", "fsdp2", "fsdp2_kept"))
+        misuse(setup, chosen.choice(WITHOUT_WAITING), on=chosen.randrange(dist.world()))
+
+
+def refused_before_anything() -> None:
+    """What cannot be made right is one error on every process: flat parameters, spectral norms of parts."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for original in (False, True):
+        model, _ = own("one")
+        flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=original)
+        for part in (flat, model):
+            with pytest.raises(RefusedError, match="wrapped in FullyShardedDataParallel"):
+                qkeel.apply("softcap", part, adamw(flat))
+    model, optimizer = own("fsdp2")
+    with pytest.raises(RefusedError, match="no spectral norm can be made"):
+        qkeel.apply("lalr:norm=spectral", model, optimizer)
+    for setup, words in {"ddp": "DistributedDataParallel has spread", "fsdp2": "fully_shard has spread"}.items():
+        model, optimizer = own(setup)
+        with pytest.raises(RefusedError, match=f"adds parameters .*{words}"):
+            qkeel.apply("qk_norm", model.get_submodule("module") if setup == "ddp" else model, optimizer)
+
+
+def a_swapped_weight_stops_all() -> None:
+    """One process finds that a weight was replaced; the other, which waits for it in the clip, is told so."""
+    model, optimizer = own("one")
+    qkeel.apply("qk_clip:threshold=0.1", model, optimizer)
+    if dist.rank() == 0:
+        query = model.get_submodule("blocks.0.attention.q_proj")
+        query.weight = nn.Parameter(query.weight.detach().clone())
+    with pytest.raises(RefusedError, match="has been replaced"):
+        own_step(model, optimizer)
+    dist.agree("both have their error", "")
+    print("well", flush=True)
+    os._exit(0)  # a reduction that one process never joins is still under way
+
+
+def save(folder: Path) -> None:
+    """A run that is saved after four steps and goes on for three."""
+    model, optimizer, handle = started("three at once", "fsdp2")
+    for number in range(4):
+        step(model, optimizer, "fsdp2", number)
+    checkpoint.save(state(model, optimizer, handle), checkpoint_id=str(folder / "checkpoint"))
+    saved = weights(model)
+    for number in range(4, 7):
+        step(model, optimizer, "fsdp2", number)
+    end = weights(model)
+    if dist.rank() == 0:
+        torch.save((saved, end), folder / "weights")
+    distributed.barrier()
+
+
+def go_on(folder: Path) -> None:
+    """The same run from its checkpoint: bit for bit by as many processes, and by others up to the order of sums."""
+    setup = {1: "one", 2: "fsdp2", 4: "hsdp"}[dist.world()]
+    model, optimizer, handle = started("three at once", setup)
+    with torch.no_grad():
+        for p in model.parameters():
+            dist.local(p).mul_(1.5)  # the checkpoint brings all of it back
+    held = state(model, optimizer, handle)
+    checkpoint.load(held, checkpoint_id=str(folder / "checkpoint"))
+    set_model_state_dict(model, held["model"])
+    set_optimizer_state_dict(model, optimizer, held["optimizer"])
+    handle.load(held["remedy"])
+    saved, end = torch.load(folder / "weights")
+    assert farthest(weights(model), saved) == 0
+    for number in range(4, 7):
+        step(model, optimizer, setup, number)
+    assert farthest(weights(model), end) <= (0 if dist.world() == 2 else 1e-12)
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "remedy": handle.state(),
+    }
+
+
+FUNCTIONS: tuple[Callable[[], None], ...] = (
+    collectives,
+    misuses,
+    random_misuses,
+    refused_before_anything,
+    a_swapped_weight_stops_all,
+)
+WITH_FOLDER = (save, go_on)
+
+
+def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    rows = [SETUPS[case].remedies for case in cases if case in SETUPS]
+    names = {name for row in rows for name, expected in row.items() if expected == "equal"}
+    one = {name: trained(name, "one") for name in sorted(names)}
+    plain = trained("none", "one") if one else {}
+    for name, found in one.items():
+        assert farthest(found, plain) > 1e-5, f"{name} does nothing here"
+    store = f"file://{folder / 'store'}"
+    distributed.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    for case in cases:
+        if case in SETUPS:
+            compare(case, one)
+        for act in FUNCTIONS:
+            if act.__name__ == case:
+                act()
+        for with_folder in WITH_FOLDER:
+            if with_folder.__name__ == case:
+                with_folder(folder)
     distributed.destroy_process_group()
     print("well")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

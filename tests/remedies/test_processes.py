@@ -1,42 +1,97 @@
-"""Processes that train together clip by the same maxima: replicas stay replicas."""
+"""Remedies on several processes: equal to one process or refused on all, without a hang and without half a change."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from tests.processes.setups import SETUPS
 
 import qkeel
 from qkeel import dist
-from qkeel.errors import RefusedError
+from qkeel.errors import InvalidTypeError, RefusedError
+from qkeel.remedies.processes.shared_maxima import SharedMaxima
 
 from .models import attention
 
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, world: int, cases: Sequence[str], *, limit: float = 300) -> None:
+    """Each process does the cases and ends well."""
+    (folder / "store").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.remedies.processes"]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(folder), *cases],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [process.communicate(timeout=limit)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, out in zip(started, said, strict=True):
+        assert process.returncode == 0, out
+        assert out.endswith("well\n"), out
+
+
+def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
+    return [n for n, s in SETUPS.items() if s.remedies and s.quick == quick and s.processes == processes]
+
+
+def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
+    run(tmp_path, 2, [*with_remedies(quick=True), "collectives", "refused_before_anything"])
+
+
+def test_a_misuse_is_an_error_on_every_process_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    run(tmp_path, 2, ["misuses", "a_swapped_weight_stops_all"])
+
 
 @pytest.mark.slow
-def test_two_replicas_end_as_one_process_with_the_whole_batch(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    commands = [[sys.executable, "-m", "tests.remedies.processes", str(r), str(tmp_path / "store")] for r in (0, 1)]
-    both = [
-        subprocess.Popen(c, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands
-    ]
-    for process in both:
-        out, _ = process.communicate(timeout=100)
-        assert process.returncode == 0, out
-        assert out.endswith("well\n")
+def test_two_processes_in_other_setups(tmp_path: Path) -> None:
+    run(tmp_path, 2, with_remedies(quick=False), limit=600)
+
+
+@pytest.mark.slow
+def test_four_processes_on_meshes_of_two_axes(tmp_path: Path) -> None:
+    run(tmp_path, 4, with_remedies(quick=False, processes=4), limit=900)
+
+
+@pytest.mark.slow
+def test_200_random_misuses(tmp_path: Path) -> None:
+    run(tmp_path, 2, ["random_misuses"], limit=900)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_processes_goes_on_on_two_four_and_one(tmp_path: Path) -> None:
+    run(tmp_path, 2, ["save", "go_on"])
+    run(tmp_path, 4, ["go_on"])
+    run(tmp_path, 1, ["go_on"])
 
 
 def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "world", lambda: 2)
-    monkeypatch.setattr(dist, "agree", lambda name, word: "together")
-    others = torch.tensor([0.0, 80.0, -torch.inf, 3.0], dtype=torch.float64)
-    monkeypatch.setattr(dist, "gather", lambda own: torch.stack([own, others]))
+    others = torch.tensor([0.0, 80.0, -torch.inf, torch.inf], dtype=torch.float64)
+    monkeypatch.setattr(dist, "reduced", lambda own, by: torch.maximum(own, others))
     model = attention(torch.float64, 4)
     before = model.q_proj.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    several = SharedMaxima.__init__
+
+    def shared(self: SharedMaxima, *args: object) -> None:
+        several(self, *args)  # type: ignore[arg-type]
+        self.several = True
+
+    monkeypatch.setattr(SharedMaxima, "__init__", shared)
     with qkeel.apply("qk_clip:threshold=20", model, optimizer):
         model(torch.randn(1, 5, 16, dtype=torch.float64))
         optimizer.step()
@@ -45,13 +100,16 @@ def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: py
     assert torch.allclose(ratio, torch.tensor([1, 0.25, 1, 1], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("verdict", "why"), [("alone", "do not all apply it"), ("apart", "hold different attention")])
-def test_processes_that_would_part_are_refused(verdict: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "world", lambda: 2)
-    monkeypatch.setattr(dist, "agree", lambda name, word: verdict)
-    model = attention(torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with pytest.raises(RefusedError, match=why):
-        qkeel.apply("qk_clip", model, optimizer)
-    assert not optimizer._optimizer_step_post_hooks
-    assert not model.observers
+def test_sites_are_known_again_by_their_names() -> None:
+    model = attention(torch.float64, 4)
+    sites = qkeel.find_sites(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RefusedError, match="was found in a model with other weights"):
+        qkeel.apply("lalr", torch.nn.Sequential(model), optimizer, sites=sites)
+    with pytest.raises(InvalidTypeError, match=r"expected what qkeel.find_sites returned as sites"):
+        qkeel.apply("lalr", model, optimizer, sites=["attention"])  # type: ignore[list-item]
+    with pytest.raises(RefusedError, match="give an example in place of the sites"):
+        qkeel.apply("softcap", model, optimizer, sites=sites)
+    assert not optimizer._optimizer_step_pre_hooks
+    with qkeel.apply("lalr", model, optimizer, sites=sites) as handle:
+        assert [*handle.state()] == ["0.q_proj.weight", "0.k_proj.weight"]

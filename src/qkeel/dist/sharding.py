@@ -28,6 +28,21 @@ def sharded(model: nn.Module) -> bool:
     return any(_is(m, _FSDP) for m in model.modules())
 
 
+def is_split(x: Tensor) -> bool:
+    """Returns whether a tensor is one of which each process holds a part, or a replica of it (a DTensor)."""
+    return _is(x, _DTENSOR)
+
+
+def fully_sharded(model: nn.Module) -> dict[int, int]:
+    """The ids of the parameters that fully_shard gathers for each pass -> how many axes of their mesh are its own."""
+    found = {}
+    for module in model.modules():
+        for p in module.parameters() if _is(module, _FSDP) else ():
+            # Its own come first: one that replicates and one that splits (HSDP), or one that splits.
+            found[id(p)] = 2 if is_split(p) and p.placements[0].is_replicate() else 1  # type: ignore[attr-defined]
+    return found
+
+
 def whole(x: Tensor) -> Tensor:
     """The whole of a tensor that is split over processes; any other as it is."""
     return x.full_tensor() if _is(x, _DTENSOR) else x  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """SEE: the monitor of a training run, what it records, and the rules that raise alarms on the records."""
 
+from qkeel.dist.layout import Layout
 from qkeel.monitor.alarms.alarm_log import AlarmLog, replay
 from qkeel.monitor.alarms.forecast import Forecast, forecast
 from qkeel.monitor.alarms.history import History
@@ -40,6 +41,7 @@ __all__ = [
     "Growth",
     "History",
     "IdleNorm",
+    "Layout",
     "LogSpaced",
     "LoggingSink",
     "NonFinite",

@@ -9,6 +9,7 @@ from typing import Self, final
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle
 from qkeel.monitor.alarms.history import History
@@ -25,6 +26,7 @@ from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.processes.arrivals import Arrivals
 from qkeel.monitor.processes.group import ProcessGroup
+from qkeel.monitor.processes.introduction import Introduction
 from qkeel.monitor.processes.transfer import Stats, merged
 from qkeel.monitor.record.description import about
 from qkeel.monitor.record.journal import Journal
@@ -34,12 +36,14 @@ from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
 from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.patching.guard import Guard
+from qkeel.patching.parallel_training import joined
 from qkeel.patching.optimizer_hooks import StepHooks
 from qkeel.sites.example import Arguments
 from qkeel.sites.missed import Missed
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Phase, Tap
 
+JOINED = "in a context of torch's Join processes end at different steps"
 _OFF = "qkeel's monitor switched itself off: {}. The model runs on unwatched; what was recorded is kept"
 
 
@@ -68,10 +72,11 @@ class Monitor(Handle):
         classes: Classes | None,
         probe: Arguments | None,
         planned: PlannedRates | None,
+        sites: Sequence[AttentionSite] | None,
+        layout: Layout | None,
     ) -> None:
         calls = CallStatistics(PassTokens(query_mask, classes))
         self._steps = MeasuredSteps(every, by_optimizer=optimizer is not None)
-        self._group = ProcessGroup()
         self._guard = Guard(_OFF, self._switch_off)
         self._tap = Tap(
             model,
@@ -80,22 +85,25 @@ class Monitor(Handle):
             measure_rows=None if stats is True else calls.rows,
             guard=self._guard,
         )
+        introduced = Introduction(self._tap.model, self._tap.sites, layout)
+        self._group = ProcessGroup(introduced, lambda: JOINED if joined(model) else "")
         self._journal = Journal(
             sinks,
             lambda: rules_for(calls.setting.of(self.sites)) if rules is None else rules,
             planned,
-            lambda: about(self.model, self.sites, self.missed, optimizer, every),
+            lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
         )
         self._arrivals = Arrivals(self._group, self._journal)
-        sites = WatchedSites(self._tap.model, self._tap.sites, self._group)
+        watched_sites = WatchedSites(self._tap.model, self._tap.sites, self._group, sites)
         changes = None if probe is None else LogitChanges(self._tap, probe)
-        numbers = StepNumbers(self._steps, sites, calls.tokens, changes, optimizer, guard=self._guard)
+        numbers = StepNumbers(self._steps, watched_sites, calls.tokens, changes, optimizer, guard=self._guard)
         self._tap.visitor = numbers
         self._step_end = StepEnd(self._steps, self._tap, numbers, self._group, self._arrivals)
         self._hooks: StepHooks | None = None
         self._complete = False
         if optimizer is None:
             numbers.pass_over = self._step_end.pass_over
+            self._group.records_alone = True
         else:
             before, after = (functools.partial(self._guard, f) for f in (self._step_end.before, self._after_step))
             self._hooks = StepHooks(before, after, optimizer)
@@ -200,8 +208,18 @@ class Monitor(Handle):
         if self.active:
             self._complete = complete
             super().remove()
-        if self._hooks is not None:
+        # What is left of the hooks says so to others that wait for this process, at the next measured step.
+        if self._hooks is not None and not self._waited_for:
             self._guard(self._hooks.remove)  # again, where the first was in the middle of a step
+        self._group.stopped = True
+
+    @property
+    def _waited_for(self) -> bool:
+        """Returns whether others will wait for this process; a fault here may be what switches the monitor off."""
+        try:
+            return self._hooks is not None and self._group.waited_for
+        except Exception:
+            return False
 
     def _finish(self) -> None:
         # One by one, so that where one fails the others are done all the same.
@@ -209,11 +227,13 @@ class Monitor(Handle):
         if not self._group.stopped:
             self._guard(self._step_end.evaluated)
             self._guard(self._settle_all)
+        if self._group.members is None:
+            self._guard(self._leave)
         self._guard(self._journal.close, self._complete and self._guard.error is None)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._step_end.after(optimizer)
-        if self._group.stopped and self._group.over:
+        if self._group.stopped and not self._waited_for:
             self.close(complete=False)
 
     def _settle(self) -> None:
@@ -223,11 +243,13 @@ class Monitor(Handle):
     def _settle_all(self) -> None:
         self._arrivals.settle(wait=True)
 
+    def _leave(self) -> None:
+        self._group.leave(known=False)
+
     def _switch_off(self) -> None:
         """After a fault. Processes that wait for this one learn it at the next measured step."""
         self._group.stopped = True
-        if self._hooks is None or not self._group.several:
-            self.close(complete=False)
+        self.close(complete=False)
 
 
 def watched(model: nn.Module) -> bool:

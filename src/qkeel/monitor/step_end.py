@@ -40,7 +40,7 @@ class StepEnd:
         recent = on_host(self._tap.read(phase))
         if recent:
             self._taken[phase].append(recent)
-        return recent
+        return self._group.placed(recent)
 
     def pass_over(self, phase: Phase) -> None:
         """Ends a step that is one forward pass, where there is no optimizer."""
@@ -48,10 +48,10 @@ class StepEnd:
 
     def before(self, optimizer: Optimizer) -> None:
         """Called before each step of the optimizer."""
-        if self._steps.step_due:
+        if self._steps.step_due and not self._group.stopped:
             # By what the gradients are still multiplied: GradScaler leaves that to a fused optimizer.
             scale = vars(optimizer).get("grad_scale")
-            self._numbers.before_step(scale if isinstance(scale, Tensor) else None, measuring=self._tap.active)
+            self._numbers.before_step(scale if isinstance(scale, Tensor) else None)
 
     def after(self, optimizer: Optimizer) -> None:
         """Called after each step of the optimizer; of one that was skipped, what was measured counts for the next."""
@@ -63,7 +63,7 @@ class StepEnd:
         now = _rate(optimizer)
         if self._steps.step_due:
             if self._group.stopped:
-                self._group.leave(self._steps.done, known=self._arrivals.flagged)
+                self._group.leave(known=self._arrivals.flagged)
             else:
                 # The step before this one made the weights that this step's forward passes saw.
                 self._train_step(now if self._rate is None else self._rate)
@@ -94,9 +94,9 @@ class StepEnd:
         numbers = self._numbers.take(rate) if phase == "train" else {}
         if not alone:
             self._arrivals.settle(wait=self._group.several)  # a process that has stopped takes part in no gather
-        transfer = self._group.send(step, Measurement(stats=stats, numbers=numbers) if stats else None, alone=alone)
+        transfer = self._group.send(Measurement(stats=stats, numbers=numbers) if stats else None, alone=alone)
         if transfer is not None:
-            self._arrivals.add(step, phase, transfer, unread=fresh if taken else None)
+            self._arrivals.add(step, phase, transfer, unread=self._group.placed(fresh) if taken else None)
             if phase == "train":
                 self._steps.measured(step)
         self._arrivals.settle(wait=False)

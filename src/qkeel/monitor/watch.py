@@ -9,7 +9,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, unknown
+from qkeel import dist
+from qkeel.dist.layout import Layout
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError, unknown
 from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.rule import Rule
 from qkeel.monitor.cadence import Cadence, cadence
@@ -19,6 +21,7 @@ from qkeel.monitor.measure.token_classes import Classes, GivenClasses
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.record.sinks import RunDirectorySink, Sink
 from qkeel.sites.example import arguments
+from qkeel.sites.site import AttentionSite
 
 K = TypeVar("K")
 
@@ -35,6 +38,8 @@ def watch(
     classes: GivenClasses | Classes | None = None,
     probe: object = None,
     planned: PlannedRates | None = None,
+    sites: Sequence[AttentionSite] | None = None,
+    layout: Layout | None = None,
 ) -> Monitor:
     """Watch every attention of a model, per layer and head, without changing one bit of what it computes.
 
@@ -44,7 +49,7 @@ def watch(
     []
 
     Args:
-        model: any module; compiled, wrapped in DistributedDataParallel or sharded ones too.
+        model: any module; compiled, wrapped in DistributedDataParallel or sharded ones too, or a stage of a pipeline.
         optimizer: what steps it. With one, a step is one of its steps and the weights behind the heads are read too;
             without one, each forward pass is a step.
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
@@ -65,19 +70,28 @@ def watch(
             change of its logits by each measured step is measured, by two passes of their own without gradients.
         planned: the learning rates of the run, if known; with them alarms come earlier and forecasts follow the
             schedule.
+        sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; None to
+            find them in the first measured pass.
+        layout: the place of this process among those of the run, where torch's own wrappers do not show it.
 
     Returns: the Monitor: `read()`, `table()`, `alarms`, `remove()`; a context manager.
 
     Raises:
         InvalidTypeError: an argument is something else.
         InvalidValueError: the optimizer holds none of the model's parameters, the forward takes no `query_mask`,
-            classes are asked for with stats="entropy".
+            classes are asked for with stats="entropy", the sites are those of another model.
+        RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1).
         UnknownNameError: stats is something else.
         AlreadyAppliedError: the model is watched already.
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"expected a torch.nn.Module to watch, got {type(model).__name__}; give the model itself"
+        )
+    if any(map(dist.is_flat, dist.wrappers(model))):
+        raise RefusedError(
+            "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
+            "flat pieces of weights that no head can be read from. Move to torch.distributed.fsdp.fully_shard"
         )
     if stats is not True and stats != "entropy":
         raise unknown("statistics", str(stats), ("entropy",))
@@ -101,6 +115,8 @@ def watch(
         classes=None if classes is None else Classes.on(model, classes),
         probe=None if probe is None else arguments(probe, "probe batch"),
         planned=planned,
+        sites=sites,
+        layout=layout,
     )
 
 

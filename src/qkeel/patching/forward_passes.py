@@ -19,6 +19,7 @@ from qkeel.handle import Handle
 from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, uncompiled
 from qkeel.patching.guard import Guard
 from qkeel.patching.module_tables import hooks_before
+from qkeel.patching.parallel_training import inferring_shapes
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -27,8 +28,9 @@ Kwargs = Mapping[str, Any]
 class ForwardPasses(Handle):
     """Calls `before(args, kwargs, compiled)` and `after(output, failed)` around each outermost call of `model`.
 
-    Not around those that gradient checkpointing repeats in the backward pass, nor those of a forked process, nor where
-    a larger compiled function calls the model. What `before` and `after` raise never reaches the model's caller.
+    Not around those that gradient checkpointing repeats in the backward pass, nor those by which a pipeline finds out
+    shapes, nor those of a forked process, nor where a larger compiled function calls the model. What `before` and
+    `after` raise never reaches the model's caller.
 
     Args:
         model: the user's own, or what torch.compile or DistributedDataParallel made of it.
@@ -107,7 +109,7 @@ class ForwardPasses(Handle):
             self._end(None, failed=True)
 
     def _here(self) -> bool:
-        return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid
+        return not recomputing() and not _EXTRA.get() and os.getpid() == self._pid and not inferring_shapes()
 
     def _unhook(self) -> None:
         # In the middle of a forward pass its end must still be seen; the hooks go then.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel import dist
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
 from qkeel.patching.forward_passes import unwrapped
@@ -29,6 +30,8 @@ from qkeel.remedies.one_slot import (
 )
 from qkeel.remedies.output_gate import OutputGate
 from qkeel.remedies.peri_norm import PeriNorm
+from qkeel.remedies.processes.membership import on_all_processes
+from qkeel.remedies.processes.wrapped_models import WHAT, check_added, check_mates, check_wrapper
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_lr import QKLearningRate
 from qkeel.remedies.qk_norm import KeyNorm, QKNorm, QueryNorm
@@ -39,6 +42,7 @@ from qkeel.remedies.spectral_cap import SpectralCap
 from qkeel.remedies.steps.head_weights import check_weights
 from qkeel.remedies.swin_norm import SwinNorm
 from qkeel.remedies.z_loss import ZLoss
+from qkeel.sites.bound import bound
 from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
 from qkeel.sites.missed import Sites
@@ -143,11 +147,15 @@ def apply(
     optimizer: Optimizer | None = None,
     *,
     example: object = None,
+    sites: Sequence[AttentionSite] | None = None,
     train_length: int | None = None,
     partial: bool = False,
     **options: float | int | bool | str,
 ) -> Handle:
     """Apply remedies to a model (and its optimizer); `handle.remove()` restores both bit for bit.
+
+    Where several processes train one model, all of them apply the same remedies at the same place of the program, or
+    each raises an error and none is changed; they remove them after the same step.
 
     >>> from qkeel.nn import Attention
     >>> attention = Attention(16, 4)
@@ -161,6 +169,8 @@ def apply(
         optimizer: the one that steps the model's weights; remedies on steps need it, new parameters join it.
         example: a batch that shows where the attention of a model is that does not consist of qkeel's own modules: a
             tensor, a tuple of the forward's arguments or a dict of its keyword arguments; one pass is run on it.
+        sites: what `find_sites` found in this model, in place of an example: before fully_shard or tensor parallel
+            split its weights, which can no longer be followed then. They are known again by their names.
         train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
         partial: apply also where the model has attention that was seen but not understood, which stays as it is.
         options: those of a single remedy that is named by a string.
@@ -169,27 +179,49 @@ def apply(
         UnknownNameError: no such remedy or option. RefusedError: the remedy makes no sense here; the message
         says where and why. AlreadyAppliedError: it is on this model already. The model is then as it was.
     """
-    found = parse(named, **options)
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"expected a torch.nn.Module to apply remedies to, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    plain, shown = unwrapped(model), ((), {}) if example is None else arguments(example)
-    bare = Target(model=plain, optimizer=optimizer, sites=[], example=shown, train_length=train_length)
-    return compose_all(_apply_all(found, bare, partial=partial))
+
+    def asked() -> tuple[tuple[Remedy, ...], Target]:
+        found = parse(named, **options)
+        if not isinstance(model, nn.Module):
+            raise InvalidTypeError(f"expected a torch.nn.Module to apply remedies to, got {type(model).__name__}")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        plain, shown = unwrapped(model), ((), {}) if example is None else arguments(example)
+        check_wrapper(plain)
+        bare = Target(model=plain, optimizer=optimizer, sites=[], example=shown, train_length=train_length)
+        return found, bare
+
+    def said(request: tuple[tuple[Remedy, ...], Target]) -> str:
+        given = {"optimizer": optimizer, "example": example, "sites": sites}
+        parts = [name if x is not None else f"no {name}" for name, x in given.items()]
+        return f"{list(request[0])}, {', '.join(parts)}, train_length={train_length}, partial={partial}"
+
+    found, bare = dist.done_by_all(WHAT, asked, said, lambda _: None)
+
+    def applied() -> Handle:
+        known = None if sites is None else bound(sites, bare.model)
+        return compose_all(_apply_all(found, bare, known, partial=partial))
+
+    handle = dist.done_by_all(WHAT, applied, lambda _: "applied", Handle.remove)
+    return on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)
 
 
-def _apply_all(found: Sequence[Remedy], bare: Target, *, partial: bool) -> Iterator[Handle]:
+def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
     """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them."""
-    sites = _sites(found[0], bare) if found else Sites()
+    sites = known if known is not None else _sites(found[0], bare) if found else Sites()
+    check_mates(bare.model, sites)
     for remedy in found:
         if not partial:
             _check_whole(remedy, sites)
         target = dataclasses.replace(bare, sites=sites)
         _check_supported(remedy, target)
+        if known is not None and remedy.on_attention and not remedy.on_steps:
+            raise RefusedError(f"{remedy.name} changes what a pass computes: give an example in place of the sites")
+        before = dict(bare.model.named_parameters())
         inner = remedy.apply(target)
         try:
-            if not remedy.on_steps:
+            inner = check_added(remedy.name, target, before, inner)
+            if not remedy.on_steps and known is None:
                 sites = _sites(remedy, bare)
             _check_others(remedy, sites)
         except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Literal, final
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from qkeel import dist
 from qkeel.errors import RefusedError, caution
 from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle
@@ -19,6 +17,7 @@ from qkeel.kernels.contract import Refusal
 from qkeel.kernels.stats.per_head import stats_of_rows
 from qkeel.patching.guard import Guard
 from qkeel.remedies.base import Target
+from qkeel.remedies.processes.shared_maxima import SharedMaxima
 from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, head_views, stacked
 from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import check_changes_last
@@ -81,7 +80,7 @@ class QKClip(StepRemedy):
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _Plan(self, target, optimizer)
         check_changes_last(optimizer, self.name, plan.stepped)
-        clip = _Clip(self, target, plan, other_processes=_other_processes(target))
+        clip = _Clip(self, target, plan)
         replaced = ReplacementCheck(target.model, self.name, plan.names)
         hooks = [
             optimizer.register_step_pre_hook(lambda *_: replaced.check()),
@@ -158,26 +157,11 @@ def _check_frozen(remedy: QKClip, target: Target, s: HeadSlice) -> None:
         )
 
 
-def _other_processes(target: Target) -> bool:
-    """True if other processes clip the same sites; one that clipped by its own batch alone would diverge from them."""
-    if dist.world() == 1:
-        return False
-    word = ";".join(f"{site.name}:{site.n_heads}" for site in target.sites)
-    verdict = dist.agree(f"qk_clip/{dist.ordinal('qk_clip')}", word)
-    if verdict != "together":
-        why = "do not all apply it" if verdict == "alone" else "hold different attention"
-        raise RefusedError(
-            f"qk_clip clips by the largest logit of all processes, and those of this run {why}; apply it in each of "
-            "them to the same model, or in none"
-        )
-    return True
-
-
 class _Clip:
     """One application of qk_clip: the tap that collects maxima and what happens after a step."""
 
-    def __init__(self, remedy: QKClip, target: Target, plan: _Plan, *, other_processes: bool) -> None:
-        self.remedy, self.sites, self.plan, self.other_processes = remedy, target.sites, plan, other_processes
+    def __init__(self, remedy: QKClip, target: Target, plan: _Plan) -> None:
+        self.remedy, self.sites, self.plan, self.shared = remedy, target.sites, plan, SharedMaxima(target)
         self.tap = Tap(
             target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, guard=Guard(_OFF)
         )
@@ -186,7 +170,6 @@ class _Clip:
         self._copies: dict[int, tuple[str, ...]] = {}
         self._warned = False
         self._groups = HeadGroups(plan.table)
-        self._nothing = torch.full((sum(site.n_heads for site in self.sites),), -torch.inf)
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Clip by the maxima since the last step that was taken."""
@@ -199,7 +182,7 @@ class _Clip:
                 "clipped. Call the model itself (not its forward), in training mode, before each step"
             )
         # A step leaves nothing in the caches, where an operation of torch takes 50 µs: the usual case does without.
-        usual = infinite is None and not self.other_processes and self.kept is None
+        usual = infinite is None and not self.shared.several and self.kept is None
         if not usual or any(map(self._over, maxima.values())):
             self._clip(optimizer, maxima, infinite)
 
@@ -210,12 +193,9 @@ class _Clip:
 
     @torch.no_grad()
     def _clip(self, optimizer: Optimizer, maxima: dict[str, Tensor], infinite: Tensor | None) -> None:
-        if not maxima and self.kept is None and not self.other_processes:
+        if not maxima and self.kept is None and not self.shared.several:
             return
-        row = self._row(maxima)
-        if self.other_processes:
-            # The largest of each head over all processes, by one gather of a size that never changes.
-            row = dist.gather(row.to(dist.collective_device(), torch.float64)).amax(0).to(row)
+        row = self.shared.over_all(self.shared.row(maxima))
         if self.kept is not None:
             row = torch.maximum(row.to(self.kept), self.kept)
         self.kept = None
@@ -234,15 +214,6 @@ class _Clip:
             # Reading factors costs little on a CPU; elsewhere waiting for them would cost more than a product with 1.
             group.scale(values, on_host=readable)
 
-    def _row(self, maxima: Mapping[str, Tensor]) -> Tensor:
-        """The maxima of all sites, one after the other, on one device; -inf of sites without a call."""
-        if not maxima:
-            return self._nothing
-        device = next(iter(maxima.values())).device
-        self._nothing = self._nothing.to(device)
-        nothing = self._nothing.split([site.n_heads for site in self.sites])
-        return torch.cat([maxima.get(site.name, none).to(device) for site, none in zip(self.sites, nothing)])
-
     def _tensors(self, view: HeadView, optimizer: Optimizer) -> list[Tensor]:
         """The view's weight and the copies of it that the optimizer keeps."""
         weight = view.weight
@@ -253,15 +224,17 @@ class _Clip:
         return [weight, *(optimizer.state[weight][name] for name in self._copies.get(id(weight), ()))]
 
     def state(self) -> dict[str, Tensor]:
-        """Maxima that a skipped step left for the next one."""
-        if self.kept is None:
+        """Maxima that a skipped step left for the next one. On several processes all maxima, most of them -inf: what
+        loads a checkpoint that many processes wrote must know the names beforehand."""
+        if self.kept is None and not self.shared.several:
             return {}
-        tops = self.kept.split([site.n_heads for site in self.sites])
+        tops = (self.shared.row({}) if self.kept is None else self.kept).split([site.n_heads for site in self.sites])
         return {site.name: top.clone() for site, top in zip(self.sites, tops)}
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Go on from the maxima of a checkpoint."""
-        self.kept = self._row(values) if values else None
+        row = self.shared.row(values)
+        self.kept = None if bool((row == -torch.inf).all()) else row
 
 
 def _readable(tensor: Tensor) -> bool:

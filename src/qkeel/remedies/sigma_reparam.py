@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from qkeel import dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
@@ -30,7 +31,7 @@ class SpectralScale(nn.Module):
         super().__init__()
         self.register_buffer("right", _top_right(weight.detach()))
         self.right: Tensor
-        sigma = self._sigma(weight.detach())[0]
+        sigma = self._sigma(weight.detach())[0][None]  # of one dimension: fully_shard takes no scalars
         # γ = σ exactly as the forward computes it, float32 or wider: γ/σ is 1, the weight the same bit for bit.
         self.gamma = nn.Parameter(sigma if init == "keep" else torch.ones_like(sigma))
 
@@ -86,7 +87,18 @@ class SigmaReparam(Remedy):
         }
         for name, layer in layers.items():
             _check(name, layer)
-        return compose_all(self._changes(layers, target))
+        handle = compose_all(self._changes(layers, target))
+
+        def undo() -> None:
+            for name, layer in layers.items():
+                if "parametrizations" in submodules_of(layer) and dist.is_split(_stored(layer)):
+                    raise RefusedError(
+                        f"sigma_reparam: the weight of {name} was split over processes after it was applied, and what "
+                        "splits it knows it by its name of now. Remove the remedy before the model is split"
+                    )
+            handle.remove()
+
+        return Handle(undo)
 
     def _changes(self, layers: dict[str, nn.Module], target: Target) -> Iterator[Handle]:
         gains: dict[str, nn.Parameter] = {}
@@ -137,15 +149,21 @@ def _reparametrise(layer: nn.Module, init: Literal["keep", "one"]) -> tuple[Spec
     _register(layer, scale)
 
     def undo() -> None:
+        trained = _stored(layer)
         del submodules_of(layer)["parametrizations"]
         set_class(layer, cls)
         for extra in set(layer.__dict__) - attributes:
             del layer.__dict__[extra]
-        kept = {**parameters_of(layer), "weight": weight}
+        kept = {**parameters_of(layer), "weight": trained}
         parameters_of(layer).clear()
         parameters_of(layer).update({name: kept[name] for name in names})
 
     return scale, Handle(undo)
+
+
+def _stored(layer: nn.Module) -> nn.Parameter:
+    """The weight that is trained in a reparametrised layer."""
+    return layer.get_submodule("parametrizations.weight").get_parameter("original")
 
 
 def _register(layer: nn.Module, scale: SpectralScale) -> None:

@@ -18,6 +18,7 @@ from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import check_changes_last
 from qkeel.remedies.steps.mixed_precision import found_inf, innermost
 from qkeel.remedies.steps.replaced_weights import ReplacementCheck
+from qkeel.remedies.steps.sharded_weights import check_whole
 from qkeel.remedies.steps.step_remedy import StepRemedy
 
 
@@ -52,6 +53,8 @@ class SpectralCap(StepRemedy):
         optimizer = innermost(target.need_optimizer(self.name))
         weights = HeadWeights.of(target)
         tensors = weights.in_full_precision(optimizer, self.name, "makes small changes")
+        for s, p in zip(weights.slices, weights.parameters):
+            check_whole(s.parameter, p, self.name)
         check_changes_last(optimizer, self.name, tensors)
         replaced = ReplacementCheck(target.model, self.name, weights.names)
         owners = [(tensor, entries) for tensor, entries, _ in views_by_tensor(tensors, weights.slices)]

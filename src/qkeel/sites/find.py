@@ -15,6 +15,7 @@ from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
+from qkeel.patching.parallel_training import gathered
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import heads_seen, probe
 from qkeel.sites.short_example import shorter
@@ -35,6 +36,10 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     `missed` of the list are attentions that were seen but not understood. The model, its buffers and caches, gradients
     and random streams are left as they were.
 
+    Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. Find the
+    sites of a larger model before that, and of one whose heads are to be split, whose weights are unknown afterwards;
+    then give `sites=` to watch and apply.
+
     Raises:
         InvalidTypeError: the model is no torch.nn.Module.
         RefusedError: there is no attention, or none that can be seen; the message says what was tried.
@@ -49,10 +54,11 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = _own_sites(model)
     if args or kwargs:
-        seen = _of_short_example(model, args, kwargs, expected=not own)
-        if seen is None:
-            seen = _confirmed(model, args, kwargs, expected=not own)
-        return Sites([*own, *seen], seen.missed)
+        with gathered(model):
+            seen = _of_short_example(model, args, kwargs, expected=not own)
+            if seen is None:
+                seen = _confirmed(model, args, kwargs, expected=not own)
+            return Sites([*own, *seen], seen.missed)
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(

@@ -8,12 +8,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.dist import whole
+from qkeel import dist
+from qkeel.dist.shards import local, shard
 from qkeel.functional.norms import wide
-from qkeel.monitor.measure.weight_norms import Numbers
+from qkeel.monitor.processes.share import Key, Share
 from qkeel.nn.spec_module import SpecModule
 from qkeel.sites.site import AttentionSite, NormGain
-from qkeel.spec.scale import LogN, Scale
+from qkeel.spec.scale import Fixed, InverseSqrt, LogN, Scale, Sqrt
+
+_PLAIN = (Fixed, InverseSqrt, LogN, Sqrt)  # scales without parameters
 
 
 @final
@@ -27,19 +30,28 @@ class GainBounds:
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
-        self.sites = [site for site in sites if site.query_gains and site.key_gains]
         self._parameters = dict(model.named_parameters())
-        self._places: dict[tuple[int, torch.device], Tensor] = {}
+        self.sites = [site for site in sites if site.query_gains and site.key_gains and not self._unknown(site)]
+        self._places: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def read(self) -> Numbers:
-        """The bound of each site as the gains are now."""
-        found: Numbers = {}
+    def read(self) -> dict[Key, Tensor | Share]:
+        """The bound of each site as the gains are now; of gains that are split over processes, the factors of query
+        and key of which this one knows its part.
+        """
+        found: dict[Key, Tensor | Share] = {}
         for site in self.sites:
             query = self._longest(site.query_gains, site.n_heads)
-            key = self._longest(site.key_gains, site.n_kv_heads)
-            found[site.name, "gain_bound"] = _scale(site, query) * query * site.per_query_head(key)
+            key = site.per_query_head(self._longest(site.key_gains, site.n_kv_heads))
+            query = _scale(site, query) * query
+            if any(self._is_split(norm) for norm in (*site.query_gains, *site.key_gains)):
+                found[site.name, "query_bound"], found[site.name, "key_bound"] = map(_largest, (query, key))
+            else:
+                found[site.name, "gain_bound"] = query * key
         return found
+
+    def _is_split(self, norm: NormGain) -> bool:
+        return norm.parameter is not None and dist.is_split(self._parameters[norm.parameter])
 
     def _longest(self, norms: tuple[NormGain, ...], heads: int) -> Tensor:
         """‖x‖max [heads]."""
@@ -51,24 +63,42 @@ class GainBounds:
     def _served(self, norm: NormGain) -> Tensor:
         length = torch.full((1,), norm.length, device=next(iter(self._parameters.values())).device)
         if norm.parameter is not None and norm.index is not None:
-            length = norm.length * (norm.offset + self._part(norm.parameter, norm.index)).abs().amax(-1)
+            length = norm.length * self._gains(norm.parameter, norm.index, norm.offset).abs().amax(-1)
         if norm.bias is not None and norm.bias_index is not None:
-            length = length + self._part(norm.bias, norm.bias_index).norm(dim=-1)
+            length = length + self._gains(norm.bias, norm.bias_index, 0.0).norm(dim=-1)
         return norm.factor * length
 
-    def _part(self, name: str, index: Tensor) -> Tensor:
-        """A head's numbers of a parameter [n r], float32 or wider."""
-        x = self._parameters[name].detach()
-        x = whole(x)
+    def _gains(self, name: str, index: Tensor, offset: float) -> Tensor:
+        """A head's numbers of a parameter and `offset` [n r], float32 or wider; 0 where another process has them."""
+        p = self._parameters[name]
+        x = local(p).detach().flatten()
         key = id(index), x.device
         if key not in self._places:
-            self._places[key] = index.to(x.device)
-        return x.flatten()[self._places[key]].to(wide(x.dtype))
+            part = shard(name, p)
+            first, last = (0, p.numel()) if part is None else (n * (p.numel() // len(p)) for n in part.spans[0])
+            at = index.to(x.device)
+            self._places[key] = (at - first).clamp(0, max(len(x) - 1, 0)), (at >= first) & (at < last)
+        at, here = self._places[key]
+        if not len(x):
+            return torch.zeros(at.shape, dtype=wide(x.dtype), device=x.device)
+        return (offset + x[at].to(wide(x.dtype))).masked_fill(~here, 0.0)
+
+    def _unknown(self, site: AttentionSite) -> bool:
+        """Returns whether no process knows the bound: a part of its scale, or of a bias, is with another."""
+        params = site.module.spec_params() if isinstance(site.module, SpecModule) else {}
+        biases = [norm.bias for norm in (*site.query_gains, *site.key_gains) if norm.bias is not None]
+        learned = [] if isinstance(site.spec.scale, _PLAIN) else [*params.values()]
+        return any(map(dist.is_split, (*learned, *(self._parameters[name] for name in biases))))
+
+
+def _largest(value: Tensor) -> Share:
+    return Share(value=value, weight=torch.ones_like(value), how="max", of="weights")
 
 
 def _scale(site: AttentionSite, like: Tensor) -> Tensor:
     """|scale|, one number or one for each head."""
-    params = site.module.spec_params() if isinstance(site.module, SpecModule) else {}
+    own = isinstance(site.module, SpecModule) and not isinstance(site.spec.scale, _PLAIN)
+    params = site.module.spec_params() if own else {}  # type: ignore[operator]
     at = torch.full((1, 1), _position(site.spec.scale), device=like.device)
     factor = site.spec.scale.factor(at, site.head_dim, params)
     return torch.as_tensor(factor, dtype=like.dtype, device=like.device).abs().flatten()

@@ -10,9 +10,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel import dist
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
-from qkeel.monitor.measure.weight_norms import Key
+from qkeel.monitor.processes.share import Key
 from qkeel.patching.guard import Guarded, unguarded
 from qkeel.sites.see.running_modules import tensors
 
@@ -29,10 +30,11 @@ class HiddenNorms:
         self,
         model: nn.Module,
         sites: Sequence[str],
-        add: Callable[[Key, Tensor], None],
+        add: Callable[[Key, Tensor, int], None],
         guard: Guarded = unguarded,
     ) -> None:
-        """Takes add, which gets every norm, and guard, which calls what the hooks do."""
+        """Takes add, which gets every mean norm and over how many tokens it is, and guard, which calls what the hooks
+        do."""
         self.model, self._take_norm, self._guard = model, add, guard
         self.blocks = _blocks(model, sites)
         self._last: Tensor | None = None
@@ -62,6 +64,7 @@ class HiddenNorms:
 
     def _take(self, sites: Sequence[str], module: nn.Module, args: object, output: object) -> None:
         state = next(tensors(output), None)
+        state = state if state is None else dist.local(state)
         if state is None or state.ndim != 3 or not state.is_floating_point():
             return
         if sites:
@@ -74,7 +77,8 @@ class HiddenNorms:
 
     @torch.no_grad()
     def _add(self, key: Key, state: Tensor) -> None:
-        self._take_norm(key, state.to(wide(state.dtype)).norm(dim=-1).mean())
+        norms = state.to(wide(state.dtype)).norm(dim=-1)
+        self._take_norm(key, norms.mean(), norms.numel())
 
 
 def _blocks(model: nn.Module, sites: Sequence[str]) -> Mapping[str, str]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qkeel import dist
 from qkeel.handle import Handle
 from qkeel.monitor.measure.gain_bounds import GainBounds
 from qkeel.monitor.measure.hidden_norms import HiddenNorms
 from qkeel.monitor.measure.logit_changes import LogitChanges
 from qkeel.monitor.measure.token_classes import PassTokens
 from qkeel.monitor.measure.watched_sites import WatchedSites
-from qkeel.monitor.measure.weight_norms import Key, Numbers, WeightNorms
+from qkeel.monitor.measure.weight_norms import WeightNorms
 from qkeel.monitor.measured_steps import MeasuredSteps
+from qkeel.monitor.processes.share import Given, Key, Share
 from qkeel.patching.guard import Guarded
 from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.tap import Phase, Visitor
@@ -45,7 +49,7 @@ class StepNumbers(Visitor):
         self._means = Means()
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known
-        self._read: Numbers = {}
+        self._read: dict[Key, Tensor | Share] = {}
 
     def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self._means.begin()
@@ -65,9 +69,9 @@ class StepNumbers(Visitor):
         self._tokens.end()
         self._sites.report(seen)
         if phase == "train":
-            losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point()]
+            losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)]
             if len(losses) == 1:
-                self._means.add(("", "train_loss"), losses[0].detach())
+                self._means.add(("", "train_loss"), losses[0].detach(), 1)
         if self.pass_over is not None and seen:
             self.pass_over(phase)
 
@@ -79,13 +83,9 @@ class StepNumbers(Visitor):
     def bracket(self, bound: Tensor) -> None:
         self._steps.bounded(bound)
 
-    def before_step(self, gradient_scale: Tensor | None, *, measuring: bool) -> None:
-        """Reads weights and gradients before the step; gradients are divided by the scale that is still on them.
-
-        measuring: False of a process that has switched itself off. It reads the weights all the same: where they are
-        sharded they are gathered, and the other processes would wait for it.
-        """
-        if self._changes is not None and measuring:
+    def before_step(self, gradient_scale: Tensor | None) -> None:
+        """Reads weights and gradients before the step; gradients are divided by the scale that is still on them."""
+        if self._changes is not None:
             self._changes.before()
         if self._readers is None and self._sites.weighed:
             model, sites = self._sites.model, self._sites.weighed
@@ -93,23 +93,30 @@ class StepNumbers(Visitor):
         if self._readers is not None:
             self._read = {key: x for reader in self._readers for key, x in reader.read().items()}
             if gradient_scale is not None:
-                self._read = {key: x / gradient_scale if "grad" in key[1] else x for key, x in self._read.items()}
+                self._read = {
+                    key: _divided(x, gradient_scale) if "grad" in key[1] else x for key, x in self._read.items()
+                }
 
     def after_step(self) -> None:
         """Reads by how much the step has changed the logits of the probe batch."""
         if self._changes is not None:
-            self._read |= self._changes.after()
+            for key, x in self._changes.after().items():
+                self._read[key] = Share(value=x, weight=torch.ones_like(x), own=True)
 
-    def take(self, rate: Tensor | None) -> Numbers:
+    def take(self, rate: Tensor | None) -> Given:
         """All numbers of the step, once; rate: its learning rate, where there is an optimizer."""
         read, self._read = self._read, {}
         found = {**read, **self._means.read()}
         return found if rate is None else {**found, ("", "lr"): rate}
 
 
+def _divided(x: Tensor | Share, by: Tensor) -> Tensor | Share:
+    return dataclasses.replace(x, value=x.value / by) if isinstance(x, Share) else x / by
+
+
 @final
 class Means:
-    """Adds up scalars on their device and gives their means."""
+    """Adds up means on their device, each over so many values, and gives the means of all."""
 
     def __init__(self) -> None:
         self._sums: dict[Key, tuple[Tensor, int]] = {}
@@ -123,12 +130,12 @@ class Means:
         """The pass failed."""
         self._sums = self._before
 
-    def add(self, key: Key, value: Tensor) -> None:
-        """One more value."""
-        total, n = self._sums.get(key, (None, 0))
-        self._sums[key] = value if total is None else total + value, n + 1
+    def add(self, key: Key, mean: Tensor, n: int) -> None:
+        """One more mean, over n values."""
+        total, before = self._sums.get(key, (None, 0))
+        self._sums[key] = mean * n if total is None else total + mean * n, before + n
 
-    def read(self) -> Numbers:
+    def read(self) -> dict[Key, Share]:
         """The means since the last read, once."""
         sums, self._sums = self._sums, {}
-        return {key: total / n for key, (total, n) in sums.items()}
+        return {key: Share(value=total / n, weight=torch.full_like(total, n)) for key, (total, n) in sums.items() if n}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from torch import nn
 
 from qkeel import dist
-from qkeel.errors import QkeelError, RefusedError, caution
+from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.monitor.processes.group import ProcessGroup
+from qkeel.sites.bound import bound
 from qkeel.sites.find import find_sites
 from qkeel.sites.missed import Sites, share
 from qkeel.sites.site import AttentionSite
@@ -19,24 +20,38 @@ from qkeel.sites.site import AttentionSite
 class WatchedSites:
     """Finds the sites of a model by one more forward pass, and says why where it can't.
 
-    `all` holds sites that were described by hand from the start, the others once they are found. `weighed` are those
-    whose weights can be read: none where the heads of the model are split over processes. `all.missed` were seen but
-    not understood.
+    `all` holds sites that were described by hand or given from the start, the others once they are found. `weighed` are
+    those whose weights can be read. `all.missed` were seen but not understood.
     """
 
-    def __init__(self, model: nn.Module, described: Sites, group: ProcessGroup) -> None:
-        """Takes `described`, which is extended in place."""
+    def __init__(
+        self, model: nn.Module, described: Sites, group: ProcessGroup, given: Sequence[AttentionSite] | None
+    ) -> None:
+        """Takes `described`, which is extended in place, and the sites that were found earlier, if they were."""
         self.model, self.all = model, described
         self.weighed: list[AttentionSite] = []
         self._silent = False  # it was said that a measured pass showed no attention
         self._group = group
+        self._given = given is not None
+        if given is not None:
+            self.all += bound(given, model)
+            self.weighed = self.all
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False
 
     def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Finds them from the arguments of a pass that is about to begin."""
-        if dist.splits_heads(self.model):
-            self._group.stay_alone("the heads of this model are split over processes, as by tensor parallelism")
+        """Finds them from the arguments of a pass that is about to begin.
+
+        Raises: InvalidValueError if that takes a pass of all processes, and not all of them watch.
+        """
+        split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
+        self._group.begin(gathers=split)
+        if split and not self._given and not self._group.several:
+            raise InvalidValueError(
+                "expected every process of this run to watch the model: its weights are split, and the search for its "
+                "attention is a forward pass of all processes"
+            )
+        if self._given:
             return
         found = Sites()
         try:
@@ -47,10 +62,11 @@ class WatchedSites:
         if found.missed:
             others = "; ".join(map(str, found.missed))
             caution(f"{found.share} of {type(self.model).__name__} are watched. Not understood: {others}")
-        if dist.sharded(self.model) and found and not any(site.terms for site in found):
+        if dist.splits_heads(self.model) and found and not any(site.terms for site in found):
             caution(
-                "the weights behind the heads are unknown in a model that fully_shard has split, so they are not "
-                "watched; the logits are"
+                "the weights behind the heads are unknown in a model whose heads are split over processes, so they are "
+                "not watched; the logits are. Give the sites that find_sites(model, example) found before the split: "
+                "qkeel.watch(..., sites=sites)"
             )
         described = {site.name for site in self.all}
         self.all += [site for site in found if site.name not in described]
@@ -75,6 +91,9 @@ class WatchedSites:
         self._seen = self._seen or seen
         error, self._error = self._error, None
         if not self._seen and (error is not None or not self.all):
-            raise error or RefusedError("no attention was seen in this forward pass")
+            error = error or RefusedError("no attention was seen in this forward pass")
+            if not self._group.records_jointly:
+                raise error
+            self._group.unseen, error = error, None  # others may have some
         if error is not None:
             caution(f"the weights behind the heads are unknown, so they are not watched: {error}")

@@ -9,14 +9,14 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.dist import whole
+from qkeel import dist
+from qkeel.dist.layout import counted
 from qkeel.functional.bounds import gram_interaction_norms
 from qkeel.functional.norms import wide
+from qkeel.monitor.measure.split_weights import SplitWeights
+from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
+from qkeel.monitor.processes.share import Key, Share
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
-
-Key = tuple[str, str]  # the site, "" for the whole model, and the name of the number
-Numbers = dict[Key, Tensor]
-Chain = tuple[HeadSlice, ...]
 
 
 @final
@@ -36,14 +36,24 @@ class WeightNorms:
     def __init__(
         self, model: nn.Module, sites: Sequence[AttentionSite], optimizer: torch.optim.Optimizer | None
     ) -> None:
-        self.sites = [site for site in sites if site.terms]
         self._parameters = dict(model.named_parameters())
         self._eps = _eps_by_parameter(optimizer)
+        known = [site for site in sites if site.terms]
+        split = [site for site in known if any(self._is_split(s) for s in (*site.query, *site.key))]
+        self.sites = [site for site in known if site not in split]
+        counts = counted(model) if split else None
+        self._split = [
+            SplitWeights(s, self._parameters, counts, self._eps_of(s), all(map(self._multiplies, s.terms)))
+            for s in split
+            if counts is not None
+        ]
 
     @torch.no_grad()
-    def read(self) -> Numbers:
-        """All numbers of all sites as they are now."""
-        found: Numbers = {}
+    def read(self) -> dict[Key, Tensor | Share]:
+        """All numbers of all sites as they are now; of weights that are split over processes, this one's share."""
+        found: dict[Key, Tensor | Share] = {}
+        for split in self._split:
+            found |= {(split.site.name, name): share for name, share in split.shares().items()}
         spectral = self._spectral_norms()
         for i, site in enumerate(self.sites):
             for name, value in self._site(site).items():
@@ -59,7 +69,7 @@ class WeightNorms:
         for i, site in enumerate(self.sites):
             if not all(map(self._multiplies, site.terms)):
                 continue
-            grams = (self._gram([t.query for t in site.terms]), self._gram([t.key for t in site.terms]))
+            grams = (gram([t.query for t in site.terms], self._weight), gram([t.key for t in site.terms], self._weight))
             a, b = (site.per_query_head(gram) for gram in grams)
             alike.setdefault((a.shape[-1], a.dtype, a.device), []).append((i, a, b))
         for group in alike.values():
@@ -89,49 +99,27 @@ class WeightNorms:
         for name, rms in zip(("query_grad_rms", "key_grad_rms"), grads):
             if rms is not None:
                 found[name] = rms
-        eps = self._eps.get(id(self._parameters[query[0][-1].parameter]))
+        eps = self._eps_of(site)
         if eps and all(g is not None for g in grads):
             found["grad_over_eps"] = torch.minimum(*grads) / eps  # type: ignore[arg-type]
         return found
 
+    def _eps_of(self, site: AttentionSite) -> float | None:
+        return self._eps.get(id(self._parameters[site.terms[0].query[-1].parameter]))
+
+    def _is_split(self, part: HeadSlice) -> bool:
+        return dist.is_split(self._parameters[part.parameter])
+
     def _norm(self, chains: Sequence[Chain], site: AttentionSite, of: Callable[[HeadSlice], Tensor]) -> Tensor:
-        norms = [site.per_query_head(torch.linalg.vector_norm(of(part), dim=(1, 2))) for part in _own(chains)]
+        norms = [site.per_query_head(torch.linalg.vector_norm(of(part), dim=(1, 2))) for part in own_rows(chains)]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
     def _rms(self, chains: Sequence[Chain], site: AttentionSite) -> Tensor | None:
-        parts = _own(chains)
+        parts = own_rows(chains)
         if any(self._parameters[part.parameter].grad is None for part in parts):
             return None
         size = sum(self._weight(part)[0].numel() for part in parts)
         return self._norm(chains, site, self._grad) / size**0.5
-
-    def _gram(self, chains: Sequence[Chain]) -> Tensor:
-        """W Wᵀ [heads R R], W the products of all terms one under the other; weights that add up come as terms too."""
-        if len(chains) == 1:
-            return self._product(chains[0], chains[0])
-        heads = max(chain[-1].n for chain in chains)
-        rows = [torch.cat([self._product(a, b).expand(heads, -1, -1) for b in chains], -1) for a in chains]
-        return torch.cat(rows, -2)
-
-    def _product(self, a: Chain, b: Chain) -> Tensor:
-        """(product of a)(product of b)ᵀ [heads r r'], from the input's side: nothing of its width is kept. Inputs
-        of unequal width (MLA's normed latent and the tokens) are two inputs: nothing is shared.
-        """
-        first, second = self._weight(a[0]), self._weight(b[0])
-        if first.shape[-1] == second.shape[-1]:
-            inner = first @ second.mT
-        else:
-            inner = first.new_zeros(max(len(first), len(second)), first.shape[1], second.shape[1])
-        for part in a[1:]:
-            inner = self._after(part, inner)
-        for part in b[1:]:
-            inner = self._after(part, inner.mT).mT
-        return inner
-
-    def _after(self, part: HeadSlice, inner: Tensor) -> Tensor:
-        """A weight times what comes before it; gains multiply row by row."""
-        weight = self._weight(part)
-        return weight * inner if self._parameters[part.parameter].ndim == 1 else weight @ inner
 
     def _weight(self, part: HeadSlice) -> Tensor:
         return _whole(part, self._parameters[part.parameter])
@@ -143,23 +131,13 @@ class WeightNorms:
 
 
 def _whole(part: HeadSlice, x: Tensor) -> Tensor:
-    """The heads' rows [n r m] in float32 or wider, of sharded weights gathered."""
-    x = whole(x)
+    """The heads' rows [n r m] in float32 or wider."""
     return part.heads(x.detach()).to(wide(x.dtype))
 
 
 def _lines(part: HeadSlice, x: Tensor) -> int:
     """The number of rows or columns of a weight."""
     return x.shape[0] if part.axis == 0 else x.shape[1:].numel()
-
-
-def _own(chains: Sequence[Chain]) -> list[HeadSlice]:
-    """The last weight of each way, each once: the one with rows for the head."""
-    found: list[HeadSlice] = []
-    for chain in chains:
-        if not any(chain[-1].parameter == f.parameter and chain[-1].same(f) for f in found):
-            found.append(chain[-1])
-    return found
 
 
 def _eps_by_parameter(optimizer: torch.optim.Optimizer | None) -> Mapping[int, float]:

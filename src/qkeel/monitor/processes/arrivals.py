@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import final
 
+from torch import Tensor
+
+from qkeel.errors import caution
 from qkeel.monitor.processes.group import ProcessGroup
-from qkeel.monitor.processes.transfer import Flag, Stats, Transfer, merged
+from qkeel.monitor.processes.transfer import Flag, Measurement, Stats, Transfer, merged
 from qkeel.monitor.record.journal import Journal
 from qkeel.sites.tap import Phase
 
@@ -21,6 +24,7 @@ class Arrivals:
         self._group, self._journal = group, journal
         self._coming: list[_Coming] = []
         self._unread: dict[Phase, Stats] = {"train": {}, "eval": {}}
+        self._said = False
 
     def add(self, step: int, phase: Phase, transfer: Transfer, *, unread: Stats | None) -> None:
         """One more step; unread: what of its statistics nobody has read, None for all that arrive."""
@@ -41,10 +45,29 @@ class Arrivals:
             if one.transfer.flagged(Flag.OFF):
                 self._group.over = True
             measured = one.transfer.result()
+            self._say_unknown(measured)
             unread = measured.stats if one.unread is None else one.unread
             self._unread[one.phase] = merged([self._unread[one.phase], unread])
             if measured.stats:
                 self._journal.add(one.step, one.phase, measured)
+
+    def _say_unknown(self, measured: Measurement) -> None:
+        """Says once of which sites a number is not measured since no process holds all rows of a head."""
+        numbers = measured.numbers
+        norms = {
+            site: x for (site, name), x in numbers.items() if name == "query_weight_norm" and isinstance(x, Tensor)
+        }
+        unknown = []
+        for site, norm in norms.items():
+            largest = numbers.get((site, "qk_spectral_norm"))
+            if isinstance(largest, Tensor) and bool((largest.isnan() & norm.isfinite()).any()):
+                unknown.append(site)
+        if unknown and self._group.several and not self._said:
+            self._said = True
+            caution(
+                "qk_spectral_norm is not measured of heads whose rows no process holds whole: nothing is gathered for "
+                f"a number. Weights are split through heads of {', '.join(unknown)}"
+            )
 
     def has(self, phase: Phase) -> bool:
         """Returns whether there are statistics of recorded steps that nobody has read."""

@@ -3,89 +3,164 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import final
 
 from qkeel import dist
-from qkeel.errors import InvalidValueError, caution
-from qkeel.monitor.processes.transfer import Flag, Layout, Measurement, Transfer
+from qkeel.dist.words import leave_word, publish, published, words_under
+from qkeel.errors import InvalidValueError, QkeelError, caution
+from qkeel.monitor.processes.introduction import Introduction
+from qkeel.monitor.processes.members import Member, Members
+from qkeel.monitor.processes.transfer import Flag, Form, Measurement, Stats, Transfer, word
+from qkeel.patching.parallel_training import running_stage
 
-PATIENCE = 30.0  # seconds, once: how much later than the others a process may come to its first measured step
+PATIENCE = 8.0  # seconds that a process waits for another that may not watch at all
+LONGEST = 60.0  # seconds that it waits, once, for one that watches to end its first measured step
+_NOTHING, _OFF = "nothing", "off"
 
 
 @final
 class ProcessGroup:
     """The processes of a run that measure as one, as one of them sees it.
 
-    Before the first gather the processes agree that all watch and what they will send, since a gather of unlike sizes,
-    or without one of them, never ends. Later a process that stops says so in the gather that the others wait in.
+    Before any collective the processes make sure that all of them watch, and before the first gather they introduce
+    themselves, since a gather of unlike sizes, or without one of them, never ends. Later a process that stops says so
+    in the gather that the others wait in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, introduced: Introduction, apart: Callable[[], str]) -> None:
+        """Takes how this process introduces itself, and what tells why it must measure alone, "" if it need not."""
+        self._introduced, self._apart = introduced, apart
+        self.records_alone = False  # each process records what it sees, as without an optimizer
         self.stopped = False  # this process measures no more, and the others may not know it yet
         self.over = False  # all processes know that it is over
+        self.unseen: QkeelError | None = None  # why this process has no attention; others may have some
         self._alone = False
         self._name = ""
-        self._layout: Layout | None = None
+        self._watching = False  # that all processes watch is known
+        self._rounds = 0
+        self._form: Form = ()
+        self.members: Members | None = None
+        self.here()
+
+    def here(self) -> None:
+        """Tells the others, as soon as there are some, that this process watches."""
+        if not self._name and dist.world() > 1:
+            self._name = f"monitor {dist.ordinal('monitor')}"
+            leave_word(f"{self._name} watches", "yes")
 
     @property
     def several(self) -> bool:
         """Returns whether other processes take part."""
         return not self._alone and not self.over and dist.world() > 1
 
+    @property
+    def waited_for(self) -> bool:
+        """Returns whether others will wait for this process at the next measured step."""
+        return self.several and self.members is not None
+
+    @property
+    def records_jointly(self) -> bool:
+        """Returns whether what is recorded is of several processes."""
+        return self.several and not self.records_alone
+
+    def begin(self, *, gathers: bool) -> None:
+        """Called in the first pass that is measured, before anything is done that takes all processes.
+
+        gathers: a pass of the model is something that all processes do.
+        """
+        self._introduced.stage = running_stage()
+        if gathers or not self.records_alone:
+            self.all_watch()
+
+    def about(self) -> dict[str, object]:
+        """The description of the whole model, where several processes have parts of it."""
+        return {} if self.members is None else self.members.about()
+
     def stay_alone(self, why: str) -> None:
         """Measure this process's part only."""
         self._alone = True
         caution(f"{why}: what is recorded is what this process sees")
 
-    def send(self, step: int, measured: Measurement | None, *, alone: bool) -> Transfer | None:
+    def all_watch(self) -> bool:
+        """Returns whether all processes watch the model; waits at most 8 seconds for them, once."""
+        self.here()
+        if self.several and self._apart():
+            self.stay_alone(self._apart())
+        if self.several and not self._watching:
+            self._watching = words_under(f"{self._name} watches", "yes", PATIENCE) is not None
+            if not self._watching:
+                self.stay_alone("not every process of this run watches the model")
+        return self.several
+
+    def send(self, measured: Measurement | None, *, alone: bool) -> Transfer | None:
         """Starts the gather of a step; None says that this process, or as the answer every process, has no numbers.
 
         alone: only this process records the step.
 
         Raises: InvalidValueError if the processes can't be merged.
         """
-        if self.several and not alone and self._layout is None:
-            self._meet(step, measured)
-        if alone or not self.several or self._layout is None:
-            return None if measured is None else Transfer.of(measured, alone=True)
+        if not alone and self.all_watch() and self.members is None:
+            self._meet(measured)
+        members = self.members
+        if alone or not self.several or members is None:
+            return None if measured is None else Transfer.alone(measured)
         if measured is None:
-            return Transfer.say(Flag.NOTHING, self._layout)
-        if measured.layout() != self._layout:
-            self.leave(step, known=False)
+            return self._gather(word(Flag.NOTHING, self._form), members)
+        if measured.form() != members.own.form:
+            self.leave(known=False)
             raise InvalidValueError(
                 "what this process measures is not what it measured at first, as with layers that run in some steps "
                 "only, so the processes of this run can't be merged"
             )
-        return Transfer.of(measured, alone=False)
+        return self._gather(measured.pack(dist.collective_device()), members)
 
-    def leave(self, step: int, *, known: bool) -> None:
+    def placed(self, stats: Stats) -> Stats:
+        """Statistics of this process alone, by the names and heads of the whole model once these are known."""
+        return stats if self.members is None else self.members.placed(stats)
+
+    def leave(self, *, known: bool) -> None:
         """Reports to the others that this process has switched itself off; they do the same.
 
         known: another process has reported the same of itself, so that nobody waits.
         """
         self.over = True
-        if known:
+        if known or not dist.world() > 1 or not self._name:
             return
-        if self._layout is None:
-            dist.agree(self._round(step), "off", PATIENCE)
+        if self.members is None:
+            leave_word(self._round(), _OFF)
         else:
-            Transfer.say(Flag.OFF, self._layout)
+            self._gather(word(Flag.OFF, self._form), self.members)
 
-    def _meet(self, step: int, measured: Measurement | None) -> None:
-        layout = None if measured is None else measured.layout()
-        word = "nothing" if layout is None else str(zlib.crc32(repr(layout).encode()))
-        verdict = dist.agree(self._round(step), word, PATIENCE)
-        if verdict == "together":
-            self._layout = layout
-        elif verdict == "alone":
-            self.stay_alone("not every process of this run watches the model")
-        else:
+    def _gather(self, packed: object, members: Members) -> Transfer:
+        return Transfer(packed, [m.form for m in members.all], members.merge)  # type: ignore[arg-type]
+
+    def _meet(self, measured: Measurement | None) -> None:
+        self._form = () if measured is None else measured.form()
+        place, text = self._introduced(self._form).words()
+        print_of = str(zlib.crc32(text.encode()))
+        publish(f"{self._name} {print_of}", text)
+        words = words_under(self._round(), f"{'' if self._form else _NOTHING}|{print_of}|{place}", LONGEST)
+        self._rounds += 1
+        if words is None:
+            self.stay_alone("not every process of this run came to the end of its first measured step")
+            return
+        if _OFF in words:
             self.over = True
-            raise InvalidValueError(
-                "the processes of this run do not see the same attention, or the monitor of another process has "
-                "switched itself off, so nothing can be merged"
-            )
+            raise InvalidValueError("the monitor of another process of this run has switched itself off")
+        said = [one.split("|", 2) for one in words]
+        if all(nothing for nothing, _, _ in said):
+            if self.unseen is not None:
+                self.over = True
+                raise self.unseen
+            return
+        texts = {of: published(f"{self._name} {of}") for of in {of for _, of, _ in said}}
+        try:
+            self.members = Members([Member.of(place, texts[of]) for _, of, place in said], dist.rank())
+        except InvalidValueError:
+            self.over = True
+            raise
+        self._form = self.members.own.form
 
-    def _round(self, step: int) -> str:
-        self._name = self._name or f"monitor {dist.ordinal('monitor')}"
-        return f"{self._name} step {step}"
+    def _round(self) -> str:
+        return f"{self._name} round {self._rounds}"

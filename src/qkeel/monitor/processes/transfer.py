@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -15,10 +15,12 @@ from qkeel import dist
 from qkeel.errors import InvalidValueError
 from qkeel.functional.statistics.class_stats import ClassStats
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
+from qkeel.monitor.processes.share import Given, Key, Numbers, Share, combined, with_made
 
 Stats = dict[str, LogitStats]
-Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
-_FORMULA = "formula "
+# Of each tensor that is sent: the site, the name, the shape, and how shares make one number ("" of statistics).
+Form = tuple[tuple[str, str, tuple[int, ...], str], ...]
+_FORMULA, _WEIGHT = "formula ", "weight of "
 
 
 @final
@@ -27,21 +29,30 @@ class Measurement:
     """The measurement of one step: statistics by site, and other numbers by (site, name), "" for the whole model."""
 
     stats: Mapping[str, LogitStats]
-    numbers: Mapping[tuple[str, str], Tensor]
+    numbers: Given
 
-    def layout(self) -> Layout:
-        """Name and shape of every tensor, in the order they are packed."""
-        of_stats = [(site, field, x) for site, s in self.stats.items() for field, x in _tensors(s)]
-        others = [(site, name, x) for (site, name), x in self.numbers.items()]
-        return tuple((site, name, tuple(x.shape)) for site, name, x in (*of_stats, *others))
+    def form(self) -> Form:
+        """The form of the vector: its parts in the order in which they are packed."""
+        return tuple((site, name, tuple(x.shape), how) for site, name, x, how in self._tensors())
 
     def pack(self, device: torch.device) -> Tensor:
         """All of it as one vector, a Flag in front."""
-        of_stats = [x for s in self.stats.values() for _, x in _tensors(s)]
         dtype = torch.float32 if device.type == "mps" else torch.float64  # exact for counts under 2^53
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
-        parts += [x.detach().reshape(-1).to(device) for x in (*of_stats, *self.numbers.values())]
+        parts += [x.detach().reshape(-1).to(device) for _, _, x, _ in self._tensors()]
         return torch.cat(parts)  # in the widest of their dtypes, which is that of the first
+
+    def _tensors(self) -> Iterable[tuple[str, str, Tensor, str]]:
+        for site, stats in self.stats.items():
+            yield from ((site, name, x, "") for name, x in _tensors(stats))
+        for (site, name), x in self.numbers.items():
+            if isinstance(x, Share):
+                yield site, _WEIGHT + name, x.weight, ""
+            yield (site, name, x.value, _how(x)) if isinstance(x, Share) else (site, name, x, "alike")
+
+
+def _how(share: Share) -> str:
+    return f"{share.how} {share.of} {'own' if share.own else 'all'}"
 
 
 class Flag(enum.IntEnum):
@@ -52,37 +63,37 @@ class Flag(enum.IntEnum):
     OFF = 2
 
 
+# What a process sent: statistics by site, tensors that are known alike, shares.
+Sent = tuple[Stats, Numbers, dict[Key, Share]]
+Merged = tuple[Stats, Numbers]
+
+
 @final
 class Transfer:
-    """A vector on its way: gathered from all processes and copied to the host without waiting for it. Statistics of
-    processes are merged, other numbers averaged, so that each process ends with the same.
+    """A vector on its way: gathered from all processes and copied to the host without waiting for it. `merge` makes one
+    of what they sent, so that each process ends with the same.
     """
 
-    def __init__(self, packed: Tensor, layout: Layout, *, alone: bool) -> None:
-        """`alone`: this process's numbers only."""
-        self.layout = layout
-        gathered = packed[None] if alone else dist.gather(packed)
+    def __init__(self, packed: Tensor, forms: Sequence[Form], merge: Callable[[Mapping[int, Sent]], Merged]) -> None:
+        """`forms`: of each process; of one alone, nothing is gathered."""
+        self.forms, self._merge = forms, merge
+        if len(forms) > 1:
+            packed = dist.gather(torch.nn.functional.pad(packed, (0, max(map(_size, forms)) - len(packed))))
+        else:
+            packed = packed[None]
         self._event: torch.cuda.Event | None = None
-        if gathered.device.type == "cuda":
-            self._host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            self._host.copy_(gathered, non_blocking=True)
+        if packed.device.type == "cuda":
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._host = gathered.cpu()
+            self._host = packed.cpu()
 
     @classmethod
-    def of(cls, measured: Measurement, *, alone: bool) -> Transfer:
-        """The transfer of a measurement."""
-        device = _device(measured) if alone else dist.collective_device()
-        return cls(measured.pack(device), measured.layout(), alone=alone)
-
-    @classmethod
-    def say(cls, flag: Flag, layout: Layout) -> Transfer:
-        """Taking part in a gather of this layout with nothing but a word."""
-        vector = torch.zeros(1 + sum(math.prod(shape) for _, _, shape in layout), dtype=torch.float64)
-        vector[0] = flag
-        return cls(vector.to(dist.collective_device()), layout, alone=False)
+    def alone(cls, measured: Measurement) -> Transfer:
+        """The transfer of what this process measured, to its host."""
+        return cls(measured.pack(_device(measured)), [measured.form()], lambda sent: merged_alike([sent[0]]))
 
     @property
     def arrived(self) -> bool:
@@ -101,31 +112,67 @@ class Transfer:
         Raises: InvalidValueError if a process has stopped measuring.
         """
         if self.flagged(Flag.OFF):
-            raise InvalidValueError("the monitor of another process of this run has switched itself off")
-        ranks = [self._unpacked(row) for row in self._host if row[0] == Flag.WELL]
-        if not ranks:
-            return Measurement(stats={}, numbers={})
-        stats = ranks[0][0]
-        for other, _ in ranks[1:]:
-            stats = {site: merge(s, other[site]) for site, s in stats.items()}
-        numbers = {key: torch.stack([n[key] for _, n in ranks]).mean(0) for key in ranks[0][1]}
-        return Measurement(stats=stats, numbers=numbers)
-
-    def _unpacked(self, row: Tensor) -> tuple[dict[str, LogitStats], dict[tuple[str, str], Tensor]]:
-        found = {}
-        _, *values = row.split([1, *(math.prod(shape) for _, _, shape in self.layout)])
-        for (site, name, shape), value in zip(self.layout, values):
-            found[site, name] = value if len(shape) == 1 else value.view(shape)
-        sites = dict.fromkeys(site for site, name, _ in self.layout if name == TENSORS[0])
-        stats = {
-            site: LogitStats(
-                **{f: _counted(f, found.pop((site, f))) for f in TENSORS},  # type: ignore[arg-type]
-                classes=_classes(site, found),
-                formulas=_formulas(site, found),
+            raise InvalidValueError(
+                "the monitor of another process of this run has switched itself off, or was closed there"
             )
-            for site in sites
-        }
-        return stats, found
+        rows = zip(self.forms, self._host, strict=True)
+        sent = {rank: _unpacked(form, row) for rank, (form, row) in enumerate(rows) if row[0] == Flag.WELL}
+        stats, numbers = self._merge(sent) if sent else ({}, {})
+        return Measurement(stats=stats, numbers=with_made(numbers))
+
+
+def word(flag: Flag, form: Form) -> Tensor:
+    """A vector of this form that holds nothing but a word."""
+    vector = torch.zeros(_size(form), dtype=torch.float64)
+    vector[0] = flag
+    return vector.to(dist.collective_device())
+
+
+def merged_alike(sent: Sequence[Sent]) -> Merged:
+    """The numbers of processes of which each has all heads and layers, and the same weights."""
+    stats, numbers, _ = sent[0]
+    for other, _, _ in sent[1:]:
+        stats = {site: merge(s, other[site]) for site, s in stats.items()}
+    return stats, {**numbers, **shared([shares for _, _, shares in sent])}
+
+
+def shared(sent: Sequence[Mapping[Key, Share]]) -> Numbers:
+    """The numbers that several shares make."""
+    found: dict[Key, list[Share]] = {}
+    for shares in sent:
+        for key, share in shares.items():
+            found.setdefault(key, []).append(share)
+    return {key: combined(s[0].how, [x.value for x in s], [x.weight for x in s]) for key, s in found.items()}
+
+
+def _size(form: Form) -> int:
+    return 1 + sum(math.prod(shape) for _, _, shape, _ in form)
+
+
+def _unpacked(form: Form, row: Tensor) -> Sent:
+    found, shares, numbers = {}, {}, {}
+    sizes = [1, *(math.prod(shape) for _, _, shape, _ in form)]
+    _, *values = row[: sum(sizes)].split(sizes)
+    for (site, name, shape, how), value in zip(form, values):
+        value = value if len(shape) == 1 else value.view(shape)
+        if how == "alike":
+            numbers[site, name] = value
+        elif how:
+            rule, of, heads = how.split()
+            weight = found.pop((site, _WEIGHT + name))
+            shares[site, name] = Share(value=value, weight=weight, how=rule, of=of, own=heads == "own")  # type: ignore[arg-type]
+        else:
+            found[site, name] = value
+    sites = dict.fromkeys(site for site, name, _, _ in form if name == TENSORS[0])
+    stats = {
+        site: LogitStats(
+            **{f: _counted(f, found.pop((site, f))) for f in TENSORS},  # type: ignore[arg-type]
+            classes=_classes(site, found),
+            formulas=_formulas(site, found),
+        )
+        for site in sites
+    }
+    return stats, numbers, shares
 
 
 def _tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
@@ -137,13 +184,13 @@ def _tensors(stats: LogitStats) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _formulas(site: str, found: dict[tuple[str, str], Tensor]) -> dict[str, Tensor]:
+def _formulas(site: str, found: dict[Key, Tensor]) -> dict[str, Tensor]:
     """Those of a site, taken out of what was found."""
     own = [name for at, name in found if at == site and name.startswith(_FORMULA)]
     return {name.removeprefix(_FORMULA): found.pop((site, name)) for name in own}
 
 
-def _classes(site: str, found: dict[tuple[str, str], Tensor]) -> ClassStats | None:
+def _classes(site: str, found: dict[Key, Tensor]) -> ClassStats | None:
     """Those of a site, taken out of what was found."""
     own = [name.split("\t") for at, name in found if at == site and "\t" in name]
     if not own:
@@ -160,7 +207,8 @@ def _counted(field: str, value: Tensor) -> Tensor:
 def _device(measured: Measurement) -> torch.device:
     for stats in measured.stats.values():
         return stats.max_logit.device
-    return next((x.device for x in measured.numbers.values()), torch.device("cpu"))
+    values = (x.value if isinstance(x, Share) else x for x in measured.numbers.values())
+    return next((x.device for x in values), torch.device("cpu"))
 
 
 def merged(parts: Iterable[Mapping[str, LogitStats]]) -> Stats:
@@ -176,4 +224,4 @@ def on_host(stats: Stats) -> Stats:
     """The statistics on the CPU, in float64."""
     if not stats:
         return {}
-    return dict(Transfer.of(Measurement(stats=stats, numbers={}), alone=True).result().stats)
+    return dict(Transfer.alone(Measurement(stats=stats, numbers={})).result().stats)

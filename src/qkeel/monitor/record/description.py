@@ -39,16 +39,7 @@ def about(
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in parameters),
         "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
-        "sites": [
-            {
-                "name": site.name,
-                "n_heads": site.n_heads,
-                "n_kv_heads": site.n_kv_heads,
-                "head_dim": site.head_dim,
-                "weights": _weights(site),
-            }
-            for site in sites
-        ],
+        "sites": site_facts(sites),
         "missed": [dataclasses.asdict(one) for one in missed],
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "cadence": repr(cadence),
@@ -60,6 +51,20 @@ def about(
         },
         "command": shlex.join(sys.argv),
     }
+
+
+def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:
+    """Name, geometry, and whether the weights are known, of each site."""
+    return [
+        {
+            "name": site.name,
+            "n_heads": site.n_heads,
+            "n_kv_heads": site.n_kv_heads,
+            "head_dim": site.head_dim,
+            "weights": _weights(site),
+        }
+        for site in sites
+    ]
 
 
 def _weights(site: AttentionSite) -> str:

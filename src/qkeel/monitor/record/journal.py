@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import numpy as np
+from torch import Tensor
 
 from qkeel import dist
 from qkeel.errors import AlarmWarning, caution
@@ -91,14 +92,14 @@ class Journal:
         known = [name for name in _WHOLE if any(_measured(name, s).any() for s in measured.stats.values())]
         values |= {name: float(fold_heads(name, heads[name].reshape(1, -1))[0]) for name in known if name in heads}
         for (site, name), value in measured.numbers.items():
-            if value.ndim == 0:
+            if isinstance(value, Tensor) and value.ndim == 0:
                 values[f"{name}/{site}" if site else name] = float(value)
         return Sample(step=step, values=values, layers=self.sites, heads=heads, phase=phase)
 
     def _row(self, name: str, site: str, measured: Measurement) -> np.ndarray | None:
         """[heads] of one layer, or None where it was not measured."""
         number, stats = measured.numbers.get((site, name)), measured.stats.get(site)
-        if number is not None:
+        if isinstance(number, Tensor):
             return number.double().numpy()
         value = None if stats is None else stats.value(name)
         if stats is None or value is None:

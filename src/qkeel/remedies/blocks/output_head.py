@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.nn.decoder import Decoder
 from qkeel.remedies.base import Target
@@ -18,11 +19,14 @@ from qkeel.sites.see.running_modules import tensors
 def logits_module(target: Target, remedy: str, named: str) -> nn.Module:
     """The module called `named`, or the one whose output, as it is, the model returns for the example.
 
-    qkeel's own Decoder needs neither.
+    qkeel's own Decoder needs neither. Of a stage of a pipeline that is not the last, a module that nobody runs.
 
     Raises:
         RefusedError: no such module; no example to observe; no module or several whose output is returned.
     """
+    stage = dist.stage_of(target.model)
+    if stage is not None and not stage[1]:
+        return nn.Identity()  # another stage of the pipeline makes the logits
     if named:
         try:
             return target.model.get_submodule(named)

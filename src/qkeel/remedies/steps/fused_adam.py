@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from qkeel.kernels.native import adamw
 from qkeel.patching import adam_groups
-from qkeel.patching.graph_nodes import version_of
+from qkeel.patching.graph_nodes import is_wrapper, version_of
 from qkeel.remedies.steps.head_groups import HeadView, stacked
 from qkeel.sites.site import HeadSlice
 
@@ -153,7 +153,7 @@ def _now(weight: Tensor) -> Known:
 
 def _fits(x: Tensor) -> bool:
     """True if it is a matrix or vector of the kind the pass is written for."""
-    plain = x.dtype == torch.float32 and x.device.type == "cpu" and x.layout == torch.strided
+    plain = x.dtype == torch.float32 and x.device.type == "cpu" and x.layout == torch.strided and not is_wrapper(x)
     laid = x.is_contiguous() or (x.ndim == 2 and x.T.is_contiguous())
     return plain and laid and 0 < x.ndim < 3 and not x.is_inference()
 

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from qkeel import dist
 from qkeel.functional.norms import wide
 from qkeel.kernels.native import adamw
 from qkeel.kernels.triton import available
@@ -25,16 +26,18 @@ class HeadView:
     """Rows of a weight or bias as a view [n r m], with one factor for each of the n.
 
     `shares` are the numbers of the entries it belongs to, with their slices. The n are the heads of its one slice, or,
-    in a `whole` view, the rows of the whole tensor: its slices overlap without being the same, or have no view.
+    in a `whole` view, the rows of the whole tensor: its slices overlap without being the same, or have no view. Of a
+    weight that is split over processes the view shows the rows of this process's part, which are its `span`.
     """
 
     weight: Tensor
     shares: tuple[Share, ...]
     whole: bool
+    span: dist.Span | None = None
 
     def view(self, like: Tensor | None = None) -> Tensor:
         """The rows, as a view; of another tensor of the weight's shape if there is one."""
-        weight, own = (self.weight if like is None else like).detach(), self.shares[0][1]
+        weight, own = dist.local(self.weight if like is None else like).detach(), self.shares[0][1]
         return own.rows_of(weight)[:, None] if self.whole else own.heads(weight)
 
     def places(self, counts: Sequence[int]) -> Tensor:
@@ -47,10 +50,11 @@ class HeadView:
         own = [(s, torch.arange(s.n) + firsts[i]) for i, s in self.shares]
         if not self.whole:
             return torch.stack([heads for _, heads in own], 1)
-        rows = self.shares[0][1].rows_of(self.weight).shape[0]
+        rows = self.weight.shape[self.shares[0][1].axis]
         found = torch.stack([s.lines(heads, rows, nobody=last) for s, heads in own], 1)
         # A row with an owner repeats that owner's place for the missing ones, so that the last place does not count.
-        return torch.where(found == last, found.amin(1, keepdim=True), found)
+        found = torch.where(found == last, found.amin(1, keepdim=True), found)
+        return found if self.span is None else found[slice(*self.span)]
 
 
 def stacked(tables: Sequence[Tensor]) -> Tensor:
@@ -71,6 +75,9 @@ def head_views(weight: Tensor, shares: Sequence[Share]) -> list[HeadView]:
         group.append((i, s))
     numbers = torch.cat([g[0][1].index.flatten() for g in groups])
     disjoint = numbers.unique().numel() == numbers.numel()
+    part = dist.shard(shares[0][1].parameter, weight)
+    if part is not None:
+        return [HeadView(weight=weight, shares=tuple(shares), whole=True, span=part.spans[shares[0][1].axis])]
     if not disjoint or any(g[0][1].grid is None for g in groups):
         return [HeadView(weight=weight, shares=tuple(shares), whole=True)]
     return [HeadView(weight=weight, shares=tuple(g), whole=False) for g in groups]
@@ -257,6 +264,7 @@ class HeadGroups:
 
     def update(self, pairs: Sequence[tuple[HeadView, Tensor]]) -> bool:
         """Group the views, each with the tensor it shows, again if that is needed; returns whether it was."""
+        pairs = [(view, dist.local(tensor)) for view, tensor in pairs]
         seen = [tensor.data_ptr() for _, tensor in pairs]
         if seen == self._seen:
             return False
@@ -264,6 +272,8 @@ class HeadGroups:
         views = [view.view(tensor) for view, tensor in pairs]
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for k, view in enumerate(views):
+            if not view.numel():  # of weights that are split unevenly some processes hold nothing
+                continue
             kinds.setdefault((view.device, view.dtype), []).append(k)
         first = 0
         for own in kinds.values():

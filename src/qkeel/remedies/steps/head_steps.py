@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from qkeel import dist
 from qkeel.handle import Handle
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.fused_adam import AdamPass
@@ -19,6 +20,7 @@ from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import ParamGroup, check_linear
 from qkeel.remedies.steps.mixed_precision import found_inf, innermost
 from qkeel.remedies.steps.replaced_weights import ReplacementCheck
+from qkeel.remedies.steps.split_norms import SplitNorms
 
 Rates = Callable[[Tensor], Tensor]
 
@@ -80,6 +82,7 @@ class HeadSteps:
         # The view of a single slice is measured by its copy, other entries one by one.
         self._measured = {view.shares[0][0]: k for k, view in enumerate(views) if not view.whole}
         self._others = [i for i in range(len(counts)) if i not in self._measured]
+        self._split = SplitNorms(weights.slices, self._read, measure)
         self._order, self._dtype = torch.empty(0, dtype=torch.int64), _widest(self._read)
         self._decay = None if decay else DecayFactors(optimizer, tensors, counts, _decay_rate)
         self._adam = AdamPass.of(optimizer, by_tensor, weights.slices, plain=not decay)
@@ -88,6 +91,8 @@ class HeadSteps:
     @torch.no_grad()
     def sizes(self) -> Tensor:
         """The measure of all heads [h] now, to the bit as in a step."""
+        if dist.world() > 1:  # none of them may fail from here on, where they wait for each other
+            dist.words_of_all("qkeel.apply", "measures")
         found = self._copied() if self._ready_adam() is None else self._one_by_one({})
         self._forget()
         return found
@@ -167,21 +172,23 @@ class HeadSteps:
         if self._measure is None:
             return self._ones()
         found.extend(self._one(self._measure, i) for i in self._others)
-        return self._row(found)[self._order]
+        return self._split.norms(self._row(found)[self._order])
 
     def _one_by_one(self, known: Mapping[int, Tensor]) -> Tensor:
         """The same without a copy, entry by entry; some may be known."""
         if self._measure is None:
             return self._ones()
         found = [known[i] if i in known else self._one(self._measure, i) for i in range(len(self._slices))]
-        return self._row(found)
+        return self._split.norms(self._row(found))
 
     def _row(self, found: Sequence[Tensor]) -> Tensor:
-        """All on the first weight's device."""
+        """All on the first weight's device; of split weights squares."""
         device = self._read[0].device
         return torch.cat([x.to(device) for x in found])
 
     def _one(self, measure: Measure, i: int) -> Tensor:
+        if i in self._split:
+            return self._split.squares(i)
         return measure(self._slices[i].heads(self._read[i].detach()))
 
     def _ones(self) -> Tensor:

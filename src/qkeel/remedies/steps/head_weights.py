@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qkeel import dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.remedies.base import Target, unconfirmed, where
 from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, stepped
@@ -22,7 +23,7 @@ def check_weights(target: Target, remedy: str, *, per_head: bool) -> None:
         p = target.parameter(name)
         if p.is_meta:
             raise RefusedError(f"{name} is on the meta device; give it values before {remedy} is applied")
-        if has_plain_rows(p) and not bool(torch.isfinite(p).all()):
+        if has_plain_rows(p) and not bool(torch.isfinite(dist.local(p)).all()):
             raise NonFiniteError(f"{name} holds NaN or infinity before {remedy} is applied; load sound weights")
     for site in target.sites if per_head else ():
         if site.unverified:

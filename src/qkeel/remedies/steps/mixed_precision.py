@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from qkeel import dist
 from qkeel.patching.optimizer_hooks import runs_step_hooks
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -52,5 +53,6 @@ def _rounds_to(copy: Tensor, weight: Tensor) -> bool:
         and copy.dtype == torch.float32
         and copy.shape == weight.shape
         and copy.device == weight.device
+        and not (dist.is_split(copy) or dist.is_split(weight))
         and torch.equal(copy.detach().to(weight.dtype), weight.detach())
     )

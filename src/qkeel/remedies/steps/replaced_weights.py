@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch import nn
 
+from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.patching.module_tables import parameters_of, submodules_of
 
@@ -32,6 +33,7 @@ class ReplacementCheck:
         gone = [name for name, p in self._weights.items() if id(p) not in names]
         if gone:
             more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
+            dist.say_failed(f"{gone[0]} has been replaced")
             raise RefusedError(
                 f"{self._remedy} was applied to {gone[0]}{more}, which "
                 "has been replaced since: the step was not taken. remove() the remedy's handle and apply it again "

@@ -37,7 +37,8 @@ def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:
         return None
     return Refusal(
         f"it is not known which rows of which weights make its heads: {site.why or 'no reason was reported'}",
-        "apply the remedy to a part of the model without this attention",
+        "apply the remedy to a part of the model without this attention; where fully_shard or tensor parallel split "
+        "the model, find the sites before that and give them: apply(..., sites=qkeel.find_sites(model, batch))",
     )
 
 

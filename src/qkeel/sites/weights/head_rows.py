@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from qkeel.errors import QkeelError
+from qkeel.patching.graph_nodes import is_wrapper
 from qkeel.sites.see.running_modules import Frame
 from qkeel.sites.site import HeadSlice, LogitTerm
 from qkeel.sites.weights.autograd_walk import Projection, Walk, leaves_of, nodes_of, variable_of, walk
@@ -217,7 +218,12 @@ def _probe(outputs: Tensor, node: Node) -> Tensor | None:
     generator = torch.Generator(device="cpu").manual_seed(0)
     weights = torch.rand(outputs.shape, generator=generator, dtype=torch.float64) + 0.5
     edge = GradientEdge(node, 0)
-    return torch.autograd.grad(outputs, edge, weights.to(outputs), retain_graph=True, allow_unused=True)[0]
+    grad = torch.autograd.grad(outputs, edge, weights.to(outputs), retain_graph=True, allow_unused=True)[0]
+    if grad is not None and is_wrapper(grad):
+        raise UnknownRowsError(
+            "its projections are split over processes, which hides their rows; find the sites before the model is split"
+        )
+    return grad
 
 
 def _dims(x: Tensor, projection: Projection) -> frozenset[int]:

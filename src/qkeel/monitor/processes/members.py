@@ -1,0 +1,207 @@
+"""The processes of a run as they introduced themselves, and what they measured as that of one model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self, final
+
+from qkeel.dist.layout import Layout
+from qkeel.errors import InvalidValueError
+from qkeel.functional.statistics.logit_stats import LogitStats, merge
+from qkeel.monitor.processes.placing import Span, placed, put_in_place
+from qkeel.monitor.processes.share import Key, Numbers, Share
+from qkeel.monitor.processes.transfer import Form, Merged, Sent, Stats, shared
+
+UNLIKE = (
+    "the processes of this run do not see the same attention, so nothing can be merged. Stages of a pipeline that are "
+    "not torch's, and other splits that do not show in the weights, must be given: qkeel.watch(..., "
+    "layout=Layout.of_mesh(mesh, layers=...)), Layout from qkeel.monitor"
+)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process: its place, what it sends, whose heads and key heads are split, and its part of the description."""
+
+    layout: Layout
+    form: Form = ()
+    split: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
+    about: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    def words(self) -> tuple[str, str]:
+        """Its place, and what is the same for many processes, as texts."""
+        return json.dumps(dataclasses.asdict(self.layout)), json.dumps([self.form, self.split, self.about])
+
+    @classmethod
+    def of(cls, place: str, text: str) -> Self:
+        """The member that these texts describe."""
+        form, split, about = json.loads(text)
+        return cls(
+            layout=Layout(**json.loads(place)),
+            form=tuple((site, name, tuple(shape), how) for site, name, shape, how in form),
+            split={site: (heads, keys) for site, (heads, keys) in split.items()},
+            about=about,
+        )
+
+    @property
+    def stage(self) -> int:
+        """The stage of a pipeline; 0 where there is none."""
+        return self.layout.stage or 0
+
+    def heads(self, site: str, name: str = "max_logit") -> int:
+        """The number of query heads of a site that it has, of "key_norm" of key heads."""
+        return next(shape[0] for at, known, shape, _ in self.form if (at, known) == (site, name))
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of the sites, as this process knows them."""
+        return [site for site, name, _, _ in self.form if name == "max_logit"]
+
+
+@final
+class Members:
+    """All processes; numbers layers and heads over all of them.
+
+    Layers of stages have their own names where these differ, and else "stages.1.NAME". A process that had nothing to
+    send when they met is taken to be like the others of its stage.
+    """
+
+    def __init__(self, members: Sequence[Member], rank: int) -> None:
+        """Raises: InvalidValueError if they are not the processes of one model."""
+        first = {m.stage: m for m in reversed(members) if m.form}
+        self.all = [m if m.form else dataclasses.replace(first.get(m.stage, m), layout=m.layout) for m in members]
+        self.own = self.all[rank]
+        self._stages = sorted(first)
+        for m in self.all:
+            alike = first.get(m.stage, m)
+            if _outline(m) != _outline(alike):
+                raise InvalidValueError(UNLIKE)
+        names = [site for stage in self._stages for site in first[stage].sites]
+        twice = len(set(names)) < len(names)
+        self._first = first
+        self._names = {
+            (stage, site): f"stages.{stage}.{site}" if twice else site
+            for stage in self._stages
+            for site in first[stage].sites
+        }
+        self._spans = {
+            (rank, site): (self._span(m, site, "max_logit", 0), self._span(m, site, "key_norm", 1))
+            for rank, m in enumerate(self.all)
+            for site in m.sites
+        }
+        self._rank = rank
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of all sites, in the order of the model."""
+        return [*self._names.values()]
+
+    def about(self) -> dict[str, object]:
+        """The description of the whole model: what each stage says of its sites and of its size."""
+        sites, size = [], 0
+        for stage in self._stages:
+            m = self._first[stage]
+            rank = self.all.index(m)
+            size += int(str(m.about["parameters"]))
+            known = {site["name"]: site for site in m.about["sites"]}  # type: ignore[attr-defined]
+            for site in m.sites:
+                heads, keys = self._spans[rank, site]
+                sites.append(
+                    {
+                        **known.get(site, {"head_dim": 0, "weights": "unknown"}),
+                        "name": self._names[stage, site],
+                        "n_heads": heads[2],
+                        "n_kv_heads": keys[2],
+                    }
+                )
+        return {"sites": sites, "parameters": size}
+
+    def placed(self, stats: Stats) -> Stats:
+        """Statistics of this process alone, by the names and heads of the whole model."""
+        return {self._names[self.own.stage, site]: self._placed(self._rank, site, s) for site, s in stats.items()}
+
+    def merge(self, sent: Mapping[int, Sent]) -> Merged:
+        """The merged numbers of one model."""
+        stats: Stats = {}
+        alike: Numbers = {}
+        shares: list[dict[Key, Share]] = []
+        for stage in self._stages:
+            ranks = [rank for rank in sent if self.all[rank].stage == stage]
+            for site in self._first[stage].sites:
+                name, of = self._names[stage, site], {rank: sent[rank][0][site] for rank in ranks}
+                counted = self._with_keys(of, site)
+                for rank in self._unlike_data(ranks, site):
+                    part = self._placed(rank, site, of[rank], count_keys=rank in counted)
+                    stats[name] = merge(stats[name], part) if name in stats else part
+            for rank in ranks[:1]:
+                alike |= {self._key(stage, key): x for key, x in sent[rank][1].items()}
+            found = [self._shares(stage, rank, sent[rank][2], first) for rank, first in self._unlike_weights(ranks)]
+            above = {key for part in found for key in part if not key[0]}  # of the whole model: its last stage's
+            shares = [{key: x for key, x in part.items() if key not in above} for part in shares] + found
+        return stats, {**alike, **shared(shares)}
+
+    def _placed(self, rank: int, site: str, stats: LogitStats, *, count_keys: bool = True) -> LogitStats:
+        heads, keys = self._spans[rank, site]
+        return placed(stats, heads, keys, count_keys=count_keys)
+
+    def _with_keys(self, of: Mapping[int, LogitStats], site: str) -> set[int]:
+        """Of processes whose keys are the same, the one whose queries see most of them."""
+        found: dict[object, int] = {}
+        for rank, stats in of.items():
+            m = self.all[rank]
+            same = m.layout.data, m.split[site][1] and m.layout.head_part
+            if same not in found or int(stats.n_keys.sum()) > int(of[found[same]].n_keys.sum()):
+                found[same] = rank
+        return {*found.values()}
+
+    def _unlike_data(self, ranks: Sequence[int], site: str) -> Iterator[int]:
+        """Those of these processes whose statistics of a site count: of those that compute the same, the first."""
+        seen = set()
+        for rank in ranks:
+            m = self.all[rank]
+            place = m.layout.data, m.layout.context, m.split[site][0] and m.layout.head_part
+            if place not in seen:
+                seen.add(place)
+                yield rank
+
+    def _unlike_weights(self, ranks: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """These processes, and whether each is the first that holds its part of the weights."""
+        seen = set()
+        for rank in ranks:
+            shard = self.all[rank].layout.shard
+            yield rank, shard not in seen
+            seen.add(shard)
+
+    def _shares(self, stage: int, rank: int, shares: Mapping[Key, Share], first: bool) -> dict[Key, Share]:
+        """Those that count, by the names and heads of the whole model."""
+        found = {}
+        for key, x in shares.items():
+            if x.of == "data" or first:
+                if x.own and key[0] and len(x.value) == self._spans[rank, key[0]][0][1]:
+                    span = self._spans[rank, key[0]][0]
+                    value, weight = (put_in_place(of, span, 0.0) for of in (x.value, x.weight))
+                    x = dataclasses.replace(x, value=value, weight=weight)
+                found[self._key(stage, key)] = x
+        return found
+
+    def _key(self, stage: int, key: Key) -> Key:
+        return self._names.get((stage, key[0]), key[0]), key[1]
+
+    def _span(self, m: Member, site: str, name: str, which: int) -> Span:
+        """The place of a process's heads among all heads of a site."""
+        n = m.heads(site, name)
+        if not m.split[site][which]:
+            return 0, n, n
+        parts = {other.layout.head_part: other.heads(site, name) for other in self.all if other.stage == m.stage}
+        at = m.layout.head_part
+        return sum(parts[i] for i in range(at)), n, sum(parts.values())
+
+
+def _outline(m: Member) -> object:
+    """The part of a member that must be the same for all processes of a stage."""
+    if any(heads for heads, _ in m.split.values()):
+        return [(site, name, how) for site, name, _, how in m.form]
+    return m.form

@@ -1,0 +1,82 @@
+"""The state of torch's ways to train one model on several processes: pipelines, sharded weights, Join."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def joined(model: nn.Module) -> bool:
+    """True in a context of torch's Join, in which processes may end at different steps; asked of the wrapper, such as
+    DistributedDataParallel, that the context was given."""
+    return isinstance(model, Joinable) and model._join_config.enable
+
+
+def running_stage() -> int | None:
+    """The number of the pipeline stage whose pass is running; None outside of one."""
+    for frame in _stage_frames():
+        stage = vars(frame.f_locals["self"]).get("stage_index") if "self" in frame.f_locals else None
+        if isinstance(stage, int):
+            return stage
+    return None
+
+
+def inferring_shapes() -> bool:
+    """True in the pass by which a stage finds out the shapes of its outputs, on memory that holds no data."""
+    return any(frame.f_code.co_name == "_compute_outputs" for frame in _stage_frames())
+
+
+def _stage_frames() -> Iterator[FrameType]:
+    """The frames of torch's module of stages that are running, the innermost first."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    frame = None if module is None else sys._getframe(1)
+    while frame is not None:
+        if module is not None and frame.f_code.co_filename == module.__file__:
+            yield frame
+        frame = frame.f_back
+
+
+@contextmanager
+def split_as_before(model: nn.Module) -> Iterator[None]:
+    """Weights that fully_shard has split, and that a pass in this context gathers and keeps, are split again."""
+    modules = _sharded_modules(model)
+    before = {id(p) for p in model.parameters()} if modules else set()
+    try:
+        yield
+    finally:
+        if modules and before != {id(p) for p in model.parameters()}:
+            for module in modules:
+                module.reshard()
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Weights that fully_shard has split are whole, under their names, from the first pass in this context until its
+    end; all processes do the same."""
+    with ExitStack() as undo:
+        for module in _sharded_modules(model):
+            undo.callback(module.reshard)
+            state = module._get_fsdp_state()
+            undo.callback(setattr, state, "_auto_reshard_after_forward", state._auto_reshard_after_forward)
+            for group in state._fsdp_param_groups:
+                undo.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
+            module.set_reshard_after_forward(False, recurse=False)
+        yield
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    found: list[FSDPModule] = []
+    for module in model.modules() if fsdp is not None else ():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            found.append(module)  # type: ignore[arg-type]
+    return found

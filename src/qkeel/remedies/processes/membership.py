@@ -1,0 +1,32 @@
+"""The handle of a change that all processes of a run have made."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from qkeel import dist
+from qkeel.handle import Handle
+from qkeel.remedies.steps.mixed_precision import innermost
+
+
+def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> Handle:
+    """The handle of a change that all processes have made. Where one of them alone removes it, each raises an error
+    before the next step of the optimizer, which is not taken."""
+    if dist.world() == 1 or optimizer is None:
+        return handle
+    member = dist.Membership(name)
+
+    def before(*_: object) -> None:
+        if not member.step():
+            hook.remove()
+
+    hook = innermost(optimizer).register_step_pre_hook(before)
+    hooks = hook.hooks_dict_ref()
+    assert hooks is not None
+    hooks.move_to_end(hook.id, last=False)  # before any other hook waits for the other processes
+
+    def undo() -> None:
+        handle.remove()
+        member.leave()
+
+    return Handle(undo, state=handle.state, load=handle.load)

@@ -1,0 +1,86 @@
+"""Models that were wrapped for several processes before a remedy came, and what such a remedy may not do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from qkeel import dist
+from qkeel.errors import RefusedError
+from qkeel.handle import Handle
+from qkeel.remedies.base import Target, where
+from qkeel.sites.site import AttentionSite
+
+WHAT = "qkeel.apply"
+
+
+def check_wrapper(model: nn.Module) -> None:
+    """Raise RefusedError for a model whose parameters FullyShardedDataParallel has flattened: between two passes there
+    is nothing, or a part of one vector, behind their names."""
+    if any(map(dist.is_flat, dist.wrappers(model))):
+        raise RefusedError(
+            "this model is wrapped in FullyShardedDataParallel, which flattens its parameters, so the weights of heads "
+            "cannot be known. Use torch.distributed.fsdp.fully_shard, or apply the remedy before wrapping"
+        )
+
+
+def check_added(remedy: str, target: Target, before: Mapping[str, Tensor], handle: Handle) -> Handle:
+    """Raise RefusedError where a remedy has given a model parameters whose gradients nobody adds up over processes.
+
+    What wraps a model knows the parameters that it had then, and tensor parallelism of heads, which may come later,
+    leaves to each process the gradient that its heads have: each pass looks for that until the remedy's handle, which
+    is returned, is removed.
+    """
+    old, model = {id(p) for p in before.values()}, target.model
+    several = dist.world() > 1
+    added = [n for n, p in model.named_parameters() if n not in before and id(p) not in old] if several else []
+    if not added:
+        return handle
+    wrapper = dist.wrapped_by(model)
+    if wrapper:
+        more = f" and {len(added) - 1} more" if len(added) > 1 else ""
+        raise RefusedError(
+            f"{remedy} adds parameters ({added[0]}{more}) to a model that {wrapper} has spread over processes already: "
+            "their gradients would not be averaged, and the processes would part. Apply it before the model is wrapped "
+            "or split, and make the optimizer after that"
+        )
+
+    def look(*_: object) -> None:
+        held = [p for site in target.sites for p in site.module.parameters()]
+        if not any(map(dist.is_split, held)):
+            return
+        if dist.head_axes(model, held):
+            raise RefusedError(
+                f"{remedy} has added parameters ({added[0]}) that all heads share, and tensor parallelism has split "
+                "the heads over processes since: each would learn from its own heads only. Use fully_shard or "
+                "DistributedDataParallel, or a remedy without parameters"
+            )
+        hook.remove()
+
+    hook = model.register_forward_pre_hook(look)
+
+    def undo() -> None:
+        hook.remove()
+        handle.remove()
+
+    return Handle(undo, state=handle.state, load=handle.load)
+
+
+def check_mates(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
+    """Raise ApartError unless processes that run the same layers see the same attention. The stages of a pipeline have
+    layers of their own, and nothing to be compared with."""
+    if dist.world() == 1:
+        return
+    own = ", ".join(f"{where(site)} of {site.n_heads} heads" for site in sites) or "no attention"
+    mates = dist.mates(model)
+    words = dist.words_of_all(WHAT, f"{' '.join(map(str, mates))}|{own}")
+    for other, word in enumerate(words):
+        group, _, seen = word.partition("|")
+        for mate in map(int, group.split()):
+            theirs = words[mate].partition("|")[2]
+            if theirs != seen:
+                raise dist.ApartError(
+                    f"{WHAT}: processes of one model hold different attention. Process {other} has {seen}; process "
+                    f"{mate} has {theirs}"
+                )

@@ -1,0 +1,19 @@
+"""What holds of remedies by how weights are kept: "equal" to one process, or "refused" with words of the error."""
+
+from __future__ import annotations
+
+_STEPS = ("lalr", "qk_lr", "qk_weight_decay", "qk_clip", "qk_clip by group", "three at once")
+_ALL = dict.fromkeys((*_STEPS, "spectral_cap", "softcap", "z_loss"), "equal")
+_NEW_PARAMETERS = {"qk_norm before": "equal", "qk_norm after": "refused", "sigma_reparam before": "equal"}
+_PARTS = {"spectral_cap": "refused: needs all rows and columns of a head at once"}
+
+# Each process has all weights.
+WHOLE: dict[str, str] = _ALL | _NEW_PARAMETERS
+# Each has parts, which are gathered for a pass.
+GATHERED: dict[str, str] = _ALL | _PARTS | _NEW_PARAMETERS
+# Each has the weights of some heads. (Torch itself cannot split layers with a parametrization, as sigma_reparam makes.)
+BY_HEADS: dict[str, str] = (
+    _ALL | _PARTS | {"qk_norm before": "refused: tensor parallelism has split", "qk_norm after": "refused"}
+)
+# Each has some of the layers.
+STAGES: dict[str, str] = _ALL
