@@ -49,30 +49,36 @@ def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
     return [n for n, s in SETUPS.items() if s.remedies and s.quick == quick and s.processes == processes]
 
 
+@pytest.mark.timeout(600)
 def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
     run(tmp_path, 2, [*with_remedies(quick=True), "collectives", "refused_before_anything"])
 
 
+@pytest.mark.timeout(300)
 def test_a_misuse_is_an_error_on_every_process_and_leaves_nothing_behind(tmp_path: Path) -> None:
     run(tmp_path, 2, ["misuses", "a_swapped_weight_stops_all"])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_processes_in_other_setups(tmp_path: Path) -> None:
     run(tmp_path, 2, with_remedies(quick=False), limit=600)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_four_processes_on_meshes_of_two_axes(tmp_path: Path) -> None:
     run(tmp_path, 4, with_remedies(quick=False, processes=4), limit=900)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_200_random_misuses(tmp_path: Path) -> None:
     run(tmp_path, 2, ["random_misuses"], limit=900)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_checkpoint_of_two_processes_goes_on_on_two_four_and_one(tmp_path: Path) -> None:
     run(tmp_path, 2, ["save", "go_on"])
     run(tmp_path, 4, ["go_on"])

@@ -16,10 +16,10 @@ from qkeel.dist.shards import Span as Span
 from qkeel.dist.shards import local as local
 from qkeel.dist.shards import shard as shard
 from qkeel.dist.shards import shards_of as shards_of
-from qkeel.dist.joint_action import ApartError as ApartError
-from qkeel.dist.joint_action import Membership as Membership
-from qkeel.dist.joint_action import done_by_all as done_by_all
-from qkeel.dist.joint_action import words_of_all as words_of_all
+from qkeel.dist.unanimity import ApartError as ApartError
+from qkeel.dist.unanimity import Membership as Membership
+from qkeel.dist.unanimity import done_by_all as done_by_all
+from qkeel.dist.unanimity import words_of_all as words_of_all
 from qkeel.dist.world import collective_device as collective_device
 from qkeel.dist.world import gather as gather
 from qkeel.dist.world import rank as rank

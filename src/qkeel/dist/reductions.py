@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as torch_distributed
 from torch.distributed import ProcessGroup, Work
 
-from qkeel.dist.joint_action import ApartError
+from qkeel.dist.unanimity import ApartError
 from qkeel.dist.world import collective_device, on, rank
 from qkeel.patching.process_store import process_store
 
