@@ -36,8 +36,8 @@ from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
 from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.patching.guard import Guard
-from qkeel.patching.parallel_training import joined
 from qkeel.patching.optimizer_hooks import StepHooks
+from qkeel.patching.parallel_training import joined
 from qkeel.sites.example import Arguments
 from qkeel.sites.missed import Missed
 from qkeel.sites.site import AttentionSite

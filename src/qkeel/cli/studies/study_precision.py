@@ -13,7 +13,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.lab.execution.results_table import write_table
 from qkeel.lab.studies import precision
 from qkeel.records import write_text
-from qkeel.records.files import make_directory
+from qkeel.records.disk import make_directory
 from qkeel.report.precision_page import precision_page
 
 _SEVERAL = Parameter(consume_multiple=True, negative_iterable=(), show_default=False)
