@@ -23,6 +23,7 @@ from qkeel.kernels.compiled_attention import ready
 from qkeel.kernels.stats.per_head import logit_stats, stats_of_rows
 from qkeel.monitor import Adaptive, Every
 from qkeel.nn import Attention, Decoder, DecoderConfig
+from qkeel.patching.guard import unguarded
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.tap import Tap
 from qkeel.spec.call import make_call
@@ -167,15 +168,11 @@ def bracket_cases(size: Size) -> Cases:
         scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     def seen() -> None:
-        with BracketMode(_raise):
+        with BracketMode(unguarded):
             out = scaled_dot_product_attention(q, k, v, is_causal=True)
         out.sum().backward()
 
     return {"SDPA f+b": plain, "again (noise)": lambda: plain(), "bracket": seen}
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def peak(act: Callable[[], object]) -> int:

@@ -58,7 +58,12 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         }.items()
     },
 }
-LONG = ("demo", "study mla", "study extrapolation", "study multimodal")  # all are made as `study lr` is
+QUICK = (
+    "study lr",
+    "report",
+    "watch",
+    "merge",
+)  # the other studies are made as the first is, other readers read as the second
 NO_PATHS = ("explain", "presets", "remedies", "bench")
 
 
@@ -157,7 +162,7 @@ def hung(number: int, frame: FrameType | None) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes and devices of POSIX")
 @pytest.mark.parametrize("there", THERE)
-@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c in LONG)) for c in PATHS])
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in PATHS])
 def test_a_path_is_used_or_refused_in_one_line(
     command: str, there: str, elsewhere: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

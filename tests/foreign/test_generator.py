@@ -21,7 +21,7 @@ from torch.nn import functional as F
 OFTEN = ("sites", "heads", "statistics", "rows")
 PLAIN = Plan(**{part: values[0] for part, values in CHOICES.items()})
 # Heads have no weights of their own, what is added is no product, or a key has no rows of heads: said so.
-TOLD = {"mix": {"linear", "einsum", "residual", "convolution"}, "second": {"keys alone", "shaw"}}
+TOLD = {"mix": {"linear", "einsum", "residual", "convolution"}, "second": {"keys alone"}}
 
 
 @pytest.mark.parametrize("part", CHOICES)

@@ -20,6 +20,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +277,10 @@ def hunt(kind: str, name: str, found: Iterator[Any]) -> tuple[Counter[str], list
     """How the cases ended, and those that ended wrong."""
     ends: Counter[str] = Counter()
     findings = []
-    logging.getLogger("qkeel").setLevel(logging.CRITICAL)
-    with warnings.catch_warnings():
+    log = logging.getLogger("qkeel")
+    with warnings.catch_warnings(), ExitStack() as after:
+        after.callback(log.setLevel, log.level)
+        log.setLevel(logging.CRITICAL)
         warnings.simplefilter("ignore")
         for case in found:
             try:

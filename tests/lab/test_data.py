@@ -10,7 +10,7 @@ import pytest
 from qkeel.errors import DataError
 from qkeel.lab.config import DataConfig
 from qkeel.lab.data.corpus import batch, heldout, load, split
-from qkeel.records import regular_files
+from qkeel.records import system_calls
 
 
 def text(n: int, seed: int = 0) -> bytes:
@@ -172,7 +172,7 @@ def test_an_unreadable_file_is_a_data_error(tmp_path: Path, monkeypatch: pytest.
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(regular_files, "open", refuse, raising=False)
+    monkeypatch.setattr(system_calls.SYSTEM, "reader", refuse)
     refused(data(path), "cannot read .*secret.txt: Permission denied")
 
 

@@ -124,7 +124,7 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="call open"):
         RunDirectorySink(tmp_path / "watch").write(sample(0))
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="choose another directory"):
+    with pytest.raises(RunDirectoryError, match="Choose a writable directory"):
         opened(tmp_path / "file" / "watch")
     RunDirectorySink(tmp_path / "never").close(complete=True)
     assert not (tmp_path / "never").exists()

@@ -137,4 +137,4 @@ def test_one_watched_number_passes_no_object_twice(monkeypatch: Any) -> None:
 def test_the_monitor_holds_its_stages_and_little_else() -> None:
     model = small()
     with watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as monitor:
-        assert len(vars(monitor)) <= 10
+        assert len(vars(monitor)) <= 12

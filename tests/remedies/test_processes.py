@@ -49,6 +49,7 @@ def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
     return [n for n, s in SETUPS.items() if s.remedies and s.quick == quick and s.processes == processes]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
     run(tmp_path, 2, [*with_remedies(quick=True), "collectives", "refused_before_anything"])

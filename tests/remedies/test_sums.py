@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tests.sites.sums import SUMS, UNKNOWN, Sum, batch, largest, made, unknown
@@ -111,10 +113,27 @@ def test_lalr_steps_a_weight_by_the_largest_of_its_partners_over_all_products() 
             torch.testing.assert_close(rates[counted], expected[counted], rtol=1e-3, atol=0.0, msg=n)
 
 
-def test_a_norm_that_would_leave_a_product_out_is_refused() -> None:
+def test_a_norm_acts_on_every_product_or_is_refused() -> None:
+    """Normed logits do not grow with the projections that make them, in any of the products."""
+    done, refused = [], {}
     for name in SUMS:
-        with pytest.raises(RefusedError, match=r"qk_norm at the model itself|multiplies queries and keys"):
-            qkeel.apply("qk_norm", made(name), example=batch())
+        model = made(name)
+        try:
+            qkeel.apply("qk_norm", model, example=batch())
+        except RefusedError as error:
+            refused[name] = str(error)
+            continue
+        done.append(name)
+        model(batch())
+        before = model.z.detach()
+        with torch.no_grad():
+            for projection in model.names:
+                model.get_submodule(projection).weight *= 3
+        model(batch())
+        torch.testing.assert_close(model.z, before, rtol=1e-3, atol=1e-3, msg=name)
+    assert "two" in done
+    for name, reason in refused.items():
+        assert re.search(r"qk_norm at the model itself|multiplies queries and keys", reason), name
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -29,7 +29,8 @@ def test_a_few_architectures_are_seen_whole(entry: Entry, implementation: str) -
     if verdict(entry.name, result) == "no sdpa":
         pytest.skip("transformers has no sdpa for it")
     assert passed(result), result
-    assert result["told"] == result["sites"]
+    # WavLM's relative positions are gated by the input, so its logits depend on more than the rows of q and k.
+    assert result["told"] == (0 if entry.name == "wavlm" else result["sites"])
 
 
 def test_the_second_table_has_classes_of_its_own() -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Literal
 
 from qkeel.dist.world import on, rank, world
-from qkeel.patching.process_store import process_store
+from qkeel.patching.parallel_training import process_store
 
 Verdict = Literal["together", "apart", "alone"]
 

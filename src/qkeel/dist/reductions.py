@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, Work
 
 from qkeel.dist.unanimity import ApartError
 from qkeel.dist.world import collective_device, on, rank
-from qkeel.patching.process_store import process_store
+from qkeel.patching.parallel_training import process_store
 
 _FAILED = "qkeel/failed"
 _USUAL = 0.5  # seconds of waiting after which the store is asked whether there is anybody to wait for

@@ -8,7 +8,7 @@ from typing import TypeVar, final
 
 from qkeel.dist.world import rank, world
 from qkeel.errors import RefusedError
-from qkeel.patching.process_store import process_store
+from qkeel.patching.parallel_training import process_store
 
 T = TypeVar("T")
 

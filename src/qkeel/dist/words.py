@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from qkeel.dist.world import on, rank, world
-from qkeel.patching.process_store import process_store
+from qkeel.patching.parallel_training import process_store
 
 
 def leave_word(name: str, word: str) -> None:

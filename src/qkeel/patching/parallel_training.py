@@ -1,4 +1,4 @@
-"""The state of torch's ways to train one model on several processes: pipelines, sharded weights, Join."""
+"""The state of torch's ways to train one model on several processes: the store, pipelines, sharded weights, Join."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.algorithms.join import Joinable
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+
+def process_store() -> distributed.Store:
+    """The store at which the processes met, which a silent process cannot block: keys and values that all of them read
+    and write."""
+    return distributed.distributed_c10d._get_default_store()
 
 
 def joined(model: nn.Module) -> bool:

@@ -237,7 +237,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_rows(
         "torch.distributed.distributed_c10d",
-        "process_store",
+        "parallel_training",
         ("_get_default_store",),
         "to ask other processes without waiting for a silent one for ever",
         "watching and remedies in distributed training",

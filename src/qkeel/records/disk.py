@@ -113,7 +113,7 @@ def make_directory(path: Path, parents: bool = True) -> bool:
         return False
     if parents and not path.parent.exists():
         make_directory(path.parent)
-    with _reported("make", path, "Expected a writable place; choose another directory."):
+    with _reported("make", path, "Choose a writable directory with free space."):
         try:
             system_calls.SYSTEM.mkdir(path)
         except FileExistsError:

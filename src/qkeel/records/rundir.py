@@ -241,6 +241,8 @@ def fresh_directory(path: Path) -> Path:
     """
     for number in itertools.count(1):
         place = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        if place.exists() and not place.is_dir():
+            continue
         if disk.make_directory(place) or (number == 1 and place.is_dir() and not any(place.iterdir())):
             return place
     raise AssertionError("unreachable")

@@ -126,17 +126,17 @@ def bent(m: Pieces, q: Tensor, z: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (whole_sum, "its logit is a sum of 2 products, and number 2 is not known: k is the parameter table"),
-        (sum_in_part, "a part of it is a sum of more products than the rest"),
-    ],
+    ("change", "terms", "why"),
+    [(whole_sum, 2, ""), (sum_in_part, 0, "a part of it is a sum of more products than the rest")],
 )
-def test_a_sum_that_is_written_back_is_watched_and_its_weights_are_told_as_unknown(change: Change, why: str) -> None:
+def test_a_sum_that_is_written_back_is_watched_and_its_terms_are_known_or_told(
+    change: Change, terms: int, why: str
+) -> None:
     model, x = Pieces(change), torch.randn(2, T, M)
     (site,) = find_sites(model, x)
-    assert site.terms == ()
-    assert site.why.startswith(why)
+    assert len(site.terms) == terms
+    assert site.verified == bool(terms)
+    assert (site.why or "").startswith(why)
     with torch.no_grad(), Tap(model) as tap:
         model(x)
         (stats,) = tap.read().values()

@@ -40,6 +40,7 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     A run that is in several of them is taken where it is done, else where it is furthest. Unfinished runs come along:
     the study's own command with `out` goes on with them. `out` appears whole or not at all.
 
+    >>> from qkeel.lab import RunConfig, study
     >>> base = RunConfig(steps=1, eval_sequences=1)
     >>> for seed in (0, 1):
     ...     _ = study("lr", remedies=["none"], lrs=[0.01], seeds=[seed], out=f"part-{seed}", base=base)

@@ -37,7 +37,7 @@ _PARTS = ("Slice", "Split", "Select", "Narrow", "Unbind", "Index")
 MOVES = (
     *("View", "UnsafeView", "ReshapeAlias", "AsStrided", "Alias", "Transpose", "Permute", "TBackward", "Slice", "Mul"),
     *("Split", "Cat", "Stack", "Unbind", "Select", "Index", "Unsqueeze", "Squeeze", "Expand", "Clone", "ToCopy", "Div"),
-    *("Neg", "Repeat", "Roll", "Flip", "Unfold", "Embedding", "Gather", "Upsample", "Add"),
+    *("Neg", "Repeat", "Roll", "Flip", "Unfold", "Embedding", "Gather", "Upsample", "AddBackward"),
 )
 _LIMIT = 4000
 
