@@ -58,12 +58,8 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         }.items()
     },
 }
-QUICK = (
-    "study lr",
-    "report",
-    "watch",
-    "merge",
-)  # the other studies are made as the first is, other readers read as the second
+# Other studies are made as the first is, other readers read as the second.
+QUICK = ("study lr", "report", "watch", "merge")
 NO_PATHS = ("explain", "presets", "remedies", "bench")
 
 

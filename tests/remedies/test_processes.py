@@ -49,6 +49,11 @@ def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
     return [n for n, s in SETUPS.items() if s.remedies and s.quick == quick and s.processes == processes]
 
 
+@pytest.mark.timeout(300)
+def test_sharded_weights_step_as_whole_ones_or_all_processes_refuse(tmp_path: Path) -> None:
+    run(tmp_path, 2, ["fsdp2"])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
