@@ -63,6 +63,21 @@ def refuse_path(name: str, where: str, error: type[QkeelError] = RunDirectoryErr
     return name
 
 
+def refuse_links(folder: Path) -> None:
+    """Raises if an entry of the folder of a study or run is a link: what a stranger has made could lead anywhere.
+
+    >>> refuse_links(Path("."))
+
+    Raises: RunDirectoryError that names the first one.
+    """
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if entry.is_symlink():
+            raise RunDirectoryError(
+                f"cannot use {entry}: it is a link; expected the files of a run in its own folder. Copy there what it "
+                "leads to, or remove it."
+            )
+
+
 def read_regular(path: Path, error: type[QkeelError] = RunDirectoryError, most: int | None = MOST_BYTES) -> bytes:
     """The bytes of a regular file of at most `most` bytes; None for any number.
 

@@ -22,7 +22,7 @@ from qkeel.records.checksums import is_sealed
 from qkeel.records.file_fields import check_fields, check_parts
 from qkeel.records.files import JSONObject, read_json, read_lines, whole_bytes, write_json
 from qkeel.records.heads_file import Heads, cut_heads, read_heads
-from qkeel.records.regular_files import read_regular, refuse_irregular
+from qkeel.records.regular_files import read_regular, refuse_irregular, refuse_links
 
 # The files that are appended to. DONE, and each checkpoint, holds how many bytes of each there were.
 RECORDS = ("metrics.jsonl", "events.jsonl", "heads.crc32", "heads.f32")
@@ -67,6 +67,7 @@ class RunDirectory:
 
     def config(self) -> JSONObject:
         """The run's configuration."""
+        self._refuse_links()
         path = self.path / "config.json"
         config = read_json(path, self.sealed)
         watched = isinstance(config, dict) and config.get("kind") == "watch"
@@ -212,9 +213,14 @@ class RunDirectory:
                 disk.cut(path, whole_bytes(path, lambda record: record["step"] <= last_step))
         cut_heads(self.path, last_step)
 
+    def _refuse_links(self) -> None:
+        for folder in (self.path, self.checkpoint.parent):
+            refuse_links(folder)
+
     @contextmanager
     def lock(self, wait: float = 0.0) -> Iterator[None]:
         """Holds the directory alone; the operating system frees it when the process dies, however it dies."""
+        self._refuse_links()
         with locked(self.path / "lock", f"{self.path} is in use by another process", wait):
             for directory in (self.path, self.checkpoint.parent):
                 disk.remove_leftovers(directory)

@@ -12,7 +12,7 @@ from qkeel.lab.config_fields import Json
 from qkeel.lab.plan import Grid, Plan
 from qkeel.records import read_json
 from qkeel.records.file_fields import check_parts
-from qkeel.records.regular_files import refuse_path
+from qkeel.records.regular_files import refuse_links, refuse_path
 from qkeel.records.rundir import differences
 
 _AXES = tuple(field.name for field in dataclasses.fields(Grid))
@@ -61,6 +61,7 @@ def read_study(out: Path) -> Json:
 
     Raises: RunDirectoryError for a file that is damaged, or names directories that are not the study's.
     """
+    refuse_links(out / "runs")
     file = out / "study.json"
     about = check_parts(read_json(file), "study.json", str(file))
     lost = [name for name in ("study", "base", "remedies", "lrs", "seeds", "command") if about.get(name) is None]

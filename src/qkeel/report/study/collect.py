@@ -12,7 +12,7 @@ from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.metrics import Row, collapsed
 from qkeel.records import Heads, RunDirectory, RunStatus, read_json
 from qkeel.records.file_fields import check_parts
-from qkeel.records.regular_files import refuse_path
+from qkeel.records.regular_files import refuse_links, refuse_path
 from qkeel.records.rundir import note_checksums
 
 BASELINE = "none"
@@ -123,6 +123,7 @@ def _open(path: Path) -> StudyData:
 
 
 def _study(path: Path) -> StudyData:
+    refuse_links(path / "runs")
     file = path / "study.json"
     about = check_parts(read_json(file), "study.json", str(file))
     runs = [
