@@ -121,3 +121,24 @@ def test_a_bias_that_is_added_after_the_product_with_its_weight_is_refused() -> 
 
     with pytest.raises(RefusedError, match="their weights are used by something else"):
         qkeel.apply("qk_norm", Later("plain"), example=torch.randn(2, T, M))
+
+
+class Pooled(nn.Module):
+    """Attention whose q and k are channels of convolutions over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Conv1d(M, M, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (conv(x.mT).unflatten(1, (H, D)).transpose(2, 3) for conv in (self.q, self.k, self.v))
+        return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_heads_that_are_channels_of_a_convolution_are_normed() -> None:
+    model, x = Pooled().double(), torch.randn(2, T, M, dtype=torch.float64)
+    q, k, v = (conv(x.mT).mT.unflatten(-1, (H, D)).transpose(1, 2) for conv in (model.q, model.k, model.v))
+    expected = ((unit(q) @ unit(k).mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    with qkeel.apply("qk_norm", model, example=x):
+        torch.testing.assert_close(model(x), expected)

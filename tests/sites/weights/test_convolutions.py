@@ -115,9 +115,15 @@ def test_a_place_that_is_not_projected_is_told() -> None:
     assert "with the query rows that are known at zero" in site_of(made(First())).unverified
 
 
-def test_a_norm_on_the_last_dimension_of_channels_is_refused() -> None:
-    with pytest.raises(RefusedError, match="not the last dimension of a module's output"):
-        apply("qk_norm", made(nn.Conv2d(C, H * D, 1)), example=image())
+def test_a_norm_of_channels_makes_the_output_independent_of_the_size_of_the_weights() -> None:
+    model = made(nn.Conv2d(C, H * D, 1))
+    apply("qk_norm", model, example=image())
+    with torch.no_grad():
+        before = model(image())
+        for p in (*model.query.parameters(), *model.key.parameters()):
+            if p.ndim != 1 or len(p) == H * D:
+                p *= 3
+        torch.testing.assert_close(model(image()), before, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
@@ -139,3 +145,23 @@ def test_a_clip_scales_output_channels_in_any_memory_format(form: torch.memory_f
     softmax(model, (image(),))
     gamma = (threshold / top).clamp_max(1.0)
     torch.testing.assert_close(logits[1], logits[0] * gamma[:, None, None], rtol=1e-4, atol=1e-5)
+
+
+class PooledHeads(nn.Module):
+    """As MViT v2: a convolution that is the same for all heads pools what a projection made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.pool_q, self.pool_k = (nn.Conv1d(4, 4, 3, padding=1, groups=4, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        q, k = (pool(y.flatten(0, 1).mT).mT.unflatten(0, (-1, 4)) for pool, y in ((self.pool_q, q), (self.pool_k, k)))
+        return ((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_heads_that_share_a_convolution_are_those_of_what_it_pools() -> None:
+    torch.manual_seed(0)
+    (site,) = find_sites(PooledHeads(), torch.randn(2, 6, 16))
+    assert site.n_heads == 4

@@ -21,6 +21,8 @@ from qkeel.spec.norm import Norm, Part
 from qkeel.spec.scale import Scale
 from qkeel.spec.slot import Geometry, Params
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # transposed ones have their channels along another dimension
+
 
 @final
 class HeadNorm(nn.Module):
@@ -96,7 +98,7 @@ def heads_of(model: nn.Module, site: AttentionSite, part: Part, ways: Iterable[H
             slices.append(s)
     if not slices:
         return refuse_heads(f"it is not known which weights make the {side} ({site.why})")
-    if any(model.get_parameter(s.parameter).ndim > 2 for s in slices):
+    if not all(_made_last(model, s, several=len(site.terms) > 1) for s in slices):
         shaped = ", ".join(s.parameter for s in slices)
         return refuse_heads(f"the {side} are not the last dimension of a module's output: {shaped} makes them")
     apart: dict[str, list[HeadSlice]] = {}
@@ -126,6 +128,14 @@ def _branch(parameter: str, site: AttentionSite) -> str:
     owner, home = _owner(parameter).split("."), site.name.partition("#")[0].split(".")
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner, home)))
     return ".".join(owner[: shared + 1])
+
+
+def _made_last(model: nn.Module, s: HeadSlice, *, several: bool) -> bool:
+    """True if heads are features of the last dimension of a module's output, or channels of a convolution's; these only
+    where the logit is one product."""
+    if isinstance(model.get_submodule(_owner(s.parameter)), _CONVOLUTIONS):
+        return s.axis == 0 and not several
+    return model.get_parameter(s.parameter).ndim <= 2
 
 
 def _common_module(slices: list[HeadSlice]) -> tuple[str, Tensor | None]:
@@ -162,6 +172,10 @@ class NormedProjection(InstanceForward):
         self.norms = norms
         self.size = heads[0].size
         self.seen: list[int] | None = None
+        made = heads[0].module
+        self.channels = (
+            -made.weight.ndim + 1 if isinstance(made, _CONVOLUTIONS) else -1
+        )  # the dimension of the features
         self.cuts = _cuts([h.index for h in heads], self.size)
         if self.cuts is None:
             home = next(self.module.parameters()).device
@@ -178,7 +192,12 @@ class NormedProjection(InstanceForward):
     def normed(self, out: Tensor) -> Tensor:
         """Returns what the projection made, with its heads normed."""
         if self.seen is not None:
-            self.seen.append(out.shape[-1] if isinstance(out, Tensor) else 0)
+            self.seen.append(out.shape[self.channels] if isinstance(out, Tensor) else 0)
+        if self.channels == -1:
+            return self._features(out)
+        return self._features(out.movedim(self.channels, -1)).movedim(-1, self.channels)
+
+    def _features(self, out: Tensor) -> Tensor:
         if self.cuts is None:
             for norm in self.norms:
                 index = norm.get_buffer("features")

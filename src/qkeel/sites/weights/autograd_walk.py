@@ -76,6 +76,11 @@ class Projection:
     order: Tensor | None = None
     table: bool = False
 
+    @property
+    def convolves(self) -> bool:
+        """True of a convolution."""
+        return self.node.name() == _CONVOLUTION
+
     def by_feature(self, grad: Tensor) -> Tensor:
         """A gradient at the node as [all others, features]."""
         if self.table:

@@ -137,6 +137,11 @@ def split_by_heads(x: Float[Tensor, ...], dim: int, found: Walk) -> Split | None
         if split is None:
             return None
         splits.add(split)
+        if split == (size, 1, 1) and projection.convolves:
+            # One that is the same for all heads, as where keys are pooled: they are those of what is pooled.
+            with opened(found.mixers), only(projection, found.nearest):
+                made = [_used(x, dim, upper) for upper in projection.above]
+            splits |= {split for used in made if used is not None and used.any() and (split := _split(used))}
     heads = {split for split in splits if split[1] > 1}
     if len(heads) > 1 or not reached:
         return None
