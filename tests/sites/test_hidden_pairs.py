@@ -60,6 +60,11 @@ def test_what_is_above_minus_sixty_never_hides(numbers: list[float]) -> None:
     assert not hides(torch.tensor(numbers)).any()
 
 
+@pytest.mark.parametrize("number", [-60.0, -100.0, -8999.0])
+def test_one_number_for_all_pairs_hides_none(number: float) -> None:
+    assert not hides(torch.full((2, 3), number)).any()
+
+
 @given(st.lists(st.floats(-9e3, 0.0, exclude_min=True), min_size=2, max_size=20), st.floats(-100, 100))
 def test_hiding_follows_the_definition(numbers: list[float], shift: float) -> None:
     x = torch.tensor([*numbers, shift], dtype=torch.float64)

@@ -35,7 +35,8 @@ def hides(added: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
     below = ~low & (added <= (least + most) / 2)
     lower, upper = added.masked_fill(~below, -torch.inf).amax(), added.masked_fill(low | below, torch.inf).amin()
     gap = upper - lower
-    levels = (gap >= APART) & (gap > lower - least) & (gap > most - upper) & (lower <= -APART)
+    # Numbers that are all alike are one level, with nothing above it.
+    levels = upper.isfinite() & (gap >= APART) & (gap > lower - least) & (gap > most - upper) & (lower <= -APART)
     return low | (below & levels)
 
 
