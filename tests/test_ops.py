@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.each_row import each_row
 
 from qkeel import attention, preset, reference
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError, ShapeError, UnknownNameError
@@ -130,7 +131,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@each_row("case", BAD)
 def test_bad_input_is_one_clear_error(case: str) -> None:
     make, kind, said = BAD[case]
     with pytest.raises(kind, match=said) as error:

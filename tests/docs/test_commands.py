@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
+from tests.each_row import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,7 +25,7 @@ def test_the_docs_show_commands() -> None:
     assert any(page == "README.md" for page, _ in _commands())
 
 
-@pytest.mark.parametrize(("page", "line"), _commands())
+@each_row("page, line", _commands())
 def test_each_command_line_parses(page: str, line: str) -> None:
     from qkeel.cli.app import make_app
 

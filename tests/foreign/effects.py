@@ -115,7 +115,8 @@ def _last(site: AttentionSite) -> dict[str, list[HeadSlice]]:
 
 def _grown(work: Work, model: nn.Module, site: AttentionSite, side: str, factor: float) -> Call:
     """A site's first call with the weights of one side times a factor."""
-    last = [s for s in _last(site)[side] if s.n > 1 or site.n_kv_heads == 1]
+    # A table is shared by all heads and stands in a later term; so may the keys be, but they stand in the first.
+    last = [s for i, s in enumerate(_last(site)[side]) if s.n > 1 or (site.n_kv_heads == 1 and i == 0)]
     with changed(model, last, None, lambda x: factor * x):
         return work.subject.truth(model, work.example)[work.places[site.name][0]]
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.each_row import each_row
 from torch import Tensor
 
 from qkeel import AttentionSpec, presets
@@ -68,7 +69,7 @@ def test_the_spread_of_logits_at_initialisation_is_scale_times_root_d(head_dim: 
     assert seen == pytest.approx(logit_std(lengths[1], lengths[1], head_dim, lengths[0]), rel=0.02)
 
 
-@pytest.mark.parametrize("name", presets())
+@each_row("name", presets())
 def test_a_preset_starts_with_the_spread_that_its_norm_and_scale_say(name: str) -> None:
     spec, d, t = preset(name), 64, 256
     params = {n: p.double() for n, p in spec.init_params(4, 4, d).items()}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each_row import each_row
 
 from qkeel import preset, reference
 from qkeel.kernels.contract import Refusal
@@ -31,7 +31,7 @@ def test_average_equals_repeating_the_values() -> None:
     assert torch.allclose(average(weights, v), weights @ v.repeat_interleave(3, dim=1))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each_row("name", PRESETS)
 def test_folded_tensors_give_the_logits_of_the_spec(name: str) -> None:
     spec = preset(name)
     if not isinstance(spec.cap, NoCap):

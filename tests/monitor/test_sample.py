@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from tests.each_row import each_row
 
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.monitor import Sample, pad_layers, repeat_groups, sample_html, sample_line, sample_table
@@ -24,7 +25,7 @@ def test_heads_are_folded_by_the_worst_or_by_the_mean() -> None:
     assert np.isnan(one.overall("key_norm"))
 
 
-@pytest.mark.parametrize("name", HEAD_FIELDS)
+@each_row("name", HEAD_FIELDS)
 def test_a_field_folds_to_nan_only_where_nothing_was_measured(name: str) -> None:
     values = np.array([[np.nan, np.nan], [np.nan, 2.0], [1.0, 3.0]])
     folded = fold_heads(name, values)

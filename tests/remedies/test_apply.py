@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.each_row import each_row
 from tests.quick import quick
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -209,8 +210,8 @@ def test_canonical_spelling_and_notes() -> None:
         assert cls.__doc__
 
 
-@pytest.mark.parametrize(
-    ("named", "options", "error", "message"),
+@each_row(
+    "named, options, error, message",
     [
         ("qknorm", {}, UnknownNameError, "unknown remedy 'qknorm'. Did you mean 'qk_norm'"),
         ("lalr", {"taw": 0.1}, UnknownNameError, "unknown option of remedy 'lalr' 'taw'. Did you mean 'tau'"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,7 +137,7 @@ def pieces(q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(q.split(LENGTHS), k.split(LENGTHS)))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@each_row("name", OPTIONS)
 def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> None:
     q, k, ends = lengths()
     stats, _ = seen(lambda: stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, **OPTIONS[name]))

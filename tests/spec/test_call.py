@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.each_row import each_row
 from torch import Tensor
 
 from qkeel import reference
@@ -36,7 +37,7 @@ from qkeel.spec.call import make_call, with_query_mask
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
 very_few = settings(few, max_examples=8)
-every_preset = pytest.mark.parametrize("name", PRESETS)
+every_preset = each_row("name", PRESETS)
 NORMALIZERS = {
     "sink": Sink(),
     "sigmoid": Sigmoid(bias=-1.0, learned=True),
@@ -46,7 +47,7 @@ NORMALIZERS = {
 SPECS = {**{name: preset(name) for name in PRESETS}}
 SPECS.update({name: AttentionSpec(position=Rope(), normalizer=n) for name, n in NORMALIZERS.items()})
 SPECS["capped"] = AttentionSpec(position=Rope(), cap=Softcap(2.0))
-every_spec = pytest.mark.parametrize("name", SPECS)
+every_spec = each_row("name", SPECS)
 
 
 def draw(seed: int = 0, b: int = 2, h: int = 4, g: int = 4, t: int = 5, s: int = 5, d: int = 8) -> list[Tensor]:
@@ -164,7 +165,7 @@ def test_a_square_mask_that_could_be_padding_or_pairs_is_refused_and_both_readin
 # Grouped keys
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if name != "ngpt"])
+@each_row("name", [name for name in SPECS if name != "ngpt"])
 def test_grouped_keys_are_each_key_head_repeated_for_its_query_heads(name: str) -> None:
     for h, g in ((4, 2), (4, 1), (6, 3)):
         check_grouped(SPECS[name], h, g)
@@ -384,7 +385,7 @@ BAD: dict[str, tuple[dict[str, Any], type[QkeelError], str]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "kind", "says"), BAD.values(), ids=list(BAD))
+@each_row("given, kind, says", BAD.values(), ids=list(BAD))
 def test_bad_input_gets_one_clear_error(given: dict[str, Any], kind: type[QkeelError], says: str) -> None:
     arguments = {"spec": AttentionSpec(), "q": Q, "k": K, "v": V, **given}
     with pytest.raises(kind, match=re.escape(says)):

@@ -8,6 +8,7 @@ import unicodedata
 
 import pytest
 import torch
+from tests.each_row import each_row
 
 from qkeel import reference
 from qkeel.errors import InvalidTypeError, UnknownNameError
@@ -39,7 +40,7 @@ REQUIRED = {
     *("chameleon", "olmo2", "olmoe", "qwen3", "qwen3_next", "gemma2", "gemma3", "gemma4", "cohere", "stablelm2"),
     *("phi", "minimax_m2", "llama4", "nanochat", "ngpt", "swin_v2"),
 }
-every_preset = pytest.mark.parametrize("name", PRESETS)
+every_preset = each_row("name", PRESETS)
 
 
 def key_heads(name: str) -> int:

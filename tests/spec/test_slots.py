@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.each_row import each_row
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -88,7 +89,7 @@ NEUTRAL: dict[str, tuple[AttentionSpec, AttentionSpec]] = {
 }
 
 
-@pytest.mark.parametrize(("neutral", "plain"), NEUTRAL.values(), ids=list(NEUTRAL))
+@each_row("neutral, plain", NEUTRAL.values(), ids=list(NEUTRAL))
 def test_a_neutral_hyperparameter_is_the_identity(neutral: AttentionSpec, plain: AttentionSpec) -> None:
     params = {name: p.double() for name, p in neutral.init_params(4, 2, 8).items()}
     torch.testing.assert_close(attend(neutral, **params), attend(plain), rtol=0, atol=1e-7)
@@ -237,7 +238,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[QkeelError], str]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "kind", "says"), BAD.values(), ids=list(BAD))
+@each_row("make, kind, says", BAD.values(), ids=list(BAD))
 def test_a_bad_setting_is_refused_with_what_was_expected(
     make: Callable[[], Any], kind: type[QkeelError], says: str
 ) -> None:
@@ -266,7 +267,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("spec", VALUES, ids=range(len(VALUES)))
+@each_row("spec", VALUES, ids=range(len(VALUES)))
 def test_a_spec_and_its_slots_are_immutable(spec: AttentionSpec) -> None:
     for value in (spec, spec.norm, spec.position, spec.scale, spec.cap, spec.normalizer):
         for field in dataclasses.fields(value):  # type: ignore[arg-type]
@@ -277,7 +278,7 @@ def test_a_spec_and_its_slots_are_immutable(spec: AttentionSpec) -> None:
             value.other = 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("spec", VALUES, ids=range(len(VALUES)))
+@each_row("spec", VALUES, ids=range(len(VALUES)))
 def test_a_copy_of_a_spec_equals_it_and_hashes_alike(spec: AttentionSpec) -> None:
     for twin in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec)), dataclasses.replace(spec), spec.replace()):
         assert twin == spec
@@ -310,8 +311,7 @@ class Nothing(TorchFunctionMode):
 # What slots answer, so that nobody has to look at their classes.
 
 
-@pytest.mark.parametrize(
-    ("slot", "kind"),
+@each_row("slot, kind",
     [
         (NoNorm(), "none"), (RMSNorm(), "rms"), (L2Norm(), "l2"), (LayerNorm(), "layer"),
         (NoPosition(), "none"), (Rope(), "rope"), (ALiBi(), "alibi"), (ReRope(window=4), "rerope"),
@@ -337,9 +337,7 @@ def test_a_norm_of_another_kind_is_computed_by_torch_and_never_taken_for_rms() -
     torch.testing.assert_close(attention(q, k, v, spec=spec), expected)
 
 
-@pytest.mark.parametrize(
-    "norm", [NoNorm(), *(kind(gain=gain) for kind in (RMSNorm, L2Norm, LayerNorm) for gain in GAINS)]
-)
+@each_row("norm", [NoNorm(), *(kind(gain=gain) for kind in (RMSNorm, L2Norm, LayerNorm) for gain in GAINS)])
 def test_a_norm_commutes_with_a_rotation_where_it_says_so(norm: Norm) -> None:
     (q, _, _), pos = qkv(), torch.arange(6)[None]
     params = {

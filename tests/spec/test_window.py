@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.each_row import each_row
 from torch import Tensor
 
 from qkeel import attention, preset, reference
@@ -173,8 +174,8 @@ def test_inverse_leaky_rerope_is_tested_with_plain_rope() -> None:
         AttentionSpec().extrapolate("rope")
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
+@each_row(
+    "make, error, words",
     [
         (lambda: SlidingWindow(window=0), InvalidValueError, "at least 1"),
         (lambda: SlidingWindow(window=2, inner="rope"), InvalidTypeError, "position such as"),
