@@ -61,7 +61,8 @@ def test_a_process_that_fails_is_one_error(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the processes of a process are read from /proc")
-def test_ctrl_c_ends_the_measuring_process_too() -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_what_ends_the_command_ends_the_measuring_process_too(sent: signal.Signals) -> None:
     command = [sys.executable, "-m", "qkeel", "bench", "--device", "cpu"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     # What a shell starts in the background ignores Ctrl-C, and so do its children; here the command hears it.
@@ -74,9 +75,10 @@ def test_ctrl_c_ends_the_measuring_process_too() -> None:
         while not measuring:
             time.sleep(0.05)
             measuring = children.read_text().split()
-        it.send_signal(signal.SIGINT)
-        _, errors = it.communicate(timeout=60)
-    assert it.returncode == 130
-    assert errors.startswith("interrupted. Go on with: qkeel bench --device")
+        it.send_signal(sent)
+        _, errors = it.communicate(timeout=60)  # the measuring process has the same pipes, so they end with it
+    assert it.returncode == (130 if sent is signal.SIGINT else -signal.SIGKILL)
+    assert sent is signal.SIGKILL or errors.startswith("interrupted. Go on with: qkeel bench --device")
     assert "Traceback" not in errors
-    assert not any(Path(f"/proc/{pid}").exists() for pid in measuring)
+    # What its parent did not wait for may be there as a zombie.
+    assert not any((stat := Path(f"/proc/{pid}/stat")).exists() and ") Z" not in stat.read_text() for pid in measuring)

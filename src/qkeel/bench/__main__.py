@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import sys
+import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -28,7 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=list(SIZES), default="full")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--end-with-input", action="store_true", help="end when the standard input is at its end")
     args = parser.parse_args(arguments)
+    if args.end_with_input:
+        threading.Thread(target=_end_with_input, daemon=True).start()
     torch.set_num_threads(1)
     about, calls = machine(args.device), []
     if not args.json:
@@ -68,6 +72,11 @@ def machine(device: str) -> dict[str, str]:
     about["python"] = platform.python_version()
     about["vectors"] = torch.backends.cpu.get_cpu_capability()
     return about if device == "cpu" else {**about, "gpu": torch.cuda.get_device_name()}
+
+
+def _end_with_input() -> None:
+    os.read(0, 1)  # waits; not by sys.stdin, whose lock would be held when the interpreter ends
+    os._exit(1)
 
 
 def _processor() -> str:

@@ -37,13 +37,13 @@ def bench(
     words = ["--size", size, "--device", device or ("cuda" if available else "cpu"), *["--json"] * json_]
     # A process of its own, whose allocator and threads are set at its start; a session of its own, so that Ctrl-C
     # reaches this process alone, which ends the other.
-    command, environment = [sys.executable, "-m", "qkeel.bench", *words], {**os.environ, **steady()}
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        code = process.wait()
-    finally:
-        process.kill()  # does nothing to a process that has ended
-        process.wait()
+    # Its standard input ends with this process, whatever ends that, and so does it.
+    command, environment = [sys.executable, "-m", "qkeel.bench", "--end-with-input", *words], {**os.environ, **steady()}
+    with subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.PIPE) as process:
+        try:
+            code = process.wait()
+        finally:
+            process.kill()  # does nothing to a process that has ended
     if code:
         text = f"error: the process that measures ended with exit code {code}; its last words are above"
         print(text, file=sys.stderr)

@@ -124,6 +124,16 @@ def make_directory(path: Path, parents: bool = True) -> bool:
     return True
 
 
+def move_directory(path: Path, to: Path) -> None:
+    """Gives a directory another name, in the same folder; an empty directory that has it is replaced.
+
+    Raises: RunDirectoryError if it cannot be moved.
+    """
+    with _reported("make", to, "Choose a writable directory with free space."):
+        system_calls.SYSTEM.replace(path, to)
+        _sync_names(to.parent)
+
+
 @contextlib.contextmanager
 def _reported(act: str, path: Path, advice: str) -> Iterator[None]:
     """An error of the operating system as one of qkeel's, with what was tried, why it failed and what to do."""

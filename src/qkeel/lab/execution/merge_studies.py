@@ -16,7 +16,7 @@ from qkeel.lab.execution.execute import write_tables
 from qkeel.lab.execution.progress import last_step
 from qkeel.lab.execution.study_record import joined_study, read_study
 from qkeel.records import RunDirectory, RunStatus, write_json
-from qkeel.records.disk import make_directory
+from qkeel.records.disk import make_directory, move_directory, replace_file
 from qkeel.records.regular_files import refuse_irregular
 from qkeel.records.rundir import locked
 
@@ -65,7 +65,9 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
         make_directory(staged)
         write_json(staged / "study.json", about)
         table, long_table = write_tables(staged)
-        os.replace(staged, out)
+        move_directory(staged, out)
+    except RunDirectoryError:
+        raise
     except OSError as error:
         raise RunDirectoryError(
             f"cannot merge into {out}: {error.strerror or error}. Expected a writable place with free space; nothing "
@@ -146,4 +148,4 @@ def _copy(run: RunDirectory, to: Path) -> None:
             refuse_irregular(file)
             place = to / file.relative_to(run.path)
             make_directory(place.parent)
-            shutil.copyfile(file, place)
+            replace_file(place, file.read_bytes())
