@@ -1,7 +1,10 @@
 """The wheel holds all a user needs and imports where only it is installed."""
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -43,7 +46,6 @@ def test_the_installed_wheel_imports_and_attends(wheel: Path, tmp_path: Path) ->
 
 
 def test_one_version_everywhere() -> None:
-    import tomllib
 
     import qkeel
 
@@ -51,3 +53,22 @@ def test_one_version_everywhere() -> None:
     citation = (ROOT / "CITATION.cff").read_text()
     assert project["version"] == qkeel.__version__
     assert f"version: {qkeel.__version__}" in citation
+
+
+DISTRIBUTIONS = {"PIL": "pillow"}  # where the package that is imported has another name
+BY_HAND = {"lightning", "mlflow", "wandb", "_typeshed"}  # the user's own trainers and trackers; a stub for types
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+    names: set[str] = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.partition(".")[0])
+    imported = {DISTRIBUTIONS.get(name, name) for name in names - sys.stdlib_module_names - {"qkeel"}}
+    assert imported - BY_HAND <= declared
