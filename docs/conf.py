@@ -1,10 +1,37 @@
-"""Sphinx: furo and MyST, nothing else."""
+"""Sphinx: furo, MyST, and the reference from docstrings."""
+
+from __future__ import annotations
+
+from typing import Any
 
 project = "qkeel"
 author = "The qkeel developers"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.autosummary"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "qkeel"
 exclude_patterns = ["_build", "conftest.py"]
+
+default_role = "code"  # one backtick in docstrings, as in Markdown
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+autosummary_generate = True
+python_display_short_literal_types = True
+python_maximum_signature_line_length = 100
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+
+def escaped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Lets the bars of |i - j| and the asterisk of z* in a docstring stand as they are: to Sphinx they are markup."""
+    for i, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            lines[i] = line.replace("|", r"\|").replace("*", r"\*")
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", escaped)

@@ -8,7 +8,6 @@ import hashlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from qkeel.kernels.native.compiler_process import run_compiler
 from qkeel.kernels.native.trusted_files import BuildError as BuildError
 from qkeel.kernels.native.trusted_files import cache_folder, opened_folder, opened_library, sealed
 
@@ -140,15 +140,12 @@ def _compile(compiler: str, name: str, folder: int, lock: int) -> None:
     made, whole = "made.so", f".{name}.so"
     command = [compiler, *FLAGS, *include, str(FOLDER / f"{name}.cpp"), "-o", made, *libraries]
     with _workplace(folder, f".{name}") as inside:
-        done = subprocess.run(
+        done = run_compiler(
             command,
-            capture_output=True,
-            text=True,
             timeout=LONGEST,
-            check=False,
-            cwd=f"/proc/self/fd/{inside}",
-            env={**os.environ, "TMPDIR": "."},  # what a killed compiler leaves lies there too
-            pass_fds=(lock,),  # a compiler that outlives this process keeps others away from its files
+            folder=f"/proc/self/fd/{inside}",
+            environment={**os.environ, "TMPDIR": "."},  # what a killed compiler leaves lies there too
+            keep_open=(lock,),  # until the compiler has ended it keeps others away from its files
         )
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [done.stderr[-300:]]

@@ -29,13 +29,13 @@ _WHAT = (
 class Classes:
     """The source of the class [b t] of each token of a pass: 0, 1, … in the order of `names`, -1 for none.
 
-    given: one of
-        {"text": range(256), "image": range(256, 512)}: token ids by class. Ids are the forward's `input_ids`, or where
-            it has none its first integer tensor [b t]. Every id must be of one class.
-        "token_type_ids": the name of an argument of the forward that holds classes, or is true at class 1.
-        a function of the forward's arguments that gives them, or None for a pass that is not to be split.
-        the tensor itself, [b t] or [t].
-    names: of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
+    Args:
+        given: token ids by class, `{"text": range(256), "image": range(256, 512)}`, of the forward's `input_ids`, or
+            where it has none of its first integer tensor [b t], every id in one class; the name of an argument of the
+            forward that holds classes, or is true at class 1; a function of the forward's arguments that gives them,
+            or None for a pass that is not to be split; the tensor itself, [b t] or [t].
+        names: of the classes; by default those of the dict, else "0", "1", … as many as the first pass has.
+        forward: the names of the forward's positional arguments.
 
     Classes are of the tokens of the sequence that attention sees: those of all its keys. Where there are fewer queries
     than keys (a cached step), queries are the last of them.
