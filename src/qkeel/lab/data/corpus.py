@@ -18,6 +18,7 @@ from qkeel.lab.data.sources import BUILT_IN, read_documents
 from qkeel.registry import lookup
 
 HELD_OUT = 0.1  # share of the bytes
+_MOST_BYTES = 1 << 35  # of a file of tokens
 _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 
 
@@ -170,6 +171,11 @@ def _read_bin(path: Path, kind: str) -> np.ndarray:
             raise DataError(
                 f"{path} has {size} bytes; expected a positive multiple of {dtype.itemsize}: {kind} tokens. Say what "
                 f"they are as {path.name}#uint8"
+            )
+        if size > _MOST_BYTES:
+            raise DataError(
+                f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, since all of a corpus is read, for "
+                "its hash and its largest token. Name a part of it."
             )
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except OSError as error:
