@@ -174,7 +174,7 @@ def _read_bin(path: Path, kind: str) -> np.ndarray:
             )
         if size > _MOST_BYTES:
             raise DataError(
-                f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, since all of a corpus is read, for "
+                f"{path} has {size >> 30} GiB; expected at most {_MOST_BYTES >> 30}, since all of a corpus is read for "
                 "its hash and its largest token. Name a part of it."
             )
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
