@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 project = "qkeel"
@@ -26,10 +27,10 @@ napoleon_use_rtype = False
 
 
 def escaped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Lets the bars of |i - j| and the asterisk of z* in a docstring stand as they are: to Sphinx they are markup."""
+    """Lets |i - j|, z* and query_ in a docstring stand as they are: to Sphinx their signs are markup."""
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
-            lines[i] = line.replace("|", r"\|").replace("*", r"\*")
+            lines[i] = re.sub(r"(`[^`]*`)|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], line)
 
 
 def setup(app: Any) -> None:

@@ -1,0 +1,60 @@
+"""The reference has every public name, and no other."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference"
+ROOMS = (
+    "",
+    ".nn",
+    ".spec",
+    ".sites",
+    ".remedies",
+    ".monitor",
+    ".lab",
+    ".records",
+    ".audit",
+    ".report",
+    ".integrations",
+)
+# Tables of names, which their functions list; and rooms, which have pages.
+TABLES = {"ALIASES", "DEFAULT", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
+
+
+def _named() -> set[str]:
+    blocks = [
+        block
+        for page in PAGES.glob("*.md")
+        for block in re.findall(r"autosummary::\n(?: +:.*\n)*\n((?: +\S+\n)+)", page.read_text())
+    ]
+    return {line.strip() for block in blocks for line in block.splitlines()}
+
+
+def _found(name: str) -> object:
+    room, _, rest = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(room), rest)
+    except ModuleNotFoundError:
+        return getattr(_found(room), rest)
+
+
+def test_every_public_name_is_in_the_reference_and_each_of_its_names_exists() -> None:
+    named = _named()
+    listed = [_found(name) for name in named]
+    missing = []
+    for room in ROOMS:
+        module = importlib.import_module(f"qkeel{room}")
+        for name in module.__all__:
+            value = getattr(module, name)
+            if name not in TABLES and not name.isupper() and f"qkeel.{name}" not in sys.modules:
+                missing += [] if any(value is one for one in listed) else [f"qkeel{room}.{name}"]
+    assert not missing
+
+
+def test_every_page_of_the_reference_is_in_its_index() -> None:
+    index = (PAGES / "index.md").read_text().split()
+    assert {page.stem for page in PAGES.glob("*.md")} - {"index"} <= set(index)
