@@ -15,7 +15,7 @@ from tests.lab.killing import kill_until_done
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, RefusedError, RunDirectoryError
-from qkeel.lab import Execution, Grid, RunConfig, Watcher, make_plan, run, run_plan
+from qkeel.lab import Execution, Grid, ModelConfig, OptimConfig, RunConfig, Watcher, make_plan, run, run_plan
 from qkeel.lab.model.build_model import resolve
 from qkeel.lab.stack.choose_arithmetic import CompiledArithmetic, choose_arithmetic, why_not_compiled
 from qkeel.lab.stack.stack_models import stack_models
@@ -167,6 +167,26 @@ def test_each_kind_of_model_in_a_stack_has_the_numbers_it_has_alone(tiny: Make, 
 @pytest.mark.parametrize("optimizer", ["sgd", "muon"])
 def test_each_optimizer_steps_a_stack_as_it_steps_a_run(tiny: Make, optimizer: str) -> None:
     check_steps([resolve(tiny(steps=3, seed=s, optim_lr=0.01, optim_name=optimizer)) for s in (0, 1)])
+
+
+def test_runs_of_a_stack_have_schedules_steps_and_weight_decay_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKEEL_NATIVE", "1")
+    model = ModelConfig(d_model=32, base_width=16, base_head_dim=4, parametrisation="mup")
+    base = RunConfig(model=model, device="cpu", log_every=1, probe_sequences=2, eval_sequences=2)
+    ways = (
+        (3, OptimConfig(lr=1.0, schedule="wsd", weight_decay=0.1, decay="independent")),
+        (4, OptimConfig(lr=0.01, weight_decay=0.1, decay="independent", warmup=0.5)),
+        (2, OptimConfig(lr=0.01, weight_decay=0.3)),
+    )
+    configs = [dataclasses.replace(base, steps=steps, optim=optim) for steps, optim in ways]
+    assert plan_stacks([(config, 0) for config in configs], "auto", 1) == [[0, 0, 0]]
+    expected = alone(configs, tmp_path)
+    assert stacked(configs, tmp_path) == [None] * 3
+    for i, one in enumerate(expected):
+        found = numbers(tmp_path / str(i))["lines"]
+        assert [[line[name] for name in EXACT] for line in found] == [[line[n] for n in EXACT] for line in one["lines"]]
 
 
 @pytest.mark.slow
@@ -322,7 +342,7 @@ def test_runs_alike_but_for_rate_and_seed_are_stacked_and_every_worker_has_work(
     assert [len(g) for g in groups(three, "auto", workers=2)] == [2, 3, 5, 5], "both have as much to do"
     assert [len(g) for g in groups(nine, "auto", workers=4)] == [3, 3, 3]
     assert [len(g) for g in groups(nine, 2)] == [1, 2, 2, 2, 2]
-    assert groups([tiny(steps=4), tiny(steps=5, seed=1)], 8) == [[0], [1]]
+    assert groups([tiny(steps=4), tiny(steps=5, seed=1)], 8) == [[0, 1]]
     wide = dataclasses.replace(tiny().model, d_model=256)
     big = [tiny(model=wide, seed=s) for s in (0, 1)]
     assert groups(big, "auto") == [[0], [1]]

@@ -43,26 +43,41 @@ def _entries() -> dict[str, tuple[str, str]]:
 _ENTRIES = _entries()
 
 
-def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = ()) -> type:
-    """Returns a dataclass of flags, None where not given: one per plain field of RunConfig and its parts, and more."""
+def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), several: Collection[str] = ()) -> type:
+    """Returns a dataclass of flags, None where not given: one per plain field of RunConfig and its parts, and more.
+
+    Those of `several` take a list of values.
+    """
     docs = {section: _documents(cls) for section, (cls, _) in _SECTIONS.items()}
     flags = list(more)
     for flag, (section, field) in _ENTRIES.items():
         if (section, field) not in without:
             cls, group = _SECTIONS[section]
-            flags.append((flag, field_types(cls)[field], _parameter(flag, cls, field, group, docs[section][field])))
+            shown = _parameter(flag, cls, field, group, docs[section][field], flag in several)
+            flags.append((flag, _kind(cls, field, flag in several), shown))
     fields = [(flag, Annotated[_optional(kind), shown], dataclasses.field(default=None)) for flag, kind, shown in flags]
     made = dataclasses.make_dataclass("RunFlags", fields, frozen=True, kw_only=True)
     made.__module__ = __name__  # else it passes for a built-in type
     return made
 
 
-def _parameter(flag: str, cls: type, field: str, group: str, line: str) -> Parameter:
+def _kind(cls: type, field: str, several: bool) -> object:
+    """The type of a field's flag: a list of the field's where it may be given several times, of which none is None."""
+    kind: Any = field_types(cls)[field]
+    alone = typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
+    return list[alone] if several else kind
+
+
+def _parameter(flag: str, cls: type, field: str, group: str, line: str, several: bool) -> Parameter:
     default = next(f.default for f in dataclasses.fields(cls) if f.name == field)
     shown = "" if default is None else f" [default: {str(default).lower() if default is False else default}]"
     dashed = flag.replace("_", "-")
     negative = f"--no-{dashed}" if isinstance(default, bool) else None
-    return Parameter(name=f"--{dashed}", group=group, help=line + shown, show_default=False, negative=negative)
+    made = Parameter(name=f"--{dashed}", group=group, help=line + shown, show_default=False, negative=negative)
+    if not several:
+        return made
+    more = Parameter(help=f"{line} Several values stand side by side.{shown}", negative_iterable=())
+    return Parameter.combine(made, more, Parameter(consume_multiple=True))
 
 
 def _documents(cls: type) -> dict[str, str]:
@@ -82,6 +97,7 @@ def configure(flags: object, recipe: Path | None, base: RunConfig | None = None)
     study = values.pop("study", {})
     for flag, (section, field) in _ENTRIES.items():
         given = vars(flags).get(flag)
+        given = given[0] if isinstance(given, list) else given  # several values are a grid's, which has them over this
         if given is not None:
             (values.setdefault(section, {}) if section else values)[field] = given
     if not isinstance(study, dict):

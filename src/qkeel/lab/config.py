@@ -44,10 +44,27 @@ class ModelConfig:
     """Whether the head shares the embedding's weights."""
     deepnorm: bool = False
     """DeepNorm's factors on the residual stream and at the start; for block gau with norm_order post."""
+    parametrisation: Literal["standard", "mup"] = "standard"
+    """How rates, logits and outputs depend on the width: not at all, or as in µP, so that a rate suits every width."""
+    base_width: int = 64
+    """Width at which µP is the standard parametrisation."""
+    base_head_dim: int = 16
+    """Size of a head at which µP is the standard parametrisation."""
 
     def __post_init__(self) -> None:
         settle(self)
-        _check(self, "at least 1", _one, "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim")
+        _check(
+            self,
+            "at least 1",
+            _one,
+            "d_model",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "base_width",
+            "base_head_dim",
+        )
         if self.n_kv_heads and self.n_heads % self.n_kv_heads:
             raise InvalidValueError(
                 f"expected n_heads to be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}"
@@ -56,6 +73,8 @@ class ModelConfig:
             raise InvalidValueError(f"expected n_heads=1 for block gau, which has one head, got {self.n_heads}")
         if not self.mlp_ratio * self.d_model >= 1:
             raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
+        if self.parametrisation == "mup" and self.block != "mha":
+            raise InvalidValueError(f"expected block mha with parametrisation mup, got {self.block}, which has no rule")
         if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
             raise InvalidValueError("deepnorm is for block gau with norm_order post")
         if self.head_dim is None and self.d_model % self.n_heads:
@@ -153,7 +172,9 @@ class OptimConfig:
     momentum: float = 0.95
     """SGD and Muon: decay of the momentum."""
     weight_decay: float = 0.0
-    """Weight decay of matrices, decoupled, times the learning rate (SGD: coupled); gains have none."""
+    """Weight decay of matrices, decoupled (SGD: coupled); gains have none."""
+    decay: Literal["coupled", "independent"] = "coupled"
+    """Whether the weight decay of a step is times the rate of the step, or times the rate's share of its peak."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
     warmup: float = 0.1
@@ -173,6 +194,8 @@ class OptimConfig:
         _check(self, "above 0", _positive, "eps")
         _check(self, "between 0 and 1", _share, "warmup", "final")
         _check(self, "at least 0", lambda x: 0 <= x < math.inf, "weight_decay", "grad_clip", "z_loss")
+        if self.decay == "independent" and self.name == "sgd":
+            raise InvalidValueError("independent weight decay is for adamw and muon; that of sgd is in its gradient")
 
 
 _PARTS = (ModelConfig, DataConfig, OptimConfig, ImagesConfig)
@@ -181,7 +204,8 @@ _CADENCE = ("checkpoint_every",)
 # Newer than the first runs: left out at its default, so that older runs keep their names.
 _NEWER = {
     "data": {"needle": 0.0},
-    "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0},
+    "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
+    "optim": {"decay": "coupled"},
     "": {"accumulate": 1},
 }
 
@@ -240,6 +264,8 @@ class RunConfig:
             raise InvalidValueError(
                 f"expected eval_every to be a multiple of log_every, got {self.eval_every} and {self.log_every}"
             )
+        if self.model.parametrisation == "mup":
+            _check_mup(self)
         if self.device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
             raise InvalidValueError(f"expected device auto, cpu, cuda, cuda:N or mps, got {self.device!r}")
 
@@ -261,6 +287,8 @@ class RunConfig:
                     del table[name]
         if not self.data.needle:
             del values["data"]["needle_keys"]
+        if self.model.parametrisation == "standard":
+            del values["model"]["base_width"], values["model"]["base_head_dim"]
         if self.data.task == "text":
             del values["images"], values["data"]["task"]
         return {**values, "device": self.device.split(":")[0]}
@@ -273,6 +301,14 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, object]) -> Self:
         """Reads nested plain values (TOML, JSON); what is missing has its default, unknown keys are refused."""
         return read_fields(cls, values, "")
+
+
+def _check_mup(config: RunConfig) -> None:
+    """Raises where µP has no rule for the optimizer or for what the model reads."""
+    if config.optim.name != "adamw":
+        raise InvalidValueError(f"expected optimizer adamw with parametrisation mup, got {config.optim.name}")
+    if config.data.task == "vision" or config.images.image_input == "patches":
+        raise InvalidValueError("parametrisation mup is for models that read tokens, not patches of images")
 
 
 def _check(config: object, range_: str, holds: Callable[[float], bool], *names: str) -> None:

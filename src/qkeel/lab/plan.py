@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.lab.axes import SETTINGS, variants
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.registry import Term, parse
 
 # The types of an axis; the others are text.
-_KINDS: dict[str, tuple[type, ...]] = {"lrs": (int, float), "seeds": (int,), "test_lengths": (int,)}
-AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes")
+_NUMBERS = ("lrs", "weight_decay")
+_WHOLE = ("seeds", "tuning_seeds", "test_lengths", "d_model", "n_layers", "n_heads", "head_dim", "context", "batch")
+_KINDS = {**dict.fromkeys(_NUMBERS, (int, float)), **dict.fromkeys((*_WHOLE, "steps"), (int,))}
+AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes", "tuning_seeds", *SETTINGS)
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
 
 
@@ -25,7 +28,10 @@ class Grid:
     Where a study compares forms of attention, those take the place of remedies.
 
     With blocks (mha, mla) and optimizers, where not empty, there is a product of its own for each pair of them: they
-    stand side by side, for a learning rate does not mean the same to two optimizers. So with mixes of data.
+    stand side by side, for a learning rate does not mean the same to two optimizers. So with mixes of data, and with
+    every value of a setting of the model, the data or the optimizer; one value is that of all runs.
+
+    With tuning seeds, each remedy runs at the one of the rates that is best for it on these, in every part.
     """
 
     remedies: Sequence[str]
@@ -34,6 +40,18 @@ class Grid:
     blocks: Sequence[str] = ()
     optimizers: Sequence[str] = ()
     mixes: Sequence[str] = ()
+    tuning_seeds: Sequence[int] = ()
+    d_model: Sequence[int] = ()
+    n_layers: Sequence[int] = ()
+    n_heads: Sequence[int] = ()
+    head_dim: Sequence[int] = ()
+    context: Sequence[int] = ()
+    batch: Sequence[int] = ()
+    steps: Sequence[int] = ()
+    parametrisation: Sequence[str] = ()
+    schedule: Sequence[str] = ()
+    weight_decay: Sequence[float] = ()
+    decay: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _settle_lists(self, AXES)
@@ -42,6 +60,16 @@ class Grid:
                 raise InvalidValueError(f"expected at least one of {name}, got none")
         object.__setattr__(self, "lrs", tuple(sorted({float(lr) for lr in self.lrs})))
         object.__setattr__(self, "seeds", tuple(sorted(self.seeds)))
+        if both := sorted(set(self.seeds).intersection(self.tuning_seeds)):
+            raise InvalidValueError(
+                f"expected tuning seeds that no compared run has, got {both} among both: a rate chosen on the seeds "
+                "that are compared makes its remedy look better than it is. Give other --tuning-seeds"
+            )
+
+    def settings(self) -> Json:
+        """The values of each setting that is an axis, none where the configuration has it alone."""
+        values = dataclasses.asdict(self)
+        return {axis: values[axis] for axis in SETTINGS}
 
 
 @final
@@ -102,6 +130,8 @@ class PlannedRun:
     config: RunConfig
     role: str = "grid"
     form: str = ""
+    part: str = ""
+    """The values of the grid's axes that tell it from runs of the same role; they are part of the role's name."""
 
     @property
     def name(self) -> str:
@@ -112,7 +142,7 @@ class PlannedRun:
         """The run's line in study.json."""
         config = self.config
         about = {"run_id": config.run_id, "remedy": self.name, "lr": config.optim.lr, "seed": config.seed}
-        return {**about, "role": self.role}
+        return {**about, "role": self.role, **({"part": self.part} if self.part else {})}
 
 
 @final
@@ -124,6 +154,8 @@ class Plan:
     grid: Grid
     runs: Sequence[PlannedRun]
     contexts: LongContexts | None = None
+    tuned: Sequence[Json] = ()
+    """The rate that was chosen for each remedy of each role, see `lab.tuning`."""
 
     def bases(self) -> dict[str, Json]:
         """Per role, what its runs share: their configuration without remedy, rate and seed."""
@@ -151,7 +183,13 @@ AXIS_OPTIONS = (
     Option("lrs", list[float], "Peak learning rates."),
     Option("seeds", list[int], "Seeds of weights and batches [default: 0 1 2]."),
     Option("full_grid", bool, "Seven rates over three decades, 0.0003 to 0.3."),
+    Option("tune", Literal["lr"], "Compare each remedy at the best of the rates, which is chosen on other seeds."),
+    Option("tuning_seeds", list[int], "Seeds that rates are chosen on [default: 1000 1001 1002]."),
 )
+OPTIMIZERS = Option(
+    "optimizers", list[Literal["adamw", "sgd", "muon"]], "Optimizers, side by side; of mla adamw and muon if not given."
+)
+TUNING_SEEDS = (1000, 1001, 1002)
 
 
 def on_axes(base: RunConfig, default: Grid, given: Given) -> Request:
@@ -159,6 +197,8 @@ def on_axes(base: RunConfig, default: Grid, given: Given) -> Request:
     axes = {name: given.get(name) or values for name, values in dataclasses.asdict(default).items()}
     if given.get("full_grid"):
         axes["lrs"] = FULL_GRID
+    if given.get("tune") and not given.get("tuning_seeds"):
+        axes["tuning_seeds"] = TUNING_SEEDS
     return base, Grid(**axes), None
 
 
@@ -189,11 +229,21 @@ class Study:
     out: str = ""
     """The directory of its command, where that is not runs/NAME."""
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The settings that its command takes several values of: those that it does not decide itself."""
+        return tuple(axis for axis, section in SETTINGS.items() if self.options and (section, axis) not in self.decides)
+
     def plan(self, name: str, base: RunConfig | None, grid: Grid | None, contexts: LongContexts | None = None) -> Plan:
         """Returns the study's plan under this name; what is not given is its own."""
         grid = grid or self.grid
         contexts = self.contexts and (contexts or self.contexts)
-        return Plan(name=name, grid=grid, runs=self.runs(base or self.base or RunConfig(), grid), contexts=contexts)
+        runs = []
+        for part, variant in variants(base or self.base or RunConfig(), grid.settings()):
+            for run in self.runs(variant, grid):
+                both = (*((run.role,) if run.role != "grid" else ()), *((part,) if part else ()))
+                runs.append(dataclasses.replace(run, role=", ".join(both) or "grid", part=part))
+        return Plan(name=name, grid=grid, runs=runs, contexts=contexts)
 
 
 def _settle_lists(of: object, names: Sequence[str]) -> None:

@@ -24,7 +24,11 @@ from qkeel.spec import AttentionSpec, preset
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and choices of a Decoder. `spec` is one for all layers, or one for each (`qkeel.spec.layer_specs`)."""
+    """Sizes and choices of a Decoder. `spec` is one for all layers, or one for each (`qkeel.spec.layer_specs`).
+
+    With a `base_width` the outputs follow µP: the head starts as in a model of that width, and its logits are times
+    base_width / d_model (Yang et al. 2022, arXiv 2203.03466, table 8). The rates of µP are the optimizer's.
+    """
 
     vocab_size: int
     d_model: int = 64
@@ -42,6 +46,7 @@ class DecoderConfig:
     deepnorm: bool = False
     tied: bool = False
     dropout: float = 0.0
+    base_width: int | None = None
 
     def __post_init__(self) -> None:
         for kind, name, known in (
@@ -51,9 +56,11 @@ class DecoderConfig:
         ):
             if name not in known:
                 raise unknown(kind, name, known)
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
-            if getattr(self, name) < 1:
-                raise InvalidValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        base = 1 if self.base_width is None else self.base_width
+        sizes = (self.vocab_size, self.d_model, self.n_layers, self.n_heads, base)
+        for name, size in zip(("vocab_size", "d_model", "n_layers", "n_heads", "base_width"), sizes, strict=True):
+            if size < 1:
+                raise InvalidValueError(f"expected {name} of at least 1, got {size}")
         if not int(self.mlp_ratio * self.d_model) >= 1:
             raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
         if isinstance(self.spec, tuple) and len(self.spec) != self.n_layers:
@@ -64,6 +71,11 @@ class DecoderConfig:
             raise InvalidValueError(f"a GAU has one head; expected n_heads=1, got {self.n_heads}")
         if self.deepnorm and not (self.attention == "gau" and self.norm_order == "post"):
             raise InvalidValueError("deepnorm is for attention='gau' with norm_order='post'")
+
+    @property
+    def output_scale(self) -> float:
+        """The factor on what the head is given: 1, or under µP base_width / d_model."""
+        return 1.0 if self.base_width is None else self.base_width / self.d_model
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
@@ -108,7 +120,8 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for i, block in enumerate(self.blocks):
             x = block(x, cache=caches[i] if caches else None, mask=mask, pos=pos)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x if self.config.output_scale == 1 else x * self.config.output_scale)
 
     def new_caches(self, max_length: int | None = None) -> list[Cache]:
         """An empty cache per layer, of the kind its attention takes: keys and values, or latents (MLA)."""
@@ -122,7 +135,7 @@ class Decoder(nn.Module):
         init_linears(self, self.config, self.embedding.weight, generator)
         self.embedding.weight.normal_(0.0, 1.0, generator=generator)
         if self.config.tied:  # a head of std 1 would start with a loss of tens of nats
-            self.embedding.weight.mul_(self.config.d_model**-0.5)
+            self.embedding.weight.mul_((self.config.base_width or self.config.d_model) ** -0.5)
 
 
 @torch.no_grad()
@@ -137,7 +150,8 @@ def init_linears(
     residual = deepnorm(n)[1] if config.deepnorm else 1 / math.sqrt(n)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            std = module.in_features**-0.5 * (residual if name.endswith((".o_proj", ".down")) else 1.0)
+            fan_in = config.base_width if config.base_width and name == "head" else module.in_features
+            std = fan_in**-0.5 * (residual if name.endswith((".o_proj", ".down")) else 1.0)
             if module.weight is not table:
                 module.weight.normal_(0.0, std, generator=generator)
             if module.bias is not None:

@@ -109,7 +109,9 @@ def test_clipping_and_adamw_are_torchs_of_each_run() -> None:
     shapes, rates = ((24, 8), (5,), (70, 40)), (0.1, 0.003)
     whole = [torch.randn(2, *shape) for shape in shapes]
     own = [[torch.nn.Parameter(w[r].clone()) for w in whole] for r in range(2)]
-    adams = [torch.optim.AdamW(o, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True) for o, lr in zip(own, rates)]
+    decays = (0.1, 3.0)
+    each = zip(own, rates, decays)
+    adams = [torch.optim.AdamW(o, lr=lr, betas=(0.9, 0.95), weight_decay=wd, fused=True) for o, lr, wd in each]
     state = [torch.zeros_like(w) for w in whole], [torch.zeros_like(w) for w in whole], torch.zeros(3, 2)
     table = torch.tensor([rates] * 3, dtype=torch.float64)
     for size in (10.0, 1e-3, 1.0):
@@ -121,13 +123,13 @@ def test_clipping_and_adamw_are_torchs_of_each_run() -> None:
             norms.append(torch.nn.utils.clip_grad_norm_(own[r], 1.0))
             adam.step()
         torch.testing.assert_close(stacked_ops.clip_(gradients, 1.0), torch.stack(norms), rtol=1e-6, atol=0)
-        stacked_ops.adamw_(whole, gradients, state, table, ([0.1] * 3, 0.9, 0.95, 1e-8))
+        stacked_ops.adamw_(whole, gradients, state, table, (decays * 3, 0.9, 0.95, 1e-8))
     for i, w in enumerate(whole):
         torch.testing.assert_close(w, torch.stack([o[i].detach() for o in own]), rtol=1e-5, atol=1e-6)
     assert state[2].tolist() == [[3.0, 3.0]] * 3
     before = [w.clone() for w in whole]
     table[1, 0] = -1.0
-    stacked_ops.adamw_(whole, gradients, state, table, ([0.1] * 3, 0.9, 0.95, 1e-8))
+    stacked_ops.adamw_(whole, gradients, state, table, (decays * 3, 0.9, 0.95, 1e-8))
     assert torch.equal(whole[1][0], before[1][0]), "what has a rate below 0 is left alone"
     assert not torch.equal(whole[1][1], before[1][1])
     assert state[2].tolist() == [[4.0, 4.0], [3.0, 4.0], [4.0, 4.0]]
@@ -181,7 +183,7 @@ def test_torch_accepts_the_operators() -> None:
             *([x.clone()] for _ in range(4)),
             torch.zeros(1, 2),
             torch.ones(1, 2, dtype=torch.float64),
-            [0.0],
+            [0.0, 0.0],
             0.9,
             0.95,
             1e-8,
@@ -207,7 +209,7 @@ def test_wrong_tensors_raise_and_do_not_crash() -> None:
         lambda: stacked_ops.clip_([], 1.0),
         lambda: stacked_ops.clip_([x, x[:1]], 1.0),
         lambda: stacked_ops.adamw_(
-            [x], [w], ([x], [x], torch.zeros(1, 2)), torch.ones(1, 2).double(), ([0.0], 0.9, 0.9, 1)
+            [x], [w], ([x], [x], torch.zeros(1, 2)), torch.ones(1, 2).double(), ([0.0] * 2, 0.9, 0.9, 1)
         ),
     ]
     for call in wrong:

@@ -17,6 +17,7 @@ from qkeel.lab.execution.progress import estimate_seconds
 from qkeel.lab.execution.workers import Shard
 from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import check_how
+from qkeel.lab.tuning import FOLDER, in_words, tuned_plan, tuning_plan
 from qkeel.report import write
 
 
@@ -36,8 +37,10 @@ def run_study(
     console = make_console()
     shard = Shard.parse(how.shard) if how.shard else Shard()
     place = executor(how.executor)
-    stack = check_how(how.stack)
+    check_how(how.stack)
     plan = make_plan(name, base, grid, contexts)
+    if grid.tuning_seeds and not how.dry_run:
+        plan = _tuned(console, plan, out, how)
     left = pending(plan, out, shard)
     print_line(console, f"study {out}")
     jobs = how.jobs if how.jobs is not None else place.capacity() if left else 1
@@ -45,17 +48,7 @@ def run_study(
     console.print(f"{len(plan.runs)} runs{part}, {len(left)} to do, {jobs} at once", highlight=False)
     if how.dry_run:
         return _dry_run(console, plan, out, left, jobs)
-    view = StudyView(console, left, out)
-    execution = Execution(
-        workers=jobs,
-        stack=stack,
-        executor=how.executor,
-        shard=shard,
-        command=command_line(),
-        on_outcome=view.on_outcome,
-    )
-    with view.following():
-        result = run_plan(plan, out, execution)
+    result = _execute(console, plan, out, how, jobs)
     write(out, out / "report.html")
     _print_tables(console, plan, result)
     for failure in result.failures:
@@ -66,6 +59,33 @@ def run_study(
         return FAILED
     collapsed = any(row["collapsed"] for row in result.table)
     return COLLAPSED if how.fail_on_collapse and collapsed else OK
+
+
+def _tuned(console: Console, plan: Plan, out: Path, how: HowFlags) -> Plan:
+    """The plan at the rates that are best on the tuning seeds, which are printed."""
+    jobs = how.jobs if how.jobs is not None else executor(how.executor).capacity()
+    trial = tuning_plan(plan)
+    console.print(f"{len(trial.runs)} runs choose the rates", highlight=False)
+    tuned = tuned_plan(plan, _execute(console, trial, out / FOLDER, how, jobs).table)
+    for choice in tuned.tuned:
+        print_line(console, in_words(choice))
+    return tuned
+
+
+def _execute(console: Console, plan: Plan, out: Path, how: HowFlags, jobs: int) -> StudyResult:
+    """Does what is left of a plan, with its progress on the console."""
+    shard = Shard.parse(how.shard) if how.shard else Shard()
+    view = StudyView(console, pending(plan, out, shard), out)
+    execution = Execution(
+        workers=jobs,
+        stack=check_how(how.stack),
+        executor=how.executor,
+        shard=shard,
+        command=command_line(),
+        on_outcome=view.on_outcome,
+    )
+    with view.following():
+        return run_plan(plan, out, execution)
 
 
 def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:

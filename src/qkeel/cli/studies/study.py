@@ -28,7 +28,7 @@ class HowFlags:
     executor: Annotated[str, Parameter(show_default=False)] = "local"
     """Where the runs are done: local, ray, dask or slurm, with options as slurm:partition=gpu,time=60."""
     stack: Annotated[str, Parameter(show_default=False)] = "auto"
-    """Train runs that differ in rate and seed only as one model: auto, for small models, off, or how many."""
+    """Train runs that differ in seed, steps and rates only as one model: auto, for small models, off, or how many."""
     shard: Annotated[str | None, Parameter(show_default=False)] = None
     """Do only the i-th of n parts, as i/n: one for each machine or array task, all in one directory."""
     dry_run: Annotated[bool, _SWITCH] = False
@@ -48,7 +48,8 @@ def study_command(name: str) -> Callable[..., int]:
     """Returns the function behind the command of a study: its parameters are the flags."""
     study = find_study(name)
     options = [*study.options, *(Option(switch, bool, other.help) for switch, other in study.instead.items())]
-    flags: Any = view(without={("", "remedy"), ("", "seed"), *study.decides}, more=map(_flag, options))
+    without = {("", "remedy"), ("", "seed"), *study.decides}
+    flags: Any = view(without=without, more=map(_flag, options), several=study.axes)
 
     def command(
         *,
@@ -57,7 +58,8 @@ def study_command(name: str) -> Callable[..., int]:
         how: Annotated[HowFlags, _FLAT] = HowFlags(),
         flags: object = flags(),
     ) -> int:
-        given = {option.name: value for option in options if (value := vars(flags)[option.name]) is not None}
+        names = (*(option.name for option in options), *study.axes)
+        given = {name: value for name in names if (value := vars(flags)[name]) is not None}
         asked = next((other for switch, other in study.instead.items() if given.get(switch)), study)
         config, table = configure(flags, recipe, asked.base or starting(flags))
         _check_table(table, study)
@@ -92,7 +94,7 @@ def _flag(option: Option) -> Flag:
 
 def _check_table(table: Settings, study: Study) -> None:
     """Raises UnknownNameError for a key of a recipe's [study] table that the study does not know."""
-    known = [option.name for option in study.options if option.kind is not bool]
+    known = [*(option.name for option in study.options if option.kind is not bool), *study.axes]
     for key in table:
         if key not in known:
             raise unknown("key in [study]", key, known)

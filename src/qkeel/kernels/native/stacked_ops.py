@@ -72,7 +72,7 @@ def adamw_(
     Args:
         weights, gradients: n of [runs ...]. state: means, variances, and steps done [n runs].
         rates: [n runs] float64; a weight whose rate is below 0 stays unchanged.
-        options: n weight decays; β₁, β₂, ε.
+        options: n·runs weight decays, those of a weight in a row; β₁, β₂, ε.
     """
     means, variances, steps = state
     lists = (list(x) for x in (weights, gradients, means, variances))

@@ -21,6 +21,7 @@ from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import How
 from qkeel.lab.studies import find_study
 from qkeel.lab.tasks.text import load_task
+from qkeel.lab.tuning import FOLDER, tuned_plan, tuning_plan
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, write_json
 from qkeel.records.disk import remove_leftovers
 from qkeel.records.rundir import locked
@@ -40,7 +41,7 @@ class Execution:
     executor: str = "local"
     """Where: local, ray, dask or slurm, with options as "slurm:partition=gpu,time=60"; see lab.execution.executors."""
     stack: How = "off"
-    """Runs that differ in rate and seed only train as one model: a number of them, or where models are small."""
+    """Runs that differ in seed, steps and rates only train as one model: so many, or where models are small."""
     shard: Shard = dataclasses.field(default_factory=Shard)
     """Which part of the runs is done here."""
     command: str = ""
@@ -126,6 +127,8 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
     Raises: RunDirectoryError if the directory is in use, holds another study, or cannot be written.
     """
     out = Path(out)
+    if plan.grid.tuning_seeds and not plan.tuned:
+        plan = tune(plan, out, execution)
     shard = execution.shard
     part = "" if shard.count == 1 else f".{shard.index}-of-{shard.count}"
     with locked(out / f"lock{part}", f"{out} is in use by another study"):
@@ -142,6 +145,14 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
             with _alone(out):
                 table, long_table = write_tables(out)
     return StudyResult(path=out, table=table, long_table=long_table, failures=failures)
+
+
+def tune(plan: Plan, out: Path, execution: Execution) -> Plan:
+    """Returns the plan at the rate of each remedy that is best on the tuning seeds, after doing what of them is left.
+
+    Raises: RunDirectoryError where one of their runs is not done, or the directory holds another study.
+    """
+    return tuned_plan(plan, run_plan(tuning_plan(plan), out / FOLDER, execution).table)
 
 
 def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
@@ -213,7 +224,7 @@ def _study(out: Path, plan: Plan, command: str) -> Json:
     new = study_of(plan, command)
     if (out / "study.json").exists():
         return joined_study(out, read_study(out), new)
-    if out.exists() and any(not p.name.startswith("lock") for p in out.iterdir()):
+    if out.exists() and any(not p.name.startswith("lock") and p.name != FOLDER for p in out.iterdir()):
         raise RunDirectoryError(
             f"{out} is not empty and holds no study.json, so it is no study's directory. "
             "Choose another directory; nothing was changed."

@@ -10,6 +10,7 @@ from pathlib import Path
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config_fields import Json
 from qkeel.lab.plan import Grid, Plan
+from qkeel.lab.tuning import check_choices
 from qkeel.records import read_json
 from qkeel.records.file_fields import check_parts
 from qkeel.records.regular_files import refuse_links, refuse_path
@@ -26,6 +27,7 @@ def study_of(plan: Plan, command: str) -> Json:
         "command": command,
         **dataclasses.asdict(plan.grid),
         **contexts,
+        **({"tuned": list(plan.tuned)} if plan.tuned else {}),
         "runs": [run.entry() for run in plan.runs],
         "base": plan.bases(),
     }
@@ -51,9 +53,18 @@ def joined_study(out: Path, old: Json, new: Json) -> Json:
         "command": "\n".join(dict.fromkeys(filter(None, commands))),
         **axes,
         **contexts,
+        **({"tuned": _joined_choices(old, new, out)} if "tuned" in new else {}),
         "runs": in_order([*old["runs"], *more], axes["remedies"], list(bases)),
         "base": bases,
     }
+
+
+def _joined_choices(old: Json, new: Json, out: Path) -> list[Json]:
+    """The chosen rates of both, those of `new` where both have one."""
+    before = old.get("tuned", [])
+    check_choices(before, new["tuned"], out)
+    both = {(choice["role"], choice["remedy"]): choice for choice in [*before, *new["tuned"]]}
+    return list(both.values())
 
 
 def read_study(out: Path) -> Json:
@@ -101,6 +112,8 @@ def _joined_contexts(old: Json | None, new: Json) -> Json:
 
 def _check_same_study(out: Path, old: Json, new: Json) -> None:
     changed = [] if old["study"] == new["study"] else [f"study: {old['study']}, not {new['study']}"]
+    if ("tuned" in old) != ("tuned" in new):
+        changed.append("tune: whether each remedy is compared at a rate of its own")
     for role, base in new["base"].items():
         changed += differences(old["base"].get(role, base), base)
     if changed:

@@ -14,7 +14,7 @@ from qkeel.lab.model.optimizers import build_optimizer
 from qkeel.nn import Decoder, DecoderConfig, ViT
 from qkeel.registry import parse
 from qkeel.remedies import apply, canonical
-from qkeel.spec import AttentionSpec, layer_specs, preset
+from qkeel.spec import AttentionSpec, InverseSqrt, layer_specs, preset
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -63,7 +63,23 @@ def attention_spec(text: str) -> AttentionSpec:
 
 def layers(config: ModelConfig, train_length: int | None = None) -> tuple[AttentionSpec, ...]:
     """The spec of each layer; `train_length` is for positions that depend on it."""
-    return layer_specs(attention_spec(config.attention), config.n_layers, config.position, train_length)
+    specs = layer_specs(attention_spec(config.attention), config.n_layers, config.position, train_length)
+    return specs if config.parametrisation == "standard" else tuple(_mup(spec, config) for spec in specs)
+
+
+def width_ratio(config: ModelConfig) -> float:
+    """The width as a multiple of µP's base width; 1 in the standard parametrisation."""
+    return 1.0 if config.parametrisation == "standard" else config.d_model / config.base_width
+
+
+def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
+    """The spec with its scale 1/√d times √(base_head_dim / d): under µP logits are q·k / d. Other scales stay."""
+    scale, size = spec.scale.base, config.head_dim or config.d_model // config.n_heads
+    if not isinstance(scale, InverseSqrt):
+        return spec
+    factor = (config.base_head_dim / size) ** 0.5
+    scale = dataclasses.replace(scale, multiplier=scale.multiplier * factor)
+    return spec.replace(scale=spec.scale.with_base(scale))
 
 
 def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:
@@ -91,6 +107,7 @@ def _sizes(config: ModelConfig, vocab_size: int, train_length: int | None) -> De
         norm_order=config.norm_order,
         tied=config.tied,
         deepnorm=config.deepnorm,
+        base_width=None if config.parametrisation == "standard" else config.base_width,
     )
 
 

@@ -11,16 +11,26 @@ from qkeel.lab.config import OptimConfig
 from qkeel.lab.model.muon import Muon, fusable
 from qkeel.patching.adam_groups import Group
 
+RATE = "rate"  # of a group's options: its rate as a multiple of the run's
 
-def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+
+def build_optimizer(config: OptimConfig, model: nn.Module, width: float = 1.0) -> torch.optim.Optimizer:
     """The optimizer over all parameters; weight decay on matrices only, Muon on the hidden ones. Groups: hidden
     matrices, embedding and head, vectors and scalars. A group added later has no weight decay.
+
+    Under µP the rate of hidden matrices is η · base width / width. Independent weight decay is w ← w - s·λ·w, with s
+    the step's share of the peak rate, so an optimizer that decays by its rate η·s is given λ / η.
+
+    Args:
+        config: what it is. model: whose parameters it steps. width: that of the model as a multiple of µP's base
+            width; 1 in the standard parametrisation.
+
+    Source: Yang et al. 2022, arXiv 2203.03466, table 8 (Adam); Wortsman et al. 2023, arXiv 2309.14322, section 3.2.
     """
     hidden, tables, gains = _split(model)
-    decay = {"weight_decay": config.weight_decay}
     groups: list[Group] = [
-        {"params": hidden, **decay},
-        {"params": tables, **decay},
+        {"params": hidden, "weight_decay": _decay(config, 1 / width), RATE: 1 / width},
+        {"params": tables, "weight_decay": _decay(config)},
         {"params": gains, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
@@ -31,6 +41,11 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         return Muon(groups, lr=config.lr, momentum=config.momentum, betas=betas, eps=config.eps)
     fused = all(fusable(p) for p in model.parameters())
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=0.0, fused=fused)
+
+
+def _decay(config: OptimConfig, rate: float = 1.0) -> float:
+    """The weight decay of a group whose rate is such a multiple of the run's, which its optimizer multiplies by it."""
+    return config.weight_decay if config.decay == "coupled" else config.weight_decay / (config.lr * rate)
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:

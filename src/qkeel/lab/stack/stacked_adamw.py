@@ -29,7 +29,7 @@ class StackedAdamW:
         self._optimizers, self._weights, self._own = optimizers, [p.detach() for p in stacked], own
         groups = optimizers[0].param_groups
         self._group = _places(optimizers[0], own[0])
-        self._decays = [groups[g]["weight_decay"] for g in self._group]
+        self._decays = [[o.param_groups[g]["weight_decay"] for o in optimizers] for g in self._group]
         beta1, beta2 = groups[0]["betas"]
         self._options: tuple[float, float, float] = (beta1, beta2, groups[0]["eps"])
         self._gradients: dict[int, Tensor] = {}
@@ -64,7 +64,7 @@ class StackedAdamW:
         weights, means, variances = ([x[i] for i in there] for x in (self._weights, self._means, self._variances))
         done = self._done if len(there) == len(self._weights) else self._done[there]
         table = torch.tensor(rates, dtype=torch.float64).T.contiguous()
-        decays = [self._decays[i] for i in there]
+        decays = [decay for i in there for decay in self._decays[i]]
         stacked_ops.adamw_(weights, gradients, (means, variances, done), table, (decays, *self._options))
         if done is not self._done:
             self._done[there] = done
@@ -124,7 +124,6 @@ def _is_usual(group: adam_groups.Group) -> bool:
 
 
 def _about(optimizer: Optimizer, own: Weights) -> tuple[object, ...]:
-    """The settings that must be alike in all runs; β and ε in all groups too."""
+    """The settings that must be alike in all runs, β and ε in all groups too; rates and weight decays are a run's."""
     options = {(*group["betas"], group["eps"]) for group in optimizer.param_groups}
-    decays = [group["weight_decay"] for group in optimizer.param_groups]
-    return _places(optimizer, own), decays, options if len(options) == 1 else optimizer
+    return _places(optimizer, own), options if len(options) == 1 else optimizer

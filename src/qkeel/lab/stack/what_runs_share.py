@@ -43,6 +43,8 @@ REMEDIES = frozenset(
     )
 )
 AT_ONCE = 16  # runs in a stack where nothing else is said: more bring nothing, and their numbers leave the cache
+# Each run of a stack has rates and decay of its own, and its own number of steps.
+_OWN_RATES = ("lr", "warmup", "schedule", "final", "weight_decay", "decay")
 WIDEST, MOST_TOKENS = 128, 2048  # of models and of a step, up to which "auto" stacks: beyond, products fill a core
 
 
@@ -83,7 +85,7 @@ def check_how(how: object) -> How:
 
 
 def plan_stacks(runs: Sequence[tuple[RunConfig, T]], how: How, workers: int) -> list[list[T]]:
-    """Returns groups of runs, alike but for learning rate and seed, to train as one; every worker has work.
+    """Returns groups of runs, alike but for seed, steps, rates and decay, to train as one; every worker has work.
 
     Args:
         runs: each a configuration and what the result names it by. how: "off" leaves every run alone, a number
@@ -118,5 +120,5 @@ def _kind(config: RunConfig, how: How) -> str | None:
     if why_not_stacked(config) or (how == "auto" and not small(config)):
         return None
     values = config.to_dict()
-    values["optim"] = {k: v for k, v in values["optim"].items() if k != "lr"}
-    return json.dumps({k: v for k, v in values.items() if k != "seed"}, sort_keys=True)
+    values["optim"] = {k: v for k, v in values["optim"].items() if k not in _OWN_RATES}
+    return json.dumps({k: v for k, v in values.items() if k not in ("seed", "steps")}, sort_keys=True)

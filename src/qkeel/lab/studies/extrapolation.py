@@ -125,6 +125,7 @@ def request(base: RunConfig, default: Grid, given: Given) -> Request:
         lrs=(base.optim.lr,),
         seeds=given.get("seeds") or default.seeds,
         blocks=given.get("blocks") or default.blocks,
+        **{axis: given.get(axis) or values for axis, values in default.settings().items()},
     )
     more = continued(given["continue_at"]) if "continue_at" in given else []
     contexts = LongContexts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qkeel.lab.plan import AXIS_OPTIONS, Grid, Option, Study, parts
+from qkeel.lab.plan import AXIS_OPTIONS, OPTIMIZERS, Grid, Option, Study, parts
 
 DEFAULT = Grid(
     remedies=("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "qk_lr:factor=0.1"),
@@ -22,7 +22,7 @@ STUDY = Study(
     options=(
         *AXIS_OPTIONS,
         Option("blocks", list[Literal["mla", "mha"]], "Attention: latent and multi-head [default: mla mha]."),
-        Option("optimizers", list[Literal["adamw", "sgd", "muon"]], "Optimizers [default: adamw muon]."),
+        OPTIMIZERS,
     ),
     decides=(("optim", "lr"), ("optim", "name"), ("model", "block")),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkeel.lab.plan import Grid, Study, parts
+from qkeel.lab.plan import AXIS_OPTIONS, OPTIMIZERS, Grid, Study, parts
 
 DEFAULT = Grid(remedies=("none", "qk_norm", "lalr:tau=0.1"), lrs=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
 # Source: Wortsman et al. 2023, arXiv 2309.14322, who sweep the peak rate over three decades.
@@ -11,4 +11,5 @@ STUDY = Study(
     "on, and the directory takes more remedies, rates and seeds later.",
     grid=DEFAULT,
     runs=parts,
+    options=(*AXIS_OPTIONS, OPTIMIZERS),
 )

@@ -23,7 +23,7 @@ from qkeel.lab.training.run_state import RunState
 
 
 class Arithmetic(abc.ABC):
-    """Computes the training steps of runs that differ in learning rate and seed only, and measures their models.
+    """Computes the training steps of runs that differ in seed, steps, rates and decay only, and measures their models.
 
     A step calls the first three methods in their order; gradients stay here from one to the next. `reason` says why
     nothing faster computes these runs; it is empty where nothing is faster.

@@ -7,6 +7,7 @@ from typing import final
 import torch
 
 from qkeel.lab.config import RunConfig
+from qkeel.lab.model.build_model import width_ratio
 from qkeel.lab.model.optimizers import build_optimizer
 from qkeel.lab.tasks.text import load_task
 from qkeel.lab.training.throughput import flops_per_token
@@ -29,7 +30,7 @@ class RunState:
         self.model = self.task.build(torch.Generator().manual_seed(config.seed))
         self.model.to(self.device)
         self.flops_per_token = flops_per_token(self.model, config.data.context)
-        self.optimizer = build_optimizer(config.optim, self.model)
+        self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
         self.handle = apply(config.remedy, self.model, self.optimizer, train_length=config.data.context)
         self.model.train()
         if config.compile:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from qkeel.lab.model.optimizers import learning_rate
+from qkeel.lab.model.optimizers import RATE, learning_rate
 from qkeel.lab.tasks.task import Examples
 from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.run_state import RunState
@@ -18,7 +18,7 @@ def train_step(arithmetic: Arithmetic, steps: Sequence[int]) -> tuple[Tensor, Te
     The arithmetic computes; what is computed, and in which order, stands here alone. No device is waited for.
 
     Args:
-        arithmetic: of runs that differ in learning rate and seed only. steps: how many each has done before.
+        arithmetic: of runs that differ in seed, steps, rates and decay only. steps: how many each has done before.
     """
     runs = arithmetic.runs
     for run, step in zip(runs, steps, strict=True):
@@ -32,10 +32,10 @@ def train_step(arithmetic: Arithmetic, steps: Sequence[int]) -> tuple[Tensor, Te
 
 
 def set_rate(run: RunState, step: int) -> None:
-    """Gives the run's optimizer the learning rate of a step."""
+    """Gives the groups of the run's optimizer the learning rate of a step, each its multiple."""
     rate = learning_rate(run.config.optim, step, run.config.steps)
     for group in run.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(RATE, 1.0)
 
 
 def read_batches(runs: Sequence[RunState], steps: Sequence[int]) -> list[Examples]:

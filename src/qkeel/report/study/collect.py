@@ -45,12 +45,16 @@ class RunData:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StudyData:
-    """The runs that a page shows. `name` is empty where there is no study.json with the runs."""
+    """The runs that a page shows. `name` is empty where there is no study.json with the runs.
+
+    `tuned` are the rates that were chosen for remedies, by records.FIELDS, where each is compared at its own.
+    """
 
     name: str
     command: str
     remedies: Sequence[str]
     runs: Sequence[RunData]
+    tuned: Sequence[Row] = ()
 
     def rows(self, role: str = "grid") -> list[Row]:
         """Returns the table lines of the finished runs of a role."""
@@ -91,7 +95,8 @@ def collect(paths: str | Path | Iterable[str | Path]) -> StudyData:
     used = {run.remedy for run in runs}
     order = dict.fromkeys([*(r for r in stated if r in used), *(run.remedy for run in runs)])
     remedies = sorted(order, key=lambda remedy: remedy != BASELINE)  # stable: the baseline first, the rest as given
-    return StudyData(name=" + ".join(names), command="\n".join(commands), remedies=remedies, runs=runs)
+    tuned = [choice for study in studies for choice in study.tuned]
+    return StudyData(name=" + ".join(names), command="\n".join(commands), remedies=remedies, runs=runs, tuned=tuned)
 
 
 def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
@@ -132,7 +137,8 @@ def _study(path: Path) -> StudyData:
     ]
     remedies = [str(remedy) for remedy in about.get("remedies") or ()]
     name, command = about.get("study") or path.name, about.get("command") or ""
-    return StudyData(name=str(name), command=str(command), remedies=remedies, runs=runs)
+    tuned = about.get("tuned") or ()
+    return StudyData(name=str(name), command=str(command), remedies=remedies, runs=runs, tuned=tuned)
 
 
 def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:

@@ -71,6 +71,8 @@ def provenance(study: StudyData) -> Markup:
         if values:
             more = [f"and {count(len(values) - _MOST_VALUES, 'more value')}"] if len(values) > _MOST_VALUES else []
             found[name] = [*values[:_MOST_VALUES], *more]
+    if study.tuned:
+        found["Rates, chosen on other seeds"] = [_chosen(choice) for choice in study.tuned]
     return join([facts(found), _commands(study)])
 
 
@@ -118,6 +120,13 @@ def _of(value: object, key: str) -> object:
 
 def _parameters(value: object) -> str | None:
     return f"{value:,}" if isinstance(value, int) else None
+
+
+def _chosen(choice: Row) -> str:
+    """The rate of a remedy, and whether a better one may lie outside of the grid that it is of."""
+    part = "" if choice.get("role") == "grid" else f"{choice.get('role')}: "
+    edge = f", the {choice['border']} of the grid" if choice.get("border") else ""
+    return f"{part}{choice.get('remedy')} {choice.get('lr')}{edge}"
 
 
 def _settings(value: object, leave: tuple[str, ...] = ()) -> str | None:

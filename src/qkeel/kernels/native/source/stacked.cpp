@@ -326,7 +326,7 @@ void adamw_(TensorList weights, TensorList gradients, TensorList means, TensorLi
   TORCH_CHECK(rates.dim() == 2 && rates.size(1) > 0, "expected rates [tensors runs], got ", rates.sizes());
   const int64_t many = int64_t(weights.size()), runs = rates.size(1);
   TORCH_CHECK(rates.scalar_type() == at::kDouble && rates.is_contiguous() && rates.size(0) == many &&
-                  int64_t(decays.size()) == many, "expected a rate for each tensor and run, and a decay for each tensor");
+                  int64_t(decays.size()) == many * runs, "expected a rate and a decay for each tensor and run");
   check(steps, "steps");
   TORCH_CHECK(steps.sizes() == rates.sizes(), "expected steps like rates ", rates.sizes(), ", got ", steps.sizes());
   for (TensorList list : {gradients, means, variances}) TORCH_CHECK(int64_t(list.size()) == many, "expected ", many, " of each");
@@ -343,7 +343,7 @@ void adamw_(TensorList weights, TensorList gradients, TensorList means, TensorLi
       const int64_t p = i / runs, run = i % runs, size = weights[p].numel() / runs;
       if (rate[i] < 0) continue;
       const double now = step[i] += 1.0f, part1 = 1 - std::pow(beta1, now), part2 = 1 - std::pow(beta2, now);
-      const float keep = float(1 - rate[i] * decays[p]), toward = float(1 - beta1), kept = float(beta2), grown = float(1 - beta2);
+      const float keep = float(1 - rate[i] * decays[i]), toward = float(1 - beta1), kept = float(beta2), grown = float(1 - beta2);
       const float over = float(1 / std::sqrt(part2)), small = float(eps), length = float(rate[i] / part1);
       float *w = weights[p].mutable_data_ptr<float>() + run * size, *m = means[p].mutable_data_ptr<float>() + run * size,
             *v = variances[p].mutable_data_ptr<float>() + run * size;

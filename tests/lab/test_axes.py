@@ -1,0 +1,136 @@
+"""Settings as axes of a study, and rates that are tuned on seeds of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qkeel.cli.app import main
+from qkeel.errors import InvalidValueError, RunDirectoryError
+from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
+from qkeel.lab.plan import PlannedRun
+from qkeel.lab.studies import STUDIES, find_study
+from qkeel.lab.tuning import tuned_plan, tuning_plan
+
+Make = Callable[..., RunConfig]
+
+
+def roles(runs: list[PlannedRun]) -> list[str]:
+    return list(dict.fromkeys(run.role for run in runs))
+
+
+def test_every_combination_is_a_part_of_its_own_and_one_value_is_that_of_all_runs(tiny: Make) -> None:
+    sizes = {"d_model": (16, 32), "n_layers": (1, 2), "schedule": ("wsd",), "steps": (3,)}
+    grid = Grid(remedies=("none",), lrs=(0.1,), seeds=(0,), **sizes)  # type: ignore[arg-type]
+    runs = list(make_plan("lr", tiny(), grid).runs)
+    assert roles(runs) == [f"d_model {m}, n_layers {n}" for m in (16, 32) for n in (1, 2)]
+    assert {(r.config.model.d_model, r.config.model.n_layers) for r in runs} == {
+        (m, n) for m in (16, 32) for n in (1, 2)
+    }
+    assert {(run.config.optim.schedule, run.config.steps) for run in runs} == {("wsd", 3)}
+    alone = Grid(remedies=("none",), lrs=(0.1,), seeds=(0,), d_model=(32,), head_dim=(8,))
+    (run,) = make_plan("lr", tiny(), alone).runs
+    assert (run.role, run.config.model.d_model, run.config.model.head_dim) == ("grid", 32, 8)
+
+
+def test_the_runs_of_every_study_without_axes_keep_their_names_and_with_them_have_one_each() -> None:
+    for name in STUDIES:
+        study = find_study(name)
+        before = study.runs(study.base or RunConfig(), study.grid)
+        plan = study.plan(name, None, None)
+        assert [(run.config.run_id, run.role) for run in plan.runs] == [(r.config.run_id, r.role) for r in before]
+        axis = next((axis for axis in ("batch", "n_layers") if axis in study.axes), None)
+        if axis is not None:
+            axes = {
+                field: getattr(study.grid, field)
+                for field in ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes")
+            }
+            more = study.plan(name, None, Grid(**{**axes, axis: (2, 3)}))
+            assert len({run.config.run_id for run in more.runs}) == 2 * len({r.config.run_id for r in before})
+            assert roles(list(more.runs)) == [
+                ", ".join(filter(None, ("" if role == "grid" else role, f"{axis} {value}")))
+                for value in (2, 3)
+                for role in roles(list(before))
+            ]
+
+
+def test_a_command_takes_several_values_and_its_table_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--remedies none --lrs 0.01 --seeds 0 --d-model 16 32 --n-heads 2 --context 8 --batch 2 --data topics"
+    more = "--eval-sequences 2 --probe-sequences 2 --steps 2 --device cpu --jobs 1"
+    assert main(["study", "lr", *flags.split(), *more.split(), "--out", str(tmp_path / "a")]) == 0
+    about = json.loads((tmp_path / "a" / "study.json").read_text())
+    assert (about["d_model"], about["n_heads"]) == ([16, 32], [2])
+    assert {entry["part"] for entry in about["runs"]} == {"d_model 16", "d_model 32"}
+    rows = (tmp_path / "a" / "table.csv").read_text().splitlines()
+    assert rows[0].endswith(",part")
+    assert [row.rsplit(",", 1)[1] for row in rows[1:]] == ["d_model 16", "d_model 32"]
+    assert "d_model 32: mean val_loss" in capsys.readouterr().out
+    tune = [
+        "--tune",
+        "lr",
+        "--tuning-seeds",
+        "5",
+        "--d-model",
+        "16",
+        "--n-heads",
+        "2",
+        "--context",
+        "8",
+        "--batch",
+        "2",
+        "--data",
+        "topics",
+    ]
+    grid = ["--remedies", "none", "--lrs", "0.01", "0.1", "--seeds", "0"]
+    assert main(["study", "lr", *grid, *tune, *more.split(), "--out", str(tmp_path / "b")]) == 0
+    told = capsys.readouterr().out
+    assert "none: rate 0." in told
+    assert "chosen on seeds 5; the " in told
+    assert "Rates, chosen on other seeds" in (tmp_path / "b" / "report.html").read_text()
+
+
+def test_a_rate_is_the_best_of_the_tuning_seeds_and_the_compared_seeds_have_no_say(tiny: Make, tmp_path: Path) -> None:
+    grid = Grid(remedies=("none", "qk_norm"), lrs=(0.001, 0.03, 0.1), seeds=(0, 1), tuning_seeds=(7, 8))
+    plan = make_plan("lr", tiny(steps=4), grid)
+    result = run_plan(plan, tmp_path / "a", Execution(stack="auto"))
+    trial = tuning_plan(plan)
+    assert {run.config.seed for run in trial.runs} == {7, 8}
+    about = json.loads((tmp_path / "a" / "study.json").read_text())
+    assert [choice["remedy"] for choice in about["tuned"]] == ["none", "qk_norm"]
+    best = {choice["remedy"]: choice["lr"] for choice in about["tuned"]}
+    assert {(row["remedy"], row["lr"]) for row in result.table} == set(best.items())
+    assert {row["seed"] for row in result.table} == {0, 1}
+    assert all(choice["border"] == {0.001: "lowest", 0.1: "highest"}.get(choice["lr"], "") for choice in about["tuned"])
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+    assert len(stamps) == 2 * 3 * 2 + 2 * 2
+    run_plan(plan, tmp_path / "a", Execution(stack="auto"))  # a second time does nothing
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")} == stamps
+    untuned = make_plan("lr", tiny(steps=4), Grid(remedies=("none",), lrs=(0.03,), seeds=(0,)))
+    with pytest.raises(RunDirectoryError, match="tune"):
+        run_plan(untuned, tmp_path / "a", Execution())
+
+
+def test_the_choice_by_hand(tiny: Make, tmp_path: Path) -> None:
+    grid = Grid(remedies=("none",), lrs=(0.01, 0.03, 0.1), seeds=(0,), tuning_seeds=(7, 8))
+    plan = make_plan("lr", tiny(), grid)
+
+    def chosen(*losses: float) -> tuple[float, str, list[float]]:
+        trial = tuning_plan(plan).runs
+        table = [{"run_id": run.config.run_id, "status": "done", "val_loss": loss} for run, loss in zip(trial, losses)]
+        found = tuned_plan(plan, table)
+        (choice,) = found.tuned
+        return choice["lr"], choice["border"], [run.config.optim.lr for run in found.runs]
+
+    assert chosen(3.0, 3.0, 1.0, 4.0, 2.6, 2.6) == (0.03, "", [0.03])
+    assert chosen(2.0, 2.0, 2.0, 2.0, 1.0, math.nan) == (0.01, "lowest", [0.01])
+    assert chosen(*[math.nan] * 4, 9.0, 9.0) == (0.1, "highest", [0.1])
+    with pytest.raises(RunDirectoryError, match="is not done"):
+        tuned_plan(plan, [])
+    with pytest.raises(InvalidValueError, match="tuning seeds"):
+        Grid(remedies=("none",), lrs=(0.1,), seeds=(0, 1), tuning_seeds=(1,))
