@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkeel.errors import DataError
+from qkeel.errors import DataError, InvalidValueError
+from qkeel.lab import ModelConfig, RunConfig, run
 from qkeel.lab.config import DataConfig
+from qkeel.lab.data import corpus as corpus_module
 from qkeel.lab.data.corpus import batch, heldout, load, split
 from qkeel.records import system_calls
 
@@ -19,6 +22,53 @@ def text(n: int, seed: int = 0) -> bytes:
 
 def data(path: Path | str, **options: int) -> DataConfig:
     return DataConfig(source=str(path), **{"context": 8, "batch": 2, **options})
+
+
+def test_byte_pairs_are_lossless_the_same_every_time_and_their_losses_are_per_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "texts"
+    source.mkdir()
+    rng = np.random.default_rng(0)
+    words = [text(int(n), seed=i) for i, n in enumerate(rng.integers(2, 9, 50))]
+    for i in range(40):
+        (source / f"{i}.txt").write_bytes(b" ".join(words[j] for j in rng.integers(0, 50, 99)) + bytes([200 + i, 10]))
+    config = DataConfig(source=str(source), context=8, tokens="bpe", vocab_size=300)
+    corpus, plain = load(config), load(DataConfig(source=str(source), context=8))
+    assert corpus.lengths is not None
+    for part, whole in ((corpus.train, plain.train), (corpus.heldout, plain.heldout)):
+        assert corpus.lengths[part].sum() == len(whole) > 1.3 * len(part)
+    assert corpus.lengths[corpus.heldout[: corpus.ends[0]]].sum() == plain.ends[0]
+    assert corpus.tokens_per_unit(corpus.train) == len(corpus.train) / len(plain.train)
+    assert (plain.tokens_per_unit(plain.train), corpus.loss_unit, corpus.vocab_size) == (1.0, "byte", 300)
+    corpus_module._load.cache_clear()
+    again = load(config)
+    assert (again.tokenizer, again.sha256) == (corpus.tokenizer, corpus.sha256)
+    assert again is not corpus
+    with pytest.raises(DataError, match="257 to 65536"):
+        load(DataConfig(source=str(source), context=8, tokens="bpe", vocab_size=256))
+    with pytest.raises(InvalidValueError, match="tokens bpe"):
+        DataConfig(tokens="bpe", needle=0.5)
+    corpus_module._load.cache_clear()
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"pip install 'qkeel\[hf\]'"):
+        load(config)
+
+
+def test_a_run_on_byte_pairs_starts_at_the_nats_per_byte_of_a_uniform_guess(tmp_path: Path) -> None:
+    bpe = DataConfig(source="topics", context=16, batch=2, tokens="bpe", vocab_size=512)
+    model = ModelConfig(d_model=16, n_heads=2, n_layers=1)
+    config = RunConfig(model=model, data=bpe, steps=1, log_every=1, eval_sequences=8, device="cpu")
+    place = run(config, tmp_path / "a")
+    about, (first, last) = place.env()["corpus"], place.metrics()
+    assert len(about["tokenizer_sha256"]) == 64
+    assert about["loss_unit"] == "byte"
+    corpus = load(bpe)
+    targets = heldout(corpus, 16, 8)[:, 1:]
+    assert first["val_loss"] / corpus.tokens_per_unit(targets) == pytest.approx(np.log(512), rel=0.15)
+    assert last["train_loss"] / corpus.tokens_per_unit(corpus.train) == pytest.approx(np.log(512), rel=0.15)
+    plain = dataclasses.replace(config, data=dataclasses.replace(bpe, tokens="bytes", vocab_size=None))
+    assert "tokenizer_sha256" not in run(plain, tmp_path / "b").env()["corpus"]
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:

@@ -97,7 +97,9 @@ class DataConfig:
     batch: int = 8
     """Sequences per step."""
     vocab_size: int | None = None
-    """Number of token ids; 256 for text (bytes), the largest token + 1 for .bin if not given."""
+    """Number of token ids; 256 for bytes, 1024 for bpe, the largest token + 1 for .bin if not given."""
+    tokens: Literal["bytes", "bpe"] = "bytes"
+    """Tokens of a text: its bytes, or byte pairs learned from its training part; losses are nats per byte for both."""
     task: Literal["text", "multimodal", "vision"] = "text"
     """Next tokens of text, of text and images in one sequence, or the class of an image."""
     needle: float = 0.0
@@ -112,6 +114,8 @@ class DataConfig:
         _check(self, "between 0 and 1", _share, "needle")
         if self.needle and self.task != "text":
             raise InvalidValueError(f"needles are for task text, got needle {self.needle} and task {self.task}")
+        if self.tokens == "bpe" and (self.needle or self.task != "text"):
+            raise InvalidValueError("tokens bpe are for task text without needles; use tokens bytes")
         if not self.source:
             raise InvalidValueError("expected the name or path of a corpus as data source, got an empty string")
 
@@ -203,7 +207,7 @@ _PARTS = (ModelConfig, DataConfig, OptimConfig, ImagesConfig)
 _CADENCE = ("checkpoint_every",)
 # Newer than the first runs: left out at its default, so that older runs keep their names.
 _NEWER = {
-    "data": {"needle": 0.0},
+    "data": {"needle": 0.0, "tokens": "bytes"},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
     "optim": {"decay": "coupled"},
     "": {"accumulate": 1},

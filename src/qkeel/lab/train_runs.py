@@ -60,8 +60,8 @@ def train_runs(
     others alone. Where the stack itself cannot be made, or fails, each run goes on alone.
 
     Args:
-        configs: that differ in seed, steps, rates and decay only, see `plan_stacks`. directories, command, watcher, wait:
-            see `run`.
+        configs: that differ in seed, steps, rates and decay only, see `plan_stacks`. directories, command, watcher,
+            wait: see `run`.
 
     Raises: what `run` does for a configuration that cannot be run, before any directory is touched.
     """

@@ -148,6 +148,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "heldout_tokens": "a whole number",
         "vocab_size": "a whole number",
         "loss_unit": "text",
+        "tokenizer_sha256": "text",
     },
     "metrics.jsonl": {"step": "!a whole number", "*": "a number"},
     "eval.jsonl": {"step": "!a whole number", "*": "a number"},

@@ -13,12 +13,14 @@ import numpy as np
 
 from qkeel.errors import DataError
 from qkeel.lab.config import DataConfig
+from qkeel.lab.data.byte_pairs import byte_pairs
 from qkeel.lab.data.needles import Needles, insert_needles
 from qkeel.lab.data.sources import BUILT_IN, read_documents
 from qkeel.registry import lookup
 
 HELD_OUT = 0.1  # share of the bytes
 _MOST_BYTES = 1 << 35  # of a file of tokens
+BPE_TOKENS = 1024  # where no vocab_size is given
 _TOKEN_KINDS = {"uint8": "u1", "uint16": "<u2"}
 
 
@@ -27,7 +29,8 @@ class Corpus:
     """Training and held-out tokens; `sha256` covers both and the cut between them.
 
     `ends` are those of the held-out documents; a .bin file counts as one document. `vocab_size` has room for needles,
-    if there are any.
+    if there are any. Where tokens are several bytes, `lengths` has the bytes of each and `tokenizer` the SHA-256 of
+    what makes them; losses are per byte then too.
     """
 
     name: str
@@ -38,6 +41,17 @@ class Corpus:
     heldout: np.ndarray
     ends: np.ndarray
     needles: Needles | None = None
+    lengths: np.ndarray | None = None
+    tokenizer: str = ""
+
+    @property
+    def counted(self) -> str:
+        """The name of what the parts are made of."""
+        return self.loss_unit if self.lengths is None else "token"
+
+    def tokens_per_unit(self, tokens: np.ndarray) -> float:
+        """Returns the number of these tokens by that of their units: what makes a loss per token one per unit."""
+        return 1.0 if self.lengths is None else tokens.size / float(self.lengths[tokens].sum())
 
 
 def load(config: DataConfig) -> Corpus:
@@ -45,11 +59,11 @@ def load(config: DataConfig) -> Corpus:
 
     Raises: DataError if it cannot be read, is shorter than the context, or has tokens outside the vocabulary.
     """
-    corpus = _load(config.source, config.vocab_size, stamp(config.source))
+    corpus = _load(config.source, config.vocab_size, config.tokens, stamp(config.source))
     for part, tokens in (("training", corpus.train), ("held-out", corpus.heldout)):
         if len(tokens) <= config.context:
             raise DataError(
-                f"the {part} part of {config.source} has {len(tokens)} {corpus.loss_unit}s; expected more than the "
+                f"the {part} part of {config.source} has {len(tokens)} {corpus.counted}s; expected more than the "
                 f"context, {config.context}. Give more text or a shorter context."
             )
     if not config.needle:
@@ -88,7 +102,7 @@ def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
     starts = np.concatenate([np.arange(a, b - context, context) for a, b in zip(begins, corpus.ends, strict=True)])
     if not len(starts):
         raise DataError(
-            f"no held-out document of {corpus.name} has more than {context} {corpus.loss_unit}s, the longest has "
+            f"no held-out document of {corpus.name} has more than {context} {corpus.counted}s, the longest has "
             f"{int((corpus.ends - begins).max())}; give longer documents or a shorter context to test"
         )
     count = min(sequences, len(starts))
@@ -133,14 +147,22 @@ def stamp(source: str) -> tuple[tuple[str, int, int], ...]:
 
 
 @functools.lru_cache(maxsize=4)
-def _load(source: str, vocab_size: int | None, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
+def _load(source: str, vocab_size: int | None, tokens: str, stamp: tuple[tuple[str, int, int], ...]) -> Corpus:
     if _is_tokens(source):
+        if tokens == "bpe":
+            raise DataError(f"{source} holds tokens already; tokens bpe are made from text")
         place, _, kind = source.partition("#")
         return _tokens(Path(place).expanduser(), kind or "uint16", vocab_size)
     documents = read_documents(source)
     train, held = split(documents.texts)
     if not train:
         raise DataError(f"{source} is empty; expected text")
+    if tokens == "bpe":
+        made = byte_pairs(train, held, vocab_size or BPE_TOKENS)
+        ends = [len(text) for text in made.parts[1]]
+        parts = [np.concatenate(part) for part in made.parts]
+        corpus = _corpus(documents.name, "byte", parts, len(made.lengths), ends)
+        return dataclasses.replace(corpus, lengths=made.lengths, tokenizer=made.sha256)
     parts = [np.frombuffer(b"".join(part), dtype=np.uint8) for part in (train, held)]
     return _corpus(documents.name, "byte", parts, vocab_size or 256, [len(text) for text in held])
 

@@ -33,6 +33,7 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
             "heldout_tokens": len(corpus.heldout),
             "vocab_size": corpus.vocab_size,
             "loss_unit": corpus.loss_unit,
+            **({"tokenizer_sha256": corpus.tokenizer} if corpus.tokenizer else {}),
         },
         "n_parameters": sum(p.numel() for p in model.parameters()),
         "formula": "\n\n".join(dict.fromkeys(site.spec.explain() for site in find_sites(model))),

@@ -232,12 +232,13 @@ class RunRecord:
     def _write(self, numbers: tuple[float, float] | None, probe: Probe, held: Mapping[str, float]) -> None:
         config, step, held = self.config, self.step, dict(held)
         loss, norm = numbers or (None, None)
+        units = self.state.tokens_per_unit
         record = {
             "step": step,
             "tokens": step * config.data.batch * config.data.context,
             "lr": learning_rate(config.optim, max(0, step - 1), config.steps),
-            "train_loss": loss,
-            "val_loss": held.pop("val_loss", None),
+            "train_loss": None if loss is None else loss * units["train"],
+            "val_loss": held.pop("val_loss") * units["heldout"] if "val_loss" in held else None,
             "grad_norm": norm,
             **probe.record,
             **held,

@@ -25,6 +25,12 @@ class RunState:
         self.task = load_task(config)
         self.device = torch.device(config.device)
         self.heldout = self.task.heldout(config.eval_sequences).to(self.device)
+        corpus = self.task.corpus
+        # Of a batch it is not counted: its loss is noise of one batch in any unit.
+        self.tokens_per_unit = {
+            "train": corpus.tokens_per_unit(corpus.train),
+            "heldout": corpus.tokens_per_unit(self.heldout.targets.cpu().numpy()),
+        }
         self.probed = self.task.heldout(config.probe_sequences).to(self.device)
         torch.manual_seed(config.seed)
         self.model = self.task.build(torch.Generator().manual_seed(config.seed))
