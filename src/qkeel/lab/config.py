@@ -243,8 +243,9 @@ class RunConfig:
     """Held-out sequences that attention statistics are taken on."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps; auto takes an accelerator if there is one."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Arithmetic of training; bf16 is autocast over float32 weights; auto is bf16 on CUDA devices that have it."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic of training; bf16 and fp16 (with loss scaling) are autocast over float32 weights; auto is bf16 on CUDA
+    devices that have it."""
     compile: bool = False
     """Train through torch.compile."""
     threads: int = 1

@@ -159,6 +159,9 @@ TASK_FIELDS: dict[str, Field] = {
     "uniform_mass": Field("share", "attention_mass if each query gave all visible keys the same weight"),
     "last_block_norm": Field("1", "mean L2 norm of the class's hidden states that leave the last block"),
     "mix": Field("name", "the mix of data in a multimodal study"),
+    "part": Field("name", "the values of a study's axes"),
+    "loss_scale": Field("1", "factor on the loss in fp16 training after the step"),
+    "skipped_steps": Field("optimizer steps", "steps left out since a gradient overflowed fp16, over training"),
 }
 
 # One row per run in a study's table.csv.

@@ -16,6 +16,8 @@ from qkeel.registry import parse
 from qkeel.remedies import apply, canonical
 from qkeel.spec import AttentionSpec, InverseSqrt, layer_specs, preset
 
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def resolve(config: RunConfig) -> RunConfig:
     """The configuration with every `auto` decided on this machine and the remedy in its one spelling.
@@ -112,10 +114,10 @@ def _sizes(config: ModelConfig, vocab_size: int, train_length: int | None) -> De
 
 
 def autocast(config: RunConfig) -> contextlib.AbstractContextManager[object]:
-    """The arithmetic of a resolved configuration: bf16 autocast, or nothing."""
-    if config.dtype != "bf16":
+    """The arithmetic of a resolved configuration: bf16 or fp16 autocast, or nothing."""
+    if config.dtype not in HALF:
         return contextlib.nullcontext()
-    return torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16)
+    return torch.autocast(config.device.split(":")[0], dtype=HALF[config.dtype])
 
 
 @contextlib.contextmanager

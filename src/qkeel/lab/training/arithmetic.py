@@ -65,17 +65,24 @@ class TorchArithmetic(Arithmetic):
 
     def clip(self, limit: float) -> Tensor:
         norms = []
-        for parameters in self.parameters:
+        for run, parameters in zip(self.runs, self.parameters):
             there = [p for p in parameters if p.grad is not None]
+            if run.loss_scale is not None:
+                torch._foreach_mul_([p.grad for p in there if p.grad is not None], 1 / run.loss_scale.value)
             norms.append(get_total_norm([p.grad for p in there if p.grad is not None], foreach=True))
             if limit:
                 clip_grads_with_norm_(there, limit, norms[-1], foreach=True)
+            if run.loss_scale is not None:
+                run.loss_scale.see(norms[-1])
         return torch.stack(norms)
 
     def optimizer_step(self) -> None:
         for run in self.runs:
-            run.optimizer.step()
+            if run.loss_scale is None or not run.loss_scale.skips:
+                run.optimizer.step()
             run.optimizer.zero_grad()
+            if run.loss_scale is not None:
+                run.loss_scale.update()
 
     def probe(self) -> list[Probe]:
         return [_probe(run) for run in self.runs]
@@ -98,7 +105,9 @@ def _backward(run: RunState, examples: Examples, config: RunConfig) -> Tensor:
         logits = run.model(examples.inputs)
     loss = token_loss(logits, examples.targets)
     total = loss + z_loss(logits, config.optim.z_loss) if config.optim.z_loss else loss
-    (total / config.accumulate).backward()
+    (
+        total / config.accumulate if run.loss_scale is None else total * run.loss_scale.value / config.accumulate
+    ).backward()
     return loss.detach() / config.accumulate
 
 

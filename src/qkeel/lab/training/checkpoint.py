@@ -58,6 +58,8 @@ def save(directory: RunDirectory, run: RunState, progress: Progress) -> None:
             else:
                 numbers[f"{index}.{key}"] = value
     tensors.update({f"remedy.{key}": value for key, value in run.handle.state().items()})
+    if run.loss_scale is not None:
+        tensors.update({f"loss_scale.{key}": value for key, value in run.loss_scale.state().items()})
     tensors.update(_random_state())
     about = {**dataclasses.asdict(progress), "optimizer": numbers}
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -106,6 +108,8 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: Checkpoint) -> N
         _load_model(run.model, _under(tensors, "model."))
         _load_optimizer(run.optimizer, _under(tensors, "optimizer."), checkpoint.numbers)
         run.handle.load(_under(tensors, "remedy."))
+        if run.loss_scale is not None:
+            run.loss_scale.load(_under(tensors, "loss_scale."))
         _set_random_state(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunDirectoryError(

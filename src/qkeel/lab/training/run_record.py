@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from qkeel.errors import DamagedFileError, RunDirectoryError, caution
@@ -150,11 +150,13 @@ class RunRecord:
         """True if held-out numbers are part of the record of the finished step; `numbers` are its others."""
         every = self.config.eval_every
         due = self.step in (0, self.config.steps) or bool(every and self.step % every == 0)
-        return due or not all(map(math.isfinite, numbers))
+        return due or self._ends(numbers)
 
     def count(self, seconds: float) -> None:
         """Another step is done, which took so many seconds."""
         self.step += 1
+        for event in self.state.loss_scale.taken_events() if self.state.loss_scale else ():
+            self._event(event)
         self._trained, self._seconds = self._trained + 1, self._seconds + seconds
 
     def write(self, numbers: tuple[float, float] | None, probe: Probe, held: Mapping[str, float]) -> None:
@@ -165,9 +167,10 @@ class RunRecord:
                 examples, where they are due.
         """
         self._write(numbers, probe, held)
-        if not all(map(math.isfinite, numbers or ())):
+        if self._ends(numbers or ()):
             # No checkpoint of this: a run that is killed here stops here again.
-            self._event("stopped: the loss or the gradient is not finite")
+            scale = " at any loss scale" if self.state.loss_scale else ""
+            self._event(f"stopped: the loss or the gradient is not finite{scale}")
             self.stopped = True
 
     def save(self) -> None:
@@ -222,6 +225,11 @@ class RunRecord:
                 )
         return found
 
+    def _ends(self, numbers: Sequence[float]) -> bool:
+        """True if training cannot go on after a step with these numbers; under a loss scale single steps may fail."""
+        scale = self.state.loss_scale
+        return not all(map(math.isfinite, numbers)) if scale is None else scale.exhausted
+
     def _is_logged(self, step: int) -> bool:
         return step % self.config.log_every == 0 or step == self.config.steps
 
@@ -242,6 +250,7 @@ class RunRecord:
             "grad_norm": norm,
             **probe.record,
             **held,
+            **(self.state.loss_scale.record() if self.state.loss_scale else {}),
             "cpu_seconds": round(self._cpu_seconds(), 3),
             **self._speed(),
         }

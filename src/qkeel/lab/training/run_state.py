@@ -10,6 +10,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import width_ratio
 from qkeel.lab.model.optimizers import build_optimizer
 from qkeel.lab.tasks.text import load_task
+from qkeel.lab.training.loss_scale import LossScale
 from qkeel.lab.training.throughput import flops_per_token
 from qkeel.remedies import apply
 
@@ -38,6 +39,7 @@ class RunState:
         self.flops_per_token = flops_per_token(self.model, config.data.context)
         self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
         self.handle = apply(config.remedy, self.model, self.optimizer, train_length=config.data.context)
+        self.loss_scale = LossScale() if config.dtype == "fp16" else None
         self.model.train()
         if config.compile:
             self.model.compile()
