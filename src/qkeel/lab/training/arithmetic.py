@@ -20,6 +20,7 @@ from qkeel.lab.model.build_model import autocast
 from qkeel.lab.tasks.task import Examples
 from qkeel.lab.training.evaluate import Probe, heldout_score, probe, token_loss
 from qkeel.lab.training.run_state import RunState
+from qkeel.patching.private_operators import multiply_all
 
 
 class Arithmetic(abc.ABC):
@@ -68,7 +69,7 @@ class TorchArithmetic(Arithmetic):
         for run, parameters in zip(self.runs, self.parameters):
             there = [p for p in parameters if p.grad is not None]
             if run.loss_scale is not None:
-                torch._foreach_mul_([p.grad for p in there if p.grad is not None], 1 / run.loss_scale.value)
+                multiply_all([p.grad for p in there if p.grad is not None], 1 / run.loss_scale.value)
             norms.append(get_total_norm([p.grad for p in there if p.grad is not None], foreach=True))
             if limit:
                 clip_grads_with_norm_(there, limit, norms[-1], foreach=True)
