@@ -100,17 +100,19 @@ class DataConfig:
     """Number of token ids; 256 for bytes, 1024 for bpe, the largest token + 1 for .bin if not given."""
     tokens: Literal["bytes", "bpe"] = "bytes"
     """Tokens of a text: its bytes, or byte pairs learned from its training part; losses are nats per byte for both."""
-    task: Literal["text", "multimodal", "vision"] = "text"
-    """Next tokens of text, of text and images in one sequence, or the class of an image."""
+    task: Literal["text", "multimodal", "vision", "translation"] = "text"
+    """Next tokens of text, of text and images in one sequence, the class of an image, or text in a second language."""
     needle: float = 0.0
     """Share of training sequences with needles: tokens over the text that hold a key and a value, and questions for
     the value of a key."""
+    pairs: int = 1000
+    """Translation: texts of the training part that there is a translation of."""
     needle_keys: int = 4
     """Needles of a text, one for each key; without needles of no meaning."""
 
     def __post_init__(self) -> None:
         settle(self)
-        _check(self, "at least 1", _one, "context", "batch", "vocab_size", "needle_keys")
+        _check(self, "at least 1", _one, "context", "batch", "vocab_size", "needle_keys", "pairs")
         _check(self, "between 0 and 1", _share, "needle")
         if self.needle and self.task != "text":
             raise InvalidValueError(f"needles are for task text, got needle {self.needle} and task {self.task}")
@@ -294,8 +296,12 @@ class RunConfig:
             del values["data"]["needle_keys"]
         if self.model.parametrisation == "standard":
             del values["model"]["base_width"], values["model"]["base_head_dim"]
+        if self.data.task != "translation":
+            del values["data"]["pairs"]
+        if self.data.task in ("text", "translation"):
+            del values["images"]
         if self.data.task == "text":
-            del values["images"], values["data"]["task"]
+            del values["data"]["task"]
         return {**values, "device": self.device.split(":")[0]}
 
     def to_dict(self) -> Json:

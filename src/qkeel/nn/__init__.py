@@ -1,9 +1,10 @@
-"""Modules with parameters: attention, latent attention, gated attention units, cache, blocks, a decoder."""
+"""Modules with parameters: attention, latent attention, gated attention units, cache, blocks, models made of them."""
 
 from qkeel.nn.attention import Attention
 from qkeel.nn.block import MLP, Block
 from qkeel.nn.cache import Cache, KVCache, LatentCache
 from qkeel.nn.decoder import Decoder, DecoderConfig
+from qkeel.nn.encoder_decoder import EncoderDecoder
 from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.image_patches import FusedEmbedding, ViT
 from qkeel.nn.mla import MLA, LatentSizes
@@ -17,6 +18,7 @@ __all__ = [
     "Cache",
     "Decoder",
     "DecoderConfig",
+    "EncoderDecoder",
     "FusedEmbedding",
     "GAUBlock",
     "KVCache",

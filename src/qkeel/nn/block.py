@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, final
 
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.errors import unknown
+from qkeel.errors import InvalidValueError, unknown
 from qkeel.nn.attention import Attention
 from qkeel.nn.cache import Cache
 from qkeel.nn.mla import MLA
@@ -44,9 +45,23 @@ class MLP(nn.Module):
 
 @final
 class Block(nn.Module):
-    """One attention and one MLP branch on the residual stream, normed in one of NORM_ORDERS."""
+    """One attention and one MLP branch on the residual stream, normed in one of NORM_ORDERS.
 
-    def __init__(self, attention: Attention | MLA, mlp: MLP, d_model: int, norm_order: NormOrder = "pre") -> None:
+    With `cross_attention` there is a branch between them that attends to a context.
+
+    Args:
+        attention, mlp: the branches. d_model: width of the stream. norm_order: of every branch. cross_attention: to the
+            `context` of a call.
+    """
+
+    def __init__(
+        self,
+        attention: Attention | MLA,
+        mlp: MLP,
+        d_model: int,
+        norm_order: NormOrder = "pre",
+        cross_attention: Attention | None = None,
+    ) -> None:
         super().__init__()
         if norm_order not in NORM_ORDERS:
             raise unknown("norm order", norm_order, NORM_ORDERS)
@@ -58,6 +73,10 @@ class Block(nn.Module):
         self.mlp_norm = _rms(d_model, before)
         self.attention_post_norm = _rms(d_model, after)
         self.mlp_post_norm = _rms(d_model, after)
+        self.cross_attention = cross_attention
+        if cross_attention is not None:
+            self.cross_attention_norm = _rms(d_model, before)
+            self.cross_attention_post_norm = _rms(d_model, after)
 
     def forward(
         self,
@@ -67,13 +86,21 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         pos: Tensor | None = None,
         causal: bool = True,
+        context: Float[Tensor, "b s m"] | None = None,
     ) -> Hidden:
-        """Maps x [b t m] to [b t m]."""
+        """Maps x [b t m] to [b t m]; `context` [b s m] is for cross-attention, and only for that."""
+        if (context is None) != (self.cross_attention is None):
+            raise InvalidValueError("expected a context for a block with cross-attention, and for no other")
         branch = self.attention(self.attention_norm(x), cache=cache, causal=causal, mask=mask, pos=pos)
         if self.norm_order == "post":
             x = self.attention_post_norm(x + branch)
+            if self.cross_attention is not None:
+                x = self.cross_attention_post_norm(x + self.cross_attention(x, context=context))
             return self.mlp_post_norm(x + self.mlp(x))
         x = x + self.attention_post_norm(branch)
+        if self.cross_attention is not None:
+            branch = self.cross_attention(self.cross_attention_norm(x), context=context)
+            x = x + self.cross_attention_post_norm(branch)
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
 

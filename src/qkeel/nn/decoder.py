@@ -132,10 +132,18 @@ class Decoder(nn.Module):
         """Embedding std 1, matrices std 1/√fan_in, those that write to the residual stream a further /√(sublayers).
         Under DeepNorm those have its β instead.
         """
-        init_linears(self, self.config, self.embedding.weight, generator)
-        self.embedding.weight.normal_(0.0, 1.0, generator=generator)
-        if self.config.tied:  # a head of std 1 would start with a loss of tens of nats
-            self.embedding.weight.mul_((self.config.base_width or self.config.d_model) ** -0.5)
+        init_tokens(self, self.config, self.embedding.weight, generator)
+
+
+@torch.no_grad()
+def init_tokens(
+    model: nn.Module, config: DecoderConfig, table: Tensor, generator: torch.Generator | None = None
+) -> None:
+    """Weights of a model from tokens to tokens, see `Decoder.init_weights`; `table` is its embedding's weight."""
+    init_linears(model, config, table, generator)
+    table.normal_(0.0, 1.0, generator=generator)
+    if config.tied:  # a head of std 1 would start with a loss of tens of nats
+        table.mul_((config.base_width or config.d_model) ** -0.5)
 
 
 @torch.no_grad()
@@ -158,8 +166,8 @@ def init_linears(
                 module.bias.zero_()
 
 
-def build_block(config: DecoderConfig, spec: AttentionSpec) -> Block | GAUBlock:
-    """One layer of a model of these sizes and choices."""
+def build_block(config: DecoderConfig, spec: AttentionSpec, cross: Attention | None = None) -> Block | GAUBlock:
+    """One layer of a model of these sizes and choices, with this cross-attention, if any."""
     if config.attention == "gau":
         gau = GAU(
             config.d_model,
@@ -185,4 +193,4 @@ def build_block(config: DecoderConfig, spec: AttentionSpec) -> Block | GAUBlock:
             config.d_model, config.n_heads, config.n_kv_heads, config.head_dim, spec=spec, dropout=config.dropout
         )
     hidden = int(config.mlp_ratio * config.d_model)
-    return Block(attention, MLP(config.d_model, hidden, config.mlp), config.d_model, config.norm_order)
+    return Block(attention, MLP(config.d_model, hidden, config.mlp), config.d_model, config.norm_order, cross)

@@ -47,8 +47,9 @@ def _branches(target: Target, remedy: str) -> list[nn.Module]:
     """Attention and MLP of every block around a site; qkeel's own blocks in any norm order, others pre-norm."""
     around = {id(site.module) for site in target.sites}
     own = [m for m in target.model.modules() if isinstance(m, Block) and id(m.attention) in around]
-    if len(own) == len(around):
-        return [branch for block in own for branch in (block.attention, block.mlp)]
+    attentions = [branch for block in own for branch in (block.attention, block.cross_attention) if branch is not None]
+    if len(attentions) == len(around):
+        return [*attentions, *(block.mlp for block in own)]
     return [b.block.get_submodule(b.function) for b in pre_norm_branches(target, remedy)]
 
 

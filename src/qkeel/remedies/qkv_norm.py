@@ -70,6 +70,8 @@ class QKVNorm(ChangeNorm):
         for block in target.model.modules():
             if isinstance(block, Block) and id(block.attention) in modules:
                 yield _drop(block, "attention_norm")
+                if block.cross_attention is not None:
+                    yield _drop(block, "cross_attention_norm")
             elif isinstance(block, GAUBlock) and id(block.attention) in modules and block.norm_order == "pre":
                 yield _drop(block, "norm")
         foreign = [site for site in target.sites if not isinstance(site.module, SpecModule)]

@@ -85,10 +85,15 @@ def batch(corpus: Corpus, config: DataConfig, seed: int, step: int) -> np.ndarra
 
 def heldout(corpus: Corpus, context: int, sequences: int) -> np.ndarray:
     """Held-out windows int64 [n, context + 1], evenly spaced, the same for every run; n ≤ sequences."""
-    room = len(corpus.heldout) - context
+    return spread(corpus.heldout, context, sequences)
+
+
+def spread(tokens: np.ndarray, context: int, sequences: int) -> np.ndarray:
+    """Windows of tokens int64 [n, context + 1], evenly spaced; n ≤ sequences, so that each has tokens of its own."""
+    room = len(tokens) - context
     count = min(sequences, max(1, room // context))
     starts = ((np.arange(count) + 0.5) / count * room).astype(np.int64)
-    return _windows(corpus.heldout, starts, context)
+    return _windows(tokens, starts, context)
 
 
 def long_texts(corpus: Corpus, context: int, sequences: int) -> np.ndarray:

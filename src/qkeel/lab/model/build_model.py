@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 
 from qkeel.errors import InvalidValueError
 from qkeel.lab.config import ModelConfig, RunConfig
 from qkeel.lab.model.optimizers import build_optimizer
-from qkeel.nn import Decoder, DecoderConfig, ViT
+from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, ViT
 from qkeel.registry import parse
 from qkeel.remedies import apply, canonical
 from qkeel.spec import AttentionSpec, InverseSqrt, layer_specs, preset
@@ -43,9 +44,12 @@ def check(config: RunConfig) -> None:
         model, d_model=8, n_layers=depth, head_dim=model.head_dim or model.d_model // model.n_heads
     )
     length = config.data.context
-    vision = config.data.task == "vision"
-    decoder = build_vit(narrow, 2, 1, 1) if vision else build_decoder(narrow, vocab_size=2, train_length=length)
-    apply(config.remedy, decoder, build_optimizer(config.optim, decoder), train_length=config.data.context)
+    builders: dict[str, Callable[[], nn.Module]] = {
+        "vision": lambda: build_vit(narrow, 2, 1, 1),
+        "translation": lambda: build_translator(narrow, 2, length),
+    }
+    small = builders.get(config.data.task, lambda: build_decoder(narrow, vocab_size=2, train_length=length))()
+    apply(config.remedy, small, build_optimizer(config.optim, small), train_length=length)
 
 
 def attention_spec(text: str) -> AttentionSpec:
@@ -92,6 +96,11 @@ def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None
 def build_vit(config: ModelConfig, classes: int, patches: int, width: int) -> ViT:
     """The same sizes as a vision transformer of so many patches, each of `width` numbers."""
     return ViT(_sizes(config, classes, patches), patches=patches, width=width)
+
+
+def build_translator(config: ModelConfig, vocab_size: int, length: int) -> EncoderDecoder:
+    """The same sizes on both sides of an encoder–decoder, for sources of `length` tokens."""
+    return EncoderDecoder(_sizes(config, vocab_size, length), source=length)
 
 
 def _sizes(config: ModelConfig, vocab_size: int, train_length: int | None) -> DecoderConfig:

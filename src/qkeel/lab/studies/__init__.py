@@ -29,6 +29,10 @@ STUDIES: dict[str, tuple[str, str]] = {
         "qkeel.lab.studies.extrapolation:STUDY",
         "Train short, test long: forms of attention × blocks × seeds, each tested as trained and changed post hoc.",
     ),
+    "translation": (
+        "qkeel.lab.studies.translation:STUDY",
+        "An encoder–decoder on few pairs of texts: remedies on self- and cross-attention × learning rates × seeds.",
+    ),
     "multimodal": (
         "qkeel.lab.studies.multimodal:STUDY",
         "Text and images in one sequence: mixes × remedies × learning rates × seeds, all measured on one fixed batch.",

@@ -14,6 +14,7 @@ from qkeel.lab.model.build_model import build_decoder
 from qkeel.lab.tasks.image_classes import VisionTask
 from qkeel.lab.tasks.task import Examples, Task
 from qkeel.lab.tasks.text_and_images import FusedTask
+from qkeel.lab.tasks.translation import TranslationTask
 
 
 @final
@@ -41,7 +42,12 @@ def _next_tokens(windows: np.ndarray) -> Examples:
     return Examples(tokens[:, :-1], tokens[:, 1:])
 
 
-TASKS: dict[str, type[Task]] = {"text": TextTask, "multimodal": FusedTask, "vision": VisionTask}
+TASKS: dict[str, type[Task]] = {
+    "text": TextTask,
+    "multimodal": FusedTask,
+    "vision": VisionTask,
+    "translation": TranslationTask,
+}
 
 
 def load_task(config: RunConfig) -> Task:

@@ -115,7 +115,9 @@ class RunRecord:
             write_json(self.place.path / "env.json", {**about, **({"stacked": stacked} if stacked > 1 else {})})
         else:
             restore(self.place, self.state, found)
-        self.heads = HeadRecorder(self.place.path, PROBE_FIELDS, self.config.model.n_layers, self.config.model.n_heads)
+        names, n_heads = self.state.attentions, self.config.model.n_heads
+        layers = names if len(names) != self.config.model.n_layers else ()  # an encoder and a decoder
+        self.heads = HeadRecorder(self.place.path, PROBE_FIELDS, len(names), n_heads, layers=layers)
         if found is not None:
             self.step, self._spent = found.progress.step, self._spent + found.progress.cpu_seconds
             self._event("resumed")

@@ -12,6 +12,7 @@ from qkeel.lab.model.optimizers import build_optimizer
 from qkeel.lab.tasks.text import load_task
 from qkeel.lab.training.loss_scale import LossScale
 from qkeel.lab.training.throughput import flops_per_token
+from qkeel.nn.spec_module import SpecModule
 from qkeel.remedies import apply
 
 
@@ -36,6 +37,7 @@ class RunState:
         torch.manual_seed(config.seed)
         self.model = self.task.build(torch.Generator().manual_seed(config.seed))
         self.model.to(self.device)
+        self.attentions = tuple(name for name, m in self.model.named_modules() if isinstance(m, SpecModule))
         self.flops_per_token = flops_per_token(self.model, config.data.context)
         self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
         self.handle = apply(config.remedy, self.model, self.optimizer, train_length=config.data.context)

@@ -60,20 +60,21 @@ def swap(block: nn.Module, name: str, module: nn.Module) -> Handle:
 
 
 def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
-    """Both branches of the block around each site, if that is x + A(N₁(x)), then x + M(N₂(x)).
+    """The branches of the block around each site, if that is x + A(N₁(x)), then x + M(N₂(x)).
 
     qkeel's own blocks say so. Of others one forward pass on the example, in evaluation, is compared with that formula.
 
     Raises:
         RefusedError: a site whose block is not of that form; the message says which and what was expected.
     """
-    blocks = {id(m.attention): (name, m) for name, m in target.model.named_modules() if isinstance(m, Block)}
+    own = [(name, m) for name, m in target.model.named_modules() if isinstance(m, Block)]
+    blocks = {id(branch): (name, m) for name, m in own for branch in (m.attention, m.cross_attention) if branch}
     foreign = [site for site in target.sites if id(site.module) not in blocks]
     seen = _observed(target, foreign) if foreign and any(target.example) else {}
     branches: dict[tuple[str, str], Branch] = {}
     for site in target.sites:
-        own = blocks.get(id(site.module))
-        found = _own(*own, site, remedy) if own is not None else _fitting(site, seen)
+        around = blocks.get(id(site.module))
+        found = _own(*around, site, remedy) if around is not None else _fitting(site, seen)
         if found is None:
             raise RefusedError(
                 f"{remedy} at {where(site)}: expected a block x + A(N₁(x)), then x + M(N₂(x)), "
@@ -85,7 +86,7 @@ def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
     return list(branches.values())
 
 
-def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Branch, Branch]:
+def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Branch, ...]:
     if block.norm_order != "pre":
         raise RefusedError(
             f"{remedy} at {site.name}: it re-orders pre-norm blocks, and {name or 'this block'} is "
@@ -97,7 +98,8 @@ def _own(name: str, block: Block, site: AttentionSite, remedy: str) -> tuple[Bra
         norm, post = f"{function}_norm", f"{function}_post_norm"
         return Branch(block=block, name=name, function=function, norm=norm, post=post, width=width)
 
-    return branch("attention"), branch("mlp")
+    cross = () if block.cross_attention is None else (branch("cross_attention"),)
+    return branch("attention"), *cross, branch("mlp")
 
 
 @dataclasses.dataclass(slots=True, eq=False)

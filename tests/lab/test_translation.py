@@ -1,0 +1,140 @@
+"""The second language, the encoder–decoder that learns it, and remedies on its self- and cross-attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from qkeel.errors import InvalidValueError
+from qkeel.lab import DataConfig, ModelConfig, run
+from qkeel.lab.data.corpus import load
+from qkeel.lab.data.second_language import CLAUSE, WORD, translated
+from qkeel.lab.model.build_model import check, resolve
+from qkeel.lab.studies.translation import BASE
+from qkeel.lab.tasks.translation import BEGIN
+from qkeel.lab.training.arithmetic import TorchArithmetic
+from qkeel.lab.training.run_state import RunState
+from qkeel.lab.training.step import train_step
+from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder
+from qkeel.remedies import apply
+from qkeel.sites import find_sites
+
+VOWELS = b"aeiouAEIOU"
+TINY = dataclasses.replace(
+    BASE,
+    model=ModelConfig(d_model=16, n_heads=2, n_layers=2),
+    data=DataConfig(source="topics", task="translation", context=12, batch=4, pairs=50),
+    steps=3,
+    log_every=1,
+    eval_sequences=8,
+    probe_sequences=2,
+    device="cpu",
+)
+
+
+def test_a_translation_has_the_words_of_each_clause_backwards_in_other_letters() -> None:
+    text = load(DataConfig(source="topics")).train[:20_000].tobytes()
+    second = translated(text)
+    assert len(second) == len(text)
+    assert CLAUSE.sub(b"", second) == CLAUSE.sub(b"", text)
+    exchanged = 0
+    for clause, other in zip(CLAUSE.findall(text), CLAUSE.findall(second), strict=True):
+        words, others = WORD.findall(clause), WORD.findall(other)[::-1]
+        for word, new in zip(words, others, strict=True):
+            assert [c in VOWELS for c in word] == [c in VOWELS for c in new]
+            exchanged += all(a != b for a, b in zip(word, new, strict=True))
+        assert WORD.split(clause)[0] == WORD.split(other)[0]
+    assert exchanged == len(WORD.findall(text))
+    assert translated(b"a big, old: \xe9 x1") == b"coh e, umf: \xe9 y1"
+
+
+def test_pairs_are_few_fixed_and_of_their_own_part_of_the_text() -> None:
+    state = RunState(resolve(TINY))
+    first, again = state.task.batch(3, 5), state.task.batch(3, 5)
+    assert torch.equal(first.inputs, again.inputs)
+    assert first.inputs.shape == (4, 24)
+    assert first.targets.shape == (4, 12)
+    seen = {bytes(row[:12].tolist()) for step in range(200) for row in state.task.batch(0, step).inputs}
+    assert len(seen) == 50
+    for inputs, targets in zip(state.heldout.inputs, state.heldout.targets):
+        assert translated(bytes(inputs[:12].tolist())) == bytes(targets.tolist())
+        assert (int(inputs[12]), inputs[13:].tolist()) == (BEGIN, targets[:-1].tolist())
+    text = load(TINY.data)
+    assert all(row in text.train.tobytes() for row in seen)
+    assert bytes(state.heldout.inputs[0, :12].tolist()) in text.heldout.tobytes()
+    others = dataclasses.replace(TINY, data=dataclasses.replace(TINY.data, pairs=49))
+    assert RunState(resolve(others)).task.corpus.sha256 != state.task.corpus.sha256
+
+
+def test_the_model_predicts_from_the_whole_source_and_the_target_before() -> None:
+    model = EncoderDecoder(DecoderConfig(vocab_size=11, d_model=16, n_heads=2, base_width=8), source=4).eval()
+    model.init_weights(torch.Generator().manual_seed(0))
+    tokens = torch.arange(9)[None]
+    base = model(tokens)
+    for place in range(9):
+        changed = tokens.clone()
+        changed[0, place] = 10
+        moved = (model(changed) - base).abs().amax(-1)[0] > 1e-6
+        assert moved.tolist() == [place < 4 or i >= place - 4 for i in range(5)]
+    with pytest.raises(InvalidValueError, match="mha"):
+        EncoderDecoder(DecoderConfig(vocab_size=11, attention="mla"), source=4)
+    with pytest.raises(InvalidValueError, match="context"):
+        model.blocks[0](torch.zeros(1, 2, 16))
+    with pytest.raises(InvalidValueError, match="context"):
+        Decoder(DecoderConfig(vocab_size=11)).blocks[0](torch.zeros(1, 2, 64), context=torch.zeros(1, 2, 64))
+
+
+REMEDIES = ("qk_norm", "lalr:tau=0.1", "qk_clip:threshold=0.1", "softcap:cap=5", "sigma_reparam", "log_n")
+REMEDIES += ("swin_norm", "peri_norm", "dropout:rate=0.5", "qkv_norm", "sigmoid", "qk_lr:factor=0.1")
+
+
+def test_remedies_change_self_and_cross_attention_and_undo_leaves_nothing() -> None:
+    state = RunState(resolve(TINY))
+    model, inputs = state.model, state.heldout.inputs
+    names = [site.name for site in find_sites(model)]
+    assert names == list(state.attentions)
+    assert [name for name in names if "cross" in name] == ["blocks.0.cross_attention", "blocks.1.cross_attention"]
+    assert len(names) == 6
+    before = model(inputs)
+    for remedy in REMEDIES:
+        check(dataclasses.replace(TINY, remedy=remedy))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        handle = apply(remedy, model, optimizer, train_length=12)
+        if remedy in ("qk_norm", "softcap:cap=5", "sigmoid"):
+            assert len({str(site.spec) for site in find_sites(model)}) == 1
+            assert str(find_sites(model)[0].spec) != str(state.config.model)
+        if remedy in ("swin_norm", "peri_norm", "qkv_norm"):
+            kinds = [type(block.cross_attention_norm).__name__ for block in model.get_submodule("blocks").children()]  # type: ignore[union-attr]
+            assert kinds == [{"peri_norm": "RMSNorm"}.get(remedy, "Identity")] * 2
+        handle.remove()
+        assert torch.equal(model(inputs), before), remedy
+
+
+def test_a_run_names_its_attentions_and_the_source_is_what_it_learns_from(tmp_path: Path) -> None:
+    place = run(TINY, tmp_path / "a")
+    heads = place.heads()
+    assert heads.values["max_logit"].shape == (4, 6, 2)
+    assert place.env()["corpus"]["vocab_size"] == 257
+    plain = dataclasses.replace(TINY, data=dataclasses.replace(TINY.data, task="text"))
+    assert "pairs" not in plain.identity()["data"]
+    assert TINY.identity()["data"]["pairs"] == 50
+
+
+@pytest.mark.slow
+def test_a_few_hundred_steps_teach_the_second_language_and_only_with_the_source() -> None:
+    config = dataclasses.replace(BASE, device="cpu", steps=500, data=dataclasses.replace(BASE.data, pairs=4000))
+    state = RunState(resolve(config))
+    arithmetic = TorchArithmetic([state])
+    for step in range(500):
+        train_step(arithmetic, [step])
+    (score,) = arithmetic.evaluate()
+    length = config.data.context
+    rolled = state.heldout.inputs.clone()
+    rolled[:, :length] = rolled[:, :length].roll(1, 0)
+    state.heldout = dataclasses.replace(state.heldout, inputs=rolled)
+    (without,) = arithmetic.evaluate()
+    assert score["val_loss"] < 1.4
+    assert without["val_loss"] > score["val_loss"] + 0.5, "the source of another text does not help"
