@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def text(n: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(97, 123, n).astype(np.uint8).tobytes()
 
 
-def data(path: Path | str, **options: int) -> DataConfig:
+def data(path: Path | str, **options: Any) -> DataConfig:
     return DataConfig(source=str(path), **{"context": 8, "batch": 2, **options})
 
 
