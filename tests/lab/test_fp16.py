@@ -41,6 +41,7 @@ def test_the_factor_is_that_of_torchs_scaler() -> None:
     assert (mine.skipped, len(mine.taken_events()), mine.taken_events()) == (3, 3, [])
 
 
+@pytest.mark.slow
 def test_an_overflow_skips_the_step_is_recorded_and_training_goes_on(
     tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
