@@ -12,6 +12,7 @@ from qkeel.report.html.formats import count, number
 from qkeel.report.html.markup import Markup, join, tag
 from qkeel.report.html.page import command_block, details, facts
 from qkeel.report.study.collect import RunData, StudyData
+from qkeel.report.study.compare import MARGIN
 from qkeel.report.study.tables import swatch
 
 _MOST_VALUES = 8  # of one kind; more are counted
@@ -138,13 +139,15 @@ def definitions() -> Markup:
         "Alarm line": f"A largest attention logit above {number(ALARM_THRESHOLD)} nats. Alarm step: the first logged "
         "step above it; in the ranking, the earliest over LRs and seeds.",
         "LR sensitivity": "Mean over learning rates of the held-out loss minus the smallest one, per seed; then mean "
-        "and range over seeds. Clipped: losses above the loss of initialisation count as that (Wortsman et al. 2023, "
-        "arXiv 2309.14322).",
+        "and bootstrap interval over seeds. Clipped: losses above the loss of initialisation count as that (Wortsman "
+        "et al. 2023, arXiv 2309.14322).",
         "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
-        "batches. Positive: the remedy is better. Grey: within seed spread, or one seed only.",
-        "Within seed spread": "The mean difference is no larger than its own range over the seeds, or than the range "
-        "that either remedy's own loss has over the seeds.",
-        "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed.",
+        "batches. Positive: the remedy is better. Below it the interval of the mean by Student's t, 95 % for all gains "
+        "of the table at once (Holm).",
+        "Verdict": f"Better or worse: the interval leaves 0. Equal: it lies inside ±{MARGIN:g} nats. Else undecided. "
+        "One seed has no interval and no verdict. A remedy whose attention collapsed is not called better.",
+        "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed, with its "
+        "bootstrap interval over seeds.",
         "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
     }
     names = {**EXTRAPOLATION_COLUMNS, **TASK_FIELDS, **STEP_FIELDS, **TABLE_COLUMNS}

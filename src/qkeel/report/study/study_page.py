@@ -133,8 +133,8 @@ def _ranking(study: StudyData) -> Markup:
     table = tables.ranking(study)
     text = (
         "The table is sorted by LR sensitivity, clipped; press a heading to sort by it. "
-        f"Losses and gains are in {study.loss_unit()}, means over seeds with the range below. "
-        "Grey gains are within seed spread or rest on one seed."
+        f"Losses and gains are in {study.loss_unit()}, means over seeds. Below gains and LR sensitivity stands the "
+        "95 % interval; grey gains are equal, undecided, or of a remedy that collapsed."
     )
     return join([note(text), table]) if table else table
 
