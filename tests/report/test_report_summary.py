@@ -54,7 +54,7 @@ def test_the_lead_names_the_clearest_gain_and_its_price_at_the_lowest_rate():
     assert texts(PAIR, "lead") == [
         "At LR 0.1, qk_norm holds the largest attention logit at 25 where none reaches 11,000, and its held-out loss "
         # 0.290 ± 25.452 · 0.01: Student's t of one degree of freedom at 97.5 %, the first of two tests
-        "is 0.290 nats better (+0.035 to +0.545, 2 seeds); at LR 0.01 it cannot be told from none "
+        "is 0.290 nats better (+0.035 to +0.545, 2 seeds); at LR 0.01 it cannot be distinguished from none "
         "(+0.001 nats, −0.012 to +0.014, 2 seeds; about 3 seeds would decide)."
     ]
 
@@ -124,8 +124,8 @@ def test_ties_between_lalr_and_its_ablation_are_told():
     found = next(f for f in findings(study(runs)) if "ablation" in f.text)
     assert found.kind == "caution"
     assert found.text == (
-        "lalr:tau=0.1 and its ablation qk_lr:factor=0.1 cannot be told apart at LR 0.01 (0.000 nats, −0.025 to +0.025, "
-        "2 seeds) and 0.1 (+0.050 nats, the same in each of 2 seeds)."
+        "lalr:tau=0.1 and its ablation qk_lr:factor=0.1 cannot be distinguished at LR 0.01 (0.000 nats, "
+        "−0.025 to +0.025, 2 seeds) and 0.1 (+0.050 nats, the same in each of 2 seeds)."
     )
 
 
@@ -151,7 +151,7 @@ def test_a_remedy_that_costs_is_named():
 
 def test_remedies_that_cannot_be_told_from_the_best_are_named():
     runs = [*PAIR, run("softcap:cap=50", 0.1, 0, 2.51), run("softcap:cap=50", 0.1, 1, 2.56)]
-    assert "There, softcap:cap=50 (+0.285) cannot be told from qk_norm (+0.290)." in texts(runs)
+    assert "There, softcap:cap=50 (+0.285) cannot be distinguished from qk_norm (+0.290)." in texts(runs)
 
 
 def test_without_a_baseline_no_gain_is_given():
@@ -268,4 +268,6 @@ def test_the_ranking_has_intervals_over_seeds():
 
 
 def test_the_lowest_loss_names_those_that_cannot_be_told_from_it():
-    assert any("qk_norm at LR 0.01 (none cannot be told from it); the lowest of none" in text for text in texts(PAIR))
+    assert any(
+        "qk_norm at LR 0.01 (none cannot be distinguished from it); the lowest of none" in text for text in texts(PAIR)
+    )

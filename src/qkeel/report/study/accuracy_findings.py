@@ -22,8 +22,7 @@ def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
 
 
 def findings(study: StudyData) -> list[Finding]:
-    """Returns the best accuracy of those that did not collapse, what cannot be told from it, and the best without a
-    remedy."""
+    """Returns the best accuracy without collapse, what cannot be distinguished from it, and the best of none."""
     found = {key: each for key, each in cells(study).items() if not collapses(study.rows(), *key)}
     if not found:
         return []
@@ -34,7 +33,7 @@ def findings(study: StudyData) -> list[Finding]:
     known = {key: one for key, one in against.items() if one is not None and len(one.values) > 1}
     judged = zip(known, paired_effects([one.numbers for one in known.values()]))
     close = [f"{remedy} at LR {rate(lr)}" for (remedy, lr), one in judged if one.verdict == "undecided"]
-    text += f" ({listing(close)} cannot be told from it)" if close else ""
+    text += f" ({listing(close)} cannot be distinguished from it)" if close else ""
     plain = [key for key in found if key[0] == BASELINE]
     if plain and best[0] != BASELINE:
         top = max(plain, key=lambda key: totals[key].mean)

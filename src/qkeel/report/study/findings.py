@@ -109,7 +109,8 @@ def _cost(one: Gain) -> str:
     if one.verdict == "equal":
         return f"costs nothing ({figures}: inside ±{MARGIN:g})"
     if one.verdict == "undecided":
-        return f"cannot be told from {one.baseline} ({figures}{'; ' + more_seeds(one.effect) if one.effect else ''})"
+        figures += f"; {more_seeds(one.effect)}" if one.effect else ""
+        return f"cannot be distinguished from {one.baseline} ({figures})"
     return f"{'is also better' if one.praised else 'has the lower loss' if one.mean > 0 else 'costs loss'} ({figures})"
 
 
@@ -123,13 +124,13 @@ def _logits(rows: Sequence[Row], found: Sequence[Gain]) -> list[Finding]:
 
 
 def _peers(rows: Sequence[Row], best: Gain, found: Sequence[Gain]) -> list[Finding]:
-    """The remedies that cannot be told from the best one where it is best."""
+    """The remedies that cannot be distinguished from the best one where it is best."""
     others = {g.remedy: g for g in found if g.lr == best.lr and g.remedy != best.remedy and not g.collapsed}
     apart = judge(rows, [(name, best.remedy, best.lr) for name in others])
     near = [f"{g.remedy} ({signed(others[g.remedy].mean)})" for g in apart if g.verdict in ("equal", "undecided")]
     if not near:
         return []
-    text = f"There, {listing(near)} cannot be told from {best.remedy} ({signed(best.mean)})."
+    text = f"There, {listing(near)} cannot be distinguished from {best.remedy} ({signed(best.mean)})."
     return [Finding("note", text)]
 
 
@@ -137,7 +138,7 @@ def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     """Per-head learning rates (lalr) against the ablation that lowers them for all heads alike (qk_lr)."""
     words = {
         "equal": "are equal",
-        "undecided": "cannot be told apart",
+        "undecided": "cannot be distinguished",
         "better": "differ, {} ahead,",
         "worse": "differ, {} ahead,",
     }
@@ -214,7 +215,7 @@ def _best(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     text = f"Lowest held-out loss: {loss(finite[remedy, lr].mean)} {study.loss_unit()}, {remedy} at LR {rate(lr)}"
     apart = judge(rows, [(remedy, r, lr) for r in study.remedies if r != remedy])
     close = [g.baseline for g in apart if g.effect and g.verdict in ("equal", "undecided")]
-    text += f" ({listing(close)} cannot be told from it)" if close else ""
+    text += f" ({listing(close)} cannot be distinguished from it)" if close else ""
     others = {cell: total for cell, total in finite.items() if cell[0] == BASELINE}
     if others and remedy != BASELINE:
         cell = min(others, key=lambda c: others[c].mean)
