@@ -214,7 +214,7 @@ def test_a_corpus_that_changed_is_noticed(tiny: Make, tmp_path: Path) -> None:
     with pytest.raises(Crash):
         run(config, tmp_path / "r", watcher=crash_after(6))
     text.write_bytes(bytes(range(32, 127)) * 21)
-    with pytest.raises(RunDirectoryError, match="begun on another text"):
+    with pytest.raises(RunDirectoryError, match="corpus SHA-256: "):
         run(config, tmp_path / "r")
 
 

@@ -119,6 +119,8 @@ FIELDS: dict[str, dict[str, str]] = {
         "python": "text",
         "torch": "text",
         "device": "text",
+        "cpu": "text",
+        "compiled_kernels": "true or false",
         "dtype": "text",
         "corpus": "an object",
         "n_parameters": "a whole number",

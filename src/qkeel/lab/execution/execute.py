@@ -21,6 +21,7 @@ from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import How
 from qkeel.lab.studies import find_study
 from qkeel.lab.tasks.text import load_task
+from qkeel.lab.training.environment import identity, refuse_mixture
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, write_json
 from qkeel.records.disk import remove_leftovers
 from qkeel.records.rundir import locked
@@ -123,13 +124,17 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
     >>> len(run_plan(make_plan("lr", RunConfig(steps=1, eval_sequences=1), grid), "b", Execution()).failures)
     0
 
-    Raises: RunDirectoryError if the directory is in use, holds another study, or cannot be written.
+    Raises: RunDirectoryError if the directory is in use, holds another study or runs that were computed otherwise, or
+    cannot be written.
     """
     out = Path(out)
     shard = execution.shard
     part = "" if shard.count == 1 else f".{shard.index}-of-{shard.count}"
     with locked(out / f"lock{part}", f"{out} is in use by another study"):
         with _alone(out):
+            if execution.executor == "local":  # else the machines that compute find out
+                for run in {run.role: run for run in pending(plan, out, shard)}.values():
+                    refuse_mixture(out / "runs", identity(run.config))
             about = _study(out, plan, execution.command)
             write_json(out / "study.json", about)
         failures: list[Outcome] = []

@@ -58,6 +58,8 @@ def provenance(study: StudyData) -> Markup:
         ("qkeel", lambda run: run.env.get("qkeel")),
         ("Python", lambda run: run.env.get("python")),
         ("torch", lambda run: run.env.get("torch")),
+        ("Processor", lambda run: run.env.get("cpu")),
+        ("Compiled kernels", lambda run: run.env.get("compiled_kernels") and "yes"),
         ("Device", lambda run: " ".join(str(run.env[k]) for k in ("device", "dtype") if run.env.get(k))),
         ("Corpus", lambda run: _corpus(run.env.get("corpus"))),
         ("Corpus SHA-256", lambda run: _of(run.env.get("corpus"), "sha256")),
@@ -83,6 +85,10 @@ def unlike(study: StudyData) -> str:
         "steps": lambda run: run.config.get("steps"),
         "model": lambda run: json.dumps(_compared(run), sort_keys=True, default=str),
         "dtype": lambda run: run.env.get("dtype"),
+        "device": lambda run: run.env.get("device"),
+        "torch": lambda run: run.env.get("torch"),
+        "processor": lambda run: run.env.get("cpu"),
+        "kernels": lambda run: run.env.get("compiled_kernels"),
     }
     return ", ".join(name for name, read in reads.items() if len({read(run) for run in runs}) > 1)
 
