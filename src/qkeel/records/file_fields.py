@@ -76,6 +76,15 @@ FIELDS: dict[str, dict[str, str]] = {
         "contexts": "an object",
         "base": "an object of objects",
     },
+    "chaos.json": {"base": "!an object", "pairs": "!a list of objects"},
+    "chaos.json, pairs": {
+        "remedy": "!text",
+        "lr": "!a number",
+        "seed": "!a whole number",
+        "loss_difference": "!a number",
+        "logit_distance": "!a number",
+        "exponent": "a number",
+    },
     "study.json, runs": {
         "run_id": "!text",
         "remedy": "!text",
@@ -94,6 +103,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "remedy": "text",
         "seed": "a whole number",
         "steps": "a whole number",
+        "nudge": "a whole number",
         "optim": "an object",
         "model": "an object",
         "data": "an object",

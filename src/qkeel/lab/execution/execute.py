@@ -11,6 +11,7 @@ from typing import final
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
+from qkeel.lab.execution.chaos_record import write_chaos
 from qkeel.lab.execution.executors.executor import executor
 from qkeel.lab.execution.results_table import rows, write_table
 from qkeel.lab.execution.study_record import in_order, joined_study, read_study, study_of
@@ -158,6 +159,7 @@ def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
         write_table(out, long_table, list(EXTRAPOLATION_COLUMNS))
     else:
         write_table(out, table)
+    write_chaos(out, about)
     return table, long_table
 
 

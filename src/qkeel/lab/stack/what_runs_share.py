@@ -119,4 +119,4 @@ def _kind(config: RunConfig, how: How) -> str | None:
         return None
     values = config.to_dict()
     values["optim"] = {k: v for k, v in values["optim"].items() if k != "lr"}
-    return json.dumps({k: v for k, v in values.items() if k != "seed"}, sort_keys=True)
+    return json.dumps({k: v for k, v in values.items() if k not in ("seed", "nudge")}, sort_keys=True)

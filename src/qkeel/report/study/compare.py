@@ -51,6 +51,8 @@ class Gain:
     mean: float
     effect: PairedEffect | None
     collapsed: bool
+    floor: float | None = None
+    """The difference that rounding alone makes between two such runs, where a chaos study has measured both."""
 
     @property
     def verdict(self) -> Verdict:
@@ -63,8 +65,9 @@ class Gain:
         return self.verdict == "better" and not self.collapsed
 
     def over(self) -> str:
-        """The interval in words."""
-        return interval_text(self.effect)
+        """The interval in words, and whether rounding alone makes differences of the size."""
+        under = self.floor is not None and abs(self.mean) <= self.floor
+        return interval_text(self.effect) + (f"; under the chaos floor of {number(self.floor, 2)}" if under else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +142,16 @@ def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) ->
             mean=math.fsum(found) / len(found),
             effect=effects.get(i),
             collapsed=collapses(rows, remedy, lr),
+            floor=_floor(rows, (remedy, baseline), lr),
         )
         for i, ((remedy, baseline, lr), found) in enumerate(known)
     ]
+
+
+def _floor(rows: Sequence[Row], both: tuple[str, str], lr: float) -> float | None:
+    """The chaos floors of two remedies at a rate, root of the sum of squares; None unless both are known."""
+    known = {row["remedy"]: row["chaos_floor"] for row in rows if row["lr"] == lr and "chaos_floor" in row}
+    return math.hypot(*(known[name] for name in both)) if set(both) <= known.keys() else None
 
 
 def gains(rows: Sequence[Row], remedies: Sequence[str], baseline: str = BASELINE) -> list[Gain]:
