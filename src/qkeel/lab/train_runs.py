@@ -139,6 +139,8 @@ class _Loop:
         """One step of all, and what follows it in each."""
         records = [self.records[i] for i in now]
         arithmetic = self._arithmetic(now)
+        if any(record.is_logged_next for record in records):
+            arithmetic.remember()
         start = time.perf_counter()
         losses, norms = train_step(arithmetic, [record.step for record in records])
         due = any(record.is_read_next for record in records)

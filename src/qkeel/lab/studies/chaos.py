@@ -13,6 +13,7 @@ DEFAULT = Grid(
     lrs=(0.01, 0.03, 0.1, 0.3),
     seeds=(0, 1, 2),
 )
+BASE = RunConfig(log_every=2)  # at high rates two runs part within ten steps
 
 
 def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
@@ -27,5 +28,6 @@ STUDY = Study(
     "configuration read it from the directory runs/chaos next to theirs, and mark what is no larger.",
     grid=DEFAULT,
     runs=runs,
+    base=BASE,
     decides=(("optim", "lr"), ("", "nudge")),
 )

@@ -138,6 +138,11 @@ class RunRecord:
         return self._is_logged(self.step)
 
     @property
+    def is_logged_next(self) -> bool:
+        """Returns whether the step to come is recorded."""
+        return self._is_logged(self.step + 1)
+
+    @property
     def is_saved(self) -> bool:
         """Returns whether a checkpoint of the step that is done is due."""
         return self._is_saved(self.step)
@@ -235,6 +240,7 @@ class RunRecord:
             "train_loss": loss,
             "val_loss": held.pop("val_loss", None),
             "grad_norm": norm,
+            "logit_change": None,
             **probe.record,
             **held,
             "cpu_seconds": round(self._cpu_seconds(), 3),

@@ -1,4 +1,4 @@
-"""What one float32 step in one weight does to a run: the sentences and the table of a chaos study."""
+"""The page of a chaos study: sentences and table on the differences that one float32 step in one weight makes."""
 
 from __future__ import annotations
 

@@ -154,11 +154,17 @@ def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
     known: dict[tuple[str, float], list[float]] = {}
     for place in dict.fromkeys((path, path.resolve().parent / "chaos")):
         found = _chaos(place)
-        for pair in found["pairs"] if found["base"] == base else ():
+        for pair in found["pairs"] if _trained(found["base"]) == _trained(base) else ():
             known.setdefault((pair["remedy"], float(pair["lr"])), []).append(float(pair["loss_difference"]))
         if known:
             break
     return {key: math.sqrt(math.fsum(x * x for x in apart) / len(apart)) for key, apart in known.items()}
+
+
+def _trained(base: object) -> object:
+    """A configuration without what is measured when: the same training has the same loss at the end."""
+    cadence = ("log_every", "eval_every", "probe_sequences")
+    return {k: v for k, v in base.items() if k not in cadence} if isinstance(base, dict) else None
 
 
 def _with_floor(run: RunData, floors: dict[tuple[str, float], float]) -> RunData:
