@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import final
 
+import torch
 from torch import Tensor
 
 from qkeel.functional.statistics.logit_change import LogitChange
@@ -78,5 +79,6 @@ def change_between(before: Seen, after: Seen) -> LogitChange | None:
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
-        return logit_change(before, after)
+        with torch.autocast(after.q.device.type, enabled=False):  # products of differences, not of half floats
+            return logit_change(before, after)
     return None
