@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-
 from claims.__main__ import _columns, main
 from claims.judge import HERE, PAGE, differences, judge, page
 from claims.table import CLAIMS, STUDIES, Cell, Claim, sensitivity
+
 from qkeel.lab import Grid
 from qkeel.lab.studies import find_study
 from qkeel.records import read_json

@@ -87,7 +87,7 @@ def paired_effect(
 
     >>> effect = paired_effect([0.155, 0.198, 0.171], margin=0.01)
     >>> effect.verdict, round(effect.low, 3), round(effect.high, 3), effect.seeds
-    ('better', 0.121, 0.228, 3)
+    ('better', 0.121, 0.229, 3)
     """
     values = _checked(differences, margin, level)
     n, mean, spread = len(values), float(values.mean()), float(values.std(ddof=1))

@@ -54,28 +54,14 @@ class LogitChanges:
 
 
 def frozen(call: Seen) -> Seen:
-    """The call with copies of its parameters: a step changes gains and learned scales in place.
-
-    >>> import qkeel
-    >>> x = Tensor([[[[1.0, 2.0]]]])
-    >>> call = AttentionCall(spec=qkeel.AttentionSpec(), q=x, k=x, v=x)
-    >>> frozen(call).params
-    {}
-    """
+    """The call with copies of its parameters: a step changes gains and learned scales in place."""
     if not isinstance(call, AttentionCall):
         return call
     return dataclasses.replace(call, params={name: p.detach().clone() for name, p in call.params.items()})
 
 
 def change_between(before: Seen, after: Seen) -> LogitChange | None:
-    """The change of the logits between two calls of one site with the same batch; None for packed sequences.
-
-    >>> import qkeel
-    >>> x = Tensor([[[[1.0, 2.0]]]])
-    >>> call = AttentionCall(spec=qkeel.AttentionSpec(), q=x, k=x, v=x)
-    >>> change_between(call, call).max_abs.tolist()
-    [0.0]
-    """
+    """The change of the logits between two calls of one site with the same batch; None for packed sequences."""
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
