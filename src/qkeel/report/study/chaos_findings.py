@@ -18,7 +18,8 @@ _LEVEL = 0.95
 
 def _pairs(study: StudyData) -> dict[tuple[str, float], list[Row]]:
     found: dict[tuple[str, float], list[Row]] = {}
-    for pair in sorted(study.chaos, key=lambda pair: (study.remedies.index(pair["remedy"]), pair["lr"])):
+    known = [pair for pair in study.chaos if pair["remedy"] in study.remedies]
+    for pair in sorted(known, key=lambda pair: (study.remedies.index(pair["remedy"]), pair["lr"])):
         found.setdefault((pair["remedy"], float(pair["lr"])), []).append(pair)
     return found
 

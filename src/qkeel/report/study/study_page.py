@@ -82,7 +82,7 @@ def _findings(study: StudyData) -> list[Finding]:
     """The first screen's; of a study in parts the lead of each part, the rest stands with the part."""
     if modality_findings.is_multimodal(study):
         return modality_findings.findings(study)
-    if study.chaos:
+    if study.name == "chaos":
         return chaos_findings.findings(study)
     parts = study.parts()
     if parts:
