@@ -111,7 +111,7 @@ def test_the_change_of_gains_counts_and_half_floats_are_read() -> None:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             changes.before()
             with torch.no_grad():
-                model.q_norm.mul_(1.25)  # in place, as an optimizer does
+                dict(model.named_parameters())["q_norm"].mul_(1.25)  # in place, as an optimizer does
             found = changes.after()
         (rms,) = [value for (_, name), value in found.items() if name == "logit_change_rms"]
         assert (rms > 0.05).all(), dtype
