@@ -71,7 +71,7 @@ def paired_effect(
 
     The interval is mean ± t · s / √n with n - 1 degrees of freedom. It covers the true mean, and a verdict of better or
     worse errs where nothing differs, at the stated level for normal differences at every n from 2 on; symmetric heavy
-    tails err less often, a uniform distribution at n = 2 in 7 % instead of 5 %. What leaves 0 is not called equal,
+    tails err less often, a uniform distribution in up to 8 % at n ≤ 5 instead of 5 %. What leaves 0 is not equal,
     however small it is. A test of equality at `level` is two one-sided tests, each at half of what level leaves.
 
     Differences that are all 0 are of runs that are the same: the interval is [0, 0]. Differences that are all one other
