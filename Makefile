@@ -10,7 +10,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: setup demo test slow fuzz crash mutation zoo foreign gpu check lint docs bench roofline assets clean
+.PHONY: claims setup demo test slow fuzz crash mutation zoo foreign gpu check lint docs bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -84,6 +84,9 @@ docs: $(VENV)/.dev
 bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 	$(PIP) -e '.[bench]'
 	$(BIN)/python -m benchmarks
+
+claims: $(VENV)/.dev  ## the studies of the claims, as far as they are not done; writes claims/results.json and docs/claims.md
+	$(ONE_THREAD) $(BIN)/python -m claims --jobs $(JOBS)
 
 roofline: $(VENV)/.dev  ## operators under the measured peaks of this machine, and the picture of docs/benchmarks.md
 	$(BIN)/python -m benchmarks.roofline

@@ -109,3 +109,14 @@ def test_the_command_merges_and_writes_the_page(
     assert (out / "report.html").stat().st_size > 10_000
     assert main(["merge", str(parts[0]), "--out", str(out)]) == 2
     assert "something is there already" in capsys.readouterr().err
+
+
+def test_parts_that_were_computed_otherwise_are_not_merged(parts: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    a, b, _ = parts
+    shutil.copytree(b, tmp_path / "b")
+    for file in (tmp_path / "b" / "runs").glob("*/env.json"):
+        env = read_json(file)
+        write_json(file, {**env, "compiled_kernels": not env["compiled_kernels"]})
+    with pytest.raises(RunDirectoryError, match="compiled_kernels: "):
+        merge_studies([a, tmp_path / "b"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import itertools
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +24,12 @@ from qkeel.errors import (
 from qkeel.lab import Execution, Grid, Plan, RunConfig, Shard, make_plan, run_plan, studies, study
 from qkeel.lab.execution import progress
 from qkeel.lab.execution.results_table import rows
-from qkeel.lab.execution.workers import Job, Outcome, work_here
+from qkeel.lab.execution.workers import Job, Outcome, work, work_here
 from qkeel.lab.plan import FULL_GRID, PlannedRun, product
-from qkeel.lab.training import step
+from qkeel.lab.training import environment, step
 from qkeel.lab.training.run_state import RunState
 from qkeel.metrics import paired_gain
-from qkeel.records import TABLE_COLUMNS, read_json
+from qkeel.records import TABLE_COLUMNS, read_json, write_json
 from qkeel.records.rundir import locked
 from qkeel.report import write
 
@@ -128,6 +129,45 @@ def test_a_failed_run_is_listed_and_does_not_stop_the_rest(
     assert not result.failures
     run_plan(plan(tiny, FOUR), tmp_path / "fresh", Execution())
     assert table(tmp_path / "s") == table(tmp_path / "fresh")
+
+
+def test_a_study_refuses_to_mix_what_was_computed_otherwise(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 20)
+    data = type(tiny().data)(source=str(text), context=8, batch=2)
+    small, more = Grid(remedies=["none"], lrs=[0.1], seeds=[0]), Grid(remedies=["none"], lrs=[0.1], seeds=[0, 1])
+    out = tmp_path / "s"
+    assert not run_plan(plan(tiny, small, data=data), out, Execution()).failures
+    env = read_json(out / "runs" / os.listdir(out / "runs")[0] / "env.json")
+    assert {"torch", "cpu", "device", "compiled_kernels"} < set(env)
+    before = (out / "study.json").read_bytes()
+
+    def refused(says: str) -> None:
+        with pytest.raises(RunDirectoryError, match=re.escape(says)) as found:
+            run_plan(plan(tiny, more, data=data), out, Execution())
+        assert str(found.value).endswith("choose another directory; nothing was changed.")
+        assert (out / "study.json").read_bytes() == before
+        # Finished runs are read as they are, whatever computes here.
+        assert not run_plan(plan(tiny, small, data=data), out, Execution()).failures
+
+    real = environment.computed_with
+    for name, value in (("compiled_kernels", not env["compiled_kernels"]), ("torch", "0.1"), ("cpu", "abacus")):
+        monkeypatch.setattr(environment, "computed_with", lambda config: {**real(config), name: value})  # noqa: B023
+        refused(f"{name}: {env[name]} there, {value} here")
+    monkeypatch.setattr(environment, "computed_with", real)
+    text.write_bytes(bytes(range(32, 127)) * 21)
+    refused("corpus SHA-256: ")
+    text.write_bytes(bytes(range(32, 127)) * 20)
+    # An earlier version did not record the processor.
+    env.pop("cpu")
+    env.pop("crc32", None)
+    write_json(out / "runs" / os.listdir(out / "runs")[0] / "env.json", env)
+    refused("cpu: not recorded there")
+    config = plan(tiny, more, data=data).runs[1].config
+    (outcome,) = work([Job(config.to_dict(), str(out / "runs" / config.run_id), "")])
+    assert "cpu: not recorded there" in outcome.error, "a worker on another machine finds out too"
 
 
 def test_two_studies_cannot_have_one_directory_at_once(tiny: Make, tmp_path: Path) -> None:

@@ -14,8 +14,11 @@ from tests.quick import quick
 
 from qkeel.errors import DataError, InvalidValueError, NonFiniteError, RefusedError, RunDirectoryError, UnknownNameError
 from qkeel.lab import ModelConfig, RunConfig, Watcher, run
-from qkeel.lab.model.build_model import attention_spec, build_decoder
-from qkeel.lab.training.evaluate import PROBE_FIELDS
+from qkeel.lab.model.build_model import attention_spec, build_decoder, resolve, threads
+from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
+from qkeel.lab.training.evaluate import PROBE_FIELDS, remembered
+from qkeel.lab.training.run_state import RunState
+from qkeel.lab.training.step import train_step
 from qkeel.records import STEP_FIELDS, TABLE_COLUMNS, RunDirectory, RunStatus, read_json, system_calls, write_json
 
 Make = Callable[..., RunConfig]
@@ -214,7 +217,7 @@ def test_a_corpus_that_changed_is_noticed(tiny: Make, tmp_path: Path) -> None:
     with pytest.raises(Crash):
         run(config, tmp_path / "r", watcher=crash_after(6))
     text.write_bytes(bytes(range(32, 127)) * 21)
-    with pytest.raises(RunDirectoryError, match="begun on another text"):
+    with pytest.raises(RunDirectoryError, match="corpus SHA-256: "):
         run(config, tmp_path / "r")
 
 
@@ -429,3 +432,25 @@ def test_configuration_files_of_a_run_can_be_read_back(tiny: Make, tmp_path: Pat
     assert RunConfig.from_dict(values).run_id == tiny(dtype="fp32").run_id
     write_json(tmp_path / "copy.json", values)
     assert read_json(tmp_path / "copy.json") == values
+
+
+@pytest.mark.parametrize("remedy", ["none", "qk_norm"])
+def test_the_recorded_logit_change_is_that_of_one_step(tiny: Make, tmp_path: Path, remedy: str) -> None:
+    config = resolve(tiny(remedy=remedy, log_every=1, steps=2))
+    records = run(config, tmp_path / "r").metrics()
+    assert records[0]["logit_change"] is None
+    state = RunState(config)
+    arithmetic = choose_arithmetic([state])
+    with threads(config.threads):
+        for step in range(2):
+            before = remembered(state.model, state.probed.inputs)
+            train_step(arithmetic, [step])
+            after = remembered(state.model, state.probed.inputs)
+            squares = []
+            for pair in zip(before, after):
+                old, new = (c.spec.logits(c.q, c.k, c.pos_q, c.pos_k, c.params) for c in pair)  # type: ignore[union-attr]
+                seen = torch.ones(old.shape[-2:], dtype=torch.bool).tril()
+                squares.append((new - old).double()[..., seen].square().mean())
+            expected = float(torch.stack(squares).mean().sqrt())
+            assert expected > 0
+            assert records[step + 1]["logit_change"] == pytest.approx(expected, rel=1e-4)

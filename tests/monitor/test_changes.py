@@ -103,6 +103,20 @@ def test_weights_changed_between_two_steps_are_looked_at_anew() -> None:
         assert (monitor.sample.heads["logit_change_rms"] == 0).all()  # no step has changed anything
 
 
+def test_the_change_of_gains_counts_and_half_floats_are_read() -> None:
+    torch.manual_seed(0)
+    model = qkeel.nn.Attention(16, 2, spec=qkeel.preset("qwen3"))
+    changes = LogitChanges(Tap(model), arguments(torch.randn(2, 8, 16), "probe batch"))
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            changes.before()
+            with torch.no_grad():
+                dict(model.named_parameters())["q_norm"].mul_(1.25)  # in place, as an optimizer does
+            found = changes.after()
+        (rms,) = [value for (_, name), value in found.items() if name == "logit_change_rms"]
+        assert (rms > 0.05).all(), dtype
+
+
 def test_a_probe_that_is_no_batch_and_a_plan_that_is_none_are_refused() -> None:
     model = Attention()
     with pytest.raises(TypeError, match="probe batch as a tensor"):

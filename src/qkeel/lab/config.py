@@ -212,7 +212,7 @@ _NEWER = {
     "data": {"needle": 0.0, "tokens": "bytes"},
     "model": {"position": "", "deepnorm": False, "mlp_ratio": 4.0, "parametrisation": "standard"},
     "optim": {"decay": "coupled"},
-    "": {"accumulate": 1},
+    "": {"accumulate": 1, "nudge": 0},
 }
 
 
@@ -252,6 +252,8 @@ class RunConfig:
     """Train through torch.compile."""
     threads: int = 1
     """CPU threads; they change the order of sums, hence the last digits."""
+    nudge: int = 0
+    """Float32 steps that one weight is moved by before training, to see how far two runs part."""
 
     def __post_init__(self) -> None:
         settle(self)
@@ -262,7 +264,7 @@ class RunConfig:
         _check(
             self, "at least 1", _one, "steps", "accumulate", "log_every", "eval_sequences", "probe_sequences", "threads"
         )
-        _check(self, "at least 0", lambda x: x >= 0, "seed", "checkpoint_every", "eval_every")
+        _check(self, "at least 0", lambda x: x >= 0, "seed", "checkpoint_every", "eval_every", "nudge")
         if self.data.batch % self.accumulate:
             raise InvalidValueError(
                 f"expected batch to be a multiple of accumulate, got {self.data.batch} and {self.accumulate}"

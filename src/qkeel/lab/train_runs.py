@@ -125,20 +125,22 @@ class _Loop:
     def _write_start(self) -> None:
         """Records the models before their first step: runs of one seed begin with the same weights, measured once."""
         fresh = [i for i in self.live if self.records[i].step == 0]
-        firsts = {self.configs[i].seed: i for i in reversed(fresh)}
+        firsts = {(self.configs[i].seed, self.configs[i].nudge): i for i in reversed(fresh)}
         if not fresh:
             return
         arithmetic = self._arithmetic(sorted(firsts.values()))
-        seeds = sorted(firsts, key=lambda seed: firsts[seed])
-        measured = dict(zip(seeds, zip(arithmetic.probe(), arithmetic.evaluate())))
+        starts = sorted(firsts, key=lambda start: firsts[start])
+        measured = dict(zip(starts, zip(arithmetic.probe(), arithmetic.evaluate())))
         for i in fresh:
             with self._own(i):
-                self.records[i].write(None, *measured[self.configs[i].seed])
+                self.records[i].write(None, *measured[self.configs[i].seed, self.configs[i].nudge])
 
     def _step(self, now: list[int]) -> None:
         """One step of all, and what follows it in each."""
         records = [self.records[i] for i in now]
         arithmetic = self._arithmetic(now)
+        if any(record.is_logged_next for record in records):
+            arithmetic.remember()
         start = time.perf_counter()
         losses, norms = train_step(arithmetic, [record.step for record in records])
         due = any(record.is_read_next for record in records)

@@ -138,8 +138,8 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Encoded q and k, the scale on q."""
-    q, k = call.encoded()
+    """Encoded q and k, the scale on q; in float32 at least, where the differences of half floats are exact."""
+    q, k = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in call.encoded())
     return q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype), k
 
 

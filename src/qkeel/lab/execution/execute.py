@@ -11,6 +11,7 @@ from typing import final
 from qkeel.errors import RunDirectoryError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
+from qkeel.lab.execution.chaos_record import write_chaos
 from qkeel.lab.execution.executors.executor import executor
 from qkeel.lab.execution.results_table import rows, write_table
 from qkeel.lab.execution.study_record import in_order, joined_study, read_study, study_of
@@ -21,6 +22,7 @@ from qkeel.lab.plan import Grid, LongContexts, Plan, PlannedRun
 from qkeel.lab.stack.what_runs_share import How
 from qkeel.lab.studies import find_study
 from qkeel.lab.tasks.text import load_task
+from qkeel.lab.training.environment import identity, refuse_mixture
 from qkeel.lab.tuning import FOLDER, tuned_plan, tuning_plan
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, write_json
 from qkeel.records.disk import remove_leftovers
@@ -124,7 +126,8 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
     >>> len(run_plan(make_plan("lr", RunConfig(steps=1, eval_sequences=1), grid), "b", Execution()).failures)
     0
 
-    Raises: RunDirectoryError if the directory is in use, holds another study, or cannot be written.
+    Raises: RunDirectoryError if the directory is in use, holds another study or runs that were computed otherwise, or
+    cannot be written.
     """
     out = Path(out)
     if plan.grid.tuning_seeds and not plan.tuned:
@@ -133,6 +136,9 @@ def run_plan(plan: Plan, out: str | Path, execution: Execution) -> StudyResult:
     part = "" if shard.count == 1 else f".{shard.index}-of-{shard.count}"
     with locked(out / f"lock{part}", f"{out} is in use by another study"):
         with _alone(out):
+            if execution.executor == "local":  # else the machines that compute find out
+                for run in {run.role: run for run in pending(plan, out, shard)}.values():
+                    refuse_mixture(out / "runs", identity(run.config))
             about = _study(out, plan, execution.command)
             write_json(out / "study.json", about)
         failures: list[Outcome] = []
@@ -164,6 +170,7 @@ def write_tables(out: Path) -> tuple[list[Json], list[Json]]:
         write_table(out, long_table, list(EXTRAPOLATION_COLUMNS))
     else:
         write_table(out, table)
+    write_chaos(out, about)
     return table, long_table
 
 

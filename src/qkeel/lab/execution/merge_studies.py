@@ -15,6 +15,7 @@ from qkeel.lab.config_fields import Json
 from qkeel.lab.execution.execute import write_tables
 from qkeel.lab.execution.progress import last_step
 from qkeel.lab.execution.study_record import joined_study, read_study
+from qkeel.lab.training.environment import refuse_mixture
 from qkeel.records import RunDirectory, RunStatus, write_json
 from qkeel.records.disk import make_directory, move_directory, replace_file
 from qkeel.records.regular_files import refuse_irregular
@@ -47,8 +48,9 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     >>> merge_studies(["part-0", "part-1"], "whole").done
     2
 
-    Raises: RunDirectoryError if a source holds no study or another one, a run that is done in two of them has
-    different results there, a source is in use, or `out` holds something already.
+    Raises: RunDirectoryError if a source holds no study or another one, runs of two were computed otherwise or on
+    another text, a run that is done in two of them has different results there, a source is in use, or `out` holds
+    something already.
     """
     places = [Path(source) for source in sources]
     out = Path(out)
@@ -56,6 +58,9 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     about = read_study(places[0])
     for place in places[1:]:
         about = joined_study(place, about, read_study(place))
+    begun = [file for place in places for file in sorted(place.glob("runs/*/env.json"))]
+    for place in places[1:] if begun else ():
+        refuse_mixture(place / "runs", RunDirectory(begun[0].parent).env())
     chosen = [_choice(places, entry["run_id"]) for entry in about["runs"]]
     staged = out.with_name(f".{out.name}.part")
     shutil.rmtree(staged, ignore_errors=True)  # of a merge that was killed

@@ -19,6 +19,7 @@ from qkeel.lab.lengths.longer_texts import measure
 from qkeel.lab.plan import LongContexts
 from qkeel.lab.stack.what_runs_share import How, plan_stacks
 from qkeel.lab.train_runs import train_runs
+from qkeel.lab.training.environment import identity, refuse_mixture
 from qkeel.records import RunDirectory
 
 # A run directory may still be held, for an instant, by a worker that is dying with a killed study.
@@ -142,6 +143,8 @@ def work(unit: Sequence[Job]) -> list[Outcome]:
     directories = [Path(job.directory) for job in unit]
     try:
         configs = [RunConfig.from_dict(job.config) for job in unit]
+        # Another machine may compute otherwise than those that did the study's other runs.
+        refuse_mixture(directories[0].parent, identity(configs[0]))
         errors = train_runs(configs, directories, command=unit[0].command, wait=LOCK_WAIT)
         for i, job in enumerate(unit):
             if job.contexts is not None and errors[i] is None:

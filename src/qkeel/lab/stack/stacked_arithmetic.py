@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qkeel.errors import ShapeError
+from qkeel.errors import RefusedError, ShapeError
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
 from qkeel.lab.stack.stack_models import stack_models
 from qkeel.lab.stack.stacked_attention import Report, StackedAttention
 from qkeel.lab.tasks.task import Examples
 from qkeel.lab.training.arithmetic import TorchArithmetic
-from qkeel.lab.training.evaluate import Probe, measuring, summed_up, token_loss
+from qkeel.lab.training.evaluate import Probe, mean_change, measuring, summed_up, token_loss
 from qkeel.lab.training.run_state import RunState
+from qkeel.monitor.measure.logit_changes import change_between, frozen
 from qkeel.nn.spec_module import SpecModule
-from qkeel.sites.calls.logit_statistics import statistics
+from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.spec import AttentionCall
 
 
@@ -43,6 +44,7 @@ class StackedArithmetic(TorchArithmetic):
         whole = dict(self.model.named_parameters())
         self.stacked = [whole[name] for name, _ in runs[0].model.named_parameters()]
         attends = [module.attend for module in self.model.modules() if isinstance(module, SpecModule)]
+        self._layers: list[list[Seen]] = []
         self._attentions = [attend for attend in attends if isinstance(attend, StackedAttention)]
 
     def losses_and_gradients(self, batches: Sequence[Examples], seeds: Sequence[int]) -> Tensor:
@@ -70,10 +72,20 @@ class StackedArithmetic(TorchArithmetic):
             for p, part in zip(own, parts):
                 p.grad = part[r]
 
+    def remember(self) -> None:
+        self._layers = []
+        keep = lambda calls: self._layers.append([frozen(call) for call in calls])  # noqa: E731
+        with measuring(self.model), _reporting(self._attentions, keep):
+            self.model(self.runs[0].probed.inputs.repeat(len(self.runs), 1))
+
     def probe(self) -> list[Probe]:
         found: list[list[LogitStats]] = [[] for _ in self.runs]
+        before, self._layers = self._layers[::-1], []
+        changes: list[list[Tensor]] = [[] for _ in self.runs]
 
         def report(calls: Sequence[AttentionCall]) -> None:
+            for mine, change in zip(changes, self._changes(before.pop(), calls) if before else ()):
+                mine.append(change)
             each = [statistics(call) for call in calls]
             for mine, stats in zip(found, each if len(each) == len(found) else split(each[0], len(found))):
                 mine.append(stats)
@@ -81,7 +93,16 @@ class StackedArithmetic(TorchArithmetic):
         inputs = self.runs[0].probed.inputs
         with measuring(self.model), _reporting(self._attentions, report):
             self.model(inputs.repeat(len(self.runs), 1))
-        return [summed_up(stats) for stats in found]
+        probes = [summed_up(stats) for stats in found]
+        return [Probe({**p.record, **mean_change(mine)}, p.heads) for p, mine in zip(probes, changes)]
+
+    def _changes(self, before: Sequence[Seen], after: Sequence[AttentionCall]) -> Sequence[Tensor]:
+        """Root mean square changes of a layer's logits, [h] of each run; () where they are not known."""
+        try:
+            found = [change_between(*pair) for pair in zip(before, after)]
+        except RefusedError:  # a position that does not fold into q and k
+            return ()
+        return torch.cat([change.rms for change in found if change is not None]).chunk(len(self.runs))
 
     def evaluate(self) -> list[dict[str, float]]:
         first, n = self.runs[0], len(self.runs)

@@ -121,4 +121,4 @@ def _kind(config: RunConfig, how: How) -> str | None:
         return None
     values = config.to_dict()
     values["optim"] = {k: v for k, v in values["optim"].items() if k not in _OWN_RATES}
-    return json.dumps({k: v for k, v in values.items() if k not in ("seed", "steps")}, sort_keys=True)
+    return json.dumps({k: v for k, v in values.items() if k not in ("seed", "steps", "nudge")}, sort_keys=True)

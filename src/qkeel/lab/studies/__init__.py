@@ -37,6 +37,10 @@ STUDIES: dict[str, tuple[str, str]] = {
         "qkeel.lab.studies.multimodal:STUDY",
         "Text and images in one sequence: mixes × remedies × learning rates × seeds, all measured on one fixed batch.",
     ),
+    "chaos": (
+        "qkeel.lab.studies.chaos:STUDY",
+        "Each run twice, one weight apart by one float32 step: the differences that rounding alone makes.",
+    ),
 }
 
 

@@ -18,9 +18,10 @@ from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import autocast
 from qkeel.lab.tasks.task import Examples
-from qkeel.lab.training.evaluate import Probe, heldout_score, probe, token_loss
+from qkeel.lab.training.evaluate import Probe, heldout_score, probe, remembered, token_loss
 from qkeel.lab.training.run_state import RunState
 from qkeel.patching.private_operators import multiply_all
+from qkeel.sites.calls.logit_statistics import Seen
 
 
 class Arithmetic(abc.ABC):
@@ -46,6 +47,10 @@ class Arithmetic(abc.ABC):
         """Lets the optimizer of each run step, with the hooks of remedies, and forgets the gradients."""
 
     @abc.abstractmethod
+    def remember(self) -> None:
+        """Keeps the logits of each run on its probe: the next `probe` tells by how much they have changed."""
+
+    @abc.abstractmethod
     def probe(self) -> list[Probe]:
         """Returns the attention statistics of each run on its probe."""
 
@@ -60,6 +65,7 @@ class TorchArithmetic(Arithmetic):
     def __init__(self, runs: Sequence[RunState], reason: str = "") -> None:
         super().__init__(runs, reason)
         self.parameters = [list(run.model.parameters()) for run in runs]
+        self._before: list[list[Seen]] = [[] for _ in runs]
 
     def losses_and_gradients(self, batches: Sequence[Examples], seeds: Sequence[int]) -> Tensor:
         return torch.stack([_loss(*each) for each in zip(self.runs, batches, seeds, strict=True)])
@@ -85,8 +91,12 @@ class TorchArithmetic(Arithmetic):
             if run.loss_scale is not None:
                 run.loss_scale.update()
 
+    def remember(self) -> None:
+        self._before = [_remembered(run) for run in self.runs]
+
     def probe(self) -> list[Probe]:
-        return [_probe(run) for run in self.runs]
+        before, self._before = self._before, [[] for _ in self.runs]
+        return [_probe(*each) for each in zip(self.runs, before)]
 
     def evaluate(self) -> list[dict[str, float]]:
         return [_evaluate(run) for run in self.runs]
@@ -112,13 +122,18 @@ def _backward(run: RunState, examples: Examples, config: RunConfig) -> Tensor:
     return loss.detach() / config.accumulate
 
 
-def _probe(run: RunState) -> Probe:
+def _remembered(run: RunState) -> list[Seen]:
+    with autocast(run.config):
+        return remembered(run.model, run.probed.inputs)
+
+
+def _probe(run: RunState, before: Sequence[Seen]) -> Probe:
     inputs, task, classes = run.probed.inputs, run.task, None
     if task.classes:
         of = task.input_classes(inputs)
         classes = TokenClasses(names=tuple(task.classes), query=of, key=of)
     with autocast(run.config):
-        return probe(run.model, inputs, classes)
+        return probe(run.model, inputs, classes, before)
 
 
 def _evaluate(run: RunState) -> dict[str, float]:

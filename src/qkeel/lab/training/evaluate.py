@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkeel.errors import RefusedError
 from qkeel.functional.statistics.class_stats import ClassStats, TokenClasses
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.lab.tasks.task import Examples
+from qkeel.monitor.measure.logit_changes import change_between, frozen
 from qkeel.patching.compiler_state import is_compiled
 from qkeel.sites import Tap
 from qkeel.sites.calls.logit_statistics import Seen, statistics
@@ -89,11 +91,42 @@ def _sums(each: Tensor) -> list[tuple[float, int]]:
     return list(zip(sums, counts))
 
 
-def probe(model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None) -> Probe:
-    """Attention statistics of one forward over the probe's inputs; split by token classes where there are any."""
+def remembered(model: nn.Module, inputs: Tensor) -> list[Seen]:
+    """The attention calls of one forward over the probe's inputs, for `logit_change` after a step."""
+    kept: list[Seen] = []
+    with measuring(model), Tap(model, measure=lambda call: kept.append(frozen(call))):
+        model(inputs)
+    return kept
+
+
+def logit_change(before: Sequence[Seen], after: Sequence[Seen]) -> dict[str, float]:
+    """The root mean square change of the logits over all heads and layers, by its name; {} where it is not known."""
+    try:
+        changes = [change_between(*pair) for pair in zip(before, after)]
+    except RefusedError:  # a position that does not fold into q and k
+        return {}
+    return mean_change([change.rms for change in changes if change is not None])
+
+
+def mean_change(by_layer: Sequence[Tensor]) -> dict[str, float]:
+    """The root mean square over layers and heads [h] of root mean square changes; {} of none."""
+    if not by_layer:
+        return {}
+    return {"logit_change": float(torch.cat(list(by_layer)).double().square().mean().sqrt())}
+
+
+def probe(model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None, before: Sequence[Seen] = ()) -> Probe:
+    """Attention statistics of one forward over the probe's inputs; split by token classes where there are any.
+
+    Args:
+        model, inputs: as trained, and the same for every step. classes: of the inputs. before: what was `remembered`
+            before the last step, whose change of the logits is then recorded.
+    """
     norms: list[Tensor] = []
+    calls: list[Seen] = []
 
     def measure(call: Seen) -> LogitStats | None:
+        calls.extend([call] if before else ())
         return statistics(call if classes is None else dataclasses.replace(call, classes=classes))
 
     with measuring(model), Tap(model, measure=measure) as tap, _leaving(model, norms):
@@ -101,7 +134,7 @@ def probe(model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None)
         stats = list(tap.read().values())
     found = summed_up(stats)
     split = {} if classes is None else by_class([s.classes for s in stats if s.classes], classes, norms[-1])
-    return Probe({**found.record, **split}, found.heads)
+    return Probe({**found.record, **split, **logit_change(before, calls)}, found.heads)
 
 
 def summed_up(stats: Sequence[LogitStats]) -> Probe:

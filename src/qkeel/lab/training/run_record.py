@@ -12,10 +12,11 @@ from typing import final
 
 from qkeel.errors import DamagedFileError, RunDirectoryError, caution
 from qkeel.lab.config import RunConfig
+from qkeel.lab.config_fields import Json
 from qkeel.lab.execution.results_table import summarize
 from qkeel.lab.model.optimizers import learning_rate
 from qkeel.lab.training.checkpoint import Checkpoint, Progress, read_checkpoint, restore, save
-from qkeel.lab.training.environment import environment
+from qkeel.lab.training.environment import check_alike, environment
 from qkeel.lab.training.evaluate import PROBE_FIELDS, Probe
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.throughput import peak, speed
@@ -106,7 +107,7 @@ class RunRecord:
         """
         about = environment(self.config, self.state.task.corpus, self.state.model, command)
         try:
-            found = self._checkpoint(about["corpus"]["sha256"])
+            found = self._checkpoint(about)
         except DamagedFileError as damage:
             caution(f"{str(damage).rstrip('.')}. The run starts again.")
             found = None
@@ -137,6 +138,11 @@ class RunRecord:
     def is_logged(self) -> bool:
         """Returns whether the step that is done is recorded."""
         return self._is_logged(self.step)
+
+    @property
+    def is_logged_next(self) -> bool:
+        """Returns whether the step to come is recorded."""
+        return self._is_logged(self.step + 1)
 
     @property
     def is_saved(self) -> bool:
@@ -184,28 +190,23 @@ class RunRecord:
         """Writes the summary: the run is done."""
         self.place.finish(summarize(self.config, self.place.metrics(self.place.sizes()), self._cpu_seconds()))
 
-    def _check_corpus(self, now: str) -> None:
-        before = (self.place.env().get("corpus") or {}).get("sha256")
-        if before is None:
+    def _check_alike(self, now: Json) -> None:
+        before = self.place.env()
+        if (before.get("corpus") or {}).get("sha256") is None:
             raise DamagedFileError(
                 f"{self.place.path / 'env.json'} lacks the SHA-256 of the corpus: the file was damaged."
             )
-        if before[:12] != now[:12]:
-            raise RunDirectoryError(
-                f"{self.place.path} was begun on another text of {self.config.data.source}: its SHA-256 was "
-                f"{before[:12]}… and is {now[:12]}…. Restore the text, or choose another directory; nothing was "
-                "changed."
-            )
+        check_alike(self.place.path, before, now)
 
-    def _checkpoint(self, corpus: str) -> Checkpoint | None:
+    def _checkpoint(self, now: Json) -> Checkpoint | None:
         """The checkpoint, with the records cut to what they held then and all of them read; None where there is none.
 
-        Raises: DamagedFileError if a file is not as it was written; RunDirectoryError if the corpus is another one.
+        Raises: DamagedFileError if a file is not as it was written; RunDirectoryError if it was computed otherwise.
         """
         place = self.place
         there = place.checkpoint.exists()
         if there or (place.path / "env.json").exists():
-            self._check_corpus(corpus)
+            self._check_alike(now)
         if not there:
             return None
         found = read_checkpoint(place)
@@ -250,6 +251,7 @@ class RunRecord:
             "train_loss": None if loss is None else loss * units["train"],
             "val_loss": held.pop("val_loss") * units["heldout"] if "val_loss" in held else None,
             "grad_norm": norm,
+            "logit_change": None,
             **probe.record,
             **held,
             **(self.state.loss_scale.record() if self.state.loss_scale else {}),

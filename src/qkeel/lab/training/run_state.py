@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import final
 
 import torch
+from torch import nn
 
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import width_ratio
@@ -36,6 +37,7 @@ class RunState:
         self.probed = self.task.heldout(config.probe_sequences).to(self.device)
         torch.manual_seed(config.seed)
         self.model = self.task.build(torch.Generator().manual_seed(config.seed))
+        _nudge(self.model, config.nudge)
         self.model.to(self.device)
         self.attentions = tuple(name for name, m in self.model.named_modules() if isinstance(m, SpecModule))
         self.flops_per_token = flops_per_token(self.model, config.data.context)
@@ -45,3 +47,12 @@ class RunState:
         self.model.train()
         if config.compile:
             self.model.compile()
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module, ulps: int) -> None:
+    """Moves the first weight of the first matrix of the blocks up by so many float32 steps."""
+    weight = next((p for p in model.get_submodule("blocks").parameters() if p.dim() == 2), None) if ulps else None
+    if weight is not None:
+        first = weight.detach().view(-1)[:1]
+        first.view(torch.int32).add_(-ulps if first < 0 else ulps)  # magnitudes are in the order of their bits

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import final
 
+import torch
 from torch import Tensor
 
 from qkeel.functional.statistics.logit_change import LogitChange
@@ -33,15 +35,15 @@ class LogitChanges:
     def before(self) -> None:
         """The step is about to be done."""
         if self._of != self._versions():
-            self._calls = self._tap.calls(*self._probe)
+            self._calls = {name: frozen(call) for name, call in self._tap.calls(*self._probe).items()}
 
     def after(self) -> dict[tuple[str, str], Tensor]:
         """The step is done: by how much the logits have changed, per site and head."""
         old, new = self._calls, self._tap.calls(*self._probe)
-        self._calls, self._of = new, self._versions()
+        self._calls, self._of = {name: frozen(call) for name, call in new.items()}, self._versions()
         found = {}
         for site in (name for name in old if name in new):  # in the same order in every process
-            change = _change(old[site], new[site])
+            change = change_between(old[site], new[site])
             if change is not None:
                 found[site, "logit_change_rms"], found[site, "logit_change_mean_abs"] = change.rms, change.mean_abs
         return found
@@ -51,9 +53,18 @@ class LogitChanges:
         return tuple(version_of(p) for p in self._tap.model.parameters())
 
 
-def _change(before: Seen, after: Seen) -> LogitChange | None:
+def frozen(call: Seen) -> Seen:
+    """The call with copies of its parameters: a step changes gains and learned scales in place."""
+    if not isinstance(call, AttentionCall):
+        return call
+    return dataclasses.replace(call, params={name: p.detach().clone() for name, p in call.params.items()})
+
+
+def change_between(before: Seen, after: Seen) -> LogitChange | None:
+    """The change of the logits between two calls of one site with the same batch; None for packed sequences."""
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):
-        return logit_change(before, after)
-    return None  # packed sequences
+        with torch.autocast(after.q.device.type, enabled=False):  # products of differences, not of half floats
+            return logit_change(before, after)
+    return None

@@ -181,6 +181,12 @@
     byRate("entropy", width, "entropy", 0, () => ({label: "attention entropy (nats)", grid: true, zero: true, ticks: 5}),
       () => [Plot.ruleY([0], {stroke: "var(--rule)"})], (x) => `${human(x)} nats`);
 
+  const change = (width) =>
+    byRate("change", width, "logit_change", 1e-9, (points) => {
+      const values = points.map((p) => p.value), low = Math.min(...values), high = 1.3 * Math.max(...values);
+      return {type: "log", domain: [low, high], label: "logit change per step (nats)", ticks: logTicks(low, high), tickFormat: (x) => human(x), grid: true};
+    }, () => [], (x) => `${human(x)} nats`);
+
   // The first tenth of training would squeeze the rest into a line, so the frame starts after it.
   function train(width) {
     const held = (runs) => runs.flatMap((run) => run.val_loss.filter(([, v]) => v !== null).map(([step, value]) => ({step, value, remedy: run.remedy, lr: run.lr})));
@@ -313,7 +319,7 @@
   }
 
   // ── Drawing ────────────────────────────────────────────────────────────────────────────────────────────────────
-  const DRAWERS = {lengths, drift, loss, logits, entropy, train, heads};
+  const DRAWERS = {lengths, drift, loss, logits, entropy, change, train, heads};
 
   // A study in parts (other models, other optimizers) is drawn one part at a time.
   const shown = {part: null};

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
+from qkeel.metrics import paired_effects
 from qkeel.report.html.formats import listing, rate
 from qkeel.report.html.markup import Markup, cell, columns, join, table, table_row
 from qkeel.report.html.page import Finding, note
 from qkeel.report.study.collect import BASELINE, StudyData
-from qkeel.report.study.compare import Spread, spread
+from qkeel.report.study.compare import Spread, collapses, less, spread
 from qkeel.report.study.tables import spread_cell, swatch
 
 
-def cells(study: StudyData) -> dict[tuple[str, float], Spread]:
-    """Returns the accuracy over the seeds of each remedy and rate, in the study's order."""
-    found: dict[tuple[str, float], list[float]] = {}
+def cells(study: StudyData) -> dict[tuple[str, float], dict[int, float]]:
+    """Returns the accuracy by seed of each remedy and rate, in the study's order."""
+    found: dict[tuple[str, float], dict[int, float]] = {}
     for remedy in study.remedies:
         for line in (line for line in study.rows() if line["remedy"] == remedy):
             if isinstance(line.get("val_accuracy"), float):
-                found.setdefault((remedy, line["lr"]), []).append(line["val_accuracy"])
-    return {key: spread(values) for key, values in found.items()}
+                found.setdefault((remedy, line["lr"]), {})[line["seed"]] = line["val_accuracy"]
+    return found
 
 
 def findings(study: StudyData) -> list[Finding]:
-    """Returns the best accuracy, those whose range over seeds meets its own, and the best without a remedy."""
-    found = cells(study)
+    """Returns the best accuracy without collapse, what cannot be distinguished from it, and the best of none."""
+    found = {key: each for key, each in cells(study).items() if not collapses(study.rows(), *key)}
     if not found:
         return []
-    best = max(found, key=lambda key: found[key].mean)
-    text = f"Highest held-out accuracy: {_percent(found[best])}, {best[0]} at LR {rate(best[1])}"
-    close = [f"{r} at LR {rate(lr)}" for (r, lr), one in found.items() if (r, lr) != best and _meet(one, found[best])]
-    text += f" ({listing(close)} within its range)" if close and found[best].n > 1 else ""
+    totals = {key: spread(list(each.values())) for key, each in found.items()}
+    best = max(found, key=lambda key: totals[key].mean)
+    text = f"Highest held-out accuracy: {_percent(totals[best])}, {best[0]} at LR {rate(best[1])}"
+    against = {key: less(each, found[best]) for key, each in found.items() if key != best}
+    known = {key: one for key, one in against.items() if one is not None and len(one.values) > 1}
+    judged = zip(known, paired_effects([one.numbers for one in known.values()]))
+    close = [f"{remedy} at LR {rate(lr)}" for (remedy, lr), one in judged if one.verdict == "undecided"]
+    text += f" ({listing(close)} cannot be distinguished from it)" if close else ""
     plain = [key for key in found if key[0] == BASELINE]
     if plain and best[0] != BASELINE:
-        top = max(plain, key=lambda key: found[key].mean)
-        text += f"; the highest of {BASELINE} is {_percent(found[top])}, at LR {rate(top[1])}"
+        top = max(plain, key=lambda key: totals[key].mean)
+        text += f"; the highest of {BASELINE} is {_percent(totals[top])}, at LR {rate(top[1])}"
     return [Finding("note", text + ".")]
-
-
-def _meet(one: Spread, other: Spread) -> bool:
-    return one.high >= other.low and one.low <= other.high
 
 
 def _percent(one: Spread) -> str:
@@ -46,7 +47,7 @@ def _percent(one: Spread) -> str:
 
 def table_of(study: StudyData) -> Markup:
     """Returns the table of remedies by rates; empty where nothing is classified."""
-    found = cells(study)
+    found = {key: spread(list(each.values())) for key, each in cells(study).items()}
     if not found:
         return Markup("")
     lrs = study.lrs()

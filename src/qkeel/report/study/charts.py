@@ -20,7 +20,7 @@ from qkeel.report.study.collect import RunData, StudyData
 MAX_COLUMNS = 60  # steps of a head map
 MAX_ROWS = 96  # heads of a head map before it is folded to layers
 HEAD_FIELDS = ("max_logit", "entropy")
-SERIES = ("max_logit", "entropy", "train_loss")
+SERIES = ("max_logit", "entropy", "train_loss", "logit_change")
 LENGTHS = Chart(
     "lengths",
     "Accuracy by position in a long text",
@@ -57,6 +57,13 @@ ENTROPY = Chart(
     "collapsed: every row attends to a single key.",
     "Line charts: attention entropy against step, one panel per learning rate.",
 )
+CHANGE = Chart(
+    "change",
+    "Logit change per step",
+    "Root mean square change of the attention logits by one step, over heads, layers and all visible pairs of the "
+    "fixed held-out batch, at each logged step. Logarithmic axis.",
+    "Line charts: logit change per step against step, one panel per learning rate.",
+)
 TRAIN = Chart(
     "train",
     "Loss during training",
@@ -84,6 +91,7 @@ def charts(study: StudyData) -> list[Chart]:
         (LOSS, len(study.rows()) > 1 and not long),
         (LOGITS, grid),
         (ENTROPY, grid),
+        (CHANGE, grid and any(record.get("logit_change") for run in runs for record in run.metrics)),
         (TRAIN, grid),
         (HEADS, any(run.heads is not None and len(run.heads.steps) for run in runs)),
     ]

@@ -55,6 +55,8 @@ class StudyData:
     remedies: Sequence[str]
     runs: Sequence[RunData]
     tuned: Sequence[Row] = ()
+    chaos: Sequence[Row] = ()
+    """Its own chaos.json: what rounding does to a pair of runs."""
 
     def rows(self, role: str = "grid") -> list[Row]:
         """Returns the table lines of the finished runs of a role."""
@@ -96,7 +98,10 @@ def collect(paths: str | Path | Iterable[str | Path]) -> StudyData:
     order = dict.fromkeys([*(r for r in stated if r in used), *(run.remedy for run in runs)])
     remedies = sorted(order, key=lambda remedy: remedy != BASELINE)  # stable: the baseline first, the rest as given
     tuned = [choice for study in studies for choice in study.tuned]
-    return StudyData(name=" + ".join(names), command="\n".join(commands), remedies=remedies, runs=runs, tuned=tuned)
+    chaos = [pair for study in studies for pair in study.chaos]
+    return StudyData(
+        name=" + ".join(names), command="\n".join(commands), remedies=remedies, runs=runs, tuned=tuned, chaos=chaos
+    )
 
 
 def as_paths(paths: str | Path | Iterable[str | Path]) -> list[Path]:
@@ -138,7 +143,41 @@ def _study(path: Path) -> StudyData:
     remedies = [str(remedy) for remedy in about.get("remedies") or ()]
     name, command = about.get("study") or path.name, about.get("command") or ""
     tuned = about.get("tuned") or ()
-    return StudyData(name=str(name), command=str(command), remedies=remedies, runs=runs, tuned=tuned)
+    runs = [_with_floor(run, chaos_floors(path, (about.get("base") or {}).get(run.role))) for run in runs]
+    chaos = _chaos(path)["pairs"]
+    return StudyData(name=str(name), command=str(command), remedies=remedies, runs=runs, tuned=tuned, chaos=chaos)
+
+
+def _chaos(path: Path) -> Row:
+    file = path / "chaos.json"
+    if not file.exists():
+        return {"base": {}, "pairs": []}
+    return check_parts(read_json(file), "chaos.json", str(file))
+
+
+def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
+    """The chaos floor of each remedy and LR that is known for a configuration: the root mean square over seeds of the
+    difference in loss that one float32 step in one weight makes. From the study's own chaos.json, or that of the
+    directory `chaos` next to it."""
+    known: dict[tuple[str, float], list[float]] = {}
+    for place in dict.fromkeys((path, path.resolve().parent / "chaos")):
+        found = _chaos(place)
+        for pair in found["pairs"] if _trained(found["base"]) == _trained(base) else ():
+            known.setdefault((pair["remedy"], float(pair["lr"])), []).append(float(pair["loss_difference"]))
+        if known:
+            break
+    return {key: math.sqrt(math.fsum(x * x for x in apart) / len(apart)) for key, apart in known.items()}
+
+
+def _trained(base: object) -> object:
+    """A configuration without what is measured when: the same training has the same loss at the end."""
+    cadence = ("log_every", "eval_every", "probe_sequences")
+    return {k: v for k, v in base.items() if k not in cadence} if isinstance(base, dict) else None
+
+
+def _with_floor(run: RunData, floors: dict[tuple[str, float], float]) -> RunData:
+    floor = floors.get((run.remedy, run.lr))
+    return run if run.row is None or floor is None else dataclasses.replace(run, row={**run.row, "chaos_floor": floor})
 
 
 def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:

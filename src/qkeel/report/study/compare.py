@@ -8,14 +8,28 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from qkeel.metrics import Row, largest_stable_lr, lr_sensitivity, paired_gain
+import numpy as np
+
+from qkeel.metrics import (
+    PairedEffect,
+    Row,
+    Verdict,
+    bootstrap_interval,
+    largest_stable_lr,
+    lr_sensitivity,
+    paired_effect,
+    paired_effects,
+    paired_gain,
+)
 from qkeel.report.html.formats import count, number, signed
 from qkeel.report.study.collect import BASELINE, StudyData
+
+MARGIN = 0.01  # nats; a smaller difference of held-out loss counts as none: a tenth of what remedies gain at high rates
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A mean with its smallest and largest value over seeds."""
+    """A mean with its smallest and largest value over seeds, or with the interval where that is said."""
 
     mean: float
     low: float
@@ -27,20 +41,33 @@ class Spread:
 class Gain:
     """The paired gain of a remedy over another at one LR; positive = the remedy's loss is lower.
 
-    `within` says that the difference is within seed spread: its mean is no larger than its own range over the seeds
-    (so also where its sign changes), or than the range of either remedy's own loss over them. None for a single seed.
+    `effect` is None where a single seed or a loss of NaN allows no judgement; `collapsed` says that attention collapsed
+    in a run of the remedy, which is then not praised, whatever its loss.
     """
 
     remedy: str
     baseline: str
     lr: float
-    spread: Spread
-    within: bool | None
+    mean: float
+    effect: PairedEffect | None
+    collapsed: bool
+    floor: float | None = None
+    """The difference that rounding alone makes between two such runs, where a chaos study has measured both."""
 
     @property
-    def clear(self) -> bool:
-        """True if the difference is larger than the seed spread, which a single seed cannot show."""
-        return self.within is False
+    def verdict(self) -> Verdict:
+        """Undecided also where there is nothing to judge by."""
+        return self.effect.verdict if self.effect else "undecided"
+
+    @property
+    def praised(self) -> bool:
+        """True if the remedy is better and its attention works."""
+        return self.verdict == "better" and not self.collapsed
+
+    def over(self) -> str:
+        """The interval in words, and whether rounding alone makes differences of the size."""
+        under = self.floor is not None and abs(self.mean) <= self.floor
+        return interval_text(self.effect) + (f"; under the chaos floor of {number(self.floor, 2)}" if under else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +79,33 @@ class Standing:
     sensitivity_clipped: Spread | None
     best_lr: float
     best_loss: Spread
+    collapsed: bool
     gains: Mapping[float, Gain]
     max_logit: float
     stable_lr: float | None
+    stable_lrs: tuple[float, float] | None
     alarm: tuple[int, float] | None
     cpu_ratio: float | None
+
+
+def interval_text(effect: PairedEffect | None) -> str:
+    """An interval and its number of seeds, in words.
+
+    >>> interval_text(paired_effect([0.1, 0.12, 0.11]))
+    '+0.085 to +0.135, 3 seeds'
+    """
+    if effect is None:
+        return "one seed: no verdict"
+    if math.isinf(effect.high):
+        return f"the same in each of {count(effect.n, 'seed')}"
+    return f"{signed(effect.low)} to {signed(effect.high)}, {count(effect.n, 'seed')}"
+
+
+def more_seeds(effect: PairedEffect | None) -> str:
+    """The number of seeds that would decide, as the end of a sentence."""
+    if effect is None:
+        return "one seed decides nothing"
+    return "more seeds would hardly decide" if effect.seeds is None else f"about {effect.seeds:,} seeds would decide"
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -75,43 +124,79 @@ def losses(rows: Sequence[Row], remedy: str, lr: float) -> dict[int, float]:
     return {row["seed"]: row["val_loss"] for row in rows if row["remedy"] == remedy and row["lr"] == lr}
 
 
-def gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> Gain | None:
-    """The paired gain at one LR, or None where no seed has both."""
-    differences = paired_gain(rows, remedy, baseline, lr)
-    if not differences:
-        return None
-    total = spread(differences)
-    mine, theirs = losses(rows, remedy, lr), losses(rows, baseline, lr)
-    seeds = mine.keys() & theirs.keys()
-    within = None
-    if len(seeds) > 1 and math.isfinite(total.mean):
-        ranges = [max(side[s] for s in seeds) - min(side[s] for s in seeds) for side in (mine, theirs)]
-        within = abs(total.mean) <= max(total.high - total.low, *ranges)
-    return Gain(remedy=remedy, baseline=baseline, lr=lr, spread=total, within=within)
+def collapses(rows: Sequence[Row], remedy: str, lr: float) -> bool:
+    """Returns whether attention collapsed in a run of the remedy at the LR."""
+    return any(row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr)
 
 
-def gains(rows: Sequence[Row], remedy: str, baseline: str) -> dict[float, Gain]:
-    """The paired gain at each LR that has one."""
-    found = {lr: gain(rows, remedy, baseline, lr) for lr in sorted({row["lr"] for row in rows})}
-    return {lr: one for lr, one in found.items() if one is not None}
+def judge(rows: Sequence[Row], comparisons: Sequence[tuple[str, str, float]]) -> list[Gain]:
+    """The gains of (remedy, baseline, LR), where a seed has both, judged together: Holm over all of them."""
+    known = [(of, found) for of in comparisons if (found := paired_gain(rows, *of))]
+    judged = [i for i, (_, found) in enumerate(known) if len(found) > 1 and all(map(math.isfinite, found))]
+    effects = dict(zip(judged, paired_effects([known[i][1] for i in judged], MARGIN)))
+    return [
+        Gain(
+            remedy=remedy,
+            baseline=baseline,
+            lr=lr,
+            mean=math.fsum(found) / len(found),
+            effect=effects.get(i),
+            collapsed=collapses(rows, remedy, lr),
+            floor=_floor(rows, (remedy, baseline), lr),
+        )
+        for i, ((remedy, baseline, lr), found) in enumerate(known)
+    ]
+
+
+def _floor(rows: Sequence[Row], both: tuple[str, str], lr: float) -> float | None:
+    """The chaos floors of two remedies at a rate, root of the sum of squares; None unless both are known."""
+    known = {row["remedy"]: row["chaos_floor"] for row in rows if row["lr"] == lr and "chaos_floor" in row}
+    return math.hypot(*(known[name] for name in both)) if set(both) <= known.keys() else None
+
+
+def gains(rows: Sequence[Row], remedies: Sequence[str], baseline: str = BASELINE) -> list[Gain]:
+    """The gain of each remedy at each LR that has one, judged together."""
+    lrs = sorted({row["lr"] for row in rows})
+    return judge(rows, [(remedy, baseline, lr) for remedy in remedies if remedy != baseline for lr in lrs])
 
 
 def sensitivity(rows: Sequence[Row], remedy: str, lrs: Sequence[float], clip: bool) -> Spread | None:
-    """LR sensitivity over the seeds that finished at every LR; clipped at the loss of initialisation or not."""
+    """LR sensitivity, mean and bootstrap interval over the seeds that finished at every LR; clipped at the loss of
+    initialisation or not. Of one seed, or where a loss is infinite, low and high are the mean."""
     values = []
     for seed in sorted({row["seed"] for row in rows}):
         mine = {row["lr"]: row for row in rows if row["remedy"] == remedy and row["seed"] == seed}
         if len(lrs) > 1 and set(mine) == set(lrs):
             start = statistics.fmean(row["init_loss"] for row in mine.values()) if clip else math.inf
             values.append(lr_sensitivity([mine[lr]["val_loss"] for lr in lrs], start))
-    return spread(values) if values else None
+    if not values:
+        return None
+    total = spread(values)
+    if len(values) < 2 or not math.isfinite(total.mean):
+        return dataclasses.replace(total, low=total.mean, high=total.mean)
+    low, high = bootstrap_interval(values)
+    return dataclasses.replace(total, low=low, high=high)
+
+
+def stable_lrs(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """The bootstrap interval over seeds of the largest stable LR, 0 for none; None with fewer than two seeds."""
+    by_seed = [
+        largest_stable_lr([row for row in rows if row["seed"] == seed]) or 0.0
+        for seed in sorted({row["seed"] for row in rows})
+    ]
+    return bootstrap_interval(by_seed, np.min) if len(by_seed) > 1 else None
 
 
 def standings(study: StudyData) -> list[Standing]:
     """Each remedy with a finished grid run, least sensitive to the LR first; those without a figure last."""
     rows = study.rows()
     present = {row["remedy"] for row in rows}
-    lines = [_standing(rows, remedy, study.lrs()) for remedy in study.remedies if remedy in present]
+    judged = gains(rows, study.remedies)
+    lines = [
+        _standing(rows, remedy, study.lrs(), {g.lr: g for g in judged if g.remedy == remedy})
+        for remedy in study.remedies
+        if remedy in present
+    ]
     return sorted(lines, key=_rank)
 
 
@@ -122,10 +207,11 @@ def _rank(line: Standing) -> tuple[float, float]:
     return last(line.sensitivity_clipped.mean if line.sensitivity_clipped else None), last(line.best_loss.mean)
 
 
-def _standing(rows: Sequence[Row], remedy: str, lrs: Sequence[float]) -> Standing:
+def _standing(rows: Sequence[Row], remedy: str, lrs: Sequence[float], judged: Mapping[float, Gain]) -> Standing:
     mine = [row for row in rows if row["remedy"] == remedy]
     by_lr = {lr: spread(list(losses(rows, remedy, lr).values())) for lr in sorted({row["lr"] for row in mine})}
-    best_lr = min(by_lr, key=lambda lr: math.inf if math.isnan(by_lr[lr].mean) else by_lr[lr].mean)
+    works = {lr: total for lr, total in by_lr.items() if not collapses(rows, remedy, lr)}
+    best_lr = _lowest(works or by_lr)
     alarms = [(row["alarm_step"], row["lr"]) for row in mine if row["alarm_step"] is not None]
     return Standing(
         remedy=remedy,
@@ -133,12 +219,18 @@ def _standing(rows: Sequence[Row], remedy: str, lrs: Sequence[float]) -> Standin
         sensitivity_clipped=sensitivity(rows, remedy, lrs, clip=True),
         best_lr=best_lr,
         best_loss=by_lr[best_lr],
-        gains=gains(rows, remedy, BASELINE) if remedy != BASELINE else {},
+        collapsed=not works,
+        gains=judged,
         max_logit=spread([row["max_logit"] for row in mine]).high,
         stable_lr=largest_stable_lr(mine),
+        stable_lrs=stable_lrs(mine),
         alarm=min(alarms) if alarms else None,
         cpu_ratio=_cpu_ratio(mine, [row for row in rows if row["remedy"] == BASELINE]),
     )
+
+
+def _lowest(by_lr: Mapping[float, Spread]) -> float:
+    return min(by_lr, key=lambda lr: math.inf if math.isnan(by_lr[lr].mean) else by_lr[lr].mean)
 
 
 def _cpu_ratio(mine: Sequence[Row], baseline: Sequence[Row]) -> float | None:
@@ -149,85 +241,79 @@ def _cpu_ratio(mine: Sequence[Row], baseline: Sequence[Row]) -> float | None:
     return sum(pair[0] for pair in pairs) / below if below > 0 else None
 
 
-HELD, REVERSE, NOT_SHOWN, UNDECIDED = "held", "the reverse", "not shown", "undecided"
+HELD, REVERSE, UNDECIDED = "held", "the reverse", "undecided"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """A ratio or a difference by seed. `noise`: how far seeds are apart, as ratios are in logarithms."""
+    """A ratio or a difference by seed; ratios are judged by their logarithms."""
 
     values: Sequence[float]
-    noise: float
     ratio: bool
-    unit: str = "seed"
+    level: float = 0.95
+
+    @property
+    def numbers(self) -> list[float]:
+        """The values as they are judged: 0 is no effect."""
+        return [math.log(value) for value in self.values] if self.ratio else list(self.values)
 
     @property
     def mean(self) -> float:
         """Over the seeds; geometric of ratios."""
-        if not self.ratio:
-            return math.fsum(self.values) / len(self.values)
-        return math.exp(math.fsum(map(math.log, self.values)) / len(self.values))
+        return self._back(math.fsum(self.numbers) / len(self.values))
+
+    @property
+    def judged(self) -> PairedEffect | None:
+        """The interval and test of the numbers; None of one seed."""
+        return paired_effect(self.numbers, level=self.level) if len(self.values) > 1 else None
 
     @property
     def verdict(self) -> str:
-        """Held if it is larger than nothing by more than seeds differ, the reverse if smaller.
+        """Held if the interval lies above no effect, the reverse if below.
 
-        >>> times({0: 2.0, 1: 2.2}, {0: 1.0, 1: 1.0}).verdict, times({0: 3.0}, {0: 1.0}).verdict
+        >>> times({0: 2.0, 1: 2.1, 2: 2.2}, {0: 1.0, 1: 1.0, 2: 1.0}).verdict, times({0: 3.0}, {0: 1.0}).verdict
         ('held', 'undecided')
         """
-        if len(self.values) < 2:
-            return UNDECIDED
-        size = math.log(self.mean) if self.ratio else self.mean
-        if not abs(size) > self.noise:
-            return NOT_SHOWN
-        return HELD if size > 0 else REVERSE
+        judged = self.judged
+        return {"better": HELD, "worse": REVERSE}.get(judged.verdict if judged else "", UNDECIDED)
 
     def text(self) -> str:
-        """The mean with its range: 1.3× (0.9× to 1.9×, 3 seeds)."""
-        low, high = min(self.values), max(self.values)
-        write = _times if self.ratio else signed
-        if len(self.values) == 1:
+        """The mean with its interval: 1.3× (0.9× to 1.9×, 3 seeds)."""
+        write, judged = _times if self.ratio else signed, self.judged
+        if judged is None:
             return f"{write(self.mean)} (one seed)"
-        return f"{write(self.mean)} ({write(low)} to {write(high)}, {count(len(self.values), self.unit)})"
+        if math.isinf(judged.high):
+            return f"{write(self.mean)} ({interval_text(judged)})"
+        low, high = (write(self._back(end)) for end in (judged.low, judged.high))
+        return f"{write(self.mean)} ({low} to {high}, {count(judged.n, 'seed')})"
 
     def said(self) -> str:
         """The verdict as the end of a sentence."""
-        return {
-            HELD: "held",
-            REVERSE: "the reverse was seen",
-            NOT_SHOWN: "inside the seed spread, not shown",
-            UNDECIDED: "one seed, undecided",
-        }[self.verdict]
+        if self.verdict == UNDECIDED:
+            return f"not shown: {more_seeds(self.judged)}"
+        return "held" if self.verdict == HELD else "the reverse was seen"
+
+    def _back(self, number: float) -> float:
+        if not self.ratio:
+            return number
+        return math.exp(number) if number < 700 else math.inf
 
 
 def _times(value: float) -> str:
     return f"{value:.2f}×" if value < 10 else f"{number(value, 2)}×"
 
 
-def times(above: Mapping[int, float], below: Mapping[int, float], *, same_run: bool = False) -> Effect | None:
-    """The ratio `above` / `below` over the seeds that both have; None without any. The noise is the range of the
-    ratio over the seeds, and unless both numbers are of one run, also that of either."""
+def times(above: Mapping[int, float], below: Mapping[int, float]) -> Effect | None:
+    """The ratio `above` / `below` over the seeds that both have; None without any."""
     seeds = [s for s in sorted(above.keys() & below.keys()) if _positive(above[s]) and _positive(below[s])]
-    if not seeds:
-        return None
-    logs = [math.log(above[s] / below[s]) for s in seeds]
-    sides = [] if same_run else [[math.log(side[s]) for s in seeds] for side in (above, below)]
-    return Effect(values=[math.exp(x) for x in logs], noise=max(map(_range, [logs, *sides])), ratio=True)
+    return Effect(values=[above[s] / below[s] for s in seeds], ratio=True) if seeds else None
 
 
 def less(mine: Mapping[int, float], theirs: Mapping[int, float]) -> Effect | None:
     """The difference `theirs` - `mine` over the seeds that both have; None without any."""
     seeds = [s for s in sorted(mine.keys() & theirs.keys()) if math.isfinite(mine[s]) and math.isfinite(theirs[s])]
-    if not seeds:
-        return None
-    values = [theirs[s] - mine[s] for s in seeds]
-    noise = max(map(_range, [values, [mine[s] for s in seeds], [theirs[s] for s in seeds]]))
-    return Effect(values=values, noise=noise, ratio=False)
+    return Effect(values=[theirs[s] - mine[s] for s in seeds], ratio=False) if seeds else None
 
 
 def _positive(value: float) -> bool:
     return math.isfinite(value) and value > 0
-
-
-def _range(values: Sequence[float]) -> float:
-    return max(values) - min(values)

@@ -12,7 +12,7 @@ from qkeel.registry import Term, parse
 from qkeel.report.html.formats import count, listing, loss, number, rate, signed
 from qkeel.report.html.page import Finding
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
-from qkeel.report.study.compare import Gain, Spread, gain, gains, losses, spread
+from qkeel.report.study.compare import MARGIN, Gain, collapses, gains, judge, losses, more_seeds, spread
 
 
 def findings(study: StudyData) -> list[Finding]:
@@ -26,13 +26,6 @@ def findings(study: StudyData) -> list[Finding]:
     elif not found:
         found += [text for run in study.runs for text in _single(run, study.loss_unit())]
     return found + _seeds(study, rows) + _unfinished(study)
-
-
-def _over(total: Spread) -> str:
-    """The range of a difference, in words."""
-    if total.n == 1:
-        return "one seed"
-    return f"{signed(total.low)} to {signed(total.high)} over {count(total.n, 'seed')}"
 
 
 def _drift(study: StudyData) -> list[Finding]:
@@ -55,6 +48,7 @@ def _drift_clause(run: RunData, *, alone: bool) -> str:
     alarm = alarm_step(run.metrics)
     start = run.metrics[0].get("max_logit")
     name = f"the largest attention logit of {run.remedy}" if alone or run.remedy == BASELINE else run.remedy
+    name += " (its attention collapsed)" if row["collapsed"] else ""
     if alarm is None:
         return f"{name} stays at or below {peak}"
     return (
@@ -68,24 +62,35 @@ def _headline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
         text = f"No run without a remedy ({BASELINE}) has finished, so no gain can be given: "
         text += f"add {BASELINE} to the remedies."
         return [Finding("caution", text)]
-    found = [g for r in study.remedies if r != BASELINE for g in gains(rows, r, BASELINE).values()]
-    found = [g for g in found if math.isfinite(g.spread.mean)]
+    found = [g for g in gains(rows, study.remedies) if math.isfinite(g.mean)]
     if not found:
         return [Finding("caution", f"No seed has finished both with a remedy and with {BASELINE} at the same LR.")]
-    clear = [g for g in found if g.clear and g.spread.mean > 0]
-    single = [g for g in found if g.within is None and g.spread.mean > 0]  # of one seed, which the sentence says
-    if not clear and not single:
-        beats = "by more than the seed spread at any LR" if any(g.within is not None for g in found) else "at any LR"
-        text = f"No remedy's held-out loss beats that of {BASELINE} {beats}."
-        return [Finding("lead", text), *_logits(rows, found)]
-    best = max(clear or single, key=lambda g: g.spread.mean)
-    better = f"its held-out loss is {loss(best.spread.mean)} nats better ({_over(best.spread)})"
-    low = gains(rows, best.remedy, BASELINE)[min(g.lr for g in found if g.remedy == best.remedy)]
+    praised = [g for g in found if g.praised]
+    if not praised:
+        return [Finding("lead", _nothing_shown(found)), *_logits(rows, found)]
+    best = max(praised, key=lambda g: g.mean)
+    better = f"its held-out loss is {loss(best.mean)} nats better ({best.over()})"
+    low = min((g for g in found if g.remedy == best.remedy), key=lambda g: g.lr)
     at_low = f"; at LR {rate(low.lr)} it {_cost(low)}" if low.lr < best.lr else ""
     return [
         Finding("lead", f"At LR {rate(best.lr)}, {_held(rows, best)}, and {better}{at_low}."),
         *_peers(rows, best, found),
     ]
+
+
+def _nothing_shown(found: Sequence[Gain]) -> str:
+    """The lead where no remedy is better: what came nearest, and what would decide it."""
+    if all(g.effect is None for g in found):
+        return f"One seed decides nothing: no remedy is judged against {BASELINE}."
+    text = f"No remedy's held-out loss is shown to be better than that of {BASELINE} at any LR"
+    near = [g for g in found if g.effect and g.verdict == "undecided" and g.mean > 0 and not g.collapsed]
+    if not near:
+        return text + "."
+    top = max(near, key=lambda g: g.mean)
+    figures = f"{signed(top.mean)} nats, {top.over()}"
+    return f"{text}; the largest difference is that of {top.remedy} at LR {rate(top.lr)} ({figures}): " + (
+        f"{more_seeds(top.effect)}."
+    )
 
 
 def _held(rows: Sequence[Row], one: Gain) -> str:
@@ -100,60 +105,56 @@ def _held(rows: Sequence[Row], one: Gain) -> str:
 
 
 def _cost(one: Gain) -> str:
-    figures = f"{signed(one.spread.mean)} nats, {_over(one.spread)}"
-    if one.within is None:
-        return f"differs by {figures}"
-    if one.within:
-        return f"costs nothing measurable ({figures}: within seed spread)"
-    return f"{'is also better' if one.spread.mean > 0 else 'costs loss'} ({figures})"
+    figures = f"{signed(one.mean)} nats, {one.over()}"
+    if one.verdict == "equal":
+        return f"costs nothing ({figures}: inside ±{MARGIN:g})"
+    if one.verdict == "undecided":
+        figures += f"; {more_seeds(one.effect)}" if one.effect else ""
+        return f"cannot be distinguished from {one.baseline} ({figures})"
+    return f"{'is also better' if one.praised else 'has the lower loss' if one.mean > 0 else 'costs loss'} ({figures})"
 
 
 def _logits(rows: Sequence[Row], found: Sequence[Gain]) -> list[Finding]:
+    """The lowest of the largest logits at the highest rate, of the remedies whose attention works there."""
     top = max(g.lr for g in found)
-    here = {g.remedy: g for g in found if g.lr == top}
+    here = {g.remedy: g for g in found if g.lr == top and not g.collapsed}
     peak = {r: spread([row["max_logit"] for row in rows if row["remedy"] == r and row["lr"] == top]).high for r in here}
-    lowest = here[min(peak, key=lambda remedy: peak[remedy])]
-    return [Finding("note", f"At LR {rate(top)}, {_held(rows, lowest)}.")]
+    lowest = [here[min(peak, key=lambda remedy: peak[remedy])]] if here else []
+    return [Finding("note", f"At LR {rate(top)}, {_held(rows, one)}.") for one in lowest]
 
 
 def _peers(rows: Sequence[Row], best: Gain, found: Sequence[Gain]) -> list[Finding]:
-    """The remedies that are within seed spread of the best one where it is best."""
-    equal = []
-    for other in found:
-        if other.lr == best.lr and other.remedy != best.remedy:
-            apart = gain(rows, other.remedy, best.remedy, best.lr)
-            if apart is not None and apart.within:
-                equal.append(f"{other.remedy} ({signed(other.spread.mean)})")
-    if not equal:
+    """The remedies that cannot be distinguished from the best one where it is best."""
+    others = {g.remedy: g for g in found if g.lr == best.lr and g.remedy != best.remedy and not g.collapsed}
+    apart = judge(rows, [(name, best.remedy, best.lr) for name in others])
+    near = [f"{g.remedy} ({signed(others[g.remedy].mean)})" for g in apart if g.verdict in ("equal", "undecided")]
+    if not near:
         return []
-    verb = "is" if len(equal) == 1 else "are"
-    return [
-        Finding(
-            "note", f"There, {listing(equal)} {verb} within seed spread of {best.remedy} ({signed(best.spread.mean)})."
-        )
-    ]
+    text = f"There, {listing(near)} cannot be distinguished from {best.remedy} ({signed(best.mean)})."
+    return [Finding("note", text)]
 
 
 def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     """Per-head learning rates (lalr) against the ablation that lowers them for all heads alike (qk_lr)."""
+    words = {
+        "equal": "are equal",
+        "undecided": "cannot be distinguished",
+        "better": "differ, {} ahead,",
+        "worse": "differ, {} ahead,",
+    }
     found = []
     for remedy, ablation in _ablations(study.remedies):
-        groups: dict[str, list[str]] = {"tie": [], "ahead": [], "behind": [], "unknown": []}
-        for lr, one in gains(rows, remedy, ablation).items():
-            if one.within is None:
-                groups["unknown"].append(f"{rate(lr)} ({signed(one.spread.mean)} nats)")
-            else:
-                side = "tie" if one.within else "ahead" if one.spread.mean > 0 else "behind"
-                groups[side].append(rate(lr) if one.within else f"{rate(lr)} ({signed(one.spread.mean)} nats)")
+        groups: dict[str, list[str]] = {}
+        for one in gains(rows, [remedy], ablation):
+            groups.setdefault(one.verdict, []).append(f"{rate(one.lr)} ({signed(one.mean)} nats, {one.over()})")
         parts = [
-            f"tie at LR {listing(groups['tie'])} (within seed spread)" if groups["tie"] else "",
-            f"differ at LR {listing(groups['ahead'])}, {remedy} ahead" if groups["ahead"] else "",
-            f"differ at LR {listing(groups['behind'])}, {ablation} ahead" if groups["behind"] else "",
-            f"differ at LR {listing(groups['unknown'])}, on one seed" if groups["unknown"] else "",
+            f"{said.format(remedy if verdict == 'better' else ablation)} at LR {listing(groups[verdict])}"
+            for verdict, said in words.items()
+            if verdict in groups
         ]
-        if any(parts):
-            text = f"{remedy} and its ablation {ablation} {'; '.join(p for p in parts if p)}."
-            found.append(Finding("note" if not groups["tie"] else "caution", text))
+        if parts:
+            kind = "caution" if {"equal", "undecided"} & groups.keys() else "note"
+            found.append(Finding(kind, f"{remedy} and its ablation {ablation} {'; '.join(parts)}."))
     return found
 
 
@@ -175,14 +176,13 @@ def _term(remedy: str) -> Term | None:
 
 
 def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
-    """The remedies that are clearly worse than doing nothing."""
+    """The remedies that are worse than doing nothing."""
     worse = [
-        f"{g.remedy} at LR {rate(g.lr)} ({signed(g.spread.mean)} nats)"
-        for remedy in study.remedies
-        for g in gains(rows, remedy, BASELINE).values()
-        if g.clear and g.spread.mean < 0
+        f"{g.remedy} at LR {rate(g.lr)} ({signed(g.mean)} nats, {g.over()})"
+        for g in gains(rows, study.remedies)
+        if g.verdict == "worse"
     ]
-    return [Finding("note", f"Worse than {BASELINE} by more than the seed spread: {listing(worse)}.")] if worse else []
+    return [Finding("note", f"Worse than {BASELINE}: {listing(worse)}.")] if worse else []
 
 
 def _collapse(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
@@ -206,15 +206,16 @@ def _best(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
         (remedy, lr): spread(list(losses(rows, remedy, lr).values()))
         for remedy in study.remedies
         for lr in study.lrs()
-        if losses(rows, remedy, lr)
+        if losses(rows, remedy, lr) and not collapses(rows, remedy, lr)
     }
     finite = {cell: total for cell, total in cells.items() if math.isfinite(total.mean)}
     if not finite:
-        return [Finding("caution", "No finished run has a finite held-out loss.")]
+        return [Finding("caution", "No learning rate has a finite held-out loss without collapse.")]
     remedy, lr = min(finite, key=lambda cell: finite[cell].mean)
     text = f"Lowest held-out loss: {loss(finite[remedy, lr].mean)} {study.loss_unit()}, {remedy} at LR {rate(lr)}"
-    close = [g.baseline for r in study.remedies if r != remedy and (g := gain(rows, remedy, r, lr)) and g.within]
-    text += f" ({listing(close)} within seed spread)" if close else ""
+    apart = judge(rows, [(remedy, r, lr) for r in study.remedies if r != remedy])
+    close = [g.baseline for g in apart if g.effect and g.verdict in ("equal", "undecided")]
+    text += f" ({listing(close)} cannot be distinguished from it)" if close else ""
     others = {cell: total for cell, total in finite.items() if cell[0] == BASELINE}
     if others and remedy != BASELINE:
         cell = min(others, key=lambda c: others[c].mean)
@@ -246,9 +247,11 @@ def _seeds(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
         return []
     seeds = {row["seed"] for row in rows}
     if len(seeds) == 1:
-        return [Finding("caution", "One seed: the seed spread is unknown, so small differences mean nothing.")]
-    text = f"Differences are paired by seed: mean, then smallest to largest over {len(seeds)} seeds."
-    return [Finding("caution", text)]
+        return [Finding("caution", "One seed: no interval, so no difference is judged.")]
+    tests = sum(g.effect is not None for g in gains(rows, study.remedies))
+    text = "Differences are paired by seed: mean, then 95 % interval"
+    text += f" (Student's t, by Holm for the {tests} comparisons with {BASELINE} at once)" if tests > 1 else ""
+    return [Finding("caution", f"{text}; {len(seeds)} seeds.")]
 
 
 def _unfinished(study: StudyData) -> list[Finding]:

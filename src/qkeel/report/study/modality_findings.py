@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from qkeel.metrics import paired_effects
 from qkeel.report.html.formats import count, listing, number, rate
 from qkeel.report.html.page import Finding
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
@@ -16,15 +18,20 @@ REMEDY = "qk_norm"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim about mixed modalities, what was measured, and the effect against the seed spread."""
+    """A claim about mixed modalities; {} in `sentence`, what was measured, is where its effect stands."""
 
     name: str
-    measured: str
+    sentence: str
     effect: Effect
 
     @property
+    def measured(self) -> str:
+        """The sentence with the effect and its interval."""
+        return self.sentence.replace("{}", self.effect.text())
+
+    @property
     def held(self) -> bool:
-        """True if the effect is larger than the seed spread."""
+        """True if the interval of the effect lies on the claim's side."""
         return self.effect.verdict == HELD
 
     @property
@@ -44,9 +51,9 @@ def findings(study: StudyData) -> list[Finding]:
     if not found:
         return [Finding("caution", "No claim can be judged yet: too few of the runs have finished.")]
     held = [claim for claim in found if claim.held]
-    answer = _answer(study)
+    answer = _answer(study, found)
     text = f"Why do mixed modalities blow up? {answer}" if answer else ""
-    tally = f"{len(held)} of {count(len(found), 'claim')} held by more than the seed spread."
+    tally = f"{len(held)} of {count(len(found), 'claim')} held, by intervals of 95 % for all at once (Holm)."
     notes = [Finding("note", claim.text) for claim in sorted(found, key=lambda claim: not claim.held)]
     return [Finding("lead", f"{text}{tally}"), *notes, *_cautions(study)]
 
@@ -54,7 +61,7 @@ def findings(study: StudyData) -> list[Finding]:
 def _cautions(study: StudyData) -> Iterator[Finding]:
     seeds = {run.seed for run in study.runs}
     if len(seeds) == 1:
-        yield Finding("caution", "One seed: the seed spread is unknown, so no claim can be judged.")
+        yield Finding("caution", "One seed: no interval, so no claim is judged.")
     left = sum(run.row is None for run in study.runs)
     if left:
         yield Finding("caution", f"{left} of {count(len(study.runs), 'run')} have no result; they are in no figure.")
@@ -65,8 +72,8 @@ def _cautions(study: StudyData) -> Iterator[Finding]:
     )
 
 
-def _answer(study: StudyData) -> str:
-    regimes = [c for c in _variance(study) if c.measured.split(" is ")[0].endswith("the largest logit")]
+def _answer(study: StudyData, found: Sequence[Claim]) -> str:
+    regimes = [c for c in found if c.name.startswith("Variance") and "the largest logit is {}" in c.sentence]
     if regimes:
         return "".join(f"{c.name}: {c.measured}, {c.effect.said()}. " for c in regimes)
     text, mixes, rates = _text(study), _mixes(study), _rates(study)
@@ -78,12 +85,13 @@ def _answer(study: StudyData) -> str:
     for name, part in parts:
         one = times(_of(part, BASELINE, high, "max_logit"), _of(part, BASELINE, low, "max_logit"))
         grown += [f"{number(one.mean, 2)}× in {name}"] if one else []
-    mixed = [e for part in mixes.values() if (e := _against_text(study, part, high))]
+    begins = f"at LR {rate(high)} "
+    mixed = [c.effect for c in found if c.name.startswith("Mixing makes logits") and c.sentence.startswith(begins)]
     said = f"From LR {rate(low)} to {rate(high)} the largest logit grows {listing(grown)}. " if grown else ""
     if mixed:
         more = f"Mixing multiplies it by {listing([e.text() for e in mixed])} at LR {rate(high)}"
         clear = all(e.verdict == HELD for e in mixed)
-        so = "more than seeds differ" if clear else "inside the seed spread: here the rate does it, not the mixing"
+        so = "which is shown" if clear else "which is not shown: here the rate does it, not the mixing"
         said += f"{more}, {so}. "
     cured = [e for part in mixes.values() if (e := _cured(part, high))] if len(mixes) <= 3 else []
     return said + (f"{REMEDY} cuts it by {listing([e.text() for e in cured])}. " if cured else "")
@@ -92,7 +100,12 @@ def _answer(study: StudyData) -> str:
 def claims(study: StudyData) -> list[Claim]:
     """Those that the study's runs can judge."""
     makers = (_norms, _drift, _mass, _mixing, _alarm, _cure, _hidden, _variance)
-    return [claim for make in makers for claim in make(study)]
+    found = [claim for make in makers for claim in make(study)]
+    several = [i for i, claim in enumerate(found) if len(claim.effect.values) > 1]
+    for i, judged in zip(several, paired_effects([found[i].effect.numbers for i in several])):
+        effect = dataclasses.replace(found[i].effect, level=judged.level)
+        found[i] = dataclasses.replace(found[i], effect=effect)
+    return found
 
 
 def _norms(study: StudyData) -> Iterator[Claim]:
@@ -103,29 +116,29 @@ def _norms(study: StudyData) -> Iterator[Claim]:
             one = _ratio(part, BASELINE, lr, f"{kind}_norm")
             if one is None:
                 continue
-            what = f"at LR {rate(lr)} image {words} are {one.text()} text {words}"
             ratios = [_shares(p, BASELINE, lr, f"{kind}_norm") for p in (part, text) if p is not None]
             against = times(*ratios) if len(ratios) == 2 else None
+            what = f"at LR {rate(lr)} image {words} are {{}} text {words}"
             if against is not None:
-                what += f", which is {against.text()} what a model of text alone makes of them"
+                what = what.replace("{}", one.text()) + ", which is {} what a model of text alone makes of them"
             yield Claim(f"Mixing makes image {words} longer ({name})", what, against or one)
 
 
 def _drift(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)):
         start = _shares(part, BASELINE, lr, "query_norm", at=0)
-        one = times(_shares(part, BASELINE, lr, "query_norm"), start, same_run=True)
+        one = times(_shares(part, BASELINE, lr, "query_norm"), start)
         if one is not None:
-            what = f"at LR {rate(lr)} the ratio of image to text queries ends {one.text()} what it was before training"
+            what = f"at LR {rate(lr)} the ratio of image to text queries ends {{}} what it was before training"
             yield Claim(f"Norms compete, so their ratio grows ({name})", what, one)
 
 
 def _mass(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[:1]):
         above = _of(part, BASELINE, lr, "attention_mass/text>image")
-        one = times(above, _of(part, BASELINE, lr, "uniform_mass/text>image"), same_run=True)
+        one = times(above, _of(part, BASELINE, lr, "uniform_mass/text>image"))
         if one is not None:
-            what = f"at LR {rate(lr)} text gives images {one.text()} the weight that even attention would"
+            what = f"at LR {rate(lr)} text gives images {{}} the weight that even attention would"
             yield Claim(f"Images draw the attention of text ({name})", what, one)
 
 
@@ -134,9 +147,7 @@ def _mixing(study: StudyData) -> Iterator[Claim]:
         one = _against_text(study, part, lr)
         if one is not None:
             tops = [number(_middle(_of(p, BASELINE, lr, "max_logit").values()), 2) for p in (part, _text(study)) if p]
-            what = (
-                f"at LR {rate(lr)} the largest logit is {one.text()} that of text alone ({tops[0]} against {tops[1]})"
-            )
+            what = f"at LR {rate(lr)} the largest logit is {{}} that of text alone ({tops[0]} against {tops[1]})"
             yield Claim(f"Mixing makes logits grow ({name})", what, one)
 
 
@@ -159,11 +170,11 @@ def _cure(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[-1:]):
         one = _cured(part, lr)
         if one is not None:
-            what = f"at LR {rate(lr)} the largest logit of {BASELINE} is {one.text()} that of {REMEDY}"
+            what = f"at LR {rate(lr)} the largest logit of {BASELINE} is {{}} that of {REMEDY}"
             yield Claim(f"QK-norm holds the logits ({name})", what, one)
         image = less(_of(part, REMEDY, lr, "val_loss/image"), _of(part, BASELINE, lr, "val_loss/image"))
         if image is not None:
-            what = f"at LR {rate(lr)} the image loss of {REMEDY} is {image.text()} nats better than that of {BASELINE}"
+            what = f"at LR {rate(lr)} the image loss of {REMEDY} is {{}} nats better than that of {BASELINE}"
             yield Claim(f"QK-norm saves the images ({name})", what, image)
 
 
@@ -174,9 +185,7 @@ def _hidden(study: StudyData) -> Iterator[Claim]:
         effects = {r: times(norm, _of(part, r, lr, "last_block_norm/image")) for r in others}
         for remedy, one in effects.items():
             if one is not None:
-                what = (
-                    f"at LR {rate(lr)} hidden states leave the last block {one.text()} as long with it as with {remedy}"
-                )
+                what = f"at LR {rate(lr)} hidden states leave the last block {{}} as long with it as with {remedy}"
                 yield Claim(f"QK-norm alone leaves the hidden norm to grow ({name})", what, one)
 
 
@@ -189,8 +198,7 @@ def _variance(study: StudyData) -> Iterator[Claim]:
             for what, read in _READ.items():
                 one = times(*(_over_shares(cells, order, v, lr, read) for v in (top, 1.0)))
                 if one is not None:
-                    one = dataclasses.replace(one, unit="pair")
-                    said = f"at LR {rate(lr)} {what} is {one.text()} that at variance 1"
+                    said = f"at LR {rate(lr)} {what} is {{}} that at variance 1"
                     yield Claim(f"Variance ×{top:g} of images, {_NAMES.get(order, order)}", said, one)
 
 
@@ -211,14 +219,14 @@ def _cells(study: StudyData) -> Cells:
 
 
 def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: Read) -> dict[int, float]:
-    """One number per image share and seed, numbered so that two variances meet at the same."""
-    shares = sorted({share for _, share, _ in cells})
-    found = {}
-    for i, share in enumerate(shares):
-        part = cells.get((order, share, variance))
-        for seed, value in (read(part, lr) if part else {}).items():
-            found[1000 * i + seed] = value
-    return found
+    """One number per seed, the geometric mean over image shares: runs of one seed are no independent samples."""
+    each = [read(part, lr) for (norm, _, at), part in cells.items() if (norm, at) == (order, variance)]
+    seeds = set.intersection(*(set(found) for found in each)) if each else set()
+    return {
+        seed: statistics.geometric_mean([found[seed] for found in each])
+        for seed in sorted(seeds)
+        if all(found[seed] > 0 for found in each)
+    }
 
 
 _READ: dict[str, Read] = {
@@ -241,7 +249,7 @@ def _against_text(study: StudyData, part: StudyData, lr: float) -> Effect | None
 
 def _ratio(part: StudyData, remedy: str, lr: float, name: str) -> Effect | None:
     above, below = (_of(part, remedy, lr, f"{name}/{side}") for side in ("image", "text"))
-    return times(above, below, same_run=True)
+    return times(above, below)
 
 
 def _shares(part: StudyData, remedy: str, lr: float, name: str, at: int = -1) -> dict[int, float]:

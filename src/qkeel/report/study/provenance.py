@@ -12,6 +12,7 @@ from qkeel.report.html.formats import count, number
 from qkeel.report.html.markup import Markup, join, tag
 from qkeel.report.html.page import command_block, details, facts
 from qkeel.report.study.collect import RunData, StudyData
+from qkeel.report.study.compare import MARGIN
 from qkeel.report.study.tables import swatch
 
 _MOST_VALUES = 8  # of one kind; more are counted
@@ -57,6 +58,8 @@ def provenance(study: StudyData) -> Markup:
         ("qkeel", lambda run: run.env.get("qkeel")),
         ("Python", lambda run: run.env.get("python")),
         ("torch", lambda run: run.env.get("torch")),
+        ("Processor", lambda run: run.env.get("cpu")),
+        ("Compiled kernels", lambda run: run.env.get("compiled_kernels") and "yes"),
         ("Device", lambda run: " ".join(str(run.env[k]) for k in ("device", "dtype") if run.env.get(k))),
         ("Corpus", lambda run: _corpus(run.env.get("corpus"))),
         ("Corpus SHA-256", lambda run: _of(run.env.get("corpus"), "sha256")),
@@ -84,6 +87,10 @@ def unlike(study: StudyData) -> str:
         "steps": lambda run: run.config.get("steps"),
         "model": lambda run: json.dumps(_compared(run), sort_keys=True, default=str),
         "dtype": lambda run: run.env.get("dtype"),
+        "device": lambda run: run.env.get("device"),
+        "torch": lambda run: run.env.get("torch"),
+        "processor": lambda run: run.env.get("cpu"),
+        "kernels": lambda run: run.env.get("compiled_kernels"),
     }
     return ", ".join(name for name, read in reads.items() if len({read(run) for run in runs}) > 1)
 
@@ -147,13 +154,18 @@ def definitions() -> Markup:
         "Alarm line": f"A largest attention logit above {number(ALARM_THRESHOLD)} nats. Alarm step: the first logged "
         "step above it; in the ranking, the earliest over LRs and seeds.",
         "LR sensitivity": "Mean over learning rates of the held-out loss minus the smallest one, per seed; then mean "
-        "and range over seeds. Clipped: losses above the loss of initialisation count as that (Wortsman et al. 2023, "
-        "arXiv 2309.14322).",
+        "and bootstrap interval over seeds. Clipped: losses above the loss of initialisation count as that (Wortsman "
+        "et al. 2023, arXiv 2309.14322).",
         "Gain": "Held-out loss of none minus that of the remedy, seed by seed: same weights at the start, same "
-        "batches. Positive: the remedy is better. Grey: within seed spread, or one seed only.",
-        "Within seed spread": "The mean difference is no larger than its own range over the seeds, or than the range "
-        "that either remedy's own loss has over the seeds.",
-        "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed.",
+        "batches. Positive: the remedy is better. Below it the interval of the mean by Student's t, 95 % for all gains "
+        "of the table at once (Holm).",
+        "Verdict": f"Better or worse: the interval leaves 0. Equal: it lies inside ±{MARGIN:g} nats. Else undecided. "
+        "One seed has no interval and no verdict. A remedy whose attention collapsed is not called better.",
+        "Chaos floor": "What one float32 step in one weight does to the final held-out loss, root mean square over the "
+        "pairs of runs of a chaos study of the same configuration; of two remedies the root of the sum of squares. A "
+        "difference under it is of the size that rounding makes in a single pair.",
+        "Largest LR without collapse": "The largest learning rate up to which no run of the remedy collapsed, with its "
+        "bootstrap interval over seeds.",
         "CPU, × none": "CPU seconds of the remedy over those of none, summed over the LRs and seeds that both have.",
     }
     names = {**EXTRAPOLATION_COLUMNS, **TASK_FIELDS, **STEP_FIELDS, **TABLE_COLUMNS}

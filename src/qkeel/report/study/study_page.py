@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from qkeel.report.html.formats import count, listing, rate
 from qkeel.report.html.markup import Markup, join, tag
 from qkeel.report.html.page import Chart, Finding, Page, Section, choices, empty_note, finding_list, note
-from qkeel.report.study import accuracy_findings, length_findings, modality_findings, provenance, tables
+from qkeel.report.study import accuracy_findings, chaos_findings, length_findings, modality_findings, provenance, tables
 from qkeel.report.study.charts import chart_data, charts, figures
 from qkeel.report.study.collect import StudyData
 from qkeel.report.study.findings import findings
@@ -20,6 +20,7 @@ TITLES = {
     "demo": "Learning-rate demo",
     "mla": "Latent-attention study",
     "multimodal": "Text and images in one sequence",
+    "chaos": "Chaos study",
 }
 
 
@@ -51,6 +52,7 @@ def _sections(study: StudyData, present: Sequence[Chart]) -> list[Section]:
         Section(
             "modality", "By modality", by_modality(study) if modality_findings.is_multimodal(study) else Markup("")
         ),
+        Section("chaos", "What rounding does", chaos_findings.floors_table(study)),
         Section("accuracy", "Accuracy", accuracy_findings.table_of(study)),
         Section("ranking", "Ranking", _ranking(study)),
         *(Section(f"part-{i}", name, _part(part)) for i, (name, part) in enumerate(parts.items())),
@@ -80,6 +82,8 @@ def _findings(study: StudyData) -> list[Finding]:
     """The first screen's; of a study in parts the lead of each part, the rest stands with the part."""
     if modality_findings.is_multimodal(study):
         return modality_findings.findings(study)
+    if study.name == "chaos":
+        return chaos_findings.findings(study)
     parts = study.parts()
     if parts:
         leads = {name: [f for f in _read(part) if f.kind == "lead"] for name, part in parts.items()}
@@ -133,8 +137,8 @@ def _ranking(study: StudyData) -> Markup:
     table = tables.ranking(study)
     text = (
         "The table is sorted by LR sensitivity, clipped; press a heading to sort by it. "
-        f"Losses and gains are in {study.loss_unit()}, means over seeds with the range below. "
-        "Grey gains are within seed spread or rest on one seed."
+        f"Losses and gains are in {study.loss_unit()}, means over seeds. Below gains and LR sensitivity stands the "
+        "95 % interval; grey gains are equal, undecided, or of a remedy that collapsed."
     )
     return join([note(text), table]) if table else table
 

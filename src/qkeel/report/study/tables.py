@@ -38,7 +38,7 @@ def ranking(study: StudyData) -> Markup:
 
 def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], several: bool) -> Markup:
     cells = [_loss(line.sensitivity), _loss(line.sensitivity_clipped)] if several else []
-    best = f"at LR {rate(line.best_lr)}"
+    best = f"at LR {rate(line.best_lr)}{', collapsed' if line.collapsed else ''}"
     cells.append(cell(loss(line.best_loss.mean), line.best_loss.mean, best))
     cells += [_gain(line.gains.get(lr), line.remedy) for lr in gain_lrs]
     cells.append(cell(number(line.max_logit), line.max_logit))
@@ -47,7 +47,7 @@ def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], several: 
     else:
         cells.append(cell(f"{line.alarm[0]:,}", line.alarm[0], f"at LR {rate(line.alarm[1])}"))
     top = study.lrs()[-1]
-    note = "all tried" if line.stable_lr == top else ""
+    note = "all tried" if line.stable_lr == top else _stable(line.stable_lrs)
     cells.append(cell("no LR" if line.stable_lr is None else rate(line.stable_lr), line.stable_lr or 0.0, note))
     cells.append(NOTHING if line.cpu_ratio is None else cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio))
     return table_row(swatch(study, line.remedy), *cells)
@@ -65,9 +65,13 @@ def spread_cell(total: Spread, write: Callable[[float], str]) -> Markup:
 def _gain(one: Gain | None, remedy: str) -> Markup:
     if one is None:
         return cell("" if remedy == BASELINE else "–", -math.inf)
-    small = f"{signed(one.spread.low)} to {signed(one.spread.high)}" if one.spread.n > 1 else "one seed"
-    kind = "" if one.clear else "faint"
-    return cell(signed(one.spread.mean), one.spread.mean, small, kind)
+    small = f"{one.over()}{'; collapsed' if one.collapsed else ''}"
+    kind = "faint" if one.collapsed or one.verdict in ("equal", "undecided") else ""
+    return cell(signed(one.mean), one.mean, small, kind)
+
+
+def _stable(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else " to ".join("no LR" if end == 0 else rate(end) for end in ends)
 
 
 RUN_COLUMNS: Mapping[str, str] = {

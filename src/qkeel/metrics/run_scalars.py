@@ -1,7 +1,4 @@
-"""Scalars of recorded runs, each defined once: LR sensitivity, collapse, spikes, alarms, paired differences.
-
-No torch, so the report and the command line read the same numbers.
-"""
+"""Scalars of recorded runs, each defined once: LR sensitivity, collapse, spikes, alarms, paired differences."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qkeel.errors import InvalidValueError, unknown
+from qkeel.errors import InvalidValueError
 
 Row = Mapping[str, Any]  # a record or a line of a table: numbers, text, booleans and null by name
 ALARM_THRESHOLD = 100.0  # nats; Kimi K2's clip threshold (arXiv 2507.20534) and, at tiny scale, a clean early sign
@@ -124,7 +121,11 @@ def spike_score(losses: Sequence[float], window: int = 16, deviations: float = 6
 
 
 def largest_stable_lr(rows: Sequence[Row]) -> float | None:
-    """Returns the largest learning rate below which (it included) no run of `rows` collapsed, or None."""
+    """Returns the largest learning rate below which (it included) no run of `rows` collapsed, or None.
+
+    >>> largest_stable_lr([{"lr": 0.1, "collapsed": False}, {"lr": 0.3, "collapsed": True}])
+    0.1
+    """
     largest = None
     for lr in sorted({row["lr"] for row in rows}):
         if any(row["collapsed"] for row in rows if row["lr"] == lr):
@@ -151,51 +152,3 @@ def paired_gain(rows: Sequence[Row], remedy: str, baseline: str, lr: float) -> l
     loss = {(row["remedy"], row["seed"]): row["val_loss"] for row in rows if row["lr"] == lr}
     seeds = sorted({s for r, s in loss if r == remedy} & {s for r, s in loss if r == baseline})
     return [loss[baseline, s] - loss[remedy, s] for s in seeds]
-
-
-# Bits behind the binary point of a number in [1, 2).
-FRACTION_BITS = {"fp8": 3, "bf16": 7, "fp16": 10, "fp32": 23}  # fp8: e4m3
-# RMS relative error of rounding to p such bits is 2^-p · √(1/12) · √(3/(8 ln 2)): the absolute error is uniform over a
-# spacing of 2^-p for m in [1, 2), and mantissas are spread evenly on a logarithmic scale (Benford).
-_RELATIVE = math.sqrt(3 / (96 * math.log(2)))
-
-
-def fused_logit_error(
-    query_norm: float, key_norm: float, head_dim: int, dtype: str, scale: float | None = None
-) -> float:
-    """Returns the standard deviation, in nats, of a logit whose q and k were rounded: scale · √2 · r · ‖q‖ ‖k‖ / √d.
-
-    This is the error of fused kernels: they sum in float32, but read q and k in `dtype` with relative RMS error r
-    each; the d products' errors are independent, and q, k spread over the dimensions.
-
-    Args:
-        query_norm, key_norm: ‖q‖ and ‖k‖ as they enter the product.
-        head_dim: d.
-        dtype: one of FRACTION_BITS.
-        scale: the factor of q·k; 1/√d if not given.
-
-    >>> round(fused_logit_error(100.0, 100.0, 128, "bf16"), 4)
-    0.1833
-    """
-    r = _RELATIVE * 2.0 ** -_fraction_bits(dtype)
-    return (head_dim**-0.5 if scale is None else scale) * math.sqrt(2) * r * query_norm * key_norm / math.sqrt(head_dim)
-
-
-def stored_logit_error(logit: float, dtype: str) -> float:
-    """Returns the standard deviation, in nats, of a logit stored in `dtype`: its spacing 2^(⌊log₂|z|⌋ - p) over √12.
-
-    This is the error of eager attention, which writes scores to memory. Logits closer than the spacing become equal.
-
-    >>> round(stored_logit_error(100.0, "bf16"), 4), round(stored_logit_error(1000.0, "bf16"), 4)
-    (0.1443, 1.1547)
-    """
-    bits = _fraction_bits(dtype)
-    if logit == 0 or not math.isfinite(logit):
-        return 0.0 if logit == 0 else math.inf
-    return 2.0 ** (math.floor(math.log2(abs(logit))) - bits) / math.sqrt(12)
-
-
-def _fraction_bits(dtype: str) -> int:
-    if dtype not in FRACTION_BITS:
-        raise unknown("dtype", dtype, FRACTION_BITS)
-    return FRACTION_BITS[dtype]

@@ -1,0 +1,48 @@
+"""The chaos.json of a chaos study: how far the two runs of each pair parted, and how fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qkeel.lab.config_fields import Json
+from qkeel.lab.studies.chaos import MOVED, UNMOVED
+from qkeel.metrics import distance, divergence_rate
+from qkeel.records import RunDirectory, RunStatus, write_json
+
+_LOGITS = ("max_logit", "min_logit")
+
+
+def write_chaos(out: Path, about: Json) -> None:
+    """Writes chaos.json where the study has pairs: the configuration they share, and one entry per finished pair.
+
+    The distance of a pair is that of the largest and smallest logit of every head on the probe, root mean square.
+    """
+    if not {UNMOVED, MOVED} <= about["base"].keys():
+        return
+    runs = {(e["role"], e["remedy"], e["lr"], e["seed"]): out / "runs" / e["run_id"] for e in about["runs"]}
+    pairs = []
+    for (role, *key), place in runs.items():
+        other = runs.get((MOVED, *key))
+        if role == UNMOVED and other is not None:
+            both = RunDirectory(place), RunDirectory(other)
+            if all(run.status is RunStatus.DONE for run in both):
+                pairs.append({**dict(zip(("remedy", "lr", "seed"), key)), **_parted(both)})
+    write_json(out / "chaos.json", {"base": about["base"][UNMOVED], "pairs": pairs})
+
+
+def _parted(both: Sequence[RunDirectory]) -> Json:
+    heads = [run.heads() for run in both]
+    steps = min((own.steps for own in heads), key=len)  # one that diverges stops early
+    courses = [np.stack([own.values[name][: len(steps)] for name in _LOGITS], axis=1) for own in heads]
+    apart = distance(*courses)
+    rate = divergence_rate(steps.tolist(), apart, distance(np.zeros_like(courses[0]), courses[0]))
+    losses = [float(run.summary()["val_loss"]) for run in both]
+    return {
+        "loss_difference": abs(losses[1] - losses[0]),
+        "logit_distance": float(apart[-1]),
+        "exponent": None if math.isnan(rate) else rate,
+    }

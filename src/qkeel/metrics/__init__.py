@@ -1,0 +1,45 @@
+"""Scalars of recorded runs and the judgement of their differences; no torch, so the report reads the same numbers."""
+
+from qkeel.metrics.bootstrap import bootstrap_interval
+from qkeel.metrics.divergence import distance, divergence_rate
+from qkeel.metrics.logit_errors import FRACTION_BITS, fused_logit_error, stored_logit_error
+from qkeel.metrics.paired_effect import PairedEffect, Verdict, paired_effect, paired_effects
+from qkeel.metrics.run_scalars import (
+    ALARM_THRESHOLD,
+    COLLAPSE_ENTROPY,
+    Row,
+    alarm_step,
+    collapsed,
+    drift,
+    growth_exponent,
+    largest_stable_lr,
+    lr_sensitivity,
+    paired_gain,
+    slope,
+    spike_score,
+)
+
+__all__ = [
+    "ALARM_THRESHOLD",
+    "COLLAPSE_ENTROPY",
+    "FRACTION_BITS",
+    "PairedEffect",
+    "Row",
+    "Verdict",
+    "alarm_step",
+    "bootstrap_interval",
+    "collapsed",
+    "distance",
+    "divergence_rate",
+    "drift",
+    "fused_logit_error",
+    "growth_exponent",
+    "largest_stable_lr",
+    "lr_sensitivity",
+    "paired_effect",
+    "paired_effects",
+    "paired_gain",
+    "slope",
+    "spike_score",
+    "stored_logit_error",
+]

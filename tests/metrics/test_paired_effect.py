@@ -1,0 +1,132 @@
+"""The judgement of paired differences: against tables, by simulation, and at its edges."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.metrics import bootstrap_interval, paired_effect, paired_effects
+from qkeel.metrics.student_t import power, quantile, two_sided
+
+
+def test_quantiles_and_tails_are_those_of_the_tables() -> None:
+    # Abramowitz & Stegun, table 26.10, and closed forms: t(1) is Cauchy's, t(2) is t / √(2 + t²).
+    for level, freedom, t in ((0.95, 1, 12.7062), (0.95, 2, 4.30265), (0.99, 5, 4.03214), (0.999, 30, 3.64596)):
+        assert quantile(level, freedom) == pytest.approx(t, abs=5e-5)
+        assert two_sided(quantile(level, freedom), freedom) == pytest.approx(1 - level, rel=1e-10)
+    for t in (1e-9, 0.3, 1.0, 40.0, 1e6):
+        assert two_sided(t, 1) == pytest.approx(2 / math.pi * math.atan(1 / t), rel=1e-12)
+        assert two_sided(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9, abs=1e-15)
+    assert two_sided(0.0, 3) == 1.0
+    assert two_sided(math.inf, 3) == two_sided(1e200, 3) < 1e-200
+    # t-tables of power: 80 % at n = 10 takes 0.9960 standard deviations, two-sided 5 % (Cohen 1988, section 2.4).
+    assert power(0.9960 * math.sqrt(10), 9, 0.95) == pytest.approx(0.8, abs=2e-3)
+
+
+def test_one_study_by_hand_and_what_is_equal_undecided_or_the_same() -> None:
+    found = paired_effect([1.0, 2.0, 3.0, 4.0])
+    error = math.sqrt(5 / 3 / 4)
+    assert found.mean == 2.5
+    assert found.high - found.mean == pytest.approx(3.182446 * error, rel=1e-6)
+    assert (found.verdict, found.seeds, found.n) == ("better", 4, 4)
+    assert paired_effect([-1.0, -2.0, -3.0, -4.0]).verdict == "worse"
+    tight = [0.001, -0.002, 0.0005, 0.001]
+    assert paired_effect(tight).verdict == "undecided"
+    assert paired_effect(tight, margin=0.01).verdict == "equal"
+    assert paired_effect([0.001, 0.0011, 0.0009], margin=0.01).verdict == "better", "what is shown is not equal"
+    assert (paired_effect([0.0, 0.0], margin=0.01).verdict, paired_effect([0, 0]).verdict) == ("equal", "undecided")
+    wide = paired_effect([0.03, -0.02], margin=0.01)
+    assert wide.verdict == "undecided"
+    assert wide.seeds is not None
+    assert 20 < wide.seeds < 400
+    # One number again and again is no continuous quantity: signs decide, 2^(1 - n).
+    assert [paired_effect([0.3] * n).verdict for n in (2, 5, 6)] == ["undecided", "undecided", "better"]
+    assert paired_effect([0.1, 0.1 + 1e-16]).seeds == 6
+
+
+@pytest.mark.parametrize(
+    "bad", [[], [1.0], [1.0, math.nan], [1.0, math.inf], [[1.0, 2.0]], 3.0, ["a", "b"], [1.0, None]], ids=str
+)
+def test_what_cannot_be_judged_is_refused_in_one_sentence(bad: list[float]) -> None:
+    with pytest.raises((InvalidValueError, InvalidTypeError), match="expected"):
+        paired_effect(bad)
+
+
+def test_margin_and_level_are_checked() -> None:
+    for margin in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(InvalidValueError, match="margin"):
+            paired_effect([1.0, 2.0], margin=margin)
+    for level in (0.0, 1.0, 95.0, math.nan):
+        with pytest.raises(InvalidValueError, match="level"):
+            paired_effect([1.0, 2.0], level=level)
+
+
+def simulate(n: int, shift: float = 0.0, studies: int = 2000) -> np.ndarray:
+    """[studies 3]: covered, a verdict that leaves 0, detectable."""
+    rng = np.random.default_rng(n)
+    found = []
+    for values in rng.normal(shift, 1.0, (studies, n)):
+        one = paired_effect(values)
+        found.append((one.low <= shift <= one.high, one.verdict != "undecided", one.p))
+    return np.array(found, dtype=float)
+
+
+def test_coverage_false_positives_and_power_in_a_small_simulation() -> None:
+    error = 3 * math.sqrt(0.05 * 0.95 / 2000)
+    seen = []
+    for n in (2, 3, 8):
+        covered, decided, p = simulate(n).mean(0)
+        assert covered == pytest.approx(0.95, abs=error), n
+        assert decided <= 0.05 + error, n
+        assert p == pytest.approx(0.5, abs=0.03), n
+        seen.append(simulate(n, 1.0, 500)[:, 1].mean())
+    assert seen == sorted(seen), "power grows with n"
+    assert seen[-1] > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16, 50])
+def test_coverage_false_positives_and_power_in_a_large_simulation(n: int) -> None:
+    covered, decided, _ = simulate(n, studies=40_000).mean(0)
+    assert 0.94 <= covered <= 0.96
+    assert decided <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 40_000)
+    # A true mean of the detectable size, at the true spread, is seen in 80 % of studies.
+    values = np.arange(n) - (n - 1) / 2
+    size = paired_effect(values / values.std(ddof=1)).detectable
+    assert simulate(n, size, 20_000)[:, 1].mean() == pytest.approx(0.8, abs=0.012)
+
+
+def test_holm_over_many_comparisons_errs_at_the_level_of_one() -> None:
+    rng = np.random.default_rng(1)
+    studies = [paired_effects(rng.normal(0.0, 1.0, (8, 4))) for _ in range(400)]
+    wrong = sum(any(e.verdict != "undecided" for e in study) for study in studies) / 400
+    assert wrong <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+    # Step by step: the smallest p at 0.05 / 3, the next at 0.05 / 2; from the first that fails on, no further.
+    clear, nearly, none = [5.0, 5.1, 4.9, 5.0], [1.0, 1.6, 0.9, 2.0], [1.0, -1.0, 0.5, -0.4]
+    found = paired_effects([none, clear, nearly])
+    assert [round(1 - e.level, 6) for e in found] == [0.05, 0.016667, 0.025]
+    assert [e.verdict for e in found] == ["undecided", "better", "better"]
+    assert [e.verdict for e in paired_effects([none] * 5 + [nearly])] == ["undecided"] * 6
+    assert all((e.low > 0) == (e.verdict == "better") for e in found)
+    assert paired_effects([]) == []
+
+
+def test_the_bootstrap_covers_a_mean_and_says_the_same_again() -> None:
+    rng = np.random.default_rng(2)
+    inside = 0
+    for values in rng.normal(0.0, 1.0, (60, 8)):
+        low, high = bootstrap_interval(values.tolist())
+        inside += low <= 0 <= high
+    assert inside >= 51  # 95 % of 60 less 3 standard errors
+    values = [0.1, 0.3, 0.03, 0.1]
+    assert bootstrap_interval(values, np.min) == bootstrap_interval(values, np.min)
+    low, high = bootstrap_interval(values, np.min)
+    assert low == 0.03
+    assert high <= 0.3
+    assert bootstrap_interval([-math.inf, 0.1, 0.1], np.min) == (-math.inf, 0.1)
+    for bad in ([0.1], [0.1, math.nan]):
+        with pytest.raises(InvalidValueError, match="at least 2 numbers"):
+            bootstrap_interval(bad)
