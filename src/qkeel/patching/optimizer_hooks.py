@@ -76,6 +76,22 @@ def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callabl
     return follow
 
 
+def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
+    """Calls `act(optimizer)` once, when the optimizer's own hooks after the step under way have all been called.
+
+    To be called by one of these hooks. Then hooks may be put on the optimizer and taken off, which torch does not allow
+    while it goes through them. The handle is to be removed later, by such a hook or outside of steps.
+    """
+    waiting = [act]
+
+    def fire(stepped: Optimizer, *_: object) -> None:
+        if stepped is optimizer and waiting:
+            waiting.pop()(optimizer)
+
+    post: Any = torch.compiler.disable(fire)
+    return Handle(register_optimizer_step_post_hook(post).remove)
+
+
 def when_made(act: Act) -> Handle:
     """Calls `act(optimizer)` at the end of every `Optimizer.__init__`."""
     before = Optimizer.__init__
