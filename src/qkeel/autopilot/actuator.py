@@ -42,7 +42,7 @@ class Actuator:
     ) -> None:
         self.model, self.optimizers, self.example = model, list(optimizers), example
         self.handles: dict[Key, tuple[Handle, Heads]] = {}
-        self.norm: Handle | None = None
+        self.norm: tuple[str, Handle] | None = None
         self._said: set[Action] = set()
         self.know(sites)
 
@@ -96,7 +96,9 @@ class Actuator:
                 self._say(actions[key])
                 refused += [(actions[key], site, why) for site, why in self._exchange(key, heads)]
         if optimizer == 0:
-            refused += self._set_norm([spec for (spec, _), (action, _) in held.items() if action is Action.NORM])
+            refused += self.set_norm(
+                next((spec for (spec, _), (action, _) in held.items() if action is Action.NORM), "")
+            )
         return refused
 
     def _exchange(self, key: Key, wanted: Heads) -> Iterator[tuple[str, str]]:
@@ -139,12 +141,13 @@ class Actuator:
         remedy = dataclasses.replace(self._parsed(key), heads=tuple(heads.items()))
         return apply(remedy, self.model, self.optimizers[key[1]], sites=self.sites, partial=True)
 
-    def _set_norm(self, specs: Sequence[str]) -> Refusals:
-        if not specs or self.norm is not None:
+    def set_norm(self, spec: str) -> Refusals:
+        """Puts a norm with fitted gains into the whole model, once; "" for none."""
+        if not spec or self.norm is not None:
             return []
         self._say(Action.NORM)
         try:
-            self.norm = retrofit(self.model, specs[0], [self.example], self.optimizers[0])
+            self.norm = spec, retrofit(self.model, spec, [self.example], self.optimizers[0])
         except QkeelError as error:
             return [(Action.NORM, None, str(error))]
         return []
@@ -159,7 +162,7 @@ class Actuator:
         for key in reversed(list(self.handles)):
             self.handles.pop(key)[0].remove()
         if norm and self.norm is not None:
-            self.norm.remove()
+            self.norm[1].remove()
             self.norm = None
 
     def state(self) -> State:

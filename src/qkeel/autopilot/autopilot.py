@@ -22,7 +22,7 @@ from qkeel.monitor.alarms.recording import Recording
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.record.sample import Sample
 from qkeel.patching.guard import Guard
-from qkeel.patching.optimizer_hooks import StepHooks, when_hooks_are_done
+from qkeel.patching.optimizer_hooks import StepHooks, stepping, when_hooks_are_done
 from qkeel.registry import parse
 from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
@@ -51,6 +51,7 @@ class Autopilot(Handle):
         self.monitor, self.policy, self.named = monitor, policy, named
         self.optimizers, self.example = list(optimizers), example
         self.events: list[Row] = []
+        self.warns = True  # with a warning for each decision, as for alarms
         self.recording = Recording(planned=monitor.history.planned)
         self.deliberation: Deliberation | None = None
         self.actuator: Actuator | None = None
@@ -79,7 +80,8 @@ class Autopilot(Handle):
         return self.state()
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on where `state_dict()` was taken; to be called before the first step.
+        """Goes on where `state_dict()` was taken; to be called before the first step. Where a norm was in force it is
+        put in again, with gains for the model's own state dict to overwrite: load that, and the optimizer's, after it.
 
         Raises: InvalidValueError if it is no such state, or of another policy; RefusedError if remedies were in force
         and the sites are not known: then the autopilot needs an example.
@@ -101,7 +103,10 @@ class Autopilot(Handle):
 
     def _stop(self) -> None:
         self._stopped = True
-        for hook in self._hooks:  # again at remove(), where the first was in the middle of a step
+        for hook in [
+            *self._hooks,
+            *([] if stepping() else self._later),
+        ]:  # again at remove(): in a step they stay, idle
             hook.remove()
 
     def known_sites(self) -> list[AttentionSite]:
@@ -167,7 +172,7 @@ class Autopilot(Handle):
         for one in (*effects, *decisions):
             self._note(one.row())
         for one in decisions:
-            if dist.rank() == 0:
+            if self.warns and dist.rank() == 0:
                 caution(str(one), AlarmWarning)
         if decisions:
             self._pending = [True] * len(self.optimizers)

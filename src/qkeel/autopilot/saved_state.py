@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from qkeel.autopilot.decision import Decision, Refused, SiteFacts
-from qkeel.errors import InvalidValueError, QkeelError
+from qkeel.errors import InvalidValueError, QkeelError, RefusedError
 from qkeel.handle import State
 from qkeel.metrics import Row
 
@@ -35,7 +35,7 @@ def state(pilot: Autopilot) -> State:
             "seen": known.seen,
             "waiting": known.waiting,
             "handles": [(key, heads) for key, (_, heads) in actuator.handles.items()],
-            "norm": actuator.norm is not None,
+            "norm": "" if actuator.norm is None else actuator.norm[0],
             "closer": pilot.monitor.closer,
             "events": pilot.events,
         }
@@ -79,6 +79,8 @@ def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
     actuator = pilot.actuator
     assert actuator is not None
     try:
+        for _, _, why in actuator.set_norm(about["norm"]):
+            raise RefusedError(f"the norm that was in force cannot be put back: {why}")
         for i, ((spec, number), heads) in enumerate(about["handles"]):
             own = _under(state, f"remedy/{i}.")
             actuator.put_on((spec, number), {site: tuple(those) for site, those in heads.items()}, own)

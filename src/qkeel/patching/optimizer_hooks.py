@@ -39,7 +39,7 @@ class StepHooks(Handle):
     def remove(self) -> None:
         """See the class."""
         super().remove()
-        if not _stepping():
+        if not stepping():
             for hook in self._hooks:
                 hook.remove()
 
@@ -113,7 +113,7 @@ def runs_step_hooks(optimizer: Optimizer) -> bool:
     return "_optimizer_step_post_hooks" in vars(optimizer)
 
 
-def _stepping() -> bool:
+def stepping() -> bool:
     """True if an optimizer's step is under way in this thread."""
     home = sys.modules[Optimizer.__module__].__file__
     frame = sys._getframe()

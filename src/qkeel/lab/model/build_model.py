@@ -11,9 +11,9 @@ import torch
 from qkeel.errors import InvalidValueError
 from qkeel.lab.config import ModelConfig, RunConfig
 from qkeel.lab.model.optimizers import build_optimizer
+from qkeel.lab.model.run_remedies import canonical, put_on
 from qkeel.nn import Decoder, DecoderConfig, ViT
 from qkeel.registry import parse
-from qkeel.remedies import apply, canonical
 from qkeel.spec import AttentionSpec, layer_specs, preset
 
 
@@ -43,7 +43,7 @@ def check(config: RunConfig) -> None:
     length = config.data.context
     vision = config.data.task == "vision"
     decoder = build_vit(narrow, 2, 1, 1) if vision else build_decoder(narrow, vocab_size=2, train_length=length)
-    apply(config.remedy, decoder, build_optimizer(config.optim, decoder), train_length=config.data.context)
+    put_on(config, decoder, build_optimizer(config.optim, decoder))
 
 
 def attention_spec(text: str) -> AttentionSpec:

@@ -12,7 +12,7 @@ from qkeel.kernels.native import ready
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.lab.data.corpus import Corpus
-from qkeel.remedies import note
+from qkeel.lab.model.run_remedies import note
 from qkeel.sites import find_sites
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
 
+from qkeel.autopilot import Autopilot
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.optimizers import build_optimizer
+from qkeel.lab.model.run_remedies import put_on
 from qkeel.lab.tasks.text import load_task
 from qkeel.lab.training.throughput import flops_per_token
-from qkeel.remedies import apply
+from qkeel.metrics import Row
 
 
 @final
@@ -30,7 +33,17 @@ class RunState:
         self.model.to(self.device)
         self.flops_per_token = flops_per_token(self.model, config.data.context)
         self.optimizer = build_optimizer(config.optim, self.model)
-        self.handle = apply(config.remedy, self.model, self.optimizer, train_length=config.data.context)
+        self.handle = put_on(config, self.model, self.optimizer)
         self.model.train()
         if config.compile:
             self.model.compile()
+
+    def close(self) -> None:
+        """The training is over."""
+        if isinstance(self.handle, Autopilot):
+            self.handle.close()
+
+    @property
+    def events(self) -> Sequence[Row]:
+        """What an autopilot has done so far."""
+        return self.handle.events if isinstance(self.handle, Autopilot) else ()
