@@ -74,7 +74,7 @@ class Run:
             for step, tokens in enumerate(batches(first, last), first):
                 torch.manual_seed(1000 + step)  # dropout
                 for part in tokens.chunk(parts):
-                    logits = (call or self.model)(part[:, :-1])
+                    logits = (self.model if call is None else call)(part[:, :-1])
                     loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / parts
                     loss.backward()
                     self.losses.append(loss.item())
