@@ -31,7 +31,8 @@ ACTS = (Action.CLIP, Action.RATES, Action.NORM)
 class Ladder(Policy):
     """Escalates by head and site: watch closer, qk_clip, lalr, a calibrated norm, ask for a lower rate.
 
-    *Watch closer*: a head over 8 nats has doubled and will end over 100, in proportion to the sum of learning rates.
+    *Watch closer*: for the first `calm` records, and while a head over 8 nats has doubled and will end over 100, in
+    proportion to the sum of learning rates: every `every` steps.
     *qk_clip* at `threshold`: an alarm of RULES; on the heads that will end over 500 or are over the threshold, and the
     one that the alarm names. *lalr*: the clip has held heads of the site within a fifth of the threshold for `patience`
     records running, so they push on, or the site's entropy is under 0.05 nats all the same. *Norm*, of the whole model
@@ -44,7 +45,7 @@ class Ladder(Policy):
     each release doubles `calm` for that action and site. The norm stays.
     """
 
-    threshold: float = 100.0
+    threshold: float = 30.0
     tau: float = 0.1
     every: int = 2
     patience: int = 3
@@ -125,13 +126,17 @@ class _Step:
         )
 
     def watch(self) -> list[Decision]:
-        """Closer, before anything is changed."""
+        """Closer at the start, where logits change most, and wherever they grow; as before once all is calm."""
         spec = self.specs[Action.WATCH]
         heads = growing(self.history, thresholds.CLIPS)[list(self.sites)] if self.sites else np.zeros(0, dtype=bool)
-        if (spec, None) in self.held or not heads.any():
+        if (spec, None) not in self.held:
+            if not len(heads) or not (heads.any() or len(self.history) == 1):
+                return []
+            grown = f"{int(heads.sum())} heads have doubled and may end over {thresholds.CLIPS:g}"
+            return [self.of(Action.WATCH, None, "outlook of each head", grown if heads.any() else "the run begins")]
+        if heads.any() or len(self.held) > 1 or self._since(Action.WATCH, None) < self.ladder.calm:
             return []
-        reason = f"{int(heads.sum())} heads have doubled and may end over {thresholds.CLIPS:g}"
-        return [self.of(Action.WATCH, None, "outlook of each head", reason)]
+        return [self.off(spec, None, Action.WATCH, (), "nothing grows and nothing is in force")]
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
         """The heads that an alarm is about."""
@@ -249,9 +254,9 @@ class _Step:
         before = {d.step for d in self.records.decisions if d.release and (d.action, d.site) == (action, site)}
         return self.ladder.calm * 2 ** min(len(before), 16)
 
-    def _since(self, action: Action, i: int) -> int:
-        """The records since the last decision for this action at this site."""
-        site = self.records.sites[i].name
+    def _since(self, action: Action, i: int | None) -> int:
+        """The records since the last decision for this action at this site, None for the whole model."""
+        site = None if i is None else self.records.sites[i].name
         steps = [d.step for d in self.records.decisions if not d.release and (d.action, d.site) == (action, site)]
         return int((self.history.steps > max(steps, default=-1)).sum())
 

@@ -61,7 +61,7 @@ def replay(
 
     >>> history = History(steps=np.arange(9), values={}, heads={"max_logit": 99.0 * np.arange(9.0).reshape(9, 1, 1)})
     >>> [(found.step, found.action.value) for found in replay(history)][:3]
-    [(1, 'watch_closer'), (6, 'qk_clip')]
+    [(0, 'watch_closer'), (6, 'qk_clip')]
     """
     chosen = policy(named)
     if isinstance(run, History):
