@@ -104,7 +104,10 @@ def test_low_entropy_under_a_clip_asks_for_more() -> None:
     entropy = np.full((30, 2, 2), 2.0)
     entropy[6:, 0] = 0.01
     found = decided(np.full((30, 2, 2), 3.0), entropy=entropy)
-    assert [(d.action, d.site, d.heads) for d in found if d.site == "a"][:2] == [(Action.CLIP, "a", (0, 1)), (Action.RATES, "a", ())]
+    assert [(d.action, d.site, d.heads) for d in found if d.site == "a"][:2] == [
+        (Action.CLIP, "a", (0, 1)),
+        (Action.RATES, "a", ()),
+    ]
 
 
 def random_records(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
