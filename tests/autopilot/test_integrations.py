@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from qkeel.integrations.huggingface import QkeelCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{QkeelWarning.__module__}.{QkeelWarning.__name__}")
+NOTHING: Any = None
 DATA = [torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(i)) for i in range(40)]
 
 
@@ -33,10 +34,10 @@ def tiny() -> Any:
 
 def begun(folder: Path, step: int, model: Any, optimizer: Any) -> tuple[QkeelCallback, Any, Any]:
     callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1")
-    args = SimpleNamespace(output_dir=str(folder))
-    state = SimpleNamespace(global_step=step, log_history=[], is_world_process_zero=True)
+    args: Any = SimpleNamespace(output_dir=str(folder))
+    state: Any = SimpleNamespace(global_step=step, log_history=[], is_world_process_zero=True)
     loader = SimpleNamespace(collate_fn=collated, dataset=DATA)
-    callback.on_train_begin(args, state, None, model=model, optimizer=optimizer, train_dataloader=loader)
+    callback.on_train_begin(args, state, NOTHING, model=model, optimizer=optimizer, train_dataloader=loader)
     return callback, args, state
 
 
@@ -61,11 +62,11 @@ def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(tmp
     go_on(model, optimizer, 0, 12)
     state.global_step = 12
     (tmp_path / "checkpoint-12").mkdir()
-    callback.on_save(args, state, None)
+    callback.on_save(args, state, NOTHING)
     assert callback.pilot.actuator.handles  # type: ignore[union-attr]
     kept = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     whole = go_on(model, optimizer, 12, 16)
-    callback.on_train_end(args, state, None)
+    callback.on_train_end(args, state, NOTHING)
     assert not optimizer._optimizer_step_post_hooks
     again = tiny()
     other = torch.optim.AdamW(again.parameters(), lr=0.3)

@@ -27,7 +27,8 @@ def acted(one: Run) -> list[Decision]:
 @pytest.mark.parametrize("make", [pytest.param(decoder, marks=pytest.mark.slow), foreign])
 def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_the_logits(make: Any) -> None:
     without, within = plain(make()), run(make())
-    without.train(), within.train()
+    without.train()
+    within.train()
     first = acted(within)[0].step
     # What is decided on the measurement of step s takes effect in step s + 1, which the loss after it shows.
     assert within.losses[: first + 2] == without.losses[: first + 2]
@@ -158,7 +159,7 @@ def test_each_optimizer_gets_what_acts_on_its_own_weights() -> None:
     both.optimizer = _Both(optimizers)
     both.train()
     assert {d.site for d in acted(both)} == {"blocks.1.attention"}
-    assert {number for _, number in pilot.actuator.handles} == {1}
+    assert {number for _, number in both.pilot.actuator.handles} == {1}
 
 
 class _Both:
@@ -196,13 +197,13 @@ def test_what_cannot_be_is_one_clear_sentence_and_nothing_is_applied() -> None:
     model = decoder()
     optimizer = adamw(model)
     for error, call in (
-        (InvalidTypeError, lambda: qkeel.autopilot(model, None)),
+        (InvalidTypeError, lambda: qkeel.autopilot(model, None)),  # type: ignore[arg-type]
         (InvalidTypeError, lambda: qkeel.autopilot(model, [])),
         (UnknownNameError, lambda: qkeel.autopilot(model, optimizer, policy="lader")),
         (UnknownNameError, lambda: qkeel.autopilot(model, optimizer, policy="ladder:treshold=3")),
         (InvalidValueError, lambda: qkeel.autopilot(model, optimizer, policy="ladder:threshold=-3")),
-        (InvalidTypeError, lambda: qkeel.autopilot(model, optimizer, policy=3)),
-        (UnknownNameError, lambda: Decision(step=0, action="jump", rule="", expected="", reason="")),
+        (InvalidTypeError, lambda: qkeel.autopilot(model, optimizer, policy=3)),  # type: ignore[arg-type]
+        (UnknownNameError, lambda: Decision(step=0, action="jump", rule="", expected="", reason="")),  # type: ignore[arg-type]
     ):
         with pytest.raises(error):
             call()

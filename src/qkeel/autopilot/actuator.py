@@ -59,7 +59,7 @@ class Actuator:
         return next((i for i, ids in enumerate(held) if ids & own), 0)
 
     def try_all(self) -> Refusals:
-        """What sites refuse, found out by applying it and taking it off again; that changes no bit."""
+        """Returns what sites refuse, found out by applying it and taking it off again; that changes no bit."""
         found: Refusals = []
         verified = [site for site in self.sites if site.verified]
         for action, spec in ((Action.CLIP, "qk_clip"), (Action.RATES, "lalr")):
@@ -73,7 +73,7 @@ class Actuator:
         return found
 
     def _refusal(self, key: Key, heads: Heads) -> str:
-        """Why these heads refuse a remedy, "" if they do not; it is applied and taken off again."""
+        """Returns why these heads refuse a remedy, "" if they do not; it is applied and taken off again."""
         try:
             self._applied(key, heads).remove()
         except QkeelError as error:
@@ -166,7 +166,7 @@ class Actuator:
             self.norm = None
 
     def state(self) -> State:
-        """What the remedies in force remember, by their numbers in the order of `handles`."""
+        """Returns what the remedies in force remember, by their numbers in the order of `handles`."""
         return {
             f"{i}.{name}": value
             for i, (handle, _) in enumerate(self.handles.values())

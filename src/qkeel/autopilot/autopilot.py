@@ -63,11 +63,13 @@ class Autopilot(Handle):
             StepHooks(lambda _: None, lambda o: self._guard(self._after, o), optimizer) for optimizer in self.optimizers
         ]
         self._hooks = hooks
-        super().__init__(self._undo, state=lambda: saved_state.state(self), load=lambda s: saved_state.load(self, s))
+        super().__init__(
+            self._take_off, state=lambda: saved_state.state(self), load=lambda s: saved_state.load(self, s)
+        )
 
     @property
     def decisions(self) -> list[Decision]:
-        """What the policy has decided so far."""
+        """The decisions of the policy so far."""
         return [] if self.deliberation is None else list(self.deliberation.decisions)
 
     @property
@@ -95,7 +97,7 @@ class Autopilot(Handle):
             self.actuator.remove(norm=False)
         self.monitor.close(complete=complete)
 
-    def _undo(self) -> None:
+    def _take_off(self) -> None:
         self._stop()
         if self.actuator is not None:
             self.actuator.remove()
@@ -150,7 +152,7 @@ class Autopilot(Handle):
         return not len(steps) or sample.step > steps[-1]
 
     def _act(self, number: int, sample: Sample | None) -> None:
-        """When the hooks are through."""
+        """Sees to the record and to what was decided; called when the hooks are through."""
         if sample is not None and self._is_new(sample):
             self._see(sample)
         known, actuator = self.deliberation, self.actuator
@@ -181,7 +183,7 @@ class Autopilot(Handle):
             self.monitor.closer = int(closer[0]["every"]) if closer else None
 
     def _begin(self, sample: Sample) -> Deliberation:
-        """What the first record shows: the sites, and what they refuse."""
+        """Takes up the sites that the first record shows, and what they refuse."""
         sites = {site.name: site for site in self.monitor.sites}
         facts = []
         for name in sample.layers:

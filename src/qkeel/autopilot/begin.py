@@ -109,6 +109,7 @@ def attach(
 
 def _several(given: object) -> list[Optimizer]:
     several = list(given) if isinstance(given, Sequence) else [given]
+    found = [innermost(one) for one in several if isinstance(one, Optimizer)]
     for one in several:
         if not isinstance(one, Optimizer):
             raise InvalidTypeError(
@@ -117,4 +118,4 @@ def _several(given: object) -> list[Optimizer]:
             )
     if not several:
         raise InvalidTypeError("expected at least one optimizer, got an empty list")
-    return [innermost(one) for one in several]
+    return found

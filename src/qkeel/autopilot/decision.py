@@ -13,7 +13,7 @@ from qkeel.monitor.alarms.forecast import Forecast
 
 
 class Action(StrEnum):
-    """What an autopilot can do, in the order of the ladder: each costs more than the one before.
+    """The actions of an autopilot, in the order of the ladder: each costs more than the one before.
 
     WATCH: the run is measured more often. CLIP: qk_clip on heads. RATES: lalr, the rates of the q and k weights of
     heads. NORM: a q/k norm with fitted gains in the whole model. RATE: a lower learning rate is asked for, which
@@ -104,7 +104,7 @@ class Decision:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What was seen at `step` of the decision of step `of_step`: the largest logit then and now, of its heads."""
+    """The effect, seen at `step`, of the decision of step `of_step`: the largest logit of its heads then and now."""
 
     step: int
     of_step: int
@@ -132,7 +132,7 @@ Held = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
 
 
 def in_force(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> Held:
-    """What is in force after these decisions: by (remedy, site) the action and its heads, empty for all.
+    """Returns what is in force after these decisions: by (remedy, site) the action and its heads, empty for all.
 
     A decision that was refused at its step changes nothing.
 

@@ -1,4 +1,4 @@
-"""What a policy decides record by record, and the effects that were seen: the same live and in a replay."""
+"""The decisions of a policy record by record, and the effects that were seen: the same live and in a replay."""
 
 from __future__ import annotations
 

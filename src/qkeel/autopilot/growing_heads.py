@@ -45,7 +45,7 @@ def growing(history: History, threshold: float) -> Bool[np.ndarray, "layers head
 
 
 def ahead(history: History) -> Forecast | None:
-    """When the largest logit of the run passes the next threshold of the alarms, if it will."""
+    """The forecast of when the largest logit passes the next threshold of the alarms; None if it does not."""
     top = history.top("max_logit")
     if top is None or not len(top) or not np.isfinite(top[-1]):
         return None

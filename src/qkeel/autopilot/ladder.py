@@ -155,7 +155,7 @@ class _Step:
         return found
 
     def more(self) -> list[Decision]:
-        """What the action in force at a site does not hold."""
+        """The next action at each site that the one in force does not hold."""
         found = []
         for i in [] if self.normed else self.sites:
             last, why = None, ""
@@ -210,7 +210,7 @@ class _Step:
         return f"its mean attention entropy is {float(own.mean()):.3g} nats" if low else ""
 
     def releases(self) -> list[Decision]:
-        """What is no longer needed; lalr before qk_clip."""
+        """The release of what is no longer needed; lalr before qk_clip."""
         found = []
         for (spec, site), (action, heads) in self.held.items():
             i = next((i for i, own in self.sites.items() if own.name == site), None)

@@ -46,7 +46,7 @@ def _introduced(named: str, deliberation: Deliberation) -> str:
 def replay(
     run: str | Path | History, named: str | Policy = "ladder", *, planned: PlannedRates | None = None
 ) -> list[Decision | Effect]:
-    """What a policy decides on the records of a run, and the effects it would see, in order.
+    """Returns what a policy decides on the records of a run, and the effects it would see, in order.
 
     On a run that had an autopilot with the same policy these are its own decisions: what sites refused is read from the
     run's events. Elsewhere all sites are taken for verified unless the run says otherwise, and no action is refused.

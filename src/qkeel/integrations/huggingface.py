@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 import safetensors.torch
 import torch
@@ -53,7 +53,7 @@ class QkeelCallback(TrainerCallback):
         """
         self.monitor: Monitor | None = None
         self.pilot: Autopilot | None = None
-        self._policy = "ladder" if autopilot is True else autopilot
+        self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
         if self._policy is not False:
             policy(self._policy)
         self._every, self._rules, self._query_mask, self._per_layer = every, rules, query_mask, per_layer

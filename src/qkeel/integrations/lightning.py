@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from torch import nn
 
@@ -51,7 +51,8 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         super().__init__()
         self.monitor: Monitor | None = None
         self.pilot: Autopilot | None = None
-        self._policy, self._example = "ladder" if autopilot is True else autopilot, example
+        self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
+        self._example = example
         if self._policy is not False:
             policy(self._policy)
         self._state: State = {}  # of a checkpoint

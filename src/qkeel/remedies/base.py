@@ -177,10 +177,13 @@ def check_flag(remedy: str, option: str, value: object) -> None:
 
 def check_heads(remedy: str, value: object) -> None:
     """Raise unless an option names heads by site, or is None."""
-    pairs = value if isinstance(value, tuple) else () if value is None else (value,)
-    for pair in pairs:
-        named = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], tuple)
-        if not named or not all(type(head) is int and head >= 0 for head in pair[1]):
+    for pair in value if isinstance(value, tuple) else () if value is None else (value,):
+        site, heads = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        if (
+            not isinstance(site, str)
+            or not isinstance(heads, tuple)
+            or not all(type(h) is int and h >= 0 for h in heads)
+        ):
             raise InvalidTypeError(
                 f"expected heads of {remedy} by site, as ((site.name, (0, 3)),) with () for all of them, got {value!r}"
             )

@@ -30,14 +30,18 @@ def canonical(text: str) -> str:
     >>> canonical("autopilot:tau=0.10")
     'autopilot:tau=0.1'
     """
-    terms = parse(text)
-    if all(term.name != AUTOPILOT for term in terms):
+    if not _is_autopilot(text):
         return remedies.canonical(text)
-    if len(terms) > 1:
+    term, *others = parse(text)
+    if others:
         raise InvalidValueError(f"expected autopilot alone, which chooses remedies by itself, got {text!r}")
-    if terms[0].options.get("allow_new_parameters"):
+    if term.options.get("allow_new_parameters"):
         raise InvalidValueError("expected an autopilot without allow_new_parameters in a run of the lab")
-    return spelled(Term(POLICY, terms[0].options)).replace(POLICY, AUTOPILOT, 1)
+    return spelled(Term(POLICY, term.options)).replace(POLICY, AUTOPILOT, 1)
+
+
+def _is_autopilot(text: str) -> bool:
+    return any(term.name == AUTOPILOT for term in parse(text))
 
 
 def note(text: str) -> Note:
@@ -46,7 +50,7 @@ def note(text: str) -> Note:
     >>> note("autopilot").source
     'docs/autopilot.md'
     """
-    if parse(text)[0].name != AUTOPILOT:
+    if not _is_autopilot(text):
         return remedies.note(text)
     return Note("watches the run and applies qk_clip and lalr to the heads that need it", "docs/autopilot.md")
 
@@ -54,7 +58,7 @@ def note(text: str) -> Note:
 def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
     """Puts the remedy of a run on its model."""
     text = canonical(config.remedy)
-    if parse(text)[0].name != AUTOPILOT:
+    if not _is_autopilot(text):
         return remedies.apply(text, model, optimizer, train_length=config.data.context)
     rates = [learning_rate(config.optim, step, config.steps) for step in range(config.steps)]
     every = min(config.log_every, max(1, config.steps // RECORDS))

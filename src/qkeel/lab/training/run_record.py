@@ -261,7 +261,7 @@ class RunRecord:
         return speed(tokens, seconds, state.flops_per_token, peak(state.device, config.dtype))
 
     def _write_events(self) -> None:
-        """What an autopilot has done since it was written last."""
+        """Writes what an autopilot has done since it was written last."""
         events = self.state.events
         for event in events[self._noted :]:
             append_line(self.place.path / "events.jsonl", event)

@@ -45,5 +45,5 @@ class RunState:
 
     @property
     def events(self) -> Sequence[Row]:
-        """What an autopilot has done so far."""
+        """The events of an autopilot so far."""
         return self.handle.events if isinstance(self.handle, Autopilot) else ()
