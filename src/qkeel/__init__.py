@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report, sites, spec
     from qkeel.audit import explain_model
+    from qkeel.autopilot.begin import autopilot
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
@@ -38,13 +39,27 @@ _HOMES = {
     "retrofit": "qkeel.remedies.retrofit",
     "watch": "qkeel.monitor.watch",
 }
-_ROOMS = ("audit", "errors", "integrations", "lab", "monitor", "nn", "reference", "remedies", "report", "sites", "spec")
+_ROOMS = (
+    "audit",
+    "autopilot",
+    "errors",
+    "integrations",
+    "lab",
+    "monitor",
+    "nn",
+    "reference",
+    "remedies",
+    "report",
+    "sites",
+    "spec",
+)
 
 __all__ = [
     "AttentionSpec",
     "apply",
     "attention",
     "audit",
+    "autopilot",
     "errors",
     "explain_model",
     "export",

@@ -33,6 +33,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     "config": {"recipe": ("config --recipe {}", False)},
     "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
     "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
+    "replay": {"run": ("replay {}", False)},
     "scan": {"checkpoint": ("scan {}", False)},
     "retrofit": {
         "checkpoint": ("retrofit {} --to qwen3 --out model", False),

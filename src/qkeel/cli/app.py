@@ -35,6 +35,10 @@ COMMANDS = {
         "qkeel.cli.watch:watch",
         "Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.",
     ),
+    "replay": (
+        "qkeel.cli.replay:replay",
+        "Print what a policy of the autopilot would have done on a recorded run, when and why.",
+    ),
     "scan": (
         "qkeel.cli.scan:scan",
         "Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they "

@@ -12,13 +12,14 @@ from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
+from qkeel.autopilot import policy as known_policy
 from qkeel.cli.exits import OK
 from qkeel.cli.watched_script.messages import MessageWriter
 from qkeel.cli.watched_script.run_program import EXAMPLE, Program, execute, parse, prepare, under_torchrun
 from qkeel.cli.watched_script.watch_session import WatchPlan, WatchSession
 from qkeel.errors import InvalidValueError
 from qkeel.integrations import sinks
-from qkeel.monitor import Adaptive, Every, LogSpaced
+from qkeel.monitor import Adaptive, Cadence, Every, LogSpaced
 from qkeel.records import fresh_directory
 from qkeel.report.live import serve
 
@@ -27,15 +28,39 @@ _OPTIONAL = Parameter(show_default=False)
 _EVERY = 10  # steps
 
 
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class When:
+    """The steps to measure."""
+
+    every: Annotated[int | None, _OPTIONAL] = None
+    """Measure every n-th optimizer step [default: 10]."""
+    adaptive: Annotated[bool, _SWITCH] = False
+    """Measure every 100 steps, and when the logits move up to every 5."""
+    log_spaced: Annotated[bool, _SWITCH] = False
+    """Measure 20 steps per decade of steps: often at the start, then less and less."""
+
+    def cadence(self) -> Cadence:
+        """The cadence that the options mean.
+
+        Raises: InvalidValueError if more than one is given.
+        """
+        if self.adaptive + self.log_spaced + (self.every is not None) > 1:
+            raise InvalidValueError("expected one of --every, --adaptive, --log-spaced, got several; leave one")
+        if self.adaptive or self.log_spaced:
+            return Adaptive() if self.adaptive else LogSpaced()
+        return Every(_EVERY if self.every is None else self.every)
+
+
 def watch(
     *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    every: Annotated[int | None, _OPTIONAL] = None,
-    adaptive: Annotated[bool, _SWITCH] = False,
-    log_spaced: Annotated[bool, _SWITCH] = False,
+    when: Annotated[When, _SWITCH] = When(),
     out: Annotated[Path | None, _OPTIONAL] = None,
     sink: Annotated[list[str], _SWITCH] = [],  # noqa: B006 - read only
     live: Annotated[bool | int, _SWITCH] = False,
     query_mask: Annotated[str | None, _OPTIONAL] = None,
+    autopilot: Annotated[bool, _SWITCH] = False,
+    policy: Annotated[str | None, _OPTIONAL] = None,
 ) -> int:
     """Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.
 
@@ -44,17 +69,15 @@ def watch(
 
     Args:
         command: The command that trains, after --.
-        every: Measure every n-th optimizer step [default: 10].
-        adaptive: Measure every 100 steps, and when the logits move up to every 5.
-        log_spaced: Measure 20 steps per decade of steps: often at the start, then less and less.
+        when: The steps to measure.
         out: Directory of the run; where it holds something, -2, -3 ... is added [default: qkeel-runs/SCRIPT].
         sink: Where else the numbers of the first model go, as tensorboard or wandb:project=gpt; may be repeated.
         live: Serve the page of the run while it goes on, on this port of this machine or on a free one.
         query_mask: Keyword argument of the model's forward that says which rows count, like attention_mask.
+        autopilot: Hold the logits of the heads that need it by the cheapest remedy that does.
+        policy: What the autopilot does when, like ladder:threshold=50 [default: ladder].
     """
-    if adaptive + log_spaced + (every is not None) > 1:
-        raise InvalidValueError("expected one of --every, --adaptive, --log-spaced, got several; leave one")
-    cadence = Adaptive() if adaptive else LogSpaced() if log_spaced else Every(_EVERY if every is None else every)
+    cadence = when.cadence()
     others = [part for text in sink for part in sinks(text)]
     own = sys.argv[1 : len(sys.argv) - len(command)]
     if command and own[-1:] != ["--"]:
@@ -64,7 +87,10 @@ def watch(
         _become(under_torchrun(program, ["qkeel", *own]))
     source = prepare(program)
     place = (out or Path("qkeel-runs") / program.title).absolute()
-    plan = WatchPlan(cadence=cadence, out=place, sinks=tuple(others), query_mask=query_mask)
+    named = policy or ("ladder" if autopilot else None)
+    if named is not None:
+        known_policy(named)
+    plan = WatchPlan(cadence=cadence, out=place, sinks=tuple(others), query_mask=query_mask, policy=named)
     with MessageWriter(_rank()) as writer, _page(plan, live, writer) as plan:
         session = WatchSession(plan, writer)
         code = execute(program, source)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
+import safetensors.torch
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel.autopilot import Autopilot, Policy, attach, policy
 from qkeel.errors import InvalidTypeError, missing
 from qkeel.monitor import DEFAULT, Alarm, Cadence, Rule, Sample, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch
-from qkeel.records import layer_fields
+from qkeel.records import layer_fields, write_bytes
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,6 +32,10 @@ class QkeelCallback(TrainerCallback):
     `QkeelCallback(every=50).attach(trainer)` puts it before the reporters, so that they get the numbers in the
     Trainer's logs (attn/max_logit, attn/entropy, ...). Given as `callbacks=[QkeelCallback()]` it comes after them: then
     the numbers are in `trainer.state.log_history`, on the progress bar and in its own sinks, but not in the reporters.
+
+    With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`), and is bit for
+    bit the training without it until its first action. Its state is saved next to each checkpoint and taken up again
+    where the training is resumed from one.
     """
 
     def __init__(
@@ -39,9 +46,16 @@ class QkeelCallback(TrainerCallback):
         rules: Sequence[Rule] = DEFAULT,
         query_mask: Given | None = "attention_mask",
         per_layer: bool = False,
+        autopilot: bool | str | Policy = False,
     ) -> None:
-        """See `qkeel.watch` for every, sinks, rules and query_mask; per_layer: log each layer too."""
+        """See `qkeel.watch` for every, sinks, rules and query_mask; per_layer: log each layer too; autopilot: true, or
+        its policy.
+        """
         self.monitor: Monitor | None = None
+        self.pilot: Autopilot | None = None
+        self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
+        if self._policy is not False:
+            policy(self._policy)
         self._every, self._rules, self._query_mask, self._per_layer = every, rules, query_mask, per_layer
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
         self._latest = _Latest()
@@ -71,6 +85,18 @@ class QkeelCallback(TrainerCallback):
             query_mask=self._query_mask,
         )
         self.monitor.steps = state.global_step
+        if self._policy is not False:
+            saved = _saved(args, state) if state.global_step else None
+            example = None if saved is None else _example(kwargs.get("train_dataloader"), model)
+            self.pilot = attach(self.monitor, optimizer, policy=self._policy, example=example)
+            if saved is not None and saved.exists():
+                self.pilot.load_state_dict(safetensors.torch.load_file(saved))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Save the state of the autopilot with the checkpoint."""
+        place = _saved(args, state)
+        if self.pilot is not None and state.is_world_process_zero and place.parent.is_dir():
+            write_bytes(place, safetensors.torch.save(self.pilot.state_dict()))
 
     def on_log(
         self,
@@ -99,8 +125,25 @@ class QkeelCallback(TrainerCallback):
         self._stop(complete=True)
 
     def _stop(self, *, complete: bool) -> None:
-        if self.monitor is not None:
-            self.monitor.close(complete=complete)
+        watching = self.monitor if self.pilot is None else self.pilot
+        if watching is not None:
+            watching.close(complete=complete)
+
+
+def _saved(args: TrainingArguments, state: TrainerState) -> Path:
+    """The file of the autopilot in the checkpoint of this step, whose name the Trainer gives."""
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "qkeel_autopilot.safetensors"
+
+
+def _example(loader: Any, model: nn.Module) -> object:
+    """Two examples of the training data as the model takes them, drawn without moving a random stream."""
+    try:
+        with torch.random.fork_rng():
+            found = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
+    except (AttributeError, IndexError, TypeError):  # no dataset with numbers
+        return None
+    device = next(model.parameters()).device
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
 
 
 @final

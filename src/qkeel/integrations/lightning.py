@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from torch import nn
 
+from qkeel.autopilot import Autopilot, Policy, attach, policy
 from qkeel.errors import InvalidValueError, missing
+from qkeel.handle import State
 from qkeel.monitor import DEFAULT, Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
@@ -27,6 +29,9 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
     Lightning calls `training_step`, not the LightningModule, so what is watched is the module inside: its only child
     with parameters, or the one that `module` names. Where a LightningModule is the model itself and its training_step
     calls `self(batch)`, several children are fine: then it is watched as a whole.
+
+    With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`); its state is in
+    Lightning's checkpoints.
     """
 
     def __init__(
@@ -37,10 +42,20 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
         rules: Sequence[Rule] = DEFAULT,
         query_mask: Given | None = None,
+        autopilot: bool | str | Policy = False,
+        example: object = None,
     ) -> None:
-        """Takes the dotted name of the module that is watched; for the rest see `qkeel.watch`."""
+        """Takes the dotted name of the module that is watched; true or the policy of an autopilot, and an example of
+        what the module takes, which it needs to resume; for the rest see `qkeel.watch`.
+        """
         super().__init__()
         self.monitor: Monitor | None = None
+        self.pilot: Autopilot | None = None
+        self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
+        self._example = example
+        if self._policy is not False:
+            policy(self._policy)
+        self._state: State = {}  # of a checkpoint
         self._module, self._every, self._rules, self._query_mask = module, every, rules, query_mask
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
         self._logged = -1
@@ -60,6 +75,10 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
             query_mask=self._query_mask,
         )
         self.monitor.steps = trainer.global_step
+        if self._policy is not False:
+            self.pilot = attach(self.monitor, held, policy=self._policy, example=self._example)
+            if self._state:
+                self.pilot.load_state_dict(self._state)
         self._logged = -1
 
     def on_train_batch_end(
@@ -79,10 +98,19 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         """Stop watching a training that failed."""
         self.close(complete=False)
 
+    def state_dict(self) -> State:
+        """Lightning puts it into its checkpoints."""
+        return {} if self.pilot is None else self.pilot.state_dict()
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Lightning calls it before `on_fit_start`."""
+        self._state = state_dict
+
     def close(self, *, complete: bool) -> None:
         """Stop watching, if it was begun."""
-        if self.monitor is not None:
-            self.monitor.close(complete=complete)
+        watching = self.monitor if self.pilot is None else self.pilot
+        if watching is not None:
+            watching.close(complete=complete)
 
     def _watched(self, module: nn.Module) -> nn.Module:
         if self._module is not None:

@@ -22,6 +22,7 @@ class MeasuredSteps:
 
     def __init__(self, cadence: Cadence, *, by_optimizer: bool) -> None:
         self.done = 0  # optimizer steps
+        self.closer: int | None = None  # besides what the cadence says, every so many steps
         self.passes: dict[Phase, int] = {"train": 0, "eval": 0}
         self._cadence, self._by_optimizer = cadence, by_optimizer
         self._last: dict[Phase, int | None] = {"train": None, "eval": None}
@@ -32,7 +33,9 @@ class MeasuredSteps:
         phase: Phase = "train" if training else "eval"
         self.passes[phase] += 1
         now = self.done if training and self._by_optimizer else self.passes[phase] - 1
-        if self._cadence.due(now, self._last[phase], self._bound.factor if training else 1.0):
+        if (training and self._is_closer(now)) or self._cadence.due(
+            now, self._last[phase], self._bound.factor if training else 1.0
+        ):
             if not training:
                 self._last["eval"] = now
             return "statistics"
@@ -41,7 +44,15 @@ class MeasuredSteps:
     @property
     def step_due(self) -> bool:
         """Returns whether the optimizer step that is under way is measured."""
-        return self._cadence.due(self.done, self._last["train"], self._bound.factor)
+        return self._is_closer(self.done) or self._cadence.due(self.done, self._last["train"], self._bound.factor)
+
+    def _is_closer(self, step: int) -> bool:
+        return self.closer is not None and step % self.closer == 0
+
+    @property
+    def last(self) -> int | None:
+        """The training step that was measured last."""
+        return self._last["train"]
 
     def bounded(self, bound: Tensor) -> None:
         """Takes the bound on the largest logit of a training pass that was not measured in full."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self, final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError
-from qkeel.handle import Handle
+from qkeel.handle import Handle, State
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.rule import Alarm, Rule
@@ -107,7 +108,7 @@ class Monitor(Handle):
         else:
             before, after = (functools.partial(self._guard, f) for f in (self._step_end.before, self._after_step))
             self._hooks = StepHooks(before, after, optimizer)
-        super().__init__(functools.partial(self._guard, self._finish))
+        super().__init__(functools.partial(self._guard, self._finish), state=self._state, load=self._load_state)
 
     @property
     def model(self) -> nn.Module:
@@ -132,6 +133,19 @@ class Monitor(Handle):
     @steps.setter
     def steps(self, done: int) -> None:
         self._steps.done = done
+
+    @property
+    def closer(self) -> int | None:
+        """Every so many steps are measured besides those of the cadence, alike on all processes; None for no others."""
+        return self._steps.closer
+
+    @closer.setter
+    def closer(self, every: int | None) -> None:
+        self._steps.closer = every
+
+    def event(self, event: Mapping[str, object]) -> None:
+        """Gives the sinks something else that happened, after the first sample; see `Sink.event`."""
+        self._journal.event(event)
 
     @property
     def passes(self) -> int:
@@ -220,6 +234,18 @@ class Monitor(Handle):
             return self._hooks is not None and self._group.waited_for
         except Exception:
             return False
+
+    def _state(self) -> State:
+        """The steps done, the step measured last (-1 for none) and the rate of the step done last (-1 for none)."""
+        last, rate = self._steps.last, self._step_end.rate
+        state = {"steps": torch.tensor(self.steps), "last": torch.tensor(-1 if last is None else last)}
+        return {**state, "rate": torch.tensor(-1.0, dtype=torch.float64) if rate is None else rate.cpu()}
+
+    def _load_state(self, state: State) -> None:
+        self.steps = int(state["steps"])
+        if int(state["last"]) >= 0:
+            self._steps.measured(int(state["last"]))
+        self._step_end.rate = None if float(state["rate"]) < 0 else state["rate"].clone()
 
     def _finish(self) -> None:
         # One by one, so that where one fails the others are done all the same.

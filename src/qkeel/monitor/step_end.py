@@ -32,7 +32,7 @@ class StepEnd:
     ) -> None:
         self._steps, self._tap, self._numbers, self._group, self._arrivals = steps, tap, numbers, group, arrivals
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
-        self._rate: Tensor | None = None  # of the step done last
+        self.rate: Tensor | None = None  # of the step done last
         self._warned = False
 
     def take(self, phase: Phase) -> Stats:
@@ -66,9 +66,9 @@ class StepEnd:
                 self._group.leave(known=self._arrivals.flagged)
             else:
                 # The step before this one made the weights that this step's forward passes saw.
-                self._train_step(now if self._rate is None else self._rate)
+                self._train_step(now if self.rate is None else self.rate)
         self._steps.stepped()
-        self._rate = now
+        self.rate = now
         self._arrivals.settle(wait=False)
 
     def evaluated(self) -> None:

@@ -39,7 +39,7 @@ class StepHooks(Handle):
     def remove(self) -> None:
         """See the class."""
         super().remove()
-        if not _stepping():
+        if not stepping():
             for hook in self._hooks:
                 hook.remove()
 
@@ -76,6 +76,22 @@ def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callabl
     return follow
 
 
+def when_hooks_are_done(optimizer: Optimizer, act: Act) -> Handle:
+    """Calls `act(optimizer)` once, when the optimizer's own hooks after the step under way have all been called.
+
+    To be called by one of these hooks. Then hooks may be put on the optimizer and taken off, which torch does not allow
+    while it goes through them. The handle is to be removed later, by such a hook or outside of steps.
+    """
+    waiting = [act]
+
+    def fire(stepped: Optimizer, *_: object) -> None:
+        if stepped is optimizer and waiting:
+            waiting.pop()(optimizer)
+
+    post: Any = torch.compiler.disable(fire)
+    return Handle(register_optimizer_step_post_hook(post).remove)
+
+
 def when_made(act: Act) -> Handle:
     """Calls `act(optimizer)` at the end of every `Optimizer.__init__`."""
     before = Optimizer.__init__
@@ -97,7 +113,7 @@ def runs_step_hooks(optimizer: Optimizer) -> bool:
     return "_optimizer_step_post_hooks" in vars(optimizer)
 
 
-def _stepping() -> bool:
+def stepping() -> bool:
     """True if an optimizer's step is under way in this thread."""
     home = sys.modules[Optimizer.__module__].__file__
     frame = sys._getframe()

@@ -176,6 +176,10 @@ FIELDS: dict[str, dict[str, str]] = {
         "layer": "text",
         "head": "a whole number",
         "value": "a number",
+        "action": "text",
+        "site": "text",
+        "heads": "a list of whole numbers",
+        "text": "text",
     },
     "extrapolation.jsonl": {
         **{name: "a number" for name, field in EXTRAPOLATION_COLUMNS.items() if field.unit != "name"},

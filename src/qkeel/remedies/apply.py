@@ -104,7 +104,7 @@ def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ..
     Keyword options go to the one remedy named.
 
     >>> parse("quack", tau=0.3)
-    (LALR(tau=0.3, norm='frobenius', decay='scaled'),)
+    (LALR(tau=0.3, norm='frobenius', decay='scaled', heads=None),)
     """
     if isinstance(named, Remedy):
         _no_options(options, named)
@@ -213,7 +213,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
     for remedy in found:
         if not partial:
             _check_whole(remedy, sites)
-        target = dataclasses.replace(bare, sites=sites)
+        target = dataclasses.replace(bare, sites=remedy.chosen(sites))
         _check_supported(remedy, target)
         if known is not None and remedy.on_attention and not remedy.on_steps:
             raise RefusedError(f"{remedy.name} changes what a pass computes: give an example in place of the sites")

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -22,6 +22,7 @@ from qkeel.sites.example import Arguments
 from qkeel.sites.kept_state import copied, undisturbed
 from qkeel.sites.site import AttentionSite, HeadSlice
 
+Heads = tuple[tuple[str, tuple[int, ...]], ...]  # the heads of each site, by its name; () for all of them
 Args = tuple[Any, ...]  # of a call of somebody else's function
 Kwargs = dict[str, Any]
 
@@ -94,8 +95,14 @@ class Remedy(abc.ABC):
                 check_choice(self.name, option, value, get_args(kind))
             elif kind is bool:
                 check_flag(self.name, option, value)
+            elif kind == Heads | None:
+                check_heads(self.name, value)
             elif kind is not str and not (value is None and NoneType in get_args(kind)):
                 check_number(self.name, option, value, zero=option in self.may_be_zero)
+
+    def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
+        """The sites of a model that the remedy is for: all, unless an option names some."""
+        return list(sites)
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         """None if the remedy can be applied at this site as it is now, else the reason."""
@@ -166,6 +173,20 @@ def check_flag(remedy: str, option: str, value: object) -> None:
     """Raise unless an option is true or false."""
     if not isinstance(value, bool):
         raise InvalidTypeError(f"expected true or false for {option} of {remedy}, got {value!r}")
+
+
+def check_heads(remedy: str, value: object) -> None:
+    """Raise unless an option names heads by site, or is None."""
+    for pair in value if isinstance(value, tuple) else () if value is None else (value,):
+        site, heads = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        if (
+            not isinstance(site, str)
+            or not isinstance(heads, tuple)
+            or not all(type(h) is int and h >= 0 for h in heads)
+        ):
+            raise InvalidTypeError(
+                f"expected heads of {remedy} by site, as ((site.name, (0, 3)),) with () for all of them, got {value!r}"
+            )
 
 
 def where(site: AttentionSite) -> str:

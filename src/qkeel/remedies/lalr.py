@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, final
 
 import torch
@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from qkeel.errors import InvalidValueError
 from qkeel.functional.bounds import spectral_norm
 from qkeel.handle import Handle
-from qkeel.remedies.base import Target
+from qkeel.remedies.base import Heads, Target
 from qkeel.remedies.steps.head_groups import frobenius_norm
 from qkeel.remedies.steps.head_steps import head_steps
 from qkeel.remedies.steps.head_weights import HeadWeights
-from qkeel.remedies.steps.step_remedy import StepRemedy
+from qkeel.remedies.steps.step_remedy import StepRemedy, sites_of
 from qkeel.sites.site import AttentionSite
 
 # One term a weight takes part in: the entries of the other weights of the term, the head of each of them that each
@@ -41,12 +41,14 @@ class LALR(StepRemedy):
 
     The norms are those of the weights when the remedy is applied; `state()` carries them across a checkpoint.
     decay="plain" leaves decoupled weight decay at the base rate, η·λ, and scales the rest of the step only.
+    Weights that no head of `heads` uses, where that is given, keep the base rate.
     norm="spectral" synchronises a GPU with the host at every step (an eigenvalue problem of size d per head).
     """
 
     tau: float = 0.1
     norm: Literal["frobenius", "spectral"] = "frobenius"
     decay: Literal["scaled", "plain"] = "scaled"
+    heads: Heads | None = None
 
     name = "lalr"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
@@ -56,6 +58,9 @@ class LALR(StepRemedy):
         "use one of the two, or qk_lr for a plain lower rate",
     )
     if_computed = "the norm of what the optimizer steps says nothing about the logit"
+
+    def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
+        return sites_of(self.heads, sites, self.name)
 
     def apply(self, target: Target) -> Handle:
         weights = HeadWeights.of(target)
@@ -79,7 +84,13 @@ class LALR(StepRemedy):
                 own.copy_(values[name])
             rates.start_from(row)
 
-        handle = steps.scale(lambda now: rates(now, self.tau))
+        acting = None if self.heads is None else _acting(dict(self.heads), target.sites, weights).to(row.device)
+
+        def factors(now: Tensor) -> Tensor:
+            found = rates(now, self.tau)
+            return found if acting is None else torch.where(acting.to(found.device), found, 1.0)
+
+        handle = steps.scale(factors)
         return Handle(handle.remove, state=state, load=load)
 
 
@@ -154,6 +165,17 @@ def _uses(sites: Sequence[AttentionSite], weights: HeadWeights) -> list[list[Use
                 own = tuple(map(tuple, site.users(slices[a].n).tolist()))
                 found[i].append((tuple(factors[b] for b in others), tuple(heads[b] for b in others), own))
     return [list(dict.fromkeys(u)) for u in found]
+
+
+def _acting(heads: Mapping[str, tuple[int, ...]], sites: Sequence[AttentionSite], weights: HeadWeights) -> Tensor:
+    """[heads of all entries]: True where a head that is named uses the part of the weight."""
+    found = [torch.zeros(n, dtype=torch.bool) for n in weights.counts]
+    for site in sites:
+        named = torch.tensor([*(heads[site.name] or range(site.n_heads))])
+        for term in site.terms:
+            for s in (*term.query, *term.key):
+                found[weights.place(s)] |= torch.isin(site.users(s.n), named).any(1)
+    return torch.cat(found)
 
 
 def _names(weights: HeadWeights) -> list[str]:

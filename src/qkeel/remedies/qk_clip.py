@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
@@ -16,7 +17,7 @@ from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.stats.per_head import stats_of_rows
 from qkeel.patching.guard import Guard
-from qkeel.remedies.base import Target
+from qkeel.remedies.base import Heads, Target
 from qkeel.remedies.processes.shared_maxima import SharedMaxima
 from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, head_views, stacked
 from qkeel.remedies.steps.head_weights import HeadWeights
@@ -24,7 +25,7 @@ from qkeel.remedies.steps.linearity import check_changes_last
 from qkeel.remedies.steps.logit_shares import LogitShare, logit_shares
 from qkeel.remedies.steps.mixed_precision import LOW_PRECISION, copies_in_state, found_inf, innermost
 from qkeel.remedies.steps.replaced_weights import ReplacementCheck
-from qkeel.remedies.steps.step_remedy import StepRemedy
+from qkeel.remedies.steps.step_remedy import StepRemedy, sites_of
 from qkeel.sites.calls.logit_statistics import maxima
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.tap import Tap
@@ -50,11 +51,13 @@ class QKClip(StepRemedy):
     Only forwards in training mode count, all of those since the last step that was taken, of all processes of a
     training run. Where a GradScaler skips a step there is no clip, and its maxima count for the next one. Float32
     copies that the optimizer steps in place of low-precision weights, or keeps in its state, are scaled with them.
+    Heads that `heads`, where it is given, does not name never clip.
     """
 
     threshold: float = 100.0
     groups: Literal["query", "group"] = "query"
     frozen: Literal["refuse", "scale"] = "refuse"
+    heads: Heads | None = None
 
     name = "qk_clip"
     line = "after each step, shrinks query and key weights of heads whose largest logit passed the threshold"
@@ -65,6 +68,9 @@ class QKClip(StepRemedy):
         "use one of the two; with a norm, watch its gains",
     )
     if_computed = "scaling what is stored would not scale the logit"
+
+    def chosen(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
+        return sites_of(self.heads, sites, self.name)
 
     def holds(self, site: AttentionSite) -> Refusal | None:
         refusal = StepRemedy.holds(self, site)
@@ -170,6 +176,7 @@ class _Clip:
         self._copies: dict[int, tuple[str, ...]] = {}
         self._warned = False
         self._groups = HeadGroups(plan.table)
+        self._spared = _spared(remedy.heads, target.sites)
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Clip by the maxima since the last step that was taken."""
@@ -196,6 +203,9 @@ class _Clip:
         if not maxima and self.kept is None and not self.shared.several:
             return
         row = self.shared.over_all(self.shared.row(maxima))
+        if self._spared is not None:
+            self._spared = self._spared.to(row.device)
+            row = row.masked_fill(self._spared, -torch.inf)
         if self.kept is not None:
             row = torch.maximum(row.to(self.kept), self.kept)
         self.kept = None
@@ -235,6 +245,15 @@ class _Clip:
         """Go on from the maxima of a checkpoint."""
         row = self.shared.row(values)
         self.kept = None if bool((row == -torch.inf).all()) else row
+
+
+def _spared(heads: Heads | None, sites: Sequence[AttentionSite]) -> Tensor | None:
+    """[heads of all sites]: True for those that never clip; None where there are none."""
+    if heads is None:
+        return None
+    named = dict(heads)
+    clipped = [named[site.name] or range(site.n_heads) for site in sites]
+    return torch.cat([~torch.isin(torch.arange(s.n_heads), torch.tensor([*own])) for s, own in zip(sites, clipped)])
 
 
 def _readable(tensor: Tensor) -> bool:

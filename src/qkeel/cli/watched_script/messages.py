@@ -47,6 +47,11 @@ class MessageSink(Sink):
         self._alarms.append(alarm)
         self.writer(str(alarm))
 
+    def event(self, event: Mapping[str, Any]) -> None:
+        """One line, of an event that says something."""
+        if "text" in event:
+            self.writer(str(event["text"]))
+
     def close(self, complete: bool) -> None:
         """Nothing now: `summary()` may come later."""
 

@@ -11,6 +11,7 @@ from typing import final
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel.autopilot import attach as attach_autopilot
 from qkeel.cli.watched_script.find_models import ModelFinder
 from qkeel.cli.watched_script.messages import MessageSink, MessageWriter
 from qkeel.monitor import Cadence, RunDirectorySink, Sink
@@ -27,6 +28,7 @@ class WatchPlan:
     out: Path
     sinks: tuple[Sink, ...] = ()
     query_mask: str | None = None
+    policy: str | None = None  # of an autopilot
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class WatchSession:
             sinks=[run, message_sink, *others] if self.writer.rank == 0 else [],
             query_mask=plan.query_mask,
         )
+        if plan.policy is not None:
+            attach_autopilot(monitor, optimizer, policy=plan.policy)
         done = weakref.finalize(optimizer, run.close, True)
         done.atexit = False
         self._runs.append(_Run(model=name, message_sink=message_sink, monitor=weakref.ref(monitor), done=done))

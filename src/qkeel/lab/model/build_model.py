@@ -12,9 +12,9 @@ from torch import nn
 from qkeel.errors import InvalidValueError
 from qkeel.lab.config import ModelConfig, RunConfig
 from qkeel.lab.model.optimizers import build_optimizer
+from qkeel.lab.model.run_remedies import canonical, put_on
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, ViT
 from qkeel.registry import parse
-from qkeel.remedies import apply, canonical
 from qkeel.spec import AttentionSpec, InverseSqrt, layer_specs, preset
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,7 +49,7 @@ def check(config: RunConfig) -> None:
         "translation": lambda: build_translator(narrow, 2, length),
     }
     small = builders.get(config.data.task, lambda: build_decoder(narrow, vocab_size=2, train_length=length))()
-    apply(config.remedy, small, build_optimizer(config.optim, small), train_length=length)
+    put_on(config, small, build_optimizer(config.optim, small))
 
 
 def attention_spec(text: str) -> AttentionSpec:

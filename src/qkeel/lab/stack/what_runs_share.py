@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 from qkeel.errors import InvalidValueError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import resolve
+from qkeel.lab.model.run_remedies import canonical
 from qkeel.registry import parse
-from qkeel.remedies import canonical
 
 How = Literal["auto", "off"] | int
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from qkeel.kernels.native import ready
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.lab.data.corpus import Corpus
+from qkeel.lab.model.run_remedies import note
 from qkeel.lab.tasks.text import load_task
 from qkeel.records import RunDirectory
-from qkeel.remedies import note
 from qkeel.sites import find_sites
 
 COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # what changes bits and is no setting of a run

@@ -98,6 +98,7 @@ class RunRecord:
         self.step = 0
         self.stopped = False  # by a loss or gradient that is not finite
         self._trained, self._seconds = 0, 0.0  # steps and wall time since the last record
+        self._noted = 0  # events of an autopilot
 
     def prepare(self, command: str, stacked: int) -> None:
         """Brings directory and weights to the same step: the checkpoint's, else 0, which is still to be recorded.
@@ -121,6 +122,7 @@ class RunRecord:
         self.heads = HeadRecorder(self.place.path, PROBE_FIELDS, len(names), n_heads, layers=layers)
         if found is not None:
             self.step, self._spent = found.progress.step, self._spent + found.progress.cpu_seconds
+            self._noted = len(self.state.events)
             self._event("resumed")
 
     def share(self, sharing: int) -> None:
@@ -183,11 +185,14 @@ class RunRecord:
 
     def save(self) -> None:
         """Replaces the checkpoint, once all that was recorded before it is on the disk."""
+        self._write_events()
         self.place.sync()
         save(self.place, self.state, Progress(self.step, self._cpu_seconds(), self.place.sizes()))
 
     def finish(self) -> None:
         """Writes the summary: the run is done."""
+        self._write_events()
+        self.state.close()
         self.place.finish(summarize(self.config, self.place.metrics(self.place.sizes()), self._cpu_seconds()))
 
     def _check_alike(self, now: Json) -> None:
@@ -260,6 +265,7 @@ class RunRecord:
         }
         self.heads.append(step, probe.heads)
         append_line(self.place.path / "metrics.jsonl", record)
+        self._write_events()
         self.watcher.on_record(record)
 
     def _speed(self) -> dict[str, float | None]:
@@ -267,6 +273,13 @@ class RunRecord:
         tokens, seconds = self._trained * config.data.batch * config.data.context, self._seconds
         self._trained, self._seconds = 0, 0.0
         return speed(tokens, seconds, state.flops_per_token, peak(state.device, config.dtype))
+
+    def _write_events(self) -> None:
+        """Writes what an autopilot has done since it was written last."""
+        events = self.state.events
+        for event in events[self._noted :]:
+            append_line(self.place.path / "events.jsonl", event)
+        self._noted = len(events)
 
     def _event(self, text: str) -> None:
         append_line(self.place.path / "events.jsonl", {"step": self.step, "event": text})

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import nn
 
+from qkeel.autopilot import Autopilot
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import width_ratio
 from qkeel.lab.model.optimizers import build_optimizer
+from qkeel.lab.model.run_remedies import put_on
 from qkeel.lab.tasks.text import load_task
 from qkeel.lab.training.loss_scale import LossScale
 from qkeel.lab.training.throughput import flops_per_token
+from qkeel.metrics import Row
 from qkeel.nn.spec_module import SpecModule
-from qkeel.remedies import apply
 
 
 @final
@@ -42,11 +45,21 @@ class RunState:
         self.attentions = tuple(name for name, m in self.model.named_modules() if isinstance(m, SpecModule))
         self.flops_per_token = flops_per_token(self.model, config.data.context)
         self.optimizer = build_optimizer(config.optim, self.model, width_ratio(config.model))
-        self.handle = apply(config.remedy, self.model, self.optimizer, train_length=config.data.context)
+        self.handle = put_on(config, self.model, self.optimizer)
         self.loss_scale = LossScale() if config.dtype == "fp16" else None
         self.model.train()
         if config.compile:
             self.model.compile()
+
+    def close(self) -> None:
+        """The training is over."""
+        if isinstance(self.handle, Autopilot):
+            self.handle.close()
+
+    @property
+    def events(self) -> Sequence[Row]:
+        """The events of an autopilot so far."""
+        return self.handle.events if isinstance(self.handle, Autopilot) else ()
 
 
 @torch.no_grad()

@@ -80,6 +80,18 @@ class Recording:
             planned=self.planned,
         )
 
+    def state(self) -> dict[str, np.ndarray]:
+        """The records and how many there were: what `load` goes on from."""
+        columns = {f"{kind}:{name}": column[: self._kept] for (kind, name), column in self._columns.items()}
+        return {**columns, "counts": np.array([self._every, self._seen, self._kept, int(self._rated)])}
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes the records of another Recording in place of its own."""
+        self._every, self._seen, self._kept, rated = (int(x) for x in state["counts"])
+        self._rated = bool(rated)
+        columns = {tuple(key.split(":", 1)): np.array(x) for key, x in state.items() if key != "counts"}
+        self._columns = {(key[0], key[1]): np.resize(x, (max(4, len(x)), *x.shape[1:])) for key, x in columns.items()}
+
     def __len__(self) -> int:
         """Records appended, kept or not."""
         return self._seen

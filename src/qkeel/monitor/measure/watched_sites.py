@@ -34,7 +34,9 @@ class WatchedSites:
         self._group = group
         self._given = given is not None
         if given is not None:
-            self.all += bound(given, model)
+            known = bound(given, model)
+            self.all += known
+            self.all.missed = known.missed
             self.weighed = self.all
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False

@@ -67,6 +67,10 @@ class Journal:
                     caution(str(alarm), AlarmWarning)
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
 
+    def event(self, event: Mapping[str, object]) -> None:
+        """Something else that happened, for the sinks; after the first sample."""
+        self._each(lambda sink: sink.event(event))
+
     def close(self, complete: bool) -> None:
         """Nothing more comes."""
         if self._about is None:

@@ -38,6 +38,9 @@ class Sink(abc.ABC):
     def alarm(self, alarm: Alarm) -> None:
         """An alarm that the last sample raised."""
 
+    def event(self, event: Mapping[str, object]) -> None:  # noqa: B027 - a sink may leave it out
+        """Something else that happened: its "step", its kind ("event") and a sentence ("text")."""
+
     @abc.abstractmethod
     def close(self, complete: bool) -> None:
         """After the last sample; `complete` if training ended as planned."""
@@ -110,6 +113,10 @@ class RunDirectorySink(Sink):
         append_line(self._place() / "events.jsonl", {"event": "alarm", **dataclasses.asdict(alarm)})
         self._summary["alarms"] += 1
 
+    def event(self, event: Mapping[str, object]) -> None:
+        """One event."""
+        append_line(self._place() / "events.jsonl", event)
+
     def close(self, complete: bool) -> None:
         """Brings the records to the disk; summary and DONE, if the run is complete."""
         if self.path is None:
@@ -150,6 +157,10 @@ class LoggingSink(Sink):
     def alarm(self, alarm: Alarm) -> None:
         """One line, at the level of the alarm's severity."""
         self.logger.log(_LEVELS[alarm.severity], "%s", alarm)
+
+    def event(self, event: Mapping[str, object]) -> None:
+        """One line."""
+        self.logger.warning("%s", event.get("text", event))
 
     def close(self, complete: bool) -> None:
         """Nothing to close."""

@@ -15,10 +15,13 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
     if dist.world() == 1 or optimizer is None:
         return handle
     member = dist.Membership(name)
+    left: list[bool] = []
 
     def before(*_: object) -> None:
-        if not member.step():
-            hook.remove()
+        if not left and not member.step():
+            left.append(True)
+            if next(reversed(hooks)) == hook.id:  # torch is going through them: with others behind it, it stays, idle
+                hook.remove()
 
     hook = innermost(optimizer).register_step_pre_hook(before)
     hooks = hook.hooks_dict_ref()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+from qkeel.errors import InvalidValueError, unknown
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.module_tables import submodules_of
-from qkeel.remedies.base import Remedy
+from qkeel.remedies.base import Heads, Remedy, where
 from qkeel.sites.find import is_normed
 from qkeel.sites.site import AttentionSite
 
@@ -29,6 +31,24 @@ class StepRemedy(Remedy):
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         return self.holds(site) or refuse_unknown_weights(site)
+
+
+def sites_of(heads: Heads | None, sites: Sequence[AttentionSite], remedy: str) -> list[AttentionSite]:
+    """The sites that `heads` names; all where it is None.
+
+    Raises: UnknownNameError for a site that the model lacks, InvalidValueError for a head that a site lacks.
+    """
+    if heads is None:
+        return list(sites)
+    known = {site.name: site for site in sites}
+    for name, own in heads:
+        if name not in known:
+            raise unknown(f"site of {remedy}", name, known)
+        if own and max(own) >= known[name].n_heads:
+            raise InvalidValueError(
+                f"expected heads 0 to {known[name].n_heads - 1} of {where(known[name])} for {remedy}, got {max(own)}"
+            )
+    return [site for site in sites if site.name in dict(heads)]
 
 
 def refuse_unknown_weights(site: AttentionSite) -> Refusal | None:

@@ -128,6 +128,8 @@
         thick(whole),
         Plot.dot(evaluated, {x: "step", y: "value", r: 3, stroke: "var(--faint)", fill: "var(--paper)", ariaDescription: "evaluation mode"}),
         Plot.dot(alarms, {x: "step", y: "value", r: 4.5, fill: severity, stroke: "var(--paper)", strokeWidth: 1.5, ariaDescription: "alarms"}),
+        Plot.ruleX(run.interventions, {x: "step", stroke: "var(--series-2)", strokeDasharray: "2 3", strokeWidth: 1.4, title: "text", ariaDescription: "interventions"}),
+        Plot.text(run.interventions, {x: "step", text: "label", title: "text", frameAnchor: "top", textAnchor: "start", dx: 3, dy: 2, fontSize: 10, fill: "var(--series-2)"}),
         Plot.dot(whole, Plot.selectLast({x: "step", y: "value", r: 3.2, fill: "var(--ink)"})),
         Plot.text(whole, Plot.selectLast({
           x: "step", y: "value", dx: 8, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", lineHeight: 1.2,

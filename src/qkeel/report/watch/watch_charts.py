@@ -25,7 +25,7 @@ GROWTH = Chart(
     "Largest attention logit",
     "Thin lines: the largest logit of each layer, coloured by depth. Thick line: the largest of the model, with the "
     "head that leads now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow dots "
-    "are samples in evaluation mode.",
+    "are samples in evaluation mode; vertical lines are what an autopilot did, with its reasons under the pointer.",
     "Line chart: largest attention logit against step, one line per layer.",
 )
 MAP = Chart(
@@ -131,6 +131,7 @@ def _run(run: Watched, most: int, cells: int) -> dict[str, object]:
         "leader": None if head is None else {"layer": head.layer, "head": head.head, **_leading(run, rows)},
         "last": _last(run, cells),
         "alarms": [_alarm(run, alarm) for alarm in run.alarms],
+        "interventions": _interventions(run),
         "eval": _evaluation(run),
     }
 
@@ -191,6 +192,22 @@ def _alarm(run: Watched, alarm: Row) -> dict[str, object]:
         "layer": run.layers.index(layer) if layer in run.layers else None,
         "head": alarm.get("head"),
     }
+
+
+def _interventions(run: Watched) -> list[dict[str, object]]:
+    """The decisions of each step that changed anything, with their sentences."""
+    found: dict[int, list[Row]] = {}
+    for event in run.interventions:
+        if event.get("event") == "decision" and event.get("action") != "watch_closer":
+            found.setdefault(int(event["step"]), []).append(event)
+    return [
+        {
+            "step": step,
+            "label": ", ".join(dict.fromkeys(f"{'−' if e.get('release') else ''}{e.get('action')}" for e in own)),
+            "text": "\n".join(str(e.get("text")) for e in own),
+        }
+        for step, own in found.items()
+    ]
 
 
 def _evaluation(run: Watched) -> dict[str, object]:

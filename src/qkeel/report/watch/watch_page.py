@@ -42,6 +42,7 @@ def watch_page(runs: Sequence[Watched]) -> Page:
         sections=[
             Section("nothing", "Nothing to draw yet", empty),
             Section("alarms", "Alarms", _alarms(runs)),
+            Section("interventions", "What the autopilot did", _interventions(runs)),
             Section("charts", "Charts", _charts(runs, present)),
             Section("compared", "The runs", _compared(runs)),
             Section("classes", "Token classes, last sample", class_tables(runs)),
@@ -98,6 +99,24 @@ def _alarm(alarm: Row, run: str) -> Markup:
         tag("div", {"class": "remedy-line"}, command_block(str(alarm.get("remedy") or ""))),
         tag("p", {"class": "source"}, source),
     )
+
+
+def _interventions(runs: Sequence[Watched]) -> Markup:
+    """Each decision with its reason, and the effect that was seen."""
+    items = []
+    for run in runs:
+        seen = {(e.get("of_step"), e.get("action"), e.get("site")): e for e in run.interventions if "of_step" in e}
+        for event in [e for e in run.interventions if e.get("event") != "effect"]:
+            effect = None if event.get("release") else seen.get((event["step"], event.get("action"), event.get("site")))
+            items.append(_intervention(event, "" if effect is None else str(effect.get("text"))))
+    return tag("ul", {"class": "alarms"}, *items) if items else Markup("")
+
+
+def _intervention(event: Row, effect: str) -> Markup:
+    kind = "release" if event.get("release") else str(event.get("action") or event.get("event"))
+    parts = [tag("p", {}, tag("strong", {"class": "severity"}, kind), f" {event.get('text')}")]
+    parts += [tag("p", {"class": "source"}, effect)] if effect else []
+    return tag("li", {"class": "alarm-notice"}, *parts)
 
 
 def _charts(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:

@@ -14,6 +14,7 @@ from qkeel.records import Heads, RunDirectory, RunStatus, fold_heads
 from qkeel.records.rundir import note_checksums
 
 KIND = "watch"
+INTERVENTIONS = ("autopilot", "decision", "refused", "effect")
 LEAST_SAMPLES = 6
 
 
@@ -40,6 +41,7 @@ class Watched:
     eval_records: Sequence[Row] = ()
     eval_heads: Heads
     alarms: Sequence[Row] = ()
+    interventions: Sequence[Row] = ()  # of an autopilot: its start, decisions, refusals and effects
     notes: Sequence[Row] = ()
 
     @property
@@ -123,7 +125,8 @@ def _read(path: Path) -> Watched:
         eval_records=eval_records,
         eval_heads=eval_heads,
         alarms=[event for event in events if event.get("event") == "alarm"],
-        notes=[event for event in events if event.get("event") != "alarm"],
+        interventions=[event for event in events if event.get("event") in INTERVENTIONS],
+        notes=[event for event in events if event.get("event") not in ("alarm", *INTERVENTIONS)],
     )
 
 

@@ -1,0 +1,210 @@
+"""The Autopilot: asks the policy after each measured step, and sees to what it decides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+from torch.optim import Optimizer
+
+from qkeel import dist
+from qkeel.autopilot import saved_state
+from qkeel.autopilot.actuator import Actuator
+from qkeel.autopilot.decision import Action, Decision, Refused, SiteFacts, in_force
+from qkeel.autopilot.deliberation import Deliberation
+from qkeel.autopilot.policy import Policy
+from qkeel.autopilot.replay_run import FIELDS, begun
+from qkeel.errors import AlarmWarning, RefusedError, caution
+from qkeel.handle import Handle, State
+from qkeel.metrics import Row
+from qkeel.monitor.alarms.recording import Recording
+from qkeel.monitor.monitor import Monitor
+from qkeel.monitor.record.sample import Sample
+from qkeel.patching.guard import Guard
+from qkeel.patching.optimizer_hooks import StepHooks, stepping, when_hooks_are_done
+from qkeel.registry import parse
+from qkeel.sites.example import arguments
+from qkeel.sites.find import find_sites
+from qkeel.sites.site import AttentionSite
+
+_OFF = (
+    "the autopilot failed and changes nothing further: {}. What it has put on stays in force until remove(); training "
+    "goes on"
+)
+
+
+@final
+class Autopilot(Handle):
+    """Watches a training run and does what its policy decides; made by `qkeel.autopilot`.
+
+    `remove()` undoes everything and stops watching. `close()` stops watching and takes off what acts on steps, but
+    leaves a norm in the model, which was trained with it. `events` are what it did, as in the journal of the run.
+    `state_dict()` and `load_state_dict()` carry it over a checkpoint: give what they return to the checkpoint's file
+    and load it before the first step.
+
+    Nothing is changed in the middle of a step: decisions take effect when the hooks of the measured step are through,
+    so for the next step. Before the first the training is bit for bit that of a watched run.
+    """
+
+    def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, named: str, example: object):
+        self.monitor, self.policy, self.named = monitor, policy, named
+        self.optimizers, self.example = list(optimizers), example
+        self.events: list[Row] = []
+        self.warns = True  # with a warning for each decision, as for alarms
+        self.recording = Recording(planned=monitor.history.planned)
+        self.deliberation: Deliberation | None = None
+        self.actuator: Actuator | None = None
+        self._pending = [False] * len(self.optimizers)
+        self._later = [Handle(lambda: None) for _ in self.optimizers]
+        self._guard = Guard(_OFF, self._stop)
+        self._stopped = False
+        hooks = [
+            StepHooks(lambda _: None, lambda o: self._guard(self._after, o), optimizer) for optimizer in self.optimizers
+        ]
+        self._hooks = hooks
+        super().__init__(
+            self._take_off, state=lambda: saved_state.state(self), load=lambda s: saved_state.load(self, s)
+        )
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The decisions of the policy so far."""
+        return [] if self.deliberation is None else list(self.deliberation.decisions)
+
+    @property
+    def asked_rate(self) -> bool:
+        """Returns whether a lower learning rate was asked for, which only the training script can give."""
+        return any(one.action is Action.RATE for one in self.decisions)
+
+    def state_dict(self) -> State:
+        """Returns tensors by name, for a checkpoint."""
+        return self.state()
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on where `state_dict()` was taken; to be called before the first step. Where a norm was in force it is
+        put in again, with gains for the model's own state dict to overwrite: load that, and the optimizer's, after it.
+
+        Raises: InvalidValueError if it is no such state, or of another policy; RefusedError if remedies were in force
+        and the sites are not known: then the autopilot needs an example.
+        """
+        self.load(state)
+
+    def close(self, *, complete: bool = True) -> None:
+        """Stops watching; `complete` says whether training ended as planned."""
+        self._stop()
+        if self.actuator is not None:
+            self.actuator.remove(norm=False)
+        self.monitor.close(complete=complete)
+
+    def _take_off(self) -> None:
+        self._stop()
+        if self.actuator is not None:
+            self.actuator.remove()
+        self.monitor.remove()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for hook in [
+            *self._hooks,
+            *([] if stepping() else self._later),
+        ]:  # again at remove(): in a step they stay, idle
+            hook.remove()
+
+    def known_sites(self) -> list[AttentionSite]:
+        """The sites, as far as they are known without a pass of the training.
+
+        Raises: RefusedError if they are not.
+        """
+        if self.monitor.sites:
+            return list(self.monitor.sites)
+        args, kwargs = ((), {}) if self.example is None else arguments(self.example)
+        try:
+            return list(find_sites(self.monitor.model, *args, **kwargs))
+        except RefusedError as error:
+            raise RefusedError(
+                "expected an example, to put back what was in force before the first step: qkeel.autopilot(model, "
+                "optimizer, example=batch), with a batch as the model takes it"
+            ) from error
+
+    def start(self, facts: Sequence[SiteFacts], missed: Sequence[str], sites: Sequence[AttentionSite]) -> Deliberation:
+        """Takes up these sites."""
+        self.actuator = Actuator(self.monitor.model, self.optimizers, sites, self.example)
+        self.recording.layers = tuple(site.name for site in facts)
+        self.deliberation = Deliberation(self.policy, facts, missed)
+        return self.deliberation
+
+    def _after(self, optimizer: Optimizer) -> None:
+        """Among the hooks after a step."""
+        number = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
+        self._later[number].remove()
+        if self._stopped or not self.monitor.active:
+            return
+        sample = self.monitor.sample if number == 0 else None  # waits for all processes
+        if self._pending[number] or self._is_new(sample):
+            act = lambda _: self._guard(self._act, number, sample)  # noqa: E731
+            self._later[number] = when_hooks_are_done(optimizer, act)
+
+    def _is_new(self, sample: Sample | None) -> bool:
+        if sample is None or sample.phase != "train":
+            return False
+        steps = self.recording.history.steps
+        return not len(steps) or sample.step > steps[-1]
+
+    def _act(self, number: int, sample: Sample | None) -> None:
+        """Sees to the record and to what was decided; called when the hooks are through."""
+        if sample is not None and self._is_new(sample):
+            self._see(sample)
+        known, actuator = self.deliberation, self.actuator
+        if not self._pending[number] or known is None or actuator is None:
+            return
+        self._pending[number] = False
+        for action, site, reason in actuator.set(in_force(known.decisions, known.refused), number):
+            refused = Refused(step=known.decisions[-1].step, action=str(action), site=site, reason=reason)
+            known.refuse(refused)
+            self._note({"event": "refused", **dataclasses.asdict(refused), "text": f"refused {action}: {reason}"})
+
+    def _see(self, sample: Sample) -> None:
+        known = self.deliberation or self._begin(sample)
+        if self.actuator is not None and not self.actuator.sites:
+            self.actuator.know(self.monitor.sites)
+        heads = {name: values for name, values in sample.heads.items() if name in FIELDS}
+        self.recording.append({**sample.values, "step": sample.step}, heads)
+        decisions, effects = known.see(self.recording.history)
+        for one in (*effects, *decisions):
+            self._note(one.row())
+        for one in decisions:
+            if self.warns and dist.rank() == 0:
+                caution(str(one), AlarmWarning)
+        if decisions:
+            self._pending = [True] * len(self.optimizers)
+            held = in_force(known.decisions, known.refused)
+            closer = [parse(spec)[0].options for (spec, _), (action, _) in held.items() if action is Action.WATCH]
+            self.monitor.closer = int(closer[0]["every"]) if closer else None
+
+    def _begin(self, sample: Sample) -> Deliberation:
+        """Takes up the sites that the first record shows, and what they refuse."""
+        sites = {site.name: site for site in self.monitor.sites}
+        facts = []
+        for name in sample.layers:
+            site = sites.get(name)
+            unknown = "it was not found among the sites of this process" if site is None else ""
+            if site is not None and not site.verified:
+                unknown = site.unverified or site.why or "its weights are not known"
+            n = sample.heads["max_logit"].shape[1] if site is None else site.n_heads
+            facts.append(SiteFacts(name=name, n_heads=n, unknown=unknown))
+        missed = [str(one) for one in self.monitor.missed]
+        dist.done_by_all("qkeel.autopilot", lambda: (facts, missed), repr, lambda _: None)
+        known = self.start(facts, missed, list(sites.values()))
+        assert self.actuator is not None
+        for action, site, reason in self.actuator.try_all():
+            known.refuse(Refused(step=-1, action=str(action), site=site, reason=reason))
+        start = begun(self.named, known, self.recording.planned)
+        if dist.rank() == 0 and (missed or any(site.unknown for site in facts)):
+            caution(str(start["text"]))
+        self._note({**start, "step": sample.step})
+        return known
+
+    def _note(self, row: Row) -> None:
+        self.events.append(row)
+        self.monitor.event(row)

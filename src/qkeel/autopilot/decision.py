@@ -1,0 +1,154 @@
+"""Decisions of a policy, what came of them, and the facts about sites that they rest on: plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Self, final
+
+from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.metrics import Row
+from qkeel.monitor.alarms.forecast import Forecast
+
+
+class Action(StrEnum):
+    """The actions of an autopilot, in the order of the ladder: each costs more than the one before.
+
+    WATCH: the run is measured more often. CLIP: qk_clip on heads. RATES: lalr, the rates of the q and k weights of
+    heads. NORM: a q/k norm with fitted gains in the whole model. RATE: a lower learning rate is asked for, which
+    nobody but the training script can give. NONE: no action is left.
+    """
+
+    WATCH = "watch_closer"
+    CLIP = "qk_clip"
+    RATES = "lalr"
+    NORM = "calibrated_norm"
+    RATE = "lower_rate"
+    NONE = "nothing_left"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFacts:
+    """A site as a policy knows it; `unknown` says why the weights of its heads are not confirmed, "" if they are."""
+
+    name: str
+    n_heads: int
+    unknown: str = ""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """An action that a site refused (None: the whole model) when it was tried at `step`, and why."""
+
+    step: int
+    action: str
+    site: str | None
+    reason: str
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """An action at one site (None: the whole model), or its release.
+
+    heads: those it acts on, empty for all. remedy: what is applied, as a spec string, where the action is a remedy.
+    rule: what raised it; forecast: of the largest logit, where one could be made; expected: the effect; reason: in
+    words. After a release `heads` are those that are released.
+    """
+
+    step: int
+    action: Action
+    site: str | None = None
+    heads: tuple[int, ...] = ()
+    remedy: str = ""
+    release: bool = False
+    rule: str
+    forecast: Forecast | None = None
+    expected: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        if self.action not in list(Action):
+            raise unknown("action of an autopilot", self.action, list(Action))
+        if not all(type(head) is int and head >= 0 for head in self.heads):
+            raise InvalidTypeError(f"expected numbers of heads, got {self.heads!r}")
+
+    def __str__(self) -> str:
+        """One sentence: when, where, what and why."""
+        heads = (
+            "" if not self.heads else f", head{'s' if len(self.heads) > 1 else ''} {', '.join(map(str, self.heads))}"
+        )
+        place = "" if self.site is None else f", {self.site or 'the model itself'}{heads}"
+        what = f"releases {self.action}" if self.release else self.remedy or self.action.replace("_", " ")
+        ahead = "" if self.forecast is None else f"; max logit {self.forecast} ({self.forecast.interval})"
+        return f"autopilot at step {self.step:,}{place}: {what}: {self.reason}{ahead}. Expected: {self.expected}"
+
+    def row(self) -> Row:
+        """The decision as a line of events.jsonl."""
+        return {"event": "decision", **dataclasses.asdict(self), "action": str(self.action), "text": str(self)}
+
+    @classmethod
+    def of(cls, row: Row) -> Self:
+        """The decision that `row()` gave; other fields of the line are left out."""
+        try:
+            known = {field.name: row[field.name] for field in dataclasses.fields(cls)}
+            ahead = None if row["forecast"] is None else Forecast(**row["forecast"])
+            return cls(**known | {"action": Action(row["action"]), "heads": tuple(row["heads"]), "forecast": ahead})
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidValueError(f"expected a decision as an autopilot records it, got {dict(row)!r}") from error
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """The effect, seen at `step`, of the decision of step `of_step`: the largest logit of its heads then and now."""
+
+    step: int
+    of_step: int
+    action: Action
+    site: str | None
+    heads: tuple[int, ...]
+    before: float
+    after: float
+    expected: str
+
+    def __str__(self) -> str:
+        """One sentence."""
+        place = "" if self.site is None else f" at {self.site or 'the model itself'}"
+        return (
+            f"autopilot at step {self.step:,}: since {self.action}{place} at step {self.of_step:,} the max logit went "
+            f"from {self.before:.4g} to {self.after:.4g}. Expected was: {self.expected}"
+        )
+
+    def row(self) -> Row:
+        """The effect as a line of events.jsonl."""
+        return {"event": "effect", **dataclasses.asdict(self), "action": str(self.action), "text": str(self)}
+
+
+Held = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
+
+
+def in_force(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> Held:
+    """Returns what is in force after these decisions: by (remedy, site) the action and its heads, empty for all.
+
+    A decision that was refused at its step changes nothing.
+
+    >>> in_force([Decision(step=1, action=Action.RATES, site="a", remedy="lalr", rule="", expected="", reason="")])
+    {('lalr', 'a'): (<Action.RATES: 'lalr'>, ())}
+    """
+    gone = {(one.step, one.action, one.site) for one in refused}
+    found: Held = {}
+    for one in decisions:
+        key = (one.remedy or str(one.action), one.site)
+        old = found.get(key, (one.action, ()))[1]
+        if not one.release:
+            if (one.step, str(one.action), one.site) not in gone:
+                found[key] = one.action, tuple(sorted({*old, *one.heads}))
+        elif left := tuple(h for h in old if one.heads and h not in one.heads):
+            found[key] = one.action, left
+        else:
+            found.pop(key, None)
+    return found

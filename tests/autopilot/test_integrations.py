@@ -1,0 +1,77 @@
+"""The callback of the Trainer with an autopilot, by the events that a Trainer sends."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qkeel.errors import QkeelWarning, UnknownNameError
+
+transformers = pytest.importorskip("transformers")
+
+from qkeel.integrations.huggingface import QkeelCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(f"ignore::{QkeelWarning.__module__}.{QkeelWarning.__name__}")
+NOTHING: Any = None
+DATA = [torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(i)) for i in range(40)]
+
+
+def collated(examples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    ids = torch.stack(examples)
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def tiny() -> Any:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+
+
+def begun(folder: Path, step: int, model: Any, optimizer: Any) -> tuple[QkeelCallback, Any, Any]:
+    callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1")
+    args: Any = SimpleNamespace(output_dir=str(folder))
+    state: Any = SimpleNamespace(global_step=step, log_history=[], is_world_process_zero=True)
+    loader = SimpleNamespace(collate_fn=collated, dataset=DATA)
+    callback.on_train_begin(args, state, NOTHING, model=model, optimizer=optimizer, train_dataloader=loader)
+    return callback, args, state
+
+
+def go_on(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        torch.manual_seed(step)
+        loss = model(**collated(DATA[2 * step : 2 * step + 2])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError):
+        QkeelCallback(autopilot="lader")
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    callback, args, state = begun(tmp_path, 0, model, optimizer)
+    go_on(model, optimizer, 0, 12)
+    state.global_step = 12
+    (tmp_path / "checkpoint-12").mkdir()
+    callback.on_save(args, state, NOTHING)
+    assert callback.pilot.actuator.handles  # type: ignore[union-attr]
+    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    whole = go_on(model, optimizer, 12, 16)
+    callback.on_train_end(args, state, NOTHING)
+    assert not optimizer._optimizer_step_post_hooks
+    again = tiny()
+    other = torch.optim.AdamW(again.parameters(), lr=0.3)
+    again.load_state_dict(kept[0])
+    other.load_state_dict(kept[1])
+    second, *_ = begun(tmp_path, 12, again, other)
+    assert go_on(again, other, 12, 16) == whole
+    assert second.pilot.decisions == callback.pilot.decisions  # type: ignore[union-attr]

@@ -1,0 +1,52 @@
+"""The remedy `autopilot` in runs of the lab: recorded, resumed to the same bits, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from qkeel.errors import InvalidValueError, UnknownNameError
+from qkeel.lab import run
+from qkeel.lab.config import RunConfig
+from qkeel.lab.model.run_remedies import canonical
+from qkeel.lab.stack.what_runs_share import why_not_stacked
+from qkeel.lab.training.run_record import Watcher
+
+BASE = RunConfig(steps=16, eval_sequences=1, probe_sequences=1, log_every=2, checkpoint_every=0, device="cpu")
+CONFIG = dataclasses.replace(
+    BASE, remedy="autopilot:threshold=2,patience=1", optim=dataclasses.replace(BASE.optim, lr=0.3), dtype="fp32"
+)
+
+
+@pytest.mark.slow
+def test_a_run_with_an_autopilot_is_recorded_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole = run(CONFIG, tmp_path / "whole")
+    steps: list[int] = []
+    stop = Watcher(on_record=lambda record: steps.append(int(str(record["step"]))), should_stop=lambda: steps[-1] >= 8)
+    with pytest.raises(KeyboardInterrupt):
+        run(CONFIG, tmp_path / "cut", watcher=stop)
+    cut = run(CONFIG, tmp_path / "cut")
+
+    def losses(place: Path) -> list[object]:
+        return [(r["step"], r["train_loss"], r["max_logit"]) for r in type(whole)(place).metrics()]
+
+    assert losses(cut.path) == losses(whole.path)
+    events = [[e for e in place.events() if e["event"] != "resumed"] for place in (whole, cut)]
+    assert events[0] == events[1]
+    actions = [e["action"] for e in events[0] if e["event"] == "decision"]
+    assert {"qk_clip", "lalr"} <= set(actions)
+    assert next(e["step"] for e in events[0] if e.get("action") == "qk_clip") < 8
+
+
+def test_what_an_autopilot_of_a_run_cannot_be() -> None:
+    assert canonical("autopilot:tau=0.10") == "autopilot:tau=0.1"
+    assert "autopilot" in why_not_stacked(CONFIG)
+    for error, text in (
+        (InvalidValueError, "autopilot+z_loss"),
+        (InvalidValueError, "autopilot:allow_new_parameters=true"),
+        (UnknownNameError, "autopilot:treshold=3"),
+    ):
+        with pytest.raises(error):
+            canonical(text)

@@ -1,0 +1,166 @@
+"""The policy: a pure function of records, equal live and in a replay; what the ladder does when."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.autopilot.runs import EAGER, run
+
+from qkeel.autopilot import Action, Decision, Effect, Ladder, Records, Refused, SiteFacts, policy, replay
+from qkeel.autopilot.decision import in_force
+from qkeel.autopilot.deliberation import Deliberation
+from qkeel.errors import InvalidValueError, RunDirectoryError, UnknownNameError
+from qkeel.monitor import History, PlannedRates
+from qkeel.monitor.alarms.recording import Recording
+
+SITES = (SiteFacts(name="a", n_heads=2), SiteFacts(name="b", n_heads=2))
+WIDE = Ladder(calm=4, allow_new_parameters=True, ask_for_rate=True)
+
+
+def decided(
+    logits: Any, chosen: Any = WIDE, *, sites: Any = SITES, refused: Any = (), entropy: Any = None, lr: Any = None
+) -> list[Decision]:
+    """The decisions on logits [n layers heads], a record a step."""
+    log, recording = Deliberation(chosen, sites), Recording([s.name for s in sites])
+    log.refused += list(refused)
+    for step, record in enumerate(logits):
+        heads = {"max_logit": np.asarray(record, dtype=float)}
+        if entropy is not None:
+            heads["entropy"] = np.asarray(entropy[step], dtype=float)
+        recording.append({"step": step, "lr": 0.1 if lr is None else lr[step]}, heads)
+        log.see(recording.history)
+    return log.decisions
+
+
+def grown(n: int, power: float, top: float = 30.0) -> np.ndarray:
+    """[n 2 2]: head 1 of layer b grows, the others do not."""
+    logits = np.full((n, 2, 2), 3.0)
+    logits[:, 1, 1] = 1.0 + top * np.arange(n) ** power
+    return logits
+
+
+def test_it_escalates_by_head_and_site_and_lets_go_with_hysteresis() -> None:
+    pushed, calm = grown(12, 1.0), np.full((90, 2, 2), 3.0)
+    pushed[8:, 1, 1] = 29.0  # held by the clip, and pushing
+    found = decided(np.concatenate([pushed, calm]))
+    acts = [(d.action, d.site, d.heads, d.release) for d in found]
+    assert acts[0][0] is Action.WATCH
+    assert acts[1] == (Action.CLIP, "b", (1,), False)
+    assert acts[2] == (Action.RATES, "b", (), False)
+    gone = [(Action.RATES, "b", (), True), (Action.CLIP, "b", (1,), True), (Action.WATCH, None, (), True)]
+    assert acts[3:] == gone
+    assert not in_force(found)
+    assert found[1].forecast is None or found[1].forecast.threshold in (100, 1000)
+    # The same again takes twice as long to be released.
+    twice = decided(np.concatenate([pushed, calm, pushed * 3, calm]))
+    waits = [b.step - a.step for a, b in itertools.pairwise(twice) if b.release and b.action is Action.RATES]
+    assert len(waits) == 2
+    assert waits[1] > waits[0]
+
+
+def test_healthy_logits_raise_nothing_but_a_closer_look() -> None:
+    flat = decided(3 + np.random.default_rng(0).random((60, 2, 2)))
+    assert [(d.action, d.release) for d in flat] == [(Action.WATCH, False), (Action.WATCH, True)]
+    lr = 0.1 * np.linspace(1, 0, 200)
+    calm = 3 + 40 * np.tanh(np.arange(200) / 20)[:, None, None] * np.ones((1, 2, 2))
+    assert {d.action for d in decided(calm, lr=lr)} <= {Action.WATCH}
+
+
+def test_it_never_acts_where_the_weights_are_not_confirmed() -> None:
+    unknown = (SITES[0], SiteFacts(name="b", n_heads=2, unknown="not confirmed"))
+    assert not [d for d in decided(grown(30, 1.5), sites=unknown) if d.site == "b"]
+
+
+def test_what_is_refused_gives_way_to_the_next_action_and_the_end_is_said_once() -> None:
+    logits = grown(40, 1.5)
+
+    def first(*actions: Action, chosen: Any = WIDE) -> list[Action]:
+        refused = [Refused(step=-1, action=str(a), site=None, reason="no") for a in actions]
+        return [d.action for d in decided(logits, chosen, refused=refused) if d.action is not Action.WATCH]
+
+    assert first(Action.CLIP)[0] is Action.RATES
+    assert first(Action.CLIP, Action.RATES) == [Action.NORM]
+    assert first(Action.CLIP, Action.RATES, Action.NORM) == [Action.RATE]
+    assert first(Action.CLIP, Action.RATES, chosen=Ladder()) == [Action.NONE]  # no parameters are added unasked
+    assert first()[:2] == [Action.CLIP, Action.RATES]
+
+
+def test_a_norm_takes_the_place_of_all_others() -> None:
+    logits = grown(40, 1.0)
+    logits[8:, 1, 1] = 900.0  # neither clip nor rates hold it
+    found = decided(logits)
+    norm = next(i for i, d in enumerate(found) if d.action is Action.NORM)
+    assert list(in_force(found[: norm + 1])) == [("watch:every=2", None), ("qk_norm", None)]
+    assert found[norm].site is None
+    assert len(found) == norm + 1
+
+
+def test_low_entropy_under_a_clip_asks_for_more() -> None:
+    entropy = np.full((30, 2, 2), 2.0)
+    entropy[6:, 0] = 0.01
+    found = decided(np.full((30, 2, 2), 3.0), entropy=entropy)
+    assert [(d.action, d.site, d.heads) for d in found if d.site == "a"][:2] == [
+        (Action.CLIP, "a", (0, 1)),
+        (Action.RATES, "a", ()),
+    ]
+
+
+def random_records(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    n = 80
+    logits = np.exp(np.cumsum(random.normal(0.05, 0.3, (n, 2, 2)), 0)) + random.random((n, 2, 2))
+    entropy = np.abs(np.cumsum(random.normal(-0.02, 0.1, (n, 2, 2)), 0) + 2)
+    logits[random.random((n, 2, 2)) < 0.03] = np.nan
+    return logits, entropy, np.abs(random.normal(0.1, 0.02, n))
+
+
+def test_the_same_records_lead_to_the_same_decisions_whoever_asks() -> None:
+    acted = 0
+    for seed in range(12):
+        logits, entropy, lr = random_records(seed)
+        planned = PlannedRates.of(np.append(lr[1:], [0.1] * 20)) if seed % 2 else None
+        log, recording = Deliberation(WIDE, SITES), Recording(["a", "b"], planned=planned)
+        asked = []
+        for step in range(len(logits)):
+            recording.append({"step": step, "lr": lr[step]}, {"max_logit": logits[step], "entropy": entropy[step]})
+            records = Records(history=recording.history, sites=SITES, decisions=tuple(log.decisions))
+            again = WIDE.decide(records), WIDE.decide(records)
+            assert again[0] == again[1]
+            decisions, _ = log.see(recording.history)
+            assert tuple(decisions) == again[0]
+            asked += [Decision.of(json.loads(json.dumps(d.row()))) for d in decisions]
+        whole = History(
+            steps=np.arange(len(logits), dtype=float),
+            rates=lr,
+            values={"lr": lr},
+            heads={"max_logit": logits, "entropy": entropy},
+            layers=("a", "b"),
+            planned=planned,
+        )
+        assert [d for d in replay(whole, WIDE) if isinstance(d, Decision)] == asked == log.decisions
+        acted += len(asked)
+    assert acted > 30
+
+
+def test_a_replay_of_a_recorded_run_is_what_the_autopilot_did(tmp_path: Path) -> None:
+    within = run(sinks=tmp_path / "run", every=1).train()
+    own = within.pilot.decisions
+    within.pilot.remove()
+    found = replay(tmp_path / "run", EAGER)
+    assert [d for d in found if isinstance(d, Decision)] == own
+    assert [str(e) for e in found if isinstance(e, Effect)] == [
+        e["text"] for e in within.pilot.events if e["event"] == "effect"
+    ]
+    assert {d.action for d in own} >= {Action.CLIP}
+    assert replay(tmp_path / "run", "ladder:threshold=40") != found
+    with pytest.raises(RunDirectoryError):
+        replay(tmp_path / "nothing")
+    with pytest.raises(InvalidValueError, match="largest logit"):
+        replay(History(steps=np.arange(3), values={}, heads={}))
+    with pytest.raises(UnknownNameError):
+        policy("stair")

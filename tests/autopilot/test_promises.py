@@ -1,0 +1,217 @@
+"""Promises of an autopilot: bits before the first action, a resume, undoing, faults, ways of training."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tests.autopilot.runs import EAGER, Run, adamw, batches, decoder, equal, foreign, plain, run
+from torch.nn import functional as F
+
+import qkeel
+from qkeel.autopilot import Action, Decision, Policy, Records
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, UnknownNameError
+from qkeel.monitor import PlannedRates
+
+ACTING = (Action.CLIP, Action.RATES)
+
+
+def acted(one: Run) -> list[Decision]:
+    return [d for d in one.pilot.decisions if d.action in ACTING]
+
+
+@pytest.mark.parametrize("make", [pytest.param(decoder, marks=pytest.mark.slow), foreign])
+def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_the_logits(make: Any) -> None:
+    without, within = plain(make()), run(make())
+    without.train()
+    within.train()
+    first = acted(within)[0].step
+    # What is decided on the measurement of step s takes effect in step s + 1, which the loss after it shows.
+    assert within.losses[: first + 2] == without.losses[: first + 2]
+    assert within.losses != without.losses
+    tops = qkeel.watch(without.model)
+    without.model(next(batches())[:, :-1])
+    free = max(float(s.max_logit.max()) for s in tops.read().values())
+    tops.remove()
+    assert within.pilot.monitor.history.top("max_logit")[-1] < 60 < free
+    effects = [event for event in within.pilot.events if event["event"] == "effect"]
+    assert effects
+    assert effects[0]["after"] < effects[0]["before"]
+
+
+def test_a_healthy_run_is_never_touched() -> None:
+    without, within = plain(rate=1e-3).train(), run(rate=1e-3).train()
+    assert not acted(within)
+    assert equal(without.bits(), within.bits())
+
+
+@pytest.mark.parametrize("make", [pytest.param(decoder, marks=pytest.mark.slow), foreign])
+def test_a_resumed_run_goes_on_to_equal_bits_and_equal_events(make: Any) -> None:
+    example = next(batches())[:, :-1]
+    whole = run(make(), example=example).train()
+    steps = sorted({d.step for d in acted(whole)})
+    for stop in (1, steps[0] + 1, steps[-1] + 2):  # before the first action, right after it, with all in force
+        first = run(make(), example=example).train(0, stop)
+        file = io.BytesIO()
+        torch.save([first.model.state_dict(), first.optimizer.state_dict(), first.pilot.state_dict()], file)
+        file.seek(0)
+        model, optimizer, pilot = torch.load(file)
+        second = run(make(1), example=example)
+        second.model.load_state_dict(model)
+        second.optimizer.load_state_dict(optimizer)
+        second.pilot.load_state_dict(pilot)
+        second.train(stop)
+        assert first.losses + second.losses == whole.losses
+        assert equal(second.bits(), whole.bits())
+        assert second.pilot.decisions == whole.pilot.decisions
+        assert [e["text"] for e in second.pilot.events] == [e["text"] for e in whole.pilot.events]
+
+
+def test_one_line_undoes_all_bit_for_bit() -> None:
+    within = run().train(0, 14)
+    assert within.pilot.actuator.handles
+    without = plain()
+    without.model.load_state_dict(within.model.state_dict())
+    without.optimizer.load_state_dict(copy.deepcopy(within.optimizer.state_dict()))
+    within.pilot.remove()
+    hooks = [within.optimizer._optimizer_step_pre_hooks, within.optimizer._optimizer_step_post_hooks]
+    hooks += [module._forward_pre_hooks for module in within.model.modules()]
+    assert not any(hooks)
+    assert not any("_qkeel_applied" in vars(module) for module in within.model.modules())
+    assert within.train(14).losses[14:] == without.train(14).losses
+    assert equal(within.bits(), without.bits())
+
+
+class Faulty(Policy):
+    """Acts once, then fails."""
+
+    name, line = "faulty", "fails at the sixth record"
+
+    def decide(self, records: Records) -> tuple[Decision, ...]:
+        if len(records.history) == 3:
+            site = records.sites[0].name
+            return (Decision(step=records.step, action=Action.RATES, site=site, remedy="lalr", rule="r", expected="e",
+                             reason="r"),)  # fmt: skip
+        if len(records.history) == 6:
+            raise ZeroDivisionError("a fault")
+        return ()
+
+
+def test_a_fault_in_the_policy_changes_nothing_further_and_says_so_once() -> None:
+    within = run(policy=Faulty())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(20):
+            _step(within, step)
+    assert len([w for w in said if "changes nothing further" in str(w.message)]) == 1
+    assert [d.action for d in within.pilot.decisions] == [Action.RATES]
+    assert len(within.pilot.actuator.handles) == 1
+    within.pilot.remove()
+    assert not within.optimizer._optimizer_step_post_hooks
+
+
+def _step(one: Run, step: int) -> None:
+    tokens = next(batches(step, step + 1))
+    F.cross_entropy(one.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+
+
+def test_gradient_accumulation_counts_steps_and_measures_over_their_parts() -> None:
+    without, within = plain().train(parts=2), run().train(parts=2)
+    first = acted(within)[0].step
+    assert within.losses[: 2 * first + 4] == without.losses[: 2 * first + 4]
+    assert within.losses != without.losses
+    assert within.pilot.monitor.steps == 24
+
+
+def test_a_step_that_a_grad_scaler_skips_is_no_step() -> None:
+    within = run()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qkeel.errors.QkeelWarning)
+        for step, tokens in enumerate(batches(0, 16)):
+            loss = F.cross_entropy(within.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            scaler.scale(loss * (float("inf") if step in (5, 6) else 1.0)).backward()
+            scaler.step(within.optimizer)
+            scaler.update()
+            within.optimizer.zero_grad()
+    assert within.pilot.monitor.steps == 14
+    assert acted(within)
+    assert within.pilot.actuator.handles
+
+
+@pytest.mark.slow
+def test_each_optimizer_gets_what_acts_on_its_own_weights() -> None:
+    model = decoder()
+    second = [p for name, p in model.named_parameters() if name.startswith("blocks.1.")]
+    ids = {id(p) for p in second}
+    optimizers = [
+        torch.optim.SGD([p for p in model.parameters() if id(p) not in ids], lr=1e-3),
+        torch.optim.AdamW(second, lr=0.5),
+    ]
+    pilot = qkeel.autopilot(model, optimizers, policy=EAGER, every=2, planned=PlannedRates.of([1e-3] * 24))
+    both = Run(model, None, pilot)
+    both.optimizer = _Both(optimizers)
+    both.train()
+    assert {d.site for d in acted(both)} == {"blocks.1.attention"}
+    assert {number for _, number in both.pilot.actuator.handles} == {1}
+
+
+class _Both:
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def test_what_sites_refuse_is_known_before_and_the_next_action_is_taken() -> None:
+    # An optimizer whose step is not linear in the rate refuses lalr; qk_clip of somebody else refuses a second one.
+    model = decoder()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.5)
+    pilot = qkeel.autopilot(model, optimizer, policy=EAGER, every=2, planned=PlannedRates.of([0.5] * 24))
+    adafactor = Run(model, optimizer, pilot).train(0, 2)
+    refused = {one["action"] for one in pilot.events[0]["refusals"]}
+    assert Action.RATES in refused
+    assert Action.CLIP not in refused
+    adafactor.pilot.remove()
+    own = run()
+    handle = qkeel.apply("qk_clip:threshold=50000", own.model, own.optimizer, example=next(batches())[:, :-1])
+    own.train()
+    assert {d.action for d in acted(own)} == {Action.RATES}
+    own.pilot.remove()
+    handle.remove()
+
+
+def test_what_cannot_be_is_one_clear_sentence_and_nothing_is_applied() -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    for error, call in (
+        (InvalidTypeError, lambda: qkeel.autopilot(model, None)),  # type: ignore[arg-type]
+        (InvalidTypeError, lambda: qkeel.autopilot(model, [])),
+        (UnknownNameError, lambda: qkeel.autopilot(model, optimizer, policy="lader")),
+        (UnknownNameError, lambda: qkeel.autopilot(model, optimizer, policy="ladder:treshold=3")),
+        (InvalidValueError, lambda: qkeel.autopilot(model, optimizer, policy="ladder:threshold=-3")),
+        (InvalidTypeError, lambda: qkeel.autopilot(model, optimizer, policy=3)),  # type: ignore[arg-type]
+        (UnknownNameError, lambda: Decision(step=0, action="jump", rule="", expected="", reason="")),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(error):
+            call()
+    assert not optimizer._optimizer_step_post_hooks
+    assert not model._forward_pre_hooks
+    pilot = run(foreign()).train(0, 8).pilot
+    assert pilot.actuator.handles
+    with pytest.raises(RefusedError, match="example=batch"):
+        run(foreign(1)).pilot.load_state_dict(pilot.state_dict())
+    with pytest.raises(InvalidValueError, match="state_dict"):
+        run().pilot.load_state_dict({})
