@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ import qkeel
 from qkeel import dist
 from qkeel.errors import QkeelError, RefusedError
 from qkeel.handle import Handle
+from qkeel.monitor.monitor import Monitor
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.steps.head_weights import HeadWeights
@@ -164,6 +166,65 @@ def collectives() -> None:
                 step(model, optimizer, setup, number)
             counts.append(counted.n)
         assert counts[2] - counts[3] == most, (name, setup, counts)
+
+
+def watched_clip() -> None:
+    """The maxima of a clip are sent with the gather of a monitor where that measures the step, else by themselves, and
+    the weights are to the bit those without a monitor, also where that ends on one process."""
+    for setup in ("ddp", "fsdp2"):
+        plain, before = with_clip(setup, "")
+        alone = with_clip(setup, "no clip")[1][2][-1]  # how many numbers the monitor sends
+        for case in ("applied first", "watched first", "closed on one", "fails on one", "measures too late"):
+            found, counts = with_clip(setup, case)
+            assert all(torch.equal(found[name], x) for name, x in plain.items()), (setup, case)
+            for number in range(2, 8):
+                *passes, clip = before[number]
+                assert clip == wrapped.LAYERS * wrapped.HEADS
+                measured = number % 2 == 0 and (number <= 4 or case not in ("closed on one", "fails on one"))
+                if case == "measures too late":  # by passes of their own over a probe batch
+                    assert len(counts[number]) > len(before[number]) if measured else counts[number] == before[number]
+                else:
+                    assert counts[number] == [*passes, clip + alone * measured], (setup, case, number)
+
+
+def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """Eight steps under a clip, every second of which is watched unless the case is ""; the weights, and how many
+    numbers each collective of a step sent."""
+    model = wrapped.llama()
+    sites = qkeel.find_sites(model, wrapped.batch(0)[:2])
+    model = wrapped.wrapped(model, setup)
+    optimizer = adamw(model)
+    monitor: Monitor | None = None
+
+    def watch() -> Monitor:
+        probe = {"input_ids": wrapped.batch(9)[:1]} if case == "measures too late" else None
+        return qkeel.watch(model, optimizer, every=2, sites=sites, rules=[], probe=probe)
+
+    if case and case != "applied first":
+        monitor = watch()
+    handle = qkeel.apply(CALLS["none" if case == "no clip" else "qk_clip"], model, optimizer, sites=sites)
+    if case == "applied first":
+        monitor = watch()
+    sizes = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(8):
+            if number == 3 and case == "closed on one" and dist.rank() == 1 and monitor is not None:
+                monitor.close()
+            if number == 3 and case == "fails on one" and dist.rank() == 1:
+                monitor._step_end._numbers = None  # type: ignore[union-attr,assignment]
+            with Collectives() as counted:
+                step(model, optimizer, setup, number)
+            sizes.append(counted.sizes)
+    if monitor is not None:
+        assert monitor.active == (case not in ("closed on one", "fails on one")), (
+            setup,
+            case,
+            [str(w.message) for w in said],
+        )
+        monitor.close()
+    handle.remove()
+    return weights(model), sizes
 
 
 Misuse = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
@@ -350,7 +411,7 @@ def a_swapped_weight_stops_all() -> None:
         query.weight = nn.Parameter(query.weight.detach().clone())
     with pytest.raises(RefusedError, match="has been replaced"):
         own_step(model, optimizer)
-    dist.agree("both have their error", "")
+    dist.words_of_all("both have their error", "")
     print("well", flush=True)
     os._exit(0)  # a reduction that one process never joins is still under way
 
@@ -399,6 +460,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) ->
 
 FUNCTIONS: tuple[Callable[[], None], ...] = (
     collectives,
+    watched_clip,
     misuses,
     random_misuses,
     refused_before_anything,

@@ -43,6 +43,13 @@ class StepHooks(Handle):
             for hook in self._hooks:
                 hook.remove()
 
+    def come_first(self) -> None:
+        """`after` is called before other hooks behind the step that there are now."""
+        last = self._hooks[1]
+        hooks = last.hooks_dict_ref()
+        assert hooks is not None
+        hooks.move_to_end(last.id, last=False)
+
     def _before(self, act: Act) -> Callable[..., object]:
         def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             if not self.active:
