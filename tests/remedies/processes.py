@@ -72,7 +72,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {n.removeprefix("module."): dist.whole(p).detach().clone() for n, p in model.named_parameters()}
+    return {
+        n.removeprefix("module.").removeprefix("_orig_mod."): dist.whole(p).detach().clone()
+        for n, p in model.named_parameters()
+    }
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, setup: str, number: int) -> None:
