@@ -66,9 +66,10 @@ def test_a_misuse_is_an_error_on_every_process_and_leaves_nothing_behind(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_processes_in_other_setups(tmp_path: Path) -> None:
-    run(tmp_path, 2, with_remedies(quick=False), limit=600)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "pipeline"])
+def test_two_processes_in_other_setups(kind: str, tmp_path: Path) -> None:
+    run(tmp_path, 2, [name for name in with_remedies(quick=False) if name.startswith(kind)], limit=900)
 
 
 @pytest.mark.slow

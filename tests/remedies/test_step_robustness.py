@@ -16,7 +16,8 @@ import qkeel
 from qkeel.errors import AlreadyAppliedError, InvalidValueError, RefusedError
 
 from .families import FAMILIES, Encoder, batch, run
-from .models import gradients, step_by
+from .models import decoder, gradients, step_by, tokens
+from .models import loss as token_loss
 
 STEP = ["lalr", "qk_lr", "qk_clip", "qk_weight_decay"]
 every_remedy = pytest.mark.parametrize("remedy", STEP)
@@ -204,6 +205,22 @@ def test_compiled_before_or_after_apply_the_same_weights_come_out(remedy: str, w
             train(outer, optimizer, 3)
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results))
+
+
+def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -> None:
+    x = tokens()
+    for remedy in ("z_loss:coefficient=1", "final_softcap:cap=0.5", "peri_norm"):
+        results = []
+        for treated in (False, True):
+            model = decoder()
+            outer = torch.compile(model, backend="eager") if treated else model
+            token_loss(outer, x).backward()
+            model.zero_grad()
+            with qkeel.apply(remedy, outer, example=x):
+                token_loss(outer, x).backward()
+            token_loss(outer, x).backward()
+            results.append([p.grad for p in model.parameters() if p.grad is not None])
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True)), remedy
 
 
 # --- copies
