@@ -387,6 +387,12 @@ def misuses() -> None:
         misuse("fsdp2", act, on=1)
 
 
+def some_misuses() -> None:
+    """Those that do not wait for a silent process, sharded ones: the quick suite runs them."""
+    for act in (thresholds_differ, weights_are_not_finite, removed_alone):
+        misuse("fsdp2", act, on=1)
+
+
 def random_misuses() -> None:
     """200 pairs of a setup and a misuse, on a random process."""
     for _ in range(200):
@@ -473,6 +479,7 @@ FUNCTIONS: tuple[Callable[[], None], ...] = (
     collectives,
     watched_clip,
     misuses,
+    some_misuses,
     random_misuses,
     refused_before_anything,
     a_swapped_weight_stops_all,

@@ -207,6 +207,7 @@ def test_compiled_before_or_after_apply_the_same_weights_come_out(remedy: str, w
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results))
 
 
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of while it traces
 def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -> None:
     x = tokens()
     for remedy in ("z_loss:coefficient=1", "final_softcap:cap=0.5", "peri_norm"):
