@@ -35,7 +35,7 @@ class StepGather:
 
     @property
     def count(self) -> str:
-        """How many vectors of maxima there are, to be compared over the processes."""
+        """The number of vectors of maxima, to be compared over the processes."""
         return str(len(self.maxima))
 
     def gather(self, name: str, vector: Tensor) -> Tensor:
