@@ -53,7 +53,7 @@ class StepHooks(Handle):
         return lambda optimizer, *_: act(optimizer) if self.active else None
 
 
-def before_change(act: Act) -> Callable[..., object]:
+def before_change(act: Act) -> Callable[..., Any]:
     """A hook on an optimizer that calls `act(optimizer)` before each step changes weights.
 
     Of a step that computes its gradients itself, `step(closure)`, that is when the closure has returned for the first
