@@ -31,6 +31,7 @@ test: $(VENV)/.dev  ## everything but slow and GPU tests
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
 	$(PIP) -e '.[ray,dask]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-trainers.txt
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
 
 fuzz: $(VENV)/.dev  ## CASES (10000) inputs of each class from SEED (0), then as many for the parsers by coverage (atheris)

@@ -382,20 +382,20 @@ def split_heads_without_known_weights_have_their_logits_watched() -> None:
 
 FAST: tuple[Callable[[], None], ...] = (
     numbers_are_those_of_one_process,
-    unlike_sites_switch_all_off,
     faults_on_one_process_switch_all_off,
-    a_fault_after_the_gather_switches_all_off_at_the_next,
-    faults_on_both_at_once,
     a_process_with_nothing_to_add_takes_part,
-    what_changes_its_form_switches_all_off,
-    a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody,
     one_process_closes,
-    all_processes_close_and_go_on_and_watch_again,
     a_process_without_attention_takes_part,
-    ends_of_unequal_length_under_join_are_recorded_alone,
     a_process_that_is_not_watched_makes_nobody_wait,  # last: from here on their monitors are numbered differently
 )
 SLOW: tuple[Callable[[], None], ...] = (
+    unlike_sites_switch_all_off,
+    a_fault_after_the_gather_switches_all_off_at_the_next,
+    faults_on_both_at_once,
+    what_changes_its_form_switches_all_off,
+    a_read_in_the_middle_of_a_step_is_of_this_process_and_disturbs_nobody,
+    all_processes_close_and_go_on_and_watch_again,
+    ends_of_unequal_length_under_join_are_recorded_alone,
     a_fault_with_sharded_weights_switches_all_off,
     one_process_closes_a_sharded_model,
     flat_weights_are_refused_untouched,

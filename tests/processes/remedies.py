@@ -16,4 +16,6 @@ BY_HEADS: dict[str, str] = (
     _ALL | _PARTS | {"qk_norm before": "refused: tensor parallelism has split", "qk_norm after": "refused"}
 )
 # Each has some of the layers.
-STAGES: dict[str, str] = _ALL
+STAGES: dict[str, str] = _ALL | {"qk_norm after": "equal"}
+# Each has parts, and computes in float32 with weights of float64.
+MIXED: dict[str, str] = {name: "equal in float32" if found == "equal" else found for name, found in GATHERED.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tests.processes.remedies import BY_HEADS, GATHERED, STAGES, WHOLE
+from tests.processes.remedies import BY_HEADS, GATHERED, MIXED, STAGES, WHOLE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,24 @@ class Setup:
 # By name; tests/processes/wrapped.py builds each.
 SETUPS: dict[str, Setup] = {
     "ddp": Setup(title="DistributedDataParallel", processes=2, quick=True, remedies=WHOLE),
-    "ddp_no_sync": Setup(title="DistributedDataParallel, two micro-batches with no_sync", processes=2),
-    "ddp_closure": Setup(title="DistributedDataParallel, optimizer.step(closure)", processes=2, quick=True),
-    "ddp_checkpointing": Setup(title="DistributedDataParallel, gradient checkpointing", processes=2),
-    "ddp_compile": Setup(title="DistributedDataParallel around torch.compile", processes=2),
-    "ddp_uneven": Setup(title="DistributedDataParallel, 5 and 3 sequences", processes=2),
-    "ddp_padding": Setup(title="DistributedDataParallel, padding on one process", processes=2),
+    "ddp_no_sync": Setup(title="DistributedDataParallel, two micro-batches with no_sync", processes=2, remedies=WHOLE),
+    "ddp_closure": Setup(
+        title="DistributedDataParallel, optimizer.step(closure)", processes=2, quick=True, remedies=WHOLE
+    ),
+    "ddp_checkpointing": Setup(title="DistributedDataParallel, gradient checkpointing", processes=2, remedies=WHOLE),
+    "ddp_compile": Setup(title="DistributedDataParallel around torch.compile", processes=2, remedies=WHOLE),
+    "ddp_uneven": Setup(title="DistributedDataParallel, 5 and 3 sequences", processes=2, remedies=WHOLE),
+    "ddp_padding": Setup(title="DistributedDataParallel, padding on one process", processes=2, remedies=WHOLE),
     "fsdp2": Setup(title="fully_shard", processes=2, quick=True, remedies=GATHERED),
     "fsdp2_found": Setup(
-        title="fully_shard, sites found on the sharded model", processes=2, collectives_of_search=True
+        title="fully_shard, sites found on the sharded model",
+        processes=2,
+        collectives_of_search=True,
+        remedies=GATHERED,
     ),
-    "fsdp2_mixed": Setup(title="fully_shard, MixedPrecisionPolicy(param_dtype=float32) of float64", processes=2),
+    "fsdp2_mixed": Setup(
+        title="fully_shard, MixedPrecisionPolicy(param_dtype=float32) of float64", processes=2, remedies=MIXED
+    ),
     "fsdp2_kept": Setup(title="fully_shard, reshard_after_forward=False", processes=2, remedies=GATHERED),
     "hsdp": Setup(title="fully_shard on a mesh of 2 × 2 (HSDP)", processes=4, remedies=GATHERED),
     "tp": Setup(title="tensor parallel", processes=2, quick=True, remedies=BY_HEADS),

@@ -20,6 +20,7 @@ from tests.processes.seen import Seen
 from tests.processes.wrapped import BATCH, batch, llama, part, wrapped
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkeel
@@ -33,13 +34,17 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, int], float]
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the operators by which processes wait for each other."""
+    """Counts the operators by which processes wait for each other, and the numbers that each of them sends."""
 
-    n = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+        self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
             self.n += 1
+            self.sizes.append(min([x.numel() for x in pytree.tree_leaves(args) if isinstance(x, Tensor)], default=0))
         return func(*args, **(kwargs or {}))
 
 

@@ -183,8 +183,10 @@ def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_fr
     model = attention(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.q_proj.weight.detach().clone()
+    seen = []
 
     def closure() -> float:
+        seen.append(model.q_proj.weight.detach().clone())
         optimizer.zero_grad()
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -192,6 +194,7 @@ def test_a_closure_makes_its_gradients_inside_the_step_and_the_decay_is_there_fr
 
     with qkeel.apply("qk_weight_decay:decay=1", model, optimizer):
         optimizer.step(closure)
+    assert torch.equal(seen[0], before)  # the gradients are those of the weights before their decay, as with AdamW
     assert torch.allclose(model.q_proj.weight, before * 0.9)
 
 

@@ -49,26 +49,28 @@ def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
     return [n for n, s in SETUPS.items() if s.remedies and s.quick == quick and s.processes == processes]
 
 
-@pytest.mark.timeout(300)
-def test_sharded_weights_step_as_whole_ones_or_all_processes_refuse(tmp_path: Path) -> None:
-    run(tmp_path, 2, ["fsdp2"])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
-    run(tmp_path, 2, [*with_remedies(quick=True), "collectives", "refused_before_anything"])
+    run(tmp_path, 2, [*with_remedies(quick=True), "collectives", "watched_clip", "refused_before_anything"])
 
 
 @pytest.mark.timeout(300)
 def test_a_misuse_is_an_error_on_every_process_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    run(tmp_path, 2, ["misuses", "a_swapped_weight_stops_all"])
+    run(tmp_path, 2, ["some_misuses", "a_swapped_weight_stops_all"])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_processes_in_other_setups(tmp_path: Path) -> None:
-    run(tmp_path, 2, with_remedies(quick=False), limit=600)
+@pytest.mark.timeout(300)
+def test_every_misuse_in_both_ways_to_wrap(tmp_path: Path) -> None:
+    run(tmp_path, 2, ["misuses"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "pipeline"])
+def test_two_processes_in_other_setups(kind: str, tmp_path: Path) -> None:
+    run(tmp_path, 2, [name for name in with_remedies(quick=False) if name.startswith(kind)], limit=900)
 
 
 @pytest.mark.slow
@@ -93,7 +95,7 @@ def test_a_checkpoint_of_two_processes_goes_on_on_two_four_and_one(tmp_path: Pat
 
 def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     others = torch.tensor([0.0, 80.0, -torch.inf, torch.inf], dtype=torch.float64)
-    monkeypatch.setattr(dist, "reduced", lambda own, by: torch.maximum(own, others))
+    monkeypatch.setattr("qkeel.dist.step_gather.reduced", lambda own, by: torch.maximum(own, others))
     model = attention(torch.float64, 4)
     before = model.q_proj.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -101,7 +103,8 @@ def test_a_head_is_clipped_by_the_largest_logit_of_all_processes(monkeypatch: py
 
     def shared(self: SharedMaxima, *args: object) -> None:
         several(self, *args)  # type: ignore[arg-type]
-        self.several = True
+        self._over_all = dist.StepMaxima(self._sent, "")
+        self._gather.maxima.append(self._over_all)
 
     monkeypatch.setattr(SharedMaxima, "__init__", shared)
     with qkeel.apply("qk_clip:threshold=20", model, optimizer):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import qkeel
 from qkeel.errors import NonFiniteError, RefusedError, UnknownNameError
@@ -254,3 +255,28 @@ def test_wrong_words_name_the_right_ones() -> None:
     for remedy in ("sigma_reparam:on=al", "sigma_reparam:init=keeps"):
         with pytest.raises(UnknownNameError, match="Did you mean"):
             qkeel.apply(remedy, decoder())
+
+
+def test_a_pass_that_checkpointing_repeats_has_the_same_weights_or_says_so() -> None:
+    layer, _ = layer_pair("one")
+    x = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    start = layer.get_buffer("parametrizations.weight.0.right").clone()
+
+    def gradients(*reentrant: bool) -> list[Tensor]:
+        layer.zero_grad()
+        x.grad = None
+        with torch.no_grad():
+            layer.get_parameter("parametrizations.weight.original").mul_(1)  # as a step of the optimizer
+            layer.get_buffer("parametrizations.weight.0.right").copy_(start)
+        for _ in range(2):
+            y = checkpoint(layer, x, use_reentrant=reentrant[0]) if reentrant else layer(x)
+            y.square().sum().backward()
+        grads = [p.grad for p in (*layer.parameters(), x)]
+        return [g.clone() for g in grads if g is not None] + [layer.get_buffer("parametrizations.weight.0.right")]
+
+    plain = [g.clone() for g in gradients()]
+    for reentrant in (False, True):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(reentrant), plain, strict=True))
+    two = [checkpoint(layer, x, use_reentrant=False) for _ in range(2)]
+    with pytest.raises(RefusedError, match="ran 2 times before this backward pass"):
+        two[0].sum().backward()

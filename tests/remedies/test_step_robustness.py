@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.processes.watching import loss_of
+from tests.processes.wrapped import batch as tokens
+from tests.processes.wrapped import llama
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -204,6 +207,24 @@ def test_compiled_before_or_after_apply_the_same_weights_come_out(remedy: str, w
             train(outer, optimizer, 3)
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of while it traces
+def test_code_that_was_compiled_before_a_remedy_with_hooks_is_compiled_again() -> None:
+    x = tokens(0)[:2]
+    for remedy in ("z_loss:coefficient=1", "peri_norm"):
+        results = []
+        for treated in (False, True):
+            model = llama()
+            outer = torch.compile(model, backend="eager") if treated else model
+            loss_of(outer, x).backward()
+            model.zero_grad()
+            with qkeel.apply(remedy, outer, example=x):
+                loss_of(outer, x).backward()
+            loss_of(outer, x).backward()
+            results.append([p.grad for p in model.parameters() if p.grad is not None])
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True)), remedy
 
 
 # --- copies

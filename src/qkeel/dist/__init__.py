@@ -1,9 +1,7 @@
 """The layer over torch.distributed: which processes run this model, what they agree on, how its weights are split."""
 
-from qkeel.dist.agreement import Verdict as Verdict
-from qkeel.dist.agreement import agree as agree
-from qkeel.dist.agreement import ordinal as ordinal
 from qkeel.dist.layout import head_axes as head_axes
+from qkeel.dist.reductions import gather as gather
 from qkeel.dist.reductions import reduced as reduced
 from qkeel.dist.reductions import say_failed as say_failed
 from qkeel.dist.sharding import is_split as is_split
@@ -16,12 +14,14 @@ from qkeel.dist.shards import Span as Span
 from qkeel.dist.shards import local as local
 from qkeel.dist.shards import shard as shard
 from qkeel.dist.shards import shards_of as shards_of
+from qkeel.dist.step_gather import StepGather as StepGather
+from qkeel.dist.step_gather import StepMaxima as StepMaxima
 from qkeel.dist.unanimity import ApartError as ApartError
 from qkeel.dist.unanimity import Membership as Membership
 from qkeel.dist.unanimity import done_by_all as done_by_all
 from qkeel.dist.unanimity import words_of_all as words_of_all
+from qkeel.dist.words import ordinal as ordinal
 from qkeel.dist.world import collective_device as collective_device
-from qkeel.dist.world import gather as gather
 from qkeel.dist.world import rank as rank
 from qkeel.dist.world import world as world
 from qkeel.dist.wrappers import is_flat as is_flat

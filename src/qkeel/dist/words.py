@@ -45,5 +45,10 @@ def published(name: str) -> str:
     return process_store().get(f"qkeel/{name}").decode()
 
 
+def ordinal(kind: str) -> int:
+    """The count of this process's requests of this kind; the same thing gets the same one everywhere."""
+    return process_store().add(f"qkeel/{kind}/{rank()}", 1) if on() else 0
+
+
 def _key(name: str, of: int) -> str:
     return f"qkeel/{name}/{of}"

@@ -1,9 +1,8 @@
-"""The processes that run this model, and one packed gather among them."""
+"""The processes that run this model."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch import distributed as torch_distributed
 
 
@@ -20,17 +19,6 @@ def world() -> int:
 def rank() -> int:
     """This process's number among them."""
     return torch_distributed.get_rank() if on() else 0
-
-
-def gather(vector: Tensor) -> Tensor:
-    """[n] on every process -> [world n] on each, in the order of ranks, by one collective."""
-    if not on():
-        return vector[None]
-    out = vector.new_empty(world() * vector.numel())
-    # torch 2.13 renamed it and warns of the old name.
-    all_gather = getattr(torch_distributed, "all_gather_single", torch_distributed.all_gather_into_tensor)
-    all_gather(out, vector.contiguous())
-    return out.view(world(), -1)
 
 
 def collective_device() -> torch.device:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel import dist
 from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle, State
@@ -87,7 +88,10 @@ class Monitor(Handle):
             guard=self._guard,
         )
         introduced = Introduction(self._tap.model, self._tap.sites, layout)
-        self._group = ProcessGroup(introduced, lambda: JOINED if joined(model) else "")
+        # What a probe batch shows is known after all other hooks of the step, too late for who needs maxima there.
+        early = optimizer is not None and probe is None and dist.world() > 1
+        gather = dist.StepGather.of(optimizer) if early and optimizer is not None else dist.StepGather()
+        self._group = ProcessGroup(introduced, lambda: JOINED if joined(model) else "", gather)
         self._journal = Journal(
             sinks,
             lambda: rules_for(calls.setting.of(self.sites)) if rules is None else rules,
@@ -108,6 +112,8 @@ class Monitor(Handle):
         else:
             before, after = (functools.partial(self._guard, f) for f in (self._step_end.before, self._after_step))
             self._hooks = StepHooks(before, after, optimizer)
+            if early:
+                self._hooks.come_first()
         super().__init__(functools.partial(self._guard, self._finish), state=self._state, load=self._load_state)
 
     @property

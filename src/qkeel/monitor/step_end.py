@@ -58,17 +58,24 @@ class StepEnd:
         infinite = vars(optimizer).get("found_inf")  # GradScaler calls a fused optimizer all the same
         if isinstance(infinite, Tensor) and bool(infinite.any()):
             return
-        if not self._group.stopped:
-            self.evaluated()
-        now = _rate(optimizer)
-        if self._steps.step_due:
-            if self._group.stopped:
-                self._group.leave(known=self._arrivals.flagged)
-            else:
-                # The step before this one made the weights that this step's forward passes saw.
-                self._train_step(now if self.rate is None else self.rate)
-        self._steps.stepped()
-        self.rate = now
+        due, begun = self._steps.step_due, self._group.gathers
+        try:
+            if not self._group.stopped:
+                self.evaluated()
+            now = _rate(optimizer)
+            if due:
+                if self._group.stopped:
+                    self._group.leave(known=self._arrivals.flagged)
+                else:
+                    # The step before this one made the weights that this step's forward passes saw.
+                    self._train_step(now if self.rate is None else self.rate)
+            self.rate = now
+        except Exception:
+            if due and self._group.waited_for and self._group.gathers == begun:
+                self._group.leave(known=False)  # the others wait in the gather of this step
+            raise
+        finally:
+            self._steps.stepped()
         self._arrivals.settle(wait=False)
 
     def evaluated(self) -> None:

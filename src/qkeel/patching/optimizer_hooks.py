@@ -19,17 +19,16 @@ Act = Callable[[Optimizer], None]
 class StepHooks(Handle):
     """Calls `before(optimizer)` and `after(optimizer)` around each step of an optimizer, or of all of them.
 
-    Of a step that computes its gradients itself, `step(closure)`, `before` is called when the closure has returned for
-    the first time: before the weights change, and with the gradients they change by. What they raise reaches the step's
-    caller. In the middle of a step its hooks are being gone through and can't be taken away: `remove()` leaves them,
-    idle, and a later one takes them.
+    `before` is called as by `before_change`. What they raise reaches the step's caller. In the middle of a step its
+    hooks are being gone through and can't be taken away: `remove()` leaves them, idle, and a later one takes them.
     """
 
     def __init__(self, before: Act, after: Act, optimizer: Optimizer | None = None) -> None:
         # Some compile the optimizer's step; nothing of these is to be compiled with it.
         pre: Any
         post: Any
-        pre, post = (torch.compiler.disable(hook) for hook in (self._before(before), self._idle_once_removed(after)))
+        idle = self._idle_once_removed
+        pre, post = (torch.compiler.disable(hook) for hook in (before_change(idle(before)), idle(after)))
         if optimizer is None:
             self._hooks = [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]
         else:
@@ -43,22 +42,34 @@ class StepHooks(Handle):
             for hook in self._hooks:
                 hook.remove()
 
-    def _before(self, act: Act) -> Callable[..., object]:
-        def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-            if not self.active:
-                return None
-            given = args[1:2]  # the first is the optimizer
-            closure = given[0] if given else kwargs.get("closure")
-            if not callable(closure):
-                act(optimizer)
-                return None
-            closure = _followed(closure, lambda: act(optimizer) if self.active else None)
-            return ((args[0], closure, *args[2:]), kwargs) if given else (args, {**kwargs, "closure": closure})
-
-        return before
+    def come_first(self) -> None:
+        """`after` is called before other hooks behind the step that there are now."""
+        last = self._hooks[1]
+        hooks = last.hooks_dict_ref()
+        assert hooks is not None
+        hooks.move_to_end(last.id, last=False)
 
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
         return lambda optimizer, *_: act(optimizer) if self.active else None
+
+
+def before_change(act: Act) -> Callable[..., Any]:
+    """A hook on an optimizer that calls `act(optimizer)` before each step changes weights.
+
+    Of a step that computes its gradients itself, `step(closure)`, that is when the closure has returned for the first
+    time: it has seen the weights as they were, and the gradients are there. Several such hooks keep their order.
+    """
+
+    def before(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        given = args[1:2]  # the first is the optimizer
+        closure = given[0] if given else kwargs.get("closure")
+        if not callable(closure):
+            act(optimizer)
+            return None
+        closure = _followed(closure, lambda: act(optimizer))
+        return ((args[0], closure, *args[2:]), kwargs) if given else (args, {**kwargs, "closure": closure})
+
+    return before
 
 
 def _followed(closure: Callable[[], object], act: Callable[[], None]) -> Callable[[], object]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, RefusedError
 from qkeel.handle import Handle
+from qkeel.patching.compiler_state import compile_again
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
@@ -257,12 +258,17 @@ def _marked(remedy: Remedy, sites: Iterable[AttentionSite], inner: Handle) -> Ha
     modules = {id(site.module): site.module for site in sites}.values()  # one may make several calls
     for module in modules:
         module.__dict__.setdefault(_MARK, _Marks())[remedy.name] = remedy
+    compiled = not (remedy.on_steps or isinstance(remedy, NoRemedy))
+    if compiled:
+        compile_again()  # code that was compiled before does not notice hooks
 
     def undo() -> None:
         marks = [(module, module.__dict__.get(_MARK, {})) for module in modules]
         if any(own.get(remedy.name) is not remedy for _, own in marks):  # folded into the weights
             return
         inner.remove()
+        if compiled:
+            compile_again()
         for module, own in marks:
             del own[remedy.name]
             if not own:

@@ -86,8 +86,8 @@ class QKClip(StepRemedy):
         optimizer = innermost(target.need_optimizer(self.name))
         plan = _Plan(self, target, optimizer)
         check_changes_last(optimizer, self.name, plan.stepped)
-        clip = _Clip(self, target, plan)
         replaced = ReplacementCheck(target.model, self.name, plan.names)
+        clip = _Clip(self, target, plan, optimizer)
         hooks = [
             optimizer.register_step_pre_hook(lambda *_: replaced.check()),
             optimizer.register_step_post_hook(clip.after_step),
@@ -96,6 +96,7 @@ class QKClip(StepRemedy):
         def undo() -> None:
             for hook in hooks:
                 hook.remove()
+            clip.shared.remove()
             clip.tap.remove()
 
         return Handle(undo, state=clip.state, load=clip.load)
@@ -166,8 +167,8 @@ def _check_frozen(remedy: QKClip, target: Target, s: HeadSlice) -> None:
 class _Clip:
     """One application of qk_clip: the tap that collects maxima and what happens after a step."""
 
-    def __init__(self, remedy: QKClip, target: Target, plan: _Plan) -> None:
-        self.remedy, self.sites, self.plan, self.shared = remedy, target.sites, plan, SharedMaxima(target)
+    def __init__(self, remedy: QKClip, target: Target, plan: _Plan, optimizer: Optimizer) -> None:
+        self.remedy, self.sites, self.plan = remedy, target.sites, plan
         self.tap = Tap(
             target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, guard=Guard(_OFF)
         )
@@ -177,11 +178,18 @@ class _Clip:
         self._warned = False
         self._groups = HeadGroups(plan.table)
         self._spared = _spared(remedy.heads, target.sites)
+        self._maxima: dict[str, Tensor] | None = None  # of the passes since the last step, once they were asked for
+        self.shared = SharedMaxima(target, optimizer, self.maxima)
+
+    def maxima(self) -> dict[str, Tensor]:
+        """Those of the passes since the last step."""
+        if self._maxima is None:
+            self._maxima = {name: stats.max_logit for name, stats in self.tap.read().items()}
+        return self._maxima
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Clip by the maxima since the last step that was taken."""
-        infinite = found_inf(optimizer)
-        maxima = {name: stats.max_logit for name, stats in self.tap.read().items()}
+        infinite, maxima = found_inf(optimizer), self.maxima()
         if not maxima and not self._warned and self.tap.active:
             self._warned = True
             caution(
@@ -191,7 +199,8 @@ class _Clip:
         # A step leaves nothing in the caches, where an operation of torch takes 50 µs: the usual case does without.
         usual = infinite is None and not self.shared.several and self.kept is None
         if not usual or any(map(self._over, maxima.values())):
-            self._clip(optimizer, maxima, infinite)
+            self._clip(optimizer, infinite)
+        self._maxima = None
 
     def _over(self, top: Tensor) -> bool:
         """True if a head is over the threshold, or cannot be read without waiting."""
@@ -199,10 +208,10 @@ class _Clip:
         return not _readable(top) or any(map(under, top.tolist()))
 
     @torch.no_grad()
-    def _clip(self, optimizer: Optimizer, maxima: dict[str, Tensor], infinite: Tensor | None) -> None:
-        if not maxima and self.kept is None and not self.shared.several:
+    def _clip(self, optimizer: Optimizer, infinite: Tensor | None) -> None:
+        if not self.maxima() and self.kept is None and not self.shared.several:
             return
-        row = self.shared.over_all(self.shared.row(maxima))
+        row = self.shared.over_all()
         if self._spared is not None:
             self._spared = self._spared.to(row.device)
             row = row.masked_fill(self._spared, -torch.inf)

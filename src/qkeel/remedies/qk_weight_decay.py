@@ -7,8 +7,10 @@ import functools
 from typing import final
 
 import torch
+from torch.optim import Optimizer
 
 from qkeel.handle import Handle
+from qkeel.patching.optimizer_hooks import before_change
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import HeadGroups, views_by_tensor
 from qkeel.remedies.steps.head_steps import DecayFactors
@@ -49,16 +51,15 @@ class QKWeightDecay(StepRemedy):
         dtype = functools.reduce(torch.promote_types, (view.weight.dtype for view in views))
 
         @torch.no_grad()
-        def before(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        def before(_: Optimizer) -> None:
             replaced.check()
-            in_closure = len(args) > 1 or bool(kwargs)  # a closure makes the gradients inside the step
             groups.update(stepped)
             decay.read(dtype, views[0].weight.device)
-            row = decay.row(lambda w: in_closure or w.grad is not None, found_inf(optimizer))
+            row = decay.row(lambda w: w.grad is not None, found_inf(optimizer))
             for group in groups.all:
                 group.scale(row)
 
-        hook = optimizer.register_step_pre_hook(before)
+        hook = optimizer.register_step_pre_hook(before_change(before))
         hooks = hook.hooks_dict_ref()
         assert hooks is not None
         hooks.move_to_end(hook.id, last=False)  # before lalr and qk_lr read weights: they scale the optimizer's step

@@ -14,6 +14,8 @@ from qkeel import dist
 from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.functional.norms import wide
 from qkeel.handle import Handle
+from qkeel.patching.compiler_state import recomputing
+from qkeel.patching.graph_nodes import version_of
 from qkeel.patching.module_tables import parameters_of, put_first, set_class, state_without, submodules_of
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.steps.join_optimizer import join
@@ -24,30 +26,50 @@ class SpectralScale(nn.Module):
     """Ŵ = (γ/σ) W, v = W u/‖W u‖, u' = Wᵀ v/‖Wᵀ v‖, σ = vᵀ W u'; u is a buffer, u ← u' in training forwards.
 
     One step of power iteration per forward. v and u' carry no gradient, σ does. All in float32 or wider, autocast
-    or not. u starts at W's first right singular vector.
+    or not. u starts at W's first right singular vector. What gradient checkpointing computes again starts at the u of
+    the forward that it repeats, the last one. RefusedError where several forwards of one weight wait for backward.
     """
 
     def __init__(self, weight: Tensor, init: Literal["keep", "one"]) -> None:
         super().__init__()
         self.register_buffer("right", _top_right(weight.detach()))
         self.right: Tensor
-        sigma = self._sigma(weight.detach())[0][None]  # of one dimension: fully_shard takes no scalars
+        self._started = self.right  # the u of the last forward
+        self._forwards, self._version = 0, -1  # with gradients, since a backward pass; of the weight then
+        sigma = self._sigma(weight.detach(), self.right)[0][None]  # of one dimension: fully_shard takes no scalars
         # γ = σ exactly as the forward computes it, float32 or wider: γ/σ is 1, the weight the same bit for bit.
         self.gamma = nn.Parameter(sigma if init == "keep" else torch.ones_like(sigma))
 
     def forward(self, weight: Tensor) -> Tensor:
         """The weight as it is used."""
-        sigma, right = self._sigma(weight)
-        if self.training:
+        again = self.training and not torch.compiler.is_compiling() and recomputing()
+        if again and self._forwards > 1:
+            raise RefusedError(
+                f"sigma_reparam: gradient checkpointing computes a layer again that ran {self._forwards} times before "
+                "this backward pass, each time with another vector. Call backward after each forward pass, or leave "
+                "the layer out of checkpointing"
+            )
+        sigma, right = self._sigma(weight, self._started if again else self.right)
+        if again:
+            self._forwards = 0
+        elif self.training:
+            if not torch.compiler.is_compiling():
+                self._note(weight)
             with torch.no_grad():
                 self.right.copy_(right)
         return (self.gamma / sigma).to(weight.dtype) * weight
 
-    def _sigma(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _note(self, weight: Tensor) -> None:
+        self._started = self.right.clone()
+        if torch.is_grad_enabled():
+            self._forwards = self._forwards + 1 if version_of(weight) == self._version else 1
+            self._version = version_of(weight)
+
+    def _sigma(self, weight: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(weight.device.type, enabled=False):
             w = weight.to(wide(weight.dtype))
             with torch.no_grad():
-                left = nn.functional.normalize(w @ self.right.to(w.dtype), dim=0)
+                left = nn.functional.normalize(w @ start.to(w.dtype), dim=0)
                 right = nn.functional.normalize(w.mT @ left, dim=0)
             return torch.dot(left, w @ right), right
 

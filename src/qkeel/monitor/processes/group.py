@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from typing import final
+
+from torch import Tensor
 
 from qkeel import dist
 from qkeel.dist.words import leave_word, publish, published, words_under
@@ -28,9 +31,11 @@ class ProcessGroup:
     in the gather that the others wait in.
     """
 
-    def __init__(self, introduced: Introduction, apart: Callable[[], str]) -> None:
-        """Takes how this process introduces itself, and what tells why it must measure alone, "" if it need not."""
-        self._introduced, self._apart = introduced, apart
+    def __init__(self, introduced: Introduction, apart: Callable[[], str], gather: dist.StepGather) -> None:
+        """Takes how this process introduces itself, what tells why it must measure alone, "" if it need not, and the
+        gather that ends a step."""
+        self._introduced, self._apart, self._step_gather = introduced, apart, gather
+        self.gathers = 0  # that were begun
         self.records_alone = False  # each process records what it sees, as without an optimizer
         self.stopped = False  # this process measures no more, and the others may not know it yet
         self.over = False  # all processes know that it is over
@@ -132,15 +137,18 @@ class ProcessGroup:
         else:
             self._gather(word(Flag.OFF, self._form), self.members)
 
-    def _gather(self, packed: object, members: Members) -> Transfer:
-        return Transfer(packed, [m.form for m in members.all], members.merge)  # type: ignore[arg-type]
+    def _gather(self, packed: Tensor, members: Members) -> Transfer:
+        self.gathers += 1
+        gather = functools.partial(self._step_gather.gather, self._name)
+        return Transfer(packed, [m.form for m in members.all], members.merge, gather)
 
     def _meet(self, measured: Measurement | None) -> None:
         self._form = () if measured is None else measured.form()
         place, text = self._introduced(self._form).words()
         print_of = str(zlib.crc32(text.encode()))
         publish(f"{self._name} {print_of}", text)
-        words = words_under(self._round(), f"{'' if self._form else _NOTHING}|{print_of}|{place}", LONGEST)
+        nothing, count = "" if self._form else _NOTHING, self._step_gather.count
+        words = words_under(self._round(), f"{nothing}|{count}|{print_of}|{place}", LONGEST)
         self._rounds += 1
         if words is None:
             self.stay_alone("not every process of this run came to the end of its first measured step")
@@ -148,19 +156,20 @@ class ProcessGroup:
         if _OFF in words:
             self.over = True
             raise InvalidValueError("the monitor of another process of this run has switched itself off")
-        said = [one.split("|", 2) for one in words]
-        if all(nothing for nothing, _, _ in said):
+        said = [one.split("|", 3) for one in words]
+        if all(nothing for nothing, *_ in said):
             if self.unseen is not None:
                 self.over = True
                 raise self.unseen
             return
-        texts = {of: published(f"{self._name} {of}") for of in {of for _, of, _ in said}}
+        texts = {of: published(f"{self._name} {of}") for of in {of for *_, of, _ in said}}
         try:
-            self.members = Members([Member.of(place, texts[of]) for _, of, place in said], dist.rank())
+            self.members = Members([Member.of(place, texts[of]) for *_, of, place in said], dist.rank())
         except InvalidValueError:
             self.over = True
             raise
         self._form = self.members.own.form
+        self._step_gather.agree(self._name, {count for _, count, *_ in said})
 
     def _round(self) -> str:
         return f"{self._name} round {self._rounds}"

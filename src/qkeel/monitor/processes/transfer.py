@@ -74,11 +74,17 @@ class Transfer:
     of what they sent, so that each process ends with the same.
     """
 
-    def __init__(self, packed: Tensor, forms: Sequence[Form], merge: Callable[[Mapping[int, Sent]], Merged]) -> None:
+    def __init__(
+        self,
+        packed: Tensor,
+        forms: Sequence[Form],
+        merge: Callable[[Mapping[int, Sent]], Merged],
+        gather: Callable[[Tensor], Tensor] = dist.gather,
+    ) -> None:
         """`forms`: of each process; of one alone, nothing is gathered."""
         self.forms, self._merge = forms, merge
         if len(forms) > 1:
-            packed = dist.gather(torch.nn.functional.pad(packed, (0, max(map(_size, forms)) - len(packed))))
+            packed = gather(torch.nn.functional.pad(packed, (0, max(map(_size, forms)) - len(packed))))
         else:
             packed = packed[None]
         self._event: torch.cuda.Event | None = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.errors import RefusedError
@@ -20,36 +21,54 @@ from qkeel.sites.site import AttentionSite
 
 @final
 class SharedMaxima:
-    """The maxima of a model's heads as one row, the same on all processes that run them, by one collective per step.
+    """The maxima of a model's heads as one row, the same on all processes that run them, by one collective per step:
+    the one in which a monitor of the same optimizer gathers, where it measures the step, else their own.
 
     Replicas of a model see other sequences, and tensor parallel processes other heads of the same layer. The stages of
     a pipeline run other layers, whatever these are called, and each has a place of its own in what is reduced.
     """
 
-    def __init__(self, target: Target) -> None:
-        self._sites = target.sites
+    def __init__(
+        self, target: Target, optimizer: Optimizer, maxima: Callable[[], Mapping[str, Tensor]] = lambda: {}
+    ) -> None:
+        """`maxima`: gives those that this process saw since the last step."""
+        self._sites, self._maxima, self._gather = target.sites, maxima, dist.StepGather.of(optimizer)
         self._counts = [site.n_heads for site in target.sites]
         self._nothing = torch.full((sum(self._counts),), -torch.inf)
         self._first: dict[str, int] = {}  # of this process's heads of a site, where it has a part of them
         self._before = self._behind = 0  # numbers of other layers around this process's in the row of all
-        self.several = False
+        self._over_all: dist.StepMaxima | None = None
         if dist.world() > 1:
             self._place_heads(target)
             self._meet(target)
+
+    @property
+    def several(self) -> bool:
+        """Returns whether other processes run the same layers."""
+        return self._over_all is not None
+
+    def remove(self) -> None:
+        """No step wants them any longer."""
+        if self._over_all is not None:
+            self._gather.maxima.remove(self._over_all)
 
     def _meet(self, target: Target) -> None:
         own = {
             "mates": dist.mates(target.model),
             "sites": [(site.name, site.n_heads) for site in target.sites],
             "weights": _fingerprint(target),
+            "gather": self._gather.agreed,
         }
         words = [json.loads(word) for word in dist.words_of_all(WHAT, json.dumps(own))]
         groups = _same_layers(words)
         lengths = {group: sum(n for _, n in words[group]["sites"]) for group in sorted(set(groups))}
         mine = groups[dist.rank()]
-        self.several = len(set(groups)) < len(groups)
         self._before = sum(n for group, n in lengths.items() if group < mine)
         self._behind = sum(n for group, n in lengths.items() if group > mine)
+        if len(set(groups)) < len(groups):
+            gathers = {word["gather"] for word in words}
+            self._over_all = dist.StepMaxima(self._sent, gathers.pop() if len(gathers) == 1 else "")
+            self._gather.maxima.append(self._over_all)
 
     def row(self, maxima: Mapping[str, Tensor]) -> Tensor:
         """The maxima of all sites, one after the other, on one device; -inf of heads that this process did not see."""
@@ -86,14 +105,19 @@ class SharedMaxima:
                     )
                 self._first[site.name] = int(here.int().argmax())
 
-    def over_all(self, row: Tensor) -> Tensor:
+    def over_all(self) -> Tensor:
         """The largest of each head over all processes."""
-        if not self.several:
+        row = self.row(self._maxima())
+        if self._over_all is None:
             return row
-        # No reduction keeps NaN for sure; infinity, which never clips either, is passed on.
-        sent = F.pad(row.double().masked_fill(row.isnan(), torch.inf), (self._before, self._behind), value=-torch.inf)
-        found = dist.reduced(sent, "max")
+        found = self._over_all.largest()
         return found[self._before : len(found) - self._behind].to(row)
+
+    def _sent(self) -> Tensor:
+        """This process's maxima among those of all layers."""
+        row = self.row(self._maxima()).double()
+        # No reduction keeps NaN for sure; infinity, which never clips either, is passed on.
+        return F.pad(row.masked_fill(row.isnan(), torch.inf), (self._before, self._behind), value=-torch.inf)
 
 
 def _same_layers(words: Sequence[Mapping[str, object]]) -> list[int]:

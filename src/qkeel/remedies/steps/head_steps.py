@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.handle import Handle
+from qkeel.patching.optimizer_hooks import before_change
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.fused_adam import AdamPass
 from qkeel.remedies.steps.head_groups import HeadGroups, Measure, frobenius_norm, views_by_tensor
@@ -102,7 +103,7 @@ class HeadSteps:
         comes before every other post hook of the step (a clip, an average), in whatever order they came."""
 
         @torch.no_grad()
-        def before(*_: object) -> None:
+        def before(_: Optimizer) -> None:
             self._replaced.check()
             self._begin(rates)
 
@@ -110,7 +111,8 @@ class HeadSteps:
         def after(optimizer: Optimizer, *_: object) -> None:
             self._end(found_inf(optimizer))
 
-        first, last = self._optimizer.register_step_pre_hook(before), self._optimizer.register_step_post_hook(after)
+        first = self._optimizer.register_step_pre_hook(before_change(before))
+        last = self._optimizer.register_step_post_hook(after)
         hooks = last.hooks_dict_ref()
         assert hooks is not None
         hooks.move_to_end(last.id, last=False)

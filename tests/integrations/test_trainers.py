@@ -1,0 +1,47 @@
+"""Trainings by the trainers of others on two processes, watched and clipped, are those of one process."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.integrations.trainers.run import STEPS, Outcome
+
+# By trainer and setup: how far weights and recorded numbers (relative to those above 1) may be from one process.
+ROUNDING = 1e-12
+IN_FLOAT32 = 1e-4  # torchtitan knows no float64: gradients of other orders of summation, through four steps of AdamW
+CASES = {
+    "huggingface.ddp": ("transformers", ROUNDING),
+    "huggingface.fsdp2": ("transformers", ROUNDING),
+    "lightning_ddp.closure": ("lightning", ROUNDING),
+    "torchtitan_debug.fsdp2": ("torchtitan", IN_FLOAT32),
+    "torchtitan_debug.tp": ("torchtitan", IN_FLOAT32),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_and_measure_as_one(case: str, tmp_path: Path) -> None:
+    package, most = CASES[case]
+    pytest.importorskip(package)
+    module = ["-m", "tests.integrations.trainers.run", case, str(tmp_path)]
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for command in (module, [*two, *module]):
+        done = subprocess.run([sys.executable, *command], timeout=300, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, *both = (pickle.loads((tmp_path / f"{case}-{name}.pickle").read_bytes()) for name in ("alone", "0", "1"))
+    for found in (one, *both):
+        assert isinstance(found, Outcome), found
+    assert one.heads["max_logit"][0].max() > 0.02  # there is something to clip
+    for found in both:
+        assert found.steps == one.steps == [*range(STEPS)]
+        for name, weight in one.weights.items():
+            assert float((found.weights[name] - weight).abs().max()) < most, name
+        assert {*found.heads} == {*one.heads}
+        for name, values in one.heads.items():
+            np.testing.assert_allclose(found.heads[name], values, rtol=most, atol=most, err_msg=name)

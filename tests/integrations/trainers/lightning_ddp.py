@@ -1,0 +1,56 @@
+"""Lightning's Trainer, which gives the optimizer a closure: DistributedDataParallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from tests.integrations.trainers.run import BATCH, CLIP, STEPS, Outcome, outcome, rank, world
+from tests.processes.watching import loss_of
+from tests.processes.wrapped import batch, llama
+from torch import Tensor
+
+import qkeel
+from qkeel.integrations.lightning import QkeelCallback
+
+
+class Module(L.LightningModule):
+    """The language model; the clip is applied with the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+        self.sites = qkeel.find_sites(self.model, batch(0)[:1])
+
+    def training_step(self, tokens: Tensor, index: int) -> Tensor:
+        return loss_of(self.model, tokens)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5)
+
+    def on_fit_start(self) -> None:
+        qkeel.apply(CLIP, self.model, self.trainer.optimizers[0], sites=self.sites)
+
+
+def train(variant: str, folder: Path) -> Outcome:
+    module, watching = Module(), QkeelCallback(every=1)
+    tokens = torch.cat([batch(step).chunk(world())[rank()] for step in range(STEPS)])
+    several = {"devices": world(), "strategy": "ddp"} if world() > 1 else {"devices": 1}
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        precision="64-true",
+        callbacks=[watching],
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **several,
+    )
+    loader = torch.utils.data.DataLoader(tokens, batch_size=BATCH // world())  # type: ignore[arg-type]
+    trainer.fit(module, loader)
+    return outcome(module.model, watching.monitor)
