@@ -49,10 +49,7 @@ class Native(Kernel):
             n = (lse != -torch.inf).sum((0, 2))
         else:
             n = torch.full_like(lse[0, :, 0], lse.shape[0] * lse.shape[2])
-        most = top.amax((0, 2))
-        sure = torch.ones_like(most, dtype=torch.bool)
-        mean = entropy.sum((0, 2)) / n.clamp_min(1)
-        return out, LogitBracket(lower=most, upper=most, entropy=mean, certified=sure)
+        return out, LogitBracket.exact(top.amax((0, 2)), entropy.sum((0, 2)) / n.clamp_min(1))
 
 
 def _biased(call: AttentionCall) -> bool:

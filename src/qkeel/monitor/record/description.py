@@ -45,12 +45,19 @@ def about(
         "cadence": repr(cadence),
         "processes": dist.world(),
         "versions": {
-            "qkeel": metadata.version("qkeel"),
+            "qkeel": _version(),
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
         "command": shlex.join(sys.argv),
     }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("qkeel")
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH, which nobody installed
+        return "unknown: not installed"
 
 
 def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:
