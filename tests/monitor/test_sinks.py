@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from qkeel import __version__
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.monitor import History, LoggingSink, RunDirectorySink, Severity
 from qkeel.monitor.watch import watch
@@ -175,4 +176,4 @@ def test_a_checkout_that_nobody_installed_is_watched(tmp_path: Path, monkeypatch
     with watch(module, sinks=tmp_path / "run") as monitor:
         module(torch.ones(1, 3, 8))
         assert monitor.read()
-    assert RunDirectory(tmp_path / "run").env()["versions"]["qkeel"] == "unknown: not installed"
+    assert RunDirectory(tmp_path / "run").env()["versions"]["qkeel"] == __version__

@@ -32,6 +32,11 @@ class Native(Kernel):
     def __call__(self, call: AttentionCall) -> Outputs:
         return _run(call, stats=False)[0]
 
+    def with_logsumexp(self, call: AttentionCall) -> tuple[Outputs, Tensor]:
+        """Returns out, that of a plain call, and the logsumexp of each row, detached."""
+        out, lse, *_ = _run(call, stats=False)
+        return out, lse.detach()
+
     def with_rows(self, call: AttentionCall) -> tuple[Outputs, KernelRows]:
         """Returns out, equal to the bit with its gradient to a plain call's, and detached statistics of each row."""
         out, *found = _run(call, stats=True)

@@ -7,7 +7,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
 import torch
 from torch import nn
@@ -45,19 +44,12 @@ def about(
         "cadence": repr(cadence),
         "processes": dist.world(),
         "versions": {
-            "qkeel": _version(),
+            "qkeel": sys.modules["qkeel"].__version__,  # of a checkout that nobody installed too
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
         "command": shlex.join(sys.argv),
     }
-
-
-def _version() -> str:
-    try:
-        return metadata.version("qkeel")
-    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH, which nobody installed
-        return "unknown: not installed"
 
 
 def site_facts(sites: Sequence[AttentionSite]) -> list[dict[str, object]]:
