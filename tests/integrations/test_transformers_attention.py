@@ -24,10 +24,13 @@ from qkeel.integrations import register_attention
 from qkeel.integrations.transformers_attention import attend
 from qkeel.kernels.compiled_attention import Native
 
+NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # with it torch attends
 FEW = ("llama", "qwen3", "gpt2", "gemma2", "gpt_neox", "deepseek_v3", "mistral")
 ALL = list(entries("causal"))
-# gpt_oss and its like learn a sink per head, which this attention does not take.
-SINKS = "s_aux"
+# What is refused: learned sinks and chosen keys; models that write attention out, or have a table of their own of it.
+REFUSED = ("gives attention s_aux=", "gives attention indices=", "writes its attention out itself", "'qkeel'")
+# What cannot be compared: it fails with eager attention as well, here or in the backward pass.
+NOT_COMPARED = ("Gemma3nForConditionalGeneration", "ReformerModelWithLMHead")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +67,7 @@ def check(entry: Entry) -> str:
     reference, eager = results(entry, "eager", None)
     try:
         _, ours = results(entry, "qkeel", reference.state_dict())
-    except RefusedError as error:
+    except (RefusedError, KeyError) as error:
         return str(error)
     assert len(eager) == len(ours)
     for i, (a, b) in enumerate(zip(eager, ours)):
@@ -81,9 +84,11 @@ def test_logits_and_gradients_are_those_of_eager_attention(entry: Entry, taken: 
 @pytest.mark.zoo
 @pytest.mark.parametrize("entry", ALL, ids=named)
 def test_every_causal_model_has_the_logits_and_gradients_of_eager_attention(entry: Entry) -> None:
+    if entry.class_name in NOT_COMPARED:
+        pytest.skip("it fails with eager attention too")
     refused = check(entry)
     if refused:
-        assert SINKS in refused
+        assert any(reason in refused for reason in REFUSED), refused
         pytest.skip(refused)
 
 
@@ -101,7 +106,8 @@ def test_a_model_is_watched_as_with_sdpa_and_its_numbers_cost_no_pass(
     found, losses = [], []
     for implementation in ("sdpa", "qkeel"):
         for stats in (True, "entropy"):
-            model, x = hf(kind, implementation).train(), example(kind, batch=2, tokens=24)
+            model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
+            x = example(kind, batch=2, tokens=24)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             passes = []
             with monkeypatch.context() as patched, qkeel.watch(model, optimizer, stats=stats) as monitor:
@@ -161,6 +167,8 @@ def test_what_changes_attention_otherwise_is_refused() -> None:
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(RefusedError, match=r"s_aux=.*eager"):
         attend(nn.Module(), q, q, q, None, s_aux=torch.zeros(2))
+    mpt = next(e for e in ALL if e.name == "mpt")
+    assert "MptModel writes its attention out itself" in check(mpt)
 
 
 @pytest.mark.slow

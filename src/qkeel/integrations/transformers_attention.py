@@ -13,13 +13,16 @@ from qkeel.ops import attention
 from qkeel.spec import AttentionSpec, Fixed, Softcap
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+    from transformers.masking_utils import eager_mask, sdpa_mask
 except ImportError as error:
     raise missing("qkeel.integrations.transformers_attention", "'qkeel[hf]'") from error
 
 NAME = "qkeel"
-_UNKNOWN = ("s_aux", "cache", "head_mask")  # arguments of some models that change what attention computes
+# Tensors that come along and change nothing: the mask and the rotation have them in already.
+_HARMLESS = frozenset(
+    {"position_ids", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "token_type_ids"}
+)
 
 
 def attend(
@@ -49,8 +52,8 @@ def attend(
 
     Raises: RefusedError if the model gives an argument that changes attention otherwise.
     """
-    for name in _UNKNOWN:
-        if kwargs.get(name) is not None:
+    for name, given in kwargs.items():
+        if given is not None and (name == "cache" or (isinstance(given, Tensor) and name not in _HARMLESS)):
             raise RefusedError(
                 f"{type(module).__name__} gives attention {name}=, which {NAME!r} does not compute; "
                 'load the model with attn_implementation="eager"'
@@ -87,11 +90,29 @@ def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     return torch.where(mask, bias, torch.finfo(bias.dtype).min)
 
 
-def register() -> str:
-    """Makes `attn_implementation="qkeel"` known to transformers; returns that name. Any number of times.
+def mask(*, config: PreTrainedConfig, **kwargs: Any) -> Tensor | None:
+    """The mask of transformers' "sdpa" for models that call the attention they are told to; else that of "eager".
 
-    Its masks are those of "sdpa": none where causality alone hides, else boolean.
+    The first is None where causality alone hides, and else boolean; a model that writes attention out itself would
+    compute something else with it. Of a model whose class is not known neither is.
+
+    Raises: RefusedError for a model that writes attention out itself: it would not be qkeel's.
     """
+    try:
+        home: Any = MODEL_MAPPING[type(config)]
+    except KeyError:
+        return eager_mask(config=config, **kwargs)
+    home = home[0] if isinstance(home, tuple) else home
+    if not (home._supports_sdpa or home._supports_attention_backend):
+        raise RefusedError(
+            f"{home.__name__} writes its attention out itself, which {NAME!r} cannot reach; load it "
+            'with attn_implementation="eager", which qkeel.watch sees as well'
+        )
+    return sdpa_mask(config=config, **kwargs)
+
+
+def register() -> str:
+    """Makes `attn_implementation="qkeel"` known to transformers; returns that name. Any number of times."""
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, mask)
     return NAME
