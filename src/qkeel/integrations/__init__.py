@@ -13,6 +13,9 @@ __all__ = ["SINKS", "register_attention", "sink", "sinks"]
 def register_attention() -> str:
     """Makes `attn_implementation="qkeel"` known to transformers and returns "qkeel".
 
-    Raises: MissingDependencyError without transformers.
+    >>> register_attention()
+    'qkeel'
+
+    Raises: MissingLibraryError without transformers.
     """
     return importlib.import_module("qkeel.integrations.transformers_attention").register()

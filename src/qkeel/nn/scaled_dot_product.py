@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from qkeel.kernels.choose import choose
 from qkeel.kernels.compiled_attention import Native
 from qkeel.kernels.compiled_decode import Decode
 from qkeel.kernels.native.operator import is_plain
+from qkeel.patching.modes import Kwargs
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.scale import Fixed
@@ -31,12 +32,11 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(scale · q kᵀ + mask) v, as torch's function of this name; in qkeel it is `qkeel.nn.functional_attention`.
+    """Returns softmax(scale · q kᵀ + mask) v, as torch's function of this name; `qkeel.nn.functional_attention`.
 
-    On a CPU it is the compiled attention where that takes the call, which a watched model's largest logits and
-    entropies cost nothing more of; everything else (dropout, float64, subclasses, torch.func, a GPU) goes to torch's
-    function, whose fused operator a watched model's logsumexps come from. It is seen, bounded, clipped and changed by
-    remedies as torch's is.
+    On a CPU it is the compiled attention where that takes the call, from which a watched model's largest logits and
+    entropies come for nothing; everything else (dropout, autocast, float64, subclasses, torch.func, torch.compile, a
+    GPU) goes to torch's function. It is seen, bounded, clipped and changed by remedies as that is.
 
     >>> q = torch.ones(1, 2, 3, 8)
     >>> torch.equal(scaled_dot_product_attention(q, q, q, is_causal=True), q)
@@ -55,54 +55,48 @@ def scaled_dot_product_attention(
     Raises: what torch's function raises.
     """
     given = (query, key, value)
-    how: dict[str, Any] = {
+    how: Kwargs = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
     }  # fmt: skip
     if has_torch_function_variadic(*given):
         return handle_torch_function(scaled_dot_product_attention, given, *given, **how)
-    kernel, call = _own(*given, **how)
+    kernel, call = _own({"query": query, "key": key, "value": value, **how})
     if kernel is not None and call is not None:
         return kernel(call)
     return F.scaled_dot_product_attention(*given, **how)
 
 
-def attention_with_rows(*args: object, **kwargs: object) -> tuple[Tensor, KernelRows | None]:
-    """The same, and what the compiled attention found of each row; None where another kernel computed it."""
-    kernel, call = _own(*args, **kwargs)  # type: ignore[arg-type]
+def attention_with_rows(given: Kwargs) -> tuple[Tensor, KernelRows | None]:
+    """The same of all arguments by name, and what the compiled attention found of each row; None of other kernels."""
+    kernel, call = _own(given)
     if isinstance(kernel, Native) and call is not None:
         return kernel.with_rows(call)
-    return scaled_dot_product_attention(*args, **kwargs), None  # type: ignore[arg-type]
+    return scaled_dot_product_attention(**given), None
 
 
-def attention_with_logsumexp(*args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-    """The same, and the logsumexp of each row [b h t]; None where another kernel than the compiled one computed it."""
-    kernel, call = _own(*args, **kwargs)  # type: ignore[arg-type]
+def attention_with_logsumexp(given: Kwargs) -> tuple[Tensor, Tensor | None]:
+    """The same of all arguments by name, and the logsumexp of each row [b h t]; None of other kernels."""
+    kernel, call = _own(given)
     if isinstance(kernel, Native) and call is not None:
         return kernel.with_logsumexp(call)
-    return scaled_dot_product_attention(*args, **kwargs), None  # type: ignore[arg-type]
+    return scaled_dot_product_attention(**given), None
 
 
-def _own(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Callable[[AttentionCall], Tensor] | None, AttentionCall | None]:
+def _own(given: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, AttentionCall | None]:
     """The compiled kernel for a call and the call; None where torch's own function is the one to compute it."""
-    if not (is_plain(query) and query.is_cpu and _fit(query, key, value, attn_mask, enable_gqa)):
+    q, k, v, mask, causal = (given[name] for name in ("query", "key", "value", "attn_mask", "is_causal"))
+    if torch.compiler.is_compiling() or not (is_plain(q) and q.is_cpu and _fit(q, k, v, mask, given["enable_gqa"])):
         return None, None
-    if dropout_p or (is_causal and attn_mask is not None) or torch.is_autocast_enabled("cpu"):
+    if given["dropout_p"] or (causal and mask is not None) or torch.is_autocast_enabled("cpu"):
         return None, None
-    if is_causal and key.shape[2] != query.shape[2]:  # torch aligns the first query to the first key
-        if key.shape[2] < query.shape[2]:
-            return None, None
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    spec = AttentionSpec(scale=Fixed(1 / math.sqrt(query.shape[-1]) if scale is None else scale))
-    call = make_call(spec, query, key, value, causal=is_causal, mask=attn_mask)
+    t, s = q.shape[2], k.shape[2]
+    if causal and s < t:
+        return None, None
+    if causal and s > t:  # torch aligns the first query to the first key
+        k, v = k[:, :, :t], v[:, :, :t]
+    spec = _spec(1 / math.sqrt(q.shape[-1]) if given["scale"] is None else given["scale"])
+    mask = mask if mask is None else mask[(None,) * (4 - mask.ndim)]
+    call = make_call(spec, q, k, v, causal=causal, mask=mask)
     kernel = choose(call)
     return (kernel, call) if isinstance(kernel, (Native, Decode)) else (None, None)
 
@@ -116,7 +110,16 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> boo
     heads, groups = q.shape[1], k.shape[1]
     if q.shape[3] != k.shape[3] or not (heads == groups or (gqa and groups and heads % groups == 0)):
         return False
-    return mask is None or (mask.device == q.device and mask.dtype in (torch.bool, q.dtype) and 2 <= mask.ndim <= 4)
+    if mask is None:
+        return True
+    whole = (q.shape[0], heads, q.shape[2], k.shape[2])[4 - mask.ndim :]
+    fits = mask.ndim <= 4 and all(n in (1, size) for n, size in zip(mask.shape, whole))
+    return fits and mask.device == q.device and mask.dtype in (torch.bool, q.dtype)
+
+
+@functools.cache
+def _spec(scale: float) -> AttentionSpec:
+    return AttentionSpec(scale=Fixed(scale))
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -45,7 +45,7 @@ class BracketMode(FunctionMode):
             return False  # tensors inside torch.func's transforms mean nothing outside
         name = function_name(function)
         if function is functional_attention:
-            return functools.partial(attention_with_logsumexp, *args, **kwargs)
+            return functools.partial(attention_with_logsumexp, sdpa_arguments(args, kwargs))
         if name != "scaled_dot_product_attention":
             return name == "softmax" or operator_name(function) == _OWN
         given = sdpa_arguments(args, kwargs)

@@ -160,7 +160,7 @@ class Interceptor(CallObserver):
         if function is functional_attention and self.probing:
             return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
         if function is functional_attention and self._rows:
-            return functools.partial(attention_with_rows, *args, **kwargs)
+            return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
         return True
 
     def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
