@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.test_non_finite import BROKEN, broken_call
-from torch import Tensor
+from torch import Tensor, nn
 
+import qkeel
 from qkeel import attention, preset, reference
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
@@ -206,3 +207,21 @@ def test_a_row_whose_logits_are_all_minus_infinity_is_no_row_that_sees_nothing(t
     assert rows.entropy.isnan().all()
     assert (rows.largest == -torch.inf).all()
     assert (rows.smallest == -torch.inf).all()
+
+
+def test_a_foreign_model_is_watched_by_one_kernel_a_layer(through_triton: list[Any]) -> None:
+    model = nn.TransformerEncoderLayer(32, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.0), torch.randn(2, 9, 32)
+    found = []
+    for stats in (True, "entropy"):
+        through_triton.clear()
+        with qkeel.watch(model, optimizer, stats=stats, rules=[]) as monitor:
+            for _ in range(2):
+                model(x).sum().backward()
+                optimizer.step()
+            found.append(monitor.read())
+        assert len(through_triton) == (2 if stats == "entropy" else 0)
+    ((name, exact),) = found[0].items()
+    for field in ("max_logit", "entropy", "entropy_min", "n_queries"):
+        a, b = (getattr(stats, field).double() for stats in (found[1][name], exact))
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
