@@ -106,7 +106,7 @@ def mask(**given: Any) -> Tensor | None:
     except KeyError:
         return eager_mask(**given)
     home = home[0] if isinstance(home, tuple) else home
-    if not (home._supports_sdpa or home._supports_attention_backend):
+    if home is not None and not (home._supports_sdpa or home._supports_attention_backend):
         raise RefusedError(
             f"{home.__name__} writes its attention out itself, which {NAME!r} cannot reach; load it "
             'with attn_implementation="eager", which qkeel.watch sees as well'
