@@ -93,7 +93,7 @@ def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     return torch.where(mask, bias, torch.finfo(bias.dtype).min)
 
 
-def mask(**given: Any) -> Tensor | None:
+def mask(**given) -> Tensor | None:  # type: ignore[no-untyped-def]  # what transformers gives any mask
     """Returns the mask of transformers' "sdpa" for models that call the attention they are set to; else "eager"'s.
 
     The first is None where causality alone hides, and else boolean; a model that writes attention out itself would
