@@ -14,7 +14,7 @@ from qkeel.kernels.choose import choose
 from qkeel.kernels.compiled_attention import Native
 from qkeel.kernels.prepare import average
 from qkeel.kernels.sdpa import Sdpa
-from qkeel.kernels.stats.logsumexp import Price, attend_with_logsumexp, bracket
+from qkeel.kernels.stats.logsumexp import Price, attend_with_logsumexp, bracket, exact_bracket, no_logsumexp
 from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
@@ -108,7 +108,7 @@ def attention(
         stats: True also returns LogitStats, exact, without a T×T matrix, detached. "bracket" returns bounds on
             the largest logit (LogitBracket), free where the kernel returns the logsumexp; "max" adds, for most
             heads with logits over 12 to 20, the certified maximum, "entropy" that and the entropy. Where no
-            logsumexp is to be had, all fall back to the exact statistics, so the bracket closes.
+            logsumexp is to be had, all are exact, by a pass of their own; LogitBracket.note then says which, and why.
 
     Returns:
         out [b h t d'] in q's dtype; with `stats`, (out, LogitStats) or (out, LogitBracket).
@@ -130,10 +130,8 @@ def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, Lo
     pair = attend_with_logsumexp(call) if isinstance(kernel, Sdpa) else None
     if pair is not None:
         return pair[0], bracket(call, pair[1], price)
-    exact = logit_stats(call)
-    sure = torch.ones_like(exact.max_logit, dtype=torch.bool)
-    top = exact.max_logit
-    return kernel(call), LogitBracket(lower=top, upper=top, entropy=exact.entropy, certified=sure)
+    why = no_logsumexp(call) if isinstance(kernel, Sdpa) else "the kernel that computes this call returns no logsumexp"
+    return kernel(call), exact_bracket(call, why)
 
 
 def run(call: AttentionCall, impl: str = "auto") -> Outputs:

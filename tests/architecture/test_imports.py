@@ -103,8 +103,8 @@ def test_a_room_of_variants_holds_its_variants_and_what_they_build_on() -> None:
     listed(found)
 
 
-# Integrations that are no sink: each takes part in the loop of a trainer.
-TRAINERS = ("huggingface", "lightning")
+# Integrations that are no sink: each takes part in the loop of a trainer, or gives models their attention.
+TRAINERS = ("huggingface", "lightning", "transformers_attention")
 
 
 def test_every_kernel_is_one_file_and_every_remedy_too_but_for_small_ones_of_one_kind() -> None:

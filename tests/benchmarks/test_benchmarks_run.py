@@ -23,7 +23,7 @@ NOT_RUN = {
     "flex_maxima": "a kernel that gpu measures",
     "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }
-NEEDS_A_COMPILER = {"native", "attention", "decode", "modules"}
+NEEDS_A_COMPILER = {"native", "attention", "decode", "modules", "transformers_attention"}
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 

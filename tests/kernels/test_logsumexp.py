@@ -15,7 +15,7 @@ from qkeel.kernels.stats import logsumexp
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket, fused_with_logsumexp
 from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.ops import PRICES
-from qkeel.spec import AttentionCall, AttentionSpec, Rope, Sink, Softcap
+from qkeel.spec import AttentionCall, AttentionSpec, Rope, Sink, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
 NAMES = ["baseline", "qwen3", "olmo2", "cosa_logn", "qknorm_2020", "swin_v2"]
@@ -107,6 +107,36 @@ def test_output_is_unchanged_and_the_maximum_is_inside(stats: str, spec: Attenti
     exact = attention(q, k, v, spec=spec, stats=True, **how)[1].max_logit
     assert (found.lower <= exact + 1e-5).all()
     assert (found.upper >= exact - 1e-5).all()
+
+
+NO_LOGSUMEXP: dict[str, tuple[AttentionSpec, dict, str]] = {
+    "mask": (AttentionSpec(), {"mask": torch.rand(17, 17) < 0.8}, "a mask"),
+    "dropout": (AttentionSpec(), {"dropout": 0.1}, "dropout"),
+    "window": (AttentionSpec(position=SlidingWindow(window=4)), {"impl": "sdpa"}, "a window"),
+    "fewer queries": (AttentionSpec(), {"t": 9}, "fewer causal queries than keys"),
+    "narrow values": (AttentionSpec(), {"width": 4}, "values as wide as the queries"),
+    "softcap": (AttentionSpec(cap=Softcap(5.0)), {}, "returns no logsumexp"),
+}
+
+
+@pytest.mark.parametrize("name", NO_LOGSUMEXP)
+def test_a_pass_of_its_own_says_that_it_was_one_and_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, how, reason = NO_LOGSUMEXP[name]
+    monkeypatch.setenv("QKEEL_NATIVE", "0")
+    how = dict(how)
+    q, k, v = (
+        torch.randn(2, 4, how.pop("t", 17), 8),
+        torch.randn(2, 2, 17, 8),
+        torch.randn(2, 2, 17, how.pop("width", 8)),
+    )
+    for stats in PRICES.values():
+        found = attention(q, k, v, spec=spec, stats=stats, **how)[1]
+        assert found.note.startswith("by the full pass over all logits: ")
+        assert reason in found.note
+        assert found.certified is not None
+        assert found.certified.all()
+    plain = attention(k, k, k, spec=AttentionSpec(), stats="max", impl="sdpa")[1]
+    assert plain.note == ""
 
 
 def test_gradients_are_those_without_statistics() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from qkeel import __version__
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.monitor import History, LoggingSink, RunDirectorySink, Severity
+from qkeel.monitor.watch import watch
+from qkeel.nn import Attention
 from qkeel.records import HEAD_FIELDS, RunDirectory, RunStatus, explain_field
 
 from .samples import LAYERS, about, alarm, sample
@@ -160,3 +165,15 @@ def test_the_log_gets_samples_and_alarms_by_severity(caplog: pytest.LogCaptureFi
 
 def test_a_layers_own_number_is_explained_by_its_field() -> None:
     assert explain_field("block_output_norm/h.3.attn") == explain_field("block_output_norm")
+
+
+def test_a_checkout_that_nobody_installed_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_such(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", no_such)
+    module = Attention(8, 2)
+    with watch(module, sinks=tmp_path / "run") as monitor:
+        module(torch.ones(1, 3, 8))
+        assert monitor.read()
+    assert RunDirectory(tmp_path / "run").env()["versions"]["qkeel"] == __version__

@@ -112,3 +112,12 @@ def test_arguments_whose_batch_is_not_clear_are_not_shortened() -> None:
     first, second = shorter((ids,), {"mask": torch.ones(1, 1, T, T), "extra": (None, torch.ones(()))})
     assert (first.args[0].shape, first.kwargs["mask"].shape) == ((ROWS, TOKENS), (1, 1, TOKENS, TOKENS))
     assert (second.args[0].shape, second.kwargs["mask"].shape, second.cut) == ((ROWS, T), (1, 1, T, T), False)
+
+
+def test_off_the_cpu_a_sequence_is_cut_where_no_number_may_be_the_place_of_a_token() -> None:
+    ids = tokens().to("meta")
+    assert [x.cut for x in shorter((), {"input_ids": ids, "labels": ids, "attention_mask": ids})] == [True, False]
+    assert [x.cut for x in shorter((ids, ids), {})] == [True, False]
+    assert [x.cut for x in shorter((ids,), {"answer_at": ids})] == [False]
+    assert [x.cut for x in shorter((ids, ids, ids), {})] == [False]
+    assert list(shorter((ids, ids[:, 0]), {})) == []

@@ -13,6 +13,13 @@ from torch.nn import functional as F
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.compiler_state import with_tangents
 
+WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The widest dtype that a device has: float64, or float32 on a device of WITHOUT_FLOAT64."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype statistics are computed in: float32 or wider, so float64 stays float64."""

@@ -32,6 +32,11 @@ class Native(Kernel):
     def __call__(self, call: AttentionCall) -> Outputs:
         return _run(call, stats=False)[0]
 
+    def with_logsumexp(self, call: AttentionCall) -> tuple[Outputs, Tensor]:
+        """Returns out, that of a plain call, and the logsumexp of each row, detached."""
+        out, lse, *_ = _run(call, stats=False)
+        return out, lse.detach()
+
     def with_rows(self, call: AttentionCall) -> tuple[Outputs, KernelRows]:
         """Returns out, equal to the bit with its gradient to a plain call's, and detached statistics of each row."""
         out, *found = _run(call, stats=True)
@@ -49,10 +54,7 @@ class Native(Kernel):
             n = (lse != -torch.inf).sum((0, 2))
         else:
             n = torch.full_like(lse[0, :, 0], lse.shape[0] * lse.shape[2])
-        most = top.amax((0, 2))
-        sure = torch.ones_like(most, dtype=torch.bool)
-        mean = entropy.sum((0, 2)) / n.clamp_min(1)
-        return out, LogitBracket(lower=most, upper=most, entropy=mean, certified=sure)
+        return out, LogitBracket.exact(top.amax((0, 2)), entropy.sum((0, 2)) / n.clamp_min(1))
 
 
 def _biased(call: AttentionCall) -> bool:

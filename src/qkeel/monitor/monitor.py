@@ -77,7 +77,7 @@ class Monitor(Handle):
         sites: Sequence[AttentionSite] | None,
         layout: Layout | None,
     ) -> None:
-        calls = CallStatistics(PassTokens(query_mask, classes))
+        calls = CallStatistics(PassTokens(query_mask, classes), stats)
         self._steps = MeasuredSteps(every, by_optimizer=optimizer is not None)
         self._guard = Guard(_OFF, self._switch_off)
         self._tap = Tap(

@@ -8,6 +8,7 @@ from qkeel.nn.encoder_decoder import EncoderDecoder
 from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.image_patches import FusedEmbedding, ViT
 from qkeel.nn.mla import MLA, LatentSizes
+from qkeel.nn.scaled_dot_product import scaled_dot_product_attention as functional_attention
 
 __all__ = [
     "GAU",
@@ -25,4 +26,5 @@ __all__ = [
     "LatentCache",
     "LatentSizes",
     "ViT",
+    "functional_attention",
 ]

@@ -11,6 +11,10 @@ from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.see.running_modules import tensors
 
 ROWS, TOKENS = 2, 32
+# Arguments with a number for each token that cutting the sequence leaves right.
+OF_TOKENS = frozenset(
+    {"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids", "idx", "tokens", "targets", "x", "y"}
+)
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
@@ -28,7 +32,8 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
 
     Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
     the sequence, unless the tensor has that size twice. An index beyond the end is an exception on the CPU, elsewhere
-    the end of the process: there no sequence is cut, and whole numbers are of one shape [b t], as those of tokens are.
+    the end of the process: there whole numbers are of one shape [b t], as those of tokens are, and a sequence is cut
+    where they are tokens, targets, masks or positions by name (OF_TOKENS), or the first one or two arguments.
     """
     given = [x for x in tensors((args, dict(kwargs))) if x.ndim]
     if not given or not _is_plain((args, dict(kwargs))) or any(x.is_nested for x in given):
@@ -40,7 +45,7 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
     batch = max(len(x) for x in given)
     rows = ROWS if {len(x) for x in given} <= {1, batch} else batch
     size = next((x.shape[1] for x in given if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1), 0)
-    if on_cpu and size > 2 * TOKENS:
+    if (on_cpu or _of_tokens(args, kwargs)) and size > 2 * TOKENS:
         yield _example(args, kwargs, rows, size)
     if batch > rows:
         yield _example(args, kwargs, rows, None)
@@ -56,6 +61,13 @@ def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortEx
     assert isinstance(made[0], tuple)
     assert isinstance(made[1], dict)
     return ShortExample(args=made[0], kwargs=made[1], cut=size is not None)
+
+
+def _of_tokens(args: Args, kwargs: Kwargs) -> bool:
+    """True if no whole number given is an index of a token, which a cut would leave beyond the end."""
+    whole = {name for name, x in kwargs.items() if isinstance(x, Tensor) and not x.is_floating_point()}
+    placed = [x for x in tensors(tuple(args)) if not x.is_floating_point()]
+    return whole <= OF_TOKENS and len(placed) <= 2
 
 
 def _is_plain(value: object) -> bool:

@@ -269,6 +269,7 @@ class _Pass:
                 self._foreign,
                 guard=self.tap.guard,
                 dispatch=self.tap.sees_operators,
+                rows=self.tap.measure_rows is not None and self.kept is None,
                 described=[site for site in self.tap.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
             )
@@ -299,7 +300,10 @@ class _Pass:
             return
         self.foreign_calls += 1
         self.tap.tell_guess(sighting)
-        self._take(sighting.name, sighting.call, sighting.frame.name if sighting.headless else None)
+        rows, reads, measure = sighting.rows, self.tap.measure_rows, None
+        if rows is not None and reads is not None and isinstance(sighting.call, AttentionCall):
+            measure = lambda call: reads(call, rows)  # noqa: E731
+        self._take(sighting.name, sighting.call, sighting.frame.name if sighting.headless else None, measure)
 
     def _take(self, name: str, call: Seen, part_of: str | None = None, measure: Measure | None = None) -> None:
         """Take one call into account; `part_of` names the site whose heads are computed one by one."""

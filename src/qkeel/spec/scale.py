@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
-from qkeel.functional.norms import wide
+from qkeel.functional.norms import wide, widest
 from qkeel.functional.scaling import floor_log_temperature, gradient_scale, log_n
 from qkeel.spec.shapes import PosQ
 from qkeel.spec.slot import Geometry, Parameter, Params, Slot
@@ -177,7 +177,7 @@ class PositionFactor(Scale):
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
         inner = self.inner.factor(pos_q, head_dim, params)
-        dtype = wide(inner.dtype) if isinstance(inner, Tensor) else torch.float64
+        dtype = wide(inner.dtype) if isinstance(inner, Tensor) else widest(pos_q.device)
         return inner * self.ratio(pos_q, dtype)[:, None, :, None]
 
 

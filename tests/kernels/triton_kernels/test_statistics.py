@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tests.kernels.test_non_finite import BROKEN, broken_call
+from torch import Tensor, nn
 
+import qkeel
 from qkeel import attention, preset, reference
+from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels import prepare
-from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
+from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket, exact_bracket
+from qkeel.kernels.stats.per_head import logit_maxima, logit_stats, stats_of_rows
 from qkeel.kernels.triton import available
 from qkeel.sites.calls.mask_functions import band_call
 from qkeel.spec import ALiBi, AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
@@ -167,3 +171,57 @@ def test_every_row_is_written(through_triton: list[Any]) -> None:
     found = prepare.row_statistics(call_of(AttentionSpec(), 67, 67, torch.float32))
     assert found is not None
     assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, which multiplies for the interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", BROKEN)
+def test_nan_and_overflow_reach_every_statistic_and_nothing_is_certified(kind: str, through_triton: list[Any]) -> None:
+    told = torch.tensor([h in BROKEN[kind] for h in range(4)])
+    for spec in (AttentionSpec(), AttentionSpec(cap=Softcap(5.0))):
+        call = broken_call(kind, spec)
+        rows = prepare.row_statistics(call)
+        assert rows is not None
+        assert not rows.lse.isneginf().any()  # of a row that sees a key, whatever that holds
+        for fields in (stats_of_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy)), exact_bracket(call, "x")):
+            ends = (
+                (fields.max_logit, fields.entropy) if isinstance(fields, LogitStats) else (fields.lower, fields.upper)
+            )
+            for end in ends if spec.cap.kind == "none" else ends[:1]:
+                assert torch.equal(~end.isfinite(), told)
+        top, low = logit_maxima(call)
+        assert torch.equal(~(top.isfinite() & low.isfinite()), told)
+        found = exact_bracket(call, "no logsumexp here")
+        assert found.note == "by one pass over q and k: no logsumexp here"
+        assert found.certified is not None
+        assert torch.equal(found.certified, ~told)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_row_whose_logits_are_all_minus_infinity_is_no_row_that_sees_nothing(through_triton: list[Any]) -> None:
+    q, k = torch.full((1, 1, 3, 16), 1e30), torch.full((1, 1, 3, 16), -1e30)
+    rows = prepare.row_statistics(make_call(AttentionSpec(), q, k, k))
+    assert rows is not None
+    assert rows.lse.isnan().all()
+    assert rows.entropy.isnan().all()
+    assert (rows.largest == -torch.inf).all()
+    assert (rows.smallest == -torch.inf).all()
+
+
+def test_a_foreign_model_is_watched_by_one_kernel_a_layer(through_triton: list[Any]) -> None:
+    model = nn.TransformerEncoderLayer(32, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.0), torch.randn(2, 9, 32)
+    found = []
+    for stats in (True, "entropy"):
+        through_triton.clear()
+        with qkeel.watch(model, optimizer, stats=stats, rules=[]) as monitor:
+            for _ in range(2):
+                model(x).sum().backward()
+                optimizer.step()
+            found.append(monitor.read())
+        assert len(through_triton) == (2 if stats == "entropy" else 0)
+    ((name, exact),) = found[0].items()
+    for field in ("max_logit", "entropy", "entropy_min", "n_queries"):
+        a, b = (getattr(stats, field).double() for stats in (found[1][name], exact))
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -213,7 +213,7 @@ def class_stats(
         "mass": total(mass.masked_fill(n_of == 0, 0.0)) / count.clamp_min(1)[..., None],
         "uniform_mass": total(share.to(mass.dtype)) / count.clamp_min(1)[..., None],
         "n_queries": count,
-        "n_pairs": torch.einsum("bhta,bhtc->hac", of.double(), n_of.double()).round().long(),
+        "n_pairs": torch.stack([n_of.long().masked_fill(~one[..., None], 0).sum((0, 2)) for one in of.unbind(-1)], 1),
     }
 
 

@@ -152,10 +152,17 @@ class LogitBracket:
 
     `lower <= max_logit <= upper`. `entropy` is there when it was asked for; it tightens the lower bound
     from lse - ln n to lse - H, so the bracket closes exactly when attention collapses. `certified` marks
-    heads whose `lower` is the exact maximum.
+    heads whose `lower` is the exact maximum; never a head with a logit that is NaN or infinite. `note` says what was
+    computed, and why, where the bounds did not come from a kernel that attended: then they cost a pass of their own.
     """
 
     lower: PerHead
     upper: PerHead
     entropy: PerHead | None = None
     certified: Tensor | None = None
+    note: str = ""
+
+    @classmethod
+    def exact(cls, top: PerHead, entropy: PerHead | None, note: str = "") -> LogitBracket:
+        """The bracket that an exact maximum closes."""
+        return cls(lower=top, upper=top, entropy=entropy, certified=top.isfinite(), note=note)

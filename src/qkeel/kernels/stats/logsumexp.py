@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from qkeel.functional.statistics.logit_stats import LogitBracket
+from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.encode import folded
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.prepare import row_statistics
+from qkeel.kernels.stats.per_head import logit_stats, stats_of_rows
 from qkeel.patching.private_operators import cudnn, flash, flash_on_cpu, kernel_choice, memory_efficient
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs, PerRow
@@ -29,17 +31,41 @@ def attend_with_logsumexp(call: AttentionCall) -> tuple[Outputs, PerRow] | None:
     torch's fused kernels compute it anyway and return it from the operators below SDPA; the output and its gradients
     are those of SDPA, the logsumexp has none. On a GPU it is the operator that SDPA itself would choose.
     """
-    device = call.q.device.type
-    if device not in ("cpu", "cuda") or call.dropout or not call.whole:
+    if _no_fused_call(call):
         return None
-    if device == "cuda" and torch.compiler.is_compiling():
-        return None  # the choice is made by a function that a compiler does not see through
     q, k, v, scale = folded(call)
-    if q.shape[-1] != v.shape[-1]:
-        return None
-    if device == "cpu":
+    if call.q.device.type == "cpu":
         return flash_on_cpu(q, k, v, 0.0, call.causal, scale=scale)
     return fused_with_logsumexp(q, k, v, call.causal, scale)
+
+
+def no_logsumexp(call: AttentionCall) -> str:
+    """Returns why `attend_with_logsumexp` returns None for a call."""
+    return _no_fused_call(call) or "the operator that torch chooses for this call on a GPU hands out no logsumexp"
+
+
+def _no_fused_call(call: AttentionCall) -> str:
+    device = call.q.device.type
+    if device not in ("cpu", "cuda"):
+        return f"on {device} torch hands out no logsumexp"
+    if call.dropout or not call.whole:
+        return "torch hands out no logsumexp with dropout, a mask, a window, or fewer causal queries than keys"
+    if device == "cuda" and torch.compiler.is_compiling():
+        return "torch.compile does not see through the choice of the fused operator"
+    if call.v.shape[-1] != call.q.shape[-1]:
+        return "torch's fused operators take values as wide as the queries only"
+    return ""
+
+
+@torch.no_grad()
+def exact_bracket(call: AttentionCall, why: str) -> LogitBracket:
+    """The exact largest logit and the entropy of each head by a pass of their own, where no logsumexp is had."""
+    rows = row_statistics(call)
+    if rows is None:
+        exact = logit_stats(call)
+        return LogitBracket.exact(exact.max_logit, exact.entropy, f"by the full pass over all logits: {why}")
+    found = stats_of_rows(call, KernelRows(rows.largest, rows.lse, rows.entropy))
+    return LogitBracket.exact(found.max_logit, found.entropy, f"by one pass over q and k: {why}")
 
 
 def fused_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
@@ -96,7 +122,7 @@ def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     rows = row_statistics(call) if price == "entropy" else None
     if rows is not None:
         top, entropy = rows.largest.amax((0, 2)), rows.entropy.sum((0, 2)) / n_rows
-        return LogitBracket(lower=top, upper=top, entropy=entropy, certified=torch.ones_like(top, dtype=torch.bool))
+        return LogitBracket.exact(top, entropy)
     q, k, _, scale = folded(call)
     entropy = None
     if price == "entropy":
@@ -105,7 +131,7 @@ def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
         lower = torch.maximum(lower, (lse - entropies).amax((0, 2)))
         entropy = entropies.sum((0, 2)) / n_rows
     found, bar = _guided(q, k, lse, scale, call)
-    certified = found >= bar
+    certified = (found >= bar) & found.isfinite()
     return LogitBracket(
         lower=torch.where(certified, found, torch.maximum(lower, found)),
         upper=torch.where(certified, found, upper),

@@ -2,7 +2,8 @@
 
 One of attention's two products, no values, no T×T matrix. The entropy is kept next to the sum of exponentials while
 the maximum grows (W ← f (W + L (M - M')), L ← f L, f = e^(M - M'); H = ln L - W / L), so nothing cancels at large
-logits. Not measured on a GPU yet.
+logits. The maxima of the hardware pass NaN over, sums do not: a row with NaN or an infinite logit is known by its sums.
+Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -91,12 +92,16 @@ def _rows(
 
 @triton.jit
 def _put(largest, smallest, lse, entropy, to, ok, top, low, most, mass, along):
-    some = mass > 0
+    nan, some = float("nan"), mass > 0
+    lost = mass != mass  # NaN or +inf among the logits; where all of them are -inf, nothing is summed
+    bad = lost | ((mass == 0) & (low <= top))
     total = tl.log(tl.where(some, mass, 1.0))
-    tl.store(largest + to, top, mask=ok)
-    tl.store(smallest + to, low, mask=ok)
-    tl.store(lse + to, tl.where(some, most + total, float("-inf")), mask=ok)
-    tl.store(entropy + to, tl.maximum(total - along / tl.where(some, mass, 1.0), 0.0), mask=ok)
+    spread = total - along / tl.where(some, mass, 1.0)  # NaN next to a logit of -inf
+    unknown = lost & (top != float("inf"))
+    tl.store(largest + to, tl.where(unknown, nan, top), mask=ok)
+    tl.store(smallest + to, tl.where(unknown, nan, low), mask=ok)
+    tl.store(lse + to, tl.where(bad, nan, tl.where(some, most + total, float("-inf"))), mask=ok)
+    tl.store(entropy + to, tl.where(bad | (spread != spread), nan, tl.where(spread > 0, spread, 0.0)), mask=ok)
 
 
 def row_statistics(
@@ -110,6 +115,9 @@ def row_statistics(
     keys: Bool[Tensor, "_ s"] | None = None,
 ) -> Rows:
     """Returns the statistics of the rows of logits scale · q kᵀ [b h t s], never made.
+
+    A row with a logit that is NaN has NaN in all four; one with an infinite logit has NaN for lse and entropy, which
+    a row that sees no key has not.
 
     Args:
         q, k: encoded, of one dtype: float32, bfloat16 or float16; d at most 256. h / g query heads share a key head.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.functional.bounds import dilution_bound
+from qkeel.functional.norms import widest
 from qkeel.nn.spec_module import SpecModule
 from qkeel.spec import AttentionCall
 from qkeel.spec.position.rotary import Position
@@ -115,6 +116,6 @@ def largest_logit(call: AttentionCall) -> Tensor:
     """Per head [h]: see Outside.largest_logit."""
     q, k = (x.norm(dim=-1).amax((0, 2)) for x in call.encoded())
     factor = call.spec.scale.factor(call.pos_q[:, -1:], call.q.shape[-1], call.params)
-    largest = (q * k.repeat_interleave(len(q) // len(k))).double()
+    largest = (q * k.repeat_interleave(len(q) // len(k))).to(widest(q.device))
     each = largest[:, None, None] * torch.as_tensor(factor).to(largest).abs()  # of one query, one batch row
     return each.reshape(len(q))

@@ -157,7 +157,7 @@ def _at(run: RunState, known: _AsTrained, method: Method, steps: int) -> Json:
     return {
         "accuracy_train": trained,
         "kept_nonrepeat": found["accuracy_nonrepeat"] / trained if trained else None,
-        "loss_train": float(known.short.loss.double().mean()),
+        "loss_train": float(known.short.loss.cpu().double().mean()),
         **found,
     }
 
@@ -175,9 +175,9 @@ def _measured(model: nn.Module, windows: Tensor, short: int, ranges: Sequence[Ra
         "accuracy_repeat": _share(repeat.hit),
         "accuracy_last": last[length],
         "accuracy_last_short": last[short],
-        "loss_nonrepeat": float(whole.loss.double().mean()),
+        "loss_nonrepeat": float(whole.loss.cpu().double().mean()),
         "accuracy_train_posthoc": _share(cut.hit),
-        "segments": whole.hit.unflatten(1, (-1, short)).double().mean((0, 2)).tolist(),
+        "segments": whole.hit.unflatten(1, (-1, short)).cpu().double().mean((0, 2)).tolist(),
         "last": {str(context): share for context, share in last.items()},
         "sequences": len(windows),
         "cos_outside": angles.share,
@@ -235,7 +235,7 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
 
 
 def _share(hit: Tensor) -> float:
-    return float(hit.double().mean())
+    return float(hit.cpu().double().mean())
 
 
 def _attentions(model: nn.Module) -> list[SpecModule]:

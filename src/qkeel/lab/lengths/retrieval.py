@@ -38,8 +38,8 @@ def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
         with observed(model, see):
             predicted = model(part[:, :-1]).argmax(-1)
         hits.append(predicted.gather(1, at) == part.gather(1, at + 1))
-    by_depth = torch.cat(hits).double().mean(0)
-    given = torch.stack([torch.cat(weights[layer]).double().mean((0, 2)) for layer in sorted(weights)])
+    by_depth = torch.cat(hits).cpu().double().mean(0)
+    given = torch.stack([torch.cat(weights[layer]).cpu().double().mean((0, 2)) for layer in sorted(weights)])
     bound = dilution_bound(torch.stack([torch.stack(largest[i]).amax(0) for i in sorted(largest)]), tokens.shape[1] - 1)
     return {
         "needle": float(by_depth.mean()),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.errors import RefusedError
+from qkeel.functional.norms import widest
 from qkeel.functional.statistics.class_stats import ClassStats, TokenClasses
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.lab.tasks.task import Examples
@@ -75,13 +76,14 @@ def heldout_score(model: nn.Module, examples: Examples, count: int) -> Score:
     with measuring(model):
         for part in examples.split(count):
             logits = model(part.inputs)
-            losses.append(token_loss(logits, part.targets).double() * len(part.inputs))
-            hits.append((logits.argmax(-1) == part.targets).double().mean() * len(part.inputs))
+            kind = widest(logits.device)
+            losses.append(token_loss(logits, part.targets).to(kind) * len(part.inputs))
+            hits.append((logits.argmax(-1) == part.targets).to(kind).mean() * len(part.inputs))
             if part.kinds is not None:
                 each = F.cross_entropy(logits.flatten(0, -2).float(), part.targets.flatten(), reduction="none")
-                kinds.append(torch.stack([part.kinds.flatten().double(), each.double()]))
+                kinds.append(torch.stack([part.kinds.flatten().to(kind), each.to(kind)]))
     loss, accuracy = (float(torch.stack(values).sum() / len(examples.inputs)) for values in (losses, hits))
-    return Score(loss, accuracy, _sums(torch.cat(kinds, 1)) if kinds else ())
+    return Score(loss, accuracy, _sums(torch.cat(kinds, 1).cpu()) if kinds else ())
 
 
 def _sums(each: Tensor) -> list[tuple[float, int]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from qkeel.functional.statistics.head_formulas import HEAD_FORMULAS
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
+from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.per_head import stats_of_rows
 from qkeel.monitor.measure.run_setting import SettingSeen
 from qkeel.monitor.measure.token_classes import PassTokens
@@ -26,13 +27,18 @@ Wanted = Literal[True, "entropy"]
 class CallStatistics:
     """Statistics of calls over the tokens that count; what the calls have in common is noted in `setting`."""
 
-    def __init__(self, tokens: PassTokens) -> None:
-        self.tokens, self.setting = tokens, SettingSeen()
+    def __init__(self, tokens: PassTokens, wanted: Wanted = True) -> None:
+        self.tokens, self.setting, self._wanted = tokens, SettingSeen(), wanted
 
     def call(self, call: Seen) -> LogitStats:
-        """Everything, by a pass of its own."""
+        """Everything, by a pass of its own; where that is not wanted, on a GPU by the one that finds what is."""
         self.setting.see(call)
         counted = self.tokens.on(call)
+        if self._wanted == "entropy" and isinstance(counted, AttentionCall):
+            with torch.no_grad(), torch.autocast(counted.q.device.type, enabled=False):
+                found = row_statistics(counted)
+            if found is not None:
+                return stats_of_rows(counted, KernelRows(found.largest, found.lse, found.entropy))
         stats = statistics(counted)
         return stats if not HEAD_FORMULAS else dataclasses.replace(stats, formulas=_formulas(counted))
 

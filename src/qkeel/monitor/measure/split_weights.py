@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkeel.dist.shards import local, shard
 from qkeel.functional.bounds import gram_interaction_norms
-from qkeel.functional.norms import wide
+from qkeel.functional.norms import wide, widest
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Share
 from qkeel.sites.site import AttentionSite, HeadSlice
@@ -61,7 +61,7 @@ class SplitWeights:
     @property
     def _dtype(self) -> torch.dtype:
         """The widest that the device has."""
-        return torch.float32 if self._device.type == "mps" else torch.float64
+        return widest(self._device)
 
     @property
     def _device(self) -> torch.device:

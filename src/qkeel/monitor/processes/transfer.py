@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qkeel import dist
 from qkeel.errors import InvalidValueError
+from qkeel.functional.norms import widest
 from qkeel.functional.statistics.class_stats import ClassStats
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
 from qkeel.monitor.processes.share import Given, Key, Numbers, Share, combined, with_made
@@ -37,9 +38,9 @@ class Measurement:
 
     def pack(self, device: torch.device) -> Tensor:
         """All of it as one vector, a Flag in front."""
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # exact for counts under 2^53
+        dtype = widest(device)  # exact for counts under 2^53
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
-        parts += [x.detach().reshape(-1).to(device) for _, _, x, _ in self._tensors()]
+        parts += [_on(device, dtype, x.detach()) for _, _, x, _ in self._tensors()]
         return torch.cat(parts)  # in the widest of their dtypes, which is that of the first
 
     def _tensors(self) -> Iterable[tuple[str, str, Tensor, str]]:
@@ -49,6 +50,13 @@ class Measurement:
             if isinstance(x, Share):
                 yield site, _WEIGHT + name, x.weight, ""
             yield (site, name, x.value, _how(x)) if isinstance(x, Share) else (site, name, x, "alike")
+
+
+def _on(device: torch.device, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """A tensor as a vector on a device; a number of the host is filled in there, since a copy would wait for it."""
+    if x.device == device:
+        return x.reshape(-1)
+    return torch.full((1,), float(x), dtype=dtype, device=device) if x.numel() == 1 else x.reshape(-1).to(device, dtype)
 
 
 def _how(share: Share) -> str:

@@ -7,7 +7,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
 import torch
 from torch import nn
@@ -45,7 +44,7 @@ def about(
         "cadence": repr(cadence),
         "processes": dist.world(),
         "versions": {
-            "qkeel": metadata.version("qkeel"),
+            "qkeel": sys.modules["qkeel"].__version__,  # of a checkout that nobody installed too
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

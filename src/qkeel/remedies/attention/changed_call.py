@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
+from qkeel.nn import functional_attention
 from qkeel.ops import run, run_with_weights
 from qkeel.patching.compiler_state import compile_again
 from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_out
@@ -230,7 +231,7 @@ class _Exchange(TorchFunctionMode):
         self, func: Callable[..., object], types_: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func in (F.scaled_dot_product_attention, functional_attention):
             return self.calls.fused(args, kwargs)
         if func in _SOFTMAX:
             return self.calls.written(args, kwargs)

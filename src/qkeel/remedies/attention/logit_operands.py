@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkeel.functional.norms import widest
 from qkeel.patching.forward_passes import extra_pass
 from qkeel.remedies.base import Target
 from qkeel.sites.calls.scores import ScoresCall
@@ -67,4 +67,4 @@ def _operand(x: Tensor | None, frame: Frame, names: dict[int, str]) -> Operand |
         return None
     leaves = None if x.grad_fn is None else leaves_of(x.grad_fn, nodes_of(frame.inputs))
     tables = frozenset(names.get(id(variable_of(leaf)), "") for leaf in leaves or ())
-    return Operand(width=x.shape[-1], lengths=x.detach().to(torch.float64).norm(dim=-1), tables=tables)
+    return Operand(width=x.shape[-1], lengths=x.detach().to(widest(x.device)).norm(dim=-1), tables=tables)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qkeel.errors import RefusedError, unknown
+from qkeel.functional.norms import widest
 
 Config = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -240,7 +241,7 @@ def _other_eps(moves: dict[str, Move], factor: float) -> None:
                 f"the eps of the q/k norm is not rms_norm_eps, and weights in {weight.dtype} would be rounded if they "
                 "took the difference; retrofit with the model's own eps, or save the model in float32"
             )
-        return (weight.double() * factor).to(weight.dtype)
+        return (weight.to(widest(weight.device)) * factor).to(weight.dtype)
 
     for name, move in moves.items():
         if re.fullmatch(r".*self_attn\.[qk]_proj\.(weight|bias)", name):

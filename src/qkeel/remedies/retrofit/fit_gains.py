@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
+from qkeel.functional.norms import widest
 from qkeel.handle import Handle
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.module_tables import parameters_of, submodules_of
@@ -182,8 +183,9 @@ def least_squares(old: Sequence[Rows], new: Sequence[Rows], *, shared: bool) -> 
     """The a [h] of the derivation; where it is not positive, the ratio of the spreads instead."""
     cov = var = spread = torch.zeros((), dtype=torch.float64)
     for one, two in zip(old, new):
-        p = torch.where(one.visible & one.counted[..., None], one.log_weights().exp(), 0.0).double()
-        z, x = (torch.where(one.visible, r.logits.double(), 0.0) for r in (one, two))
+        kind = widest(one.visible.device)
+        p = torch.where(one.visible & one.counted[..., None], one.log_weights().exp(), 0.0).to(kind)
+        z, x = (torch.where(one.visible, r.logits.to(kind), 0.0) for r in (one, two))
         z, x = (v - (p * v).sum(-1, keepdim=True) for v in (z, x))
         cov = cov + (p * z * x).sum((0, 2, 3)).cpu()
         var = var + (p * x * x).sum((0, 2, 3)).cpu()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import InvalidTypeError, RefusedError
+from qkeel.functional.norms import widest
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.patching.module_tables import parameters_of
@@ -115,8 +116,8 @@ def _into_weights(model: nn.Module, site: AttentionSite, ratio: Tensor) -> str:
     for piece in pieces:
         for part in filter(None, (piece, piece.bias_of())):
             p = model.get_parameter(part.parameter)
-            rows = part.lines(ratio.to(p.device), p.shape[0])
-            p.copy_(p.double() * (rows[:, None] if p.ndim > 1 else rows))
+            rows = part.lines(ratio.to(p.device, widest(p.device)), p.shape[0])
+            p.copy_(p.to(rows.dtype) * (rows[:, None] if p.ndim > 1 else rows))
     return ""
 
 
@@ -129,8 +130,9 @@ def _into_gain(module: SpecModule, norm: Norm, ratio: Tensor) -> str:
         return f"a scale per head does not fit into gain={norm.gain}, which heads share"
     gain, by = module.get_parameter("q_norm"), ratio[:, None] if per_head else ratio[0]
     one = 1.0 if norm.gain == "one_plus_dim" else 0.0
-    gain.copy_((gain.double() + one) * by.to(gain.device) - one)
+    by = by.to(gain.device, widest(gain.device))
+    gain.copy_((gain.to(by.dtype) + one) * by - one)
     if norm.bias:
         bias = module.get_parameter("q_norm_bias")
-        bias.copy_(bias.double() * by.to(bias.device))
+        bias.copy_(bias.to(by.dtype) * by)
     return ""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from qkeel.nn import functional_attention
+from qkeel.nn.scaled_dot_product import attention_with_logsumexp
 from qkeel.patching.compiler_state import in_function_transform
 from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Function, FunctionMode, Kwargs, function_name
@@ -18,6 +20,7 @@ from qkeel.patching.private_operators import flash_on_cpu, kernel_choice, operat
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 
 _OWN = "qkeel_native::attention"  # returns its logsumexp as well
+Instead = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 class BracketMode(FunctionMode):
@@ -25,9 +28,10 @@ class BracketMode(FunctionMode):
 
     F.scaled_dot_product_attention on the CPU: its kernel computes row logsumexps anyway, so the kernel itself is
     called, which returns them; output and gradients are the same bits. lse - ln n <= max <= lse over n keys. qkeel's
-    compiled attention returns them too. Where another kernel would be chosen (dropout, a GPU), and under autocast,
-    which casts what enters it: scale·max|q|·max|k|, O(T d). Softmax over rows of scores: their maximum. Attention
-    inside torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor is what torch.func transforms.
+    compiled attention returns them too, and so does functional_attention. Where another kernel would be chosen
+    (dropout, a GPU), and under autocast, which casts what enters it: scale·max|q|·max|k|, O(T d). Softmax over rows of
+    scores: their maximum. Attention inside torch.nn.MultiheadAttention, flex_attention and compiled code is not seen,
+    nor is what torch.func transforms.
     `bound` is None until something was.
     """
 
@@ -35,11 +39,13 @@ class BracketMode(FunctionMode):
         super().__init__(guard)
         self.bound: Tensor | None = None
 
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[Tensor, Tensor]]:
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Instead:
         """Returns the kernel under a call of SDPA, where it returns what bounds the logits."""
         if in_function_transform():
             return False  # tensors inside torch.func's transforms mean nothing outside
         name = function_name(function)
+        if function is functional_attention:
+            return functools.partial(attention_with_logsumexp, sdpa_arguments(args, kwargs))
         if name != "scaled_dot_product_attention":
             return name == "softmax" or operator_name(function) == _OWN
         given = sdpa_arguments(args, kwargs)

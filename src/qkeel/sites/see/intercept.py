@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qkeel.functional.statistics.rows import KernelRows
+from qkeel.nn import functional_attention
+from qkeel.nn.scaled_dot_product import attention_with_rows
 from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.compiler_state import in_vmap
 from qkeel.patching.guard import Guarded, unguarded
@@ -53,6 +58,7 @@ class Sighting:
         below: whether only an Interceptor with dispatch=True sees it, or what happened to its scores.
         layout: what the dimensions of its scores are in the module, where they are not [b h t s] by contract.
         added: in a probe the products that a fused function's additive mask is the sum of.
+        rows: what its kernel found of each row, where that was asked for.
     """
 
     frame: Frame
@@ -62,6 +68,7 @@ class Sighting:
     below: bool = False
     layout: Layout | None = None
     added: ScoresCall | None = None
+    rows: KernelRows | None = None
 
     @property
     def name(self) -> str:
@@ -96,6 +103,7 @@ class Interceptor(CallObserver):
         probing: keep the graph behind q and k.
         dispatch: see also what torch.jit.script and torch.func.vmap hide from a function mode, at the price of a
             callback per operator.
+        rows: have functional_attention report what its kernel finds of each row.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: what the dimensions of scores are at sites that are known, by name.
         guard: calls everything in here and `report` while the model runs.
@@ -108,6 +116,7 @@ class Interceptor(CallObserver):
         *,
         probing: bool = False,
         dispatch: bool = False,
+        rows: bool = False,
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, Layout] | None = None,
         guard: Guarded = unguarded,
@@ -117,7 +126,7 @@ class Interceptor(CallObserver):
         self.probing = probing
         self.unread: list[Missed] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
-        self._report = report
+        self._report, self._rows = report, rows
         self._below = OperatorMode(self._read_below, guard) if dispatch else None
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
@@ -138,8 +147,8 @@ class Interceptor(CallObserver):
         if self._below is not None:
             undo.enter_context(self._below)
 
-    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool:
-        """False for what no attention is made of."""
+    def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Callable[[], tuple[object, object]]:
+        """False for what no attention is made of. A probe has torch compute functional_attention: it asks for paths."""
         if torch.compiler.is_compiling() or _READING.get():
             return False
         if function_name(function) == "get" and not _turns(function, args):
@@ -148,15 +157,19 @@ class Interceptor(CallObserver):
             if self._below is None:
                 self.hidden["what runs inside torch.func.vmap"] = None
             return False
+        if function is functional_attention and self.probing:
+            return lambda: (F.scaled_dot_product_attention(*args, **kwargs), None)
+        if function is functional_attention and self._rows:
+            return functools.partial(attention_with_rows, sdpa_arguments(args, kwargs))
         return True
 
-    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: None) -> None:
+    def saw(self, function: Function, args: Args, kwargs: Kwargs, out: object, more: KernelRows | None) -> None:
         """Reads what the function computed."""
         name = function_name(function)
         if name == "get":
             name, args = "transpose", (args[0], -2, -1)
         if name in SDPA or self.handwritten.minds(name):
-            self._apart(lambda: self._read(name, args, kwargs, out))
+            self._apart(lambda: self._read(name, args, kwargs, out, more))
 
     @property
     def missed(self) -> list[Missed]:
@@ -182,7 +195,7 @@ class Interceptor(CallObserver):
         finally:
             _READING.reset(token)
 
-    def _read(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
+    def _read(self, name: str, args: Args, kwargs: Kwargs, out: object, rows: KernelRows | None = None) -> None:
         top = self.stack.top
         fused = SDPA.get(name)
         if fused is None:
@@ -197,7 +210,7 @@ class Interceptor(CallObserver):
 
             call, how = fused(args, kwargs, layout_of), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)
-            self._saw(top, name, call, how, added, below=self.handwritten.below)
+            self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows)
 
     def _added(self, name: str, top: Frame, args: Args, kwargs: Kwargs, how: Layout | None) -> ScoresCall | None:
         """The products that the mask of a fused function is the sum of: positions that queries are multiplied by."""
@@ -240,13 +253,14 @@ class Interceptor(CallObserver):
         added: ScoresCall | None = None,
         *,
         below: bool = False,
+        rows: KernelRows | None = None,
     ) -> None:
         if self._elsewhere(frame):
             return
         ordinal, frame.calls = frame.calls, frame.calls + 1
         layout = call.layout if isinstance(call, ScoresCall) else layout
-        sighting = Sighting(frame=frame, ordinal=ordinal, how=how, call=call, below=below, layout=layout, added=added)
-        self._report(sighting)
+        more = {"below": below, "layout": layout, "added": added, "rows": rows}
+        self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, **more))  # type: ignore[arg-type]
 
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
         def report() -> None:

@@ -68,7 +68,8 @@ def _call(
         lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), layout_of(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
         mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
-    k4 = fewest_keys(k4)
+    if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and to look would wait for the device
+        k4 = fewest_keys(k4)
     pos = (torch.arange(t, device=q.device), torch.arange(s, device=q.device)) if causal and t != s else (None, None)
     spec = AttentionSpec(scale=Fixed(scale))
     return make_call(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from qkeel.functional.norms import widest
 from qkeel.patching.graph_nodes import normalized_shape, saved_gain, saved_operand
 from qkeel.sites.site import Kind
 from qkeel.sites.weights.autograd_walk import variable_of
@@ -158,7 +159,7 @@ def _statistic(node: Node) -> tuple[Kind, int] | None:
             continue
         size = int((y if i == 0 else x).shape[-1])
         kind: Kind = "l2" if end.name().startswith(_LENGTHS) else "rms"
-        out = (x / y if divided else x * y).detach().double().norm(dim=-1).max()
+        out = (x / y if divided else x * y).detach().to(widest(x.device)).norm(dim=-1).max()
         limit = 1.0 if kind == "l2" else math.sqrt(size)
         tolerance = 4 * float(torch.finfo(x.dtype).eps) * math.sqrt(size)
         if 0 < float(out) <= limit * (1 + tolerance):
@@ -198,7 +199,7 @@ def _offset(parameter: Tensor, used: Tensor | None) -> float | None:
     """0 or 1: what was added to the parameter before it was used; None if that is not all that was done to it."""
     if used is None or used.numel() != parameter.numel():
         return None
-    was, now = parameter.detach().flatten().double(), used.detach().flatten().double()
+    was, now = (x.detach().flatten().to(widest(x.device)) for x in (parameter, used))
     tolerance = 4 * float(torch.finfo(used.dtype).eps)
     near = (o for o in (0.0, 1.0) if torch.allclose(was + o, now, rtol=tolerance, atol=tolerance))
     return next(near, None)

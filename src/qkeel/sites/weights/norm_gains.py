@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from qkeel.functional.norms import widest
 from qkeel.sites.site import NormGain
 from qkeel.sites.weights.nearest_norms import Norm, norms
 from qkeel.spec.norm import GainNorm
@@ -103,7 +104,7 @@ def _reached(x: Tensor, norm: Norm) -> tuple[float, Tensor | None, Tensor | None
         grad, *rest = torch.autograd.grad(x, ends, probe, retain_graph=True, allow_unused=True)
         if grad is None:
             return 0.0, None, None
-        stretch = max(stretch, float(grad.detach().double().norm(dim=-1).max()))
+        stretch = max(stretch, float(grad.detach().to(widest(grad.device)).norm(dim=-1).max()))
         sums = [s if g is None else s | g.detach().ne(0) for s, g in zip(sums, rest)]
     found: Iterator[Tensor] = (s.flatten().nonzero().flatten().cpu() for s in sums)
     gain = None if norm.gain is None else next(found)

@@ -1,0 +1,125 @@
+"""F.scaled_dot_product_attention with qkeel's kernels under it: the same arguments, shapes and errors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from qkeel.functional.statistics.rows import KernelRows
+from qkeel.kernels.choose import choose
+from qkeel.kernels.compiled_attention import Native
+from qkeel.kernels.compiled_decode import Decode
+from qkeel.kernels.native.operator import is_plain
+from qkeel.patching.modes import Kwargs
+from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.call import AttentionCall, make_call
+from qkeel.spec.scale import Fixed
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Returns softmax(scale · q kᵀ + mask) v, as torch's function of this name; `qkeel.nn.functional_attention`.
+
+    On a CPU it is the compiled attention where that takes the call, from which a watched model's largest logits and
+    entropies come for nothing; everything else (dropout, autocast, float64, subclasses, torch.func, torch.compile, a
+    GPU) goes to torch's function. It is seen, bounded, clipped and changed by remedies as that is.
+
+    >>> q = torch.ones(1, 2, 3, 8)
+    >>> torch.equal(scaled_dot_product_attention(q, q, q, is_causal=True), q)
+    True
+
+    Args:
+        query: [... t d]. key, value: [... s d], [... s e].
+        attn_mask: boolean (True = may attend) or added to the logits, broadcast to [... t s].
+        dropout_p: probability of dropping a weight.
+        is_causal: query i sees the keys up to i, however many there are; not together with a mask.
+        scale: of the logits, 1/√d by default.
+        enable_gqa: the query heads are a multiple of the key heads.
+
+    Returns: [... t e].
+
+    Raises: what torch's function raises.
+    """
+    given = (query, key, value)
+    how: Kwargs = {
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
+    }  # fmt: skip
+    if has_torch_function_variadic(*given):
+        return handle_torch_function(scaled_dot_product_attention, given, *given, **how)
+    kernel, call = _own({"query": query, "key": key, "value": value, **how})
+    if kernel is not None and call is not None:
+        return kernel(call)
+    return F.scaled_dot_product_attention(*given, **how)
+
+
+def attention_with_rows(given: Kwargs) -> tuple[Tensor, KernelRows | None]:
+    """The same of all arguments by name, and what the compiled attention found of each row; None of other kernels."""
+    kernel, call = _own(given)
+    if isinstance(kernel, Native) and call is not None:
+        return kernel.with_rows(call)
+    return scaled_dot_product_attention(**given), None
+
+
+def attention_with_logsumexp(given: Kwargs) -> tuple[Tensor, Tensor | None]:
+    """The same of all arguments by name, and the logsumexp of each row [b h t]; None of other kernels."""
+    kernel, call = _own(given)
+    if isinstance(kernel, Native) and call is not None:
+        return kernel.with_logsumexp(call)
+    return scaled_dot_product_attention(**given), None
+
+
+def _own(given: Kwargs) -> tuple[Callable[[AttentionCall], Tensor] | None, AttentionCall | None]:
+    """The compiled kernel for a call and the call; None where torch's own function is the one to compute it."""
+    q, k, v, mask, causal = (given[name] for name in ("query", "key", "value", "attn_mask", "is_causal"))
+    if torch.compiler.is_compiling() or not (is_plain(q) and q.is_cpu and _fit(q, k, v, mask, given["enable_gqa"])):
+        return None, None
+    if given["dropout_p"] or (causal and mask is not None) or torch.is_autocast_enabled("cpu"):
+        return None, None
+    t, s = q.shape[2], k.shape[2]
+    if causal and s < t:
+        return None, None
+    if causal and s > t:  # torch aligns the first query to the first key
+        k, v = k[:, :, :t], v[:, :, :t]
+    spec = _spec(1 / math.sqrt(q.shape[-1]) if given["scale"] is None else given["scale"])
+    mask = mask if mask is None else mask[(None,) * (4 - mask.ndim)]
+    call = make_call(spec, q, k, v, causal=causal, mask=mask)
+    kernel = choose(call)
+    return (kernel, call) if isinstance(kernel, (Native, Decode)) else (None, None)
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:
+    """Returns whether the shapes and dtypes are those of attention over one batch of heads, and torch takes them."""
+    if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
+        return False
+    if not (q.device == k.device == v.device and q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3]):
+        return False
+    heads, groups = q.shape[1], k.shape[1]
+    if q.shape[3] != k.shape[3] or not (heads == groups or (gqa and groups and heads % groups == 0)):
+        return False
+    if mask is None:
+        return True
+    whole = (q.shape[0], heads, q.shape[2], k.shape[2])[4 - mask.ndim :]
+    fits = mask.ndim <= 4 and all(n in (1, size) for n, size in zip(mask.shape, whole))
+    return fits and mask.device == q.device and mask.dtype in (torch.bool, q.dtype)
+
+
+@functools.cache
+def _spec(scale: float) -> AttentionSpec:
+    return AttentionSpec(scale=Fixed(scale))
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

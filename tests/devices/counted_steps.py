@@ -1,0 +1,60 @@
+"""Counts what watching adds to the training steps of a model of transformers on a device, and prints it as JSON.
+
+The device is the stand-in of `accelerator`, which is no CUDA device: what goes through Triton or a fused operator of a
+GPU there is counted here as torch's operators.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+
+import torch
+from tests.devices.accelerator import DEVICE, Accelerator, Counts
+from tests.remedies.foreign import hf, out
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.sites import find
+
+LAYERS = (2, 4)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Counts:
+    """The work of one training step."""
+    with Counts() as counts:
+        optimizer.zero_grad()
+        out(model, tokens).square().mean().backward()
+        optimizer.step()
+    return counts
+
+
+def counted(layers: int) -> dict[str, dict[str, object]]:
+    """What a step does more than one that nobody watches: between measurements, and measured."""
+    tokens = torch.randint(20, (2, 16)).to(DEVICE)
+    found: dict[str, dict[str, object]] = {}
+    for name, options in (
+        ("between measured steps", {"every": qkeel.monitor.Adaptive(least=3, most=9)}),
+        ("measured, all statistics", {}),
+        ("measured, largest logit and entropy", {"stats": "entropy"}),
+    ):
+        model = hf("llama", "sdpa", num_hidden_layers=layers).to(DEVICE).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        plain = [step(model, optimizer, tokens) for _ in range(2)][-1]
+        with qkeel.watch(model, optimizer, rules=[], **options) as monitor:
+            watched = [step(model, optimizer, tokens) for _ in range(2)][-1]
+            assert monitor.active
+        found[name] = {
+            "launches": watched.launches.total() - plain.launches.total(),
+            "waits": dict(watched.waits - plain.waits),
+            "bytes": watched.read_and_written - plain.read_and_written,
+        }
+    return found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    find.verified = lambda model, seen, *example: seen  # its experiment works on storages, which stand-ins have none of
+    with Accelerator():
+        print(json.dumps({layers: counted(layers) for layers in LAYERS}, default=Counter))

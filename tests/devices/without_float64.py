@@ -1,0 +1,98 @@
+"""Watches, changes and trains models on a device that has no float64, and prints what went through."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tests.conformance.matrix import refusal_of
+from tests.conformance.test_remedies import SMALLEST, Model, adamw
+from tests.devices.accelerator import DEVICE, NAME, Accelerator
+from tests.lab.conftest import TINY
+from tests.remedies.foreign import hf, out
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.functional import norms
+from qkeel.lab import RunConfig, run
+from qkeel.lab.model import build_model
+from qkeel.nn import Decoder, DecoderConfig
+from qkeel.remedies import REMEDIES
+from qkeel.sites import find
+
+faults: list[str] = []  # what was warned of
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, count: int = 2) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        logits = out(model, x).flatten(0, 1)
+        nn.functional.cross_entropy(logits, torch.arange(len(logits), device=DEVICE) % 5).backward()
+        optimizer.step()
+
+
+def watched() -> Iterator[str]:
+    """Own and foreign attention, with gains, classes, a query mask and a probe."""
+    tokens = torch.randint(20, (2, 9)).to(DEVICE)
+    own = Decoder(DecoderConfig(vocab_size=40, d_model=32, n_layers=2, spec=qkeel.preset("cosa_logn")))
+    for name, model in (("own", own), *((kind, hf(kind, "sdpa")) for kind in ("llama", "qwen3", "gpt2"))):
+        model = model.to(DEVICE).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for how in ({}, {"stats": "entropy", "every": 2}):
+            with qkeel.watch(model, optimizer, probe=tokens if not how else None, **how) as monitor:
+                steps(model, optimizer, tokens, 3)
+                found = monitor.read()
+                assert found, name
+                assert all(torch.isfinite(stats.entropy).all() for stats in found.values()), name
+                assert monitor.table(), name
+        with qkeel.watch(model, classes={"low": range(10), "high": range(10, 20)}) as monitor:
+            steps(model, optimizer, tokens, 1)
+            assert all(stats.classes is not None for stats in monitor.read().values()), name
+        yield f"watch {name}"
+
+
+def changed() -> Iterator[str]:
+    """Every remedy, on a small model of qkeel's own and, where it takes it, on Llama."""
+    x = torch.randn(2, 7, 16).to(DEVICE)
+    for name in REMEDIES:
+        if not refusal_of(name, SMALLEST.removesuffix(" bias")):
+            model = Model(SMALLEST).to(DEVICE)
+            optimizer = adamw(model)
+            steps(model, optimizer, x)
+            shown = x if name in ("z_loss", "final_softcap") else None
+            with qkeel.apply(name, model, optimizer, train_length=16, example=shown):
+                steps(model, optimizer, x)
+                assert all(torch.isfinite(p).all() for p in model.parameters()), name
+            yield f"apply {name}"
+
+
+def trained() -> Iterator[str]:
+    """Runs with evaluation and probe, as a study's and the demo's are, on what "auto" takes."""
+    build_model._device = lambda name: NAME
+    RunConfig.__post_init__ = lambda self: None  # type: ignore[method-assign]  # it knows the names of real devices
+    for remedy in ("none", "lalr:tau=0.3", "qk_clip:threshold=1"):
+        with tempfile.TemporaryDirectory() as folder:
+            done = run(dataclasses.replace(TINY, remedy=remedy, device="auto"), Path(folder) / "r")
+            assert done.summary()["status"] == "done", remedy
+        yield f"train {remedy}"
+
+
+if __name__ == "__main__":
+    warnings.showwarning = lambda message, *_, **__: faults.append(str(message))
+    find.verified = lambda model, seen, *example: seen  # its experiment works on storages, which stand-ins have none of
+    norms.WITHOUT_FLOAT64 = frozenset({"mps", NAME})  # type: ignore[misc]
+    with Accelerator(float64=False):
+        try:
+            torch.zeros(2, device=DEVICE).double()
+        except TypeError:
+            pass
+        else:
+            raise AssertionError("the device made float64")
+        for group in (watched, changed, trained):
+            for told in group():
+                assert not any("switched itself off" in fault for fault in faults), faults
+                print(told, flush=True)

@@ -1,0 +1,177 @@
+"""`attn_implementation="qkeel"` computes what transformers' own does in every causal model, and is watched alike."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from tests.remedies.foreign import example, hf, out
+from tests.zoo.build import build
+from tests.zoo.tables import Entry, entries
+from tests.zoo.test_zoo import named
+from torch import Tensor, nn
+
+import qkeel
+from qkeel.errors import RefusedError
+from qkeel.integrations import register_attention
+from qkeel.integrations.transformers_attention import attend
+from qkeel.kernels.compiled_attention import Native
+
+NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # with it torch attends
+FEW = ("llama", "qwen3", "gpt2", "gemma2", "gpt_neox", "deepseek_v3", "mistral")
+ALL = list(entries("causal"))
+# What is refused: learned sinks and chosen keys; models that write attention out, or have a table of their own of it.
+REFUSED = ("gives attention s_aux=", "gives attention indices=", "writes its attention out itself", "'qkeel'")
+# What cannot be compared: it fails with eager attention as well, here or in the backward pass.
+NOT_COMPARED = ("Gemma3nForConditionalGeneration", "ReformerModelWithLMHead")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    assert register_attention() == "qkeel"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("QKEEL_NATIVE", "1")
+        yield
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that the compiled attention computed."""
+    calls: list[Any] = []
+    inner = Native.__call__
+    monkeypatch.setattr(Native, "__call__", lambda self, call: (calls.append(call), inner(self, call))[1])
+    return calls
+
+
+def results(entry: Entry, implementation: str, state: dict[str, Tensor] | None) -> tuple[nn.Module, list[Tensor]]:
+    """The logits of a model of the zoo, and the gradients of a function of them."""
+    model = build(entry, implementation)
+    if state is not None:
+        model.load_state_dict(state)
+    given = model(**entry.maker(model))
+    logits = given[0] if "logits" not in given else given.logits
+    weights = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    grads = torch.autograd.grad(logits.float().cos().sum(), weights, allow_unused=True)
+    return model, [logits.detach(), *(g for g in grads if g is not None)]
+
+
+def check(entry: Entry) -> str:
+    """Compares with eager attention; returns why it is refused, where it is."""
+    reference, eager = results(entry, "eager", None)
+    try:
+        _, ours = results(entry, "qkeel", reference.state_dict())
+    except (RefusedError, KeyError) as error:
+        return str(error)
+    assert len(eager) == len(ours)
+    for i, (a, b) in enumerate(zip(eager, ours)):
+        assert torch.isfinite(b).all() or not torch.isfinite(a).all(), i
+        assert (a - b).abs().max() <= 2e-4 * max(1.0, float(a.abs().max())), f"number {i} of {entry.class_name}"
+    return ""
+
+
+@pytest.mark.parametrize("entry", [e for e in ALL if e.name in FEW], ids=named)
+def test_logits_and_gradients_are_those_of_eager_attention(entry: Entry, taken: list[Any]) -> None:
+    assert check(entry) == ""
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("entry", ALL, ids=named)
+def test_every_causal_model_has_the_logits_and_gradients_of_eager_attention(entry: Entry) -> None:
+    if entry.class_name in NOT_COMPARED:
+        pytest.skip("it fails with eager attention too")
+    refused = check(entry)
+    if refused:
+        assert any(reason in refused for reason in REFUSED), refused
+        pytest.skip(refused)
+
+
+def test_it_is_the_compiled_kernel_that_computes(taken: list[Any]) -> None:
+    model, x = hf("llama", "qkeel"), example("llama")
+    out(model, x).sum().backward()
+    assert len(taken) == 2
+    assert all(call.k.shape[1] == 2 for call in taken)  # keys are not repeated for the heads that share them
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_a_model_is_watched_as_with_sdpa_and_its_numbers_cost_no_pass(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, losses = [], []
+    for implementation in ("sdpa", "qkeel"):
+        for stats in (True, "entropy"):
+            model = hf(kind, implementation, **NO_DROPOUT.get(kind, {})).train()
+            x = example(kind, batch=2, tokens=24)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            passes = []
+            with monkeypatch.context() as patched, qkeel.watch(model, optimizer, stats=stats) as monitor:
+                if stats == "entropy" and implementation == "qkeel":
+                    patched.setattr("qkeel.monitor.measure.call_statistics.statistics", passes.append)
+                for _ in range(2):
+                    loss = out(model, x).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                losses.append(float(loss.detach()))
+                found.append(monitor.read())
+                assert all(site.terms and site.verified for site in monitor.sites)
+            assert passes == []
+    for other in found[1:]:
+        assert list(other) == list(found[0])
+        for name, stats in other.items():
+            for field in ("max_logit", "entropy"):
+                torch.testing.assert_close(getattr(stats, field), getattr(found[0][name], field), rtol=1e-4, atol=1e-4)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+
+
+def test_a_watched_model_computes_the_same_bits() -> None:
+    x, found = example("llama", batch=2, tokens=24), []
+    for every in (None, 1, 2):
+        model = hf("llama", "qkeel").train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        monitor = (
+            None if every is None else qkeel.watch(model, optimizer, every=qkeel.monitor.Adaptive(least=every, most=9))
+        )
+        for _ in range(3):
+            out(model, x).square().mean().backward()
+            optimizer.step()
+        if monitor is not None:
+            assert monitor.active
+            monitor.close()
+        found.append([p.detach().clone() for p in model.parameters()])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_remedies_reach_it_as_they_reach_sdpa() -> None:
+    x = example("llama")
+    for remedy in ("qk_clip:threshold=0.01", "qk_norm", "softcap"):
+        found = []
+        for implementation in ("sdpa", "qkeel"):
+            model = hf("llama", implementation).train()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            qkeel.apply(remedy, model, optimizer, example=x)
+            for _ in range(2):
+                out(model, x).square().mean().backward()
+                optimizer.step()
+            found.append(out(model, x).detach())
+        torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+def test_what_changes_attention_otherwise_is_refused() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(RefusedError, match=r"s_aux=.*eager"):
+        attend(nn.Module(), q, q, q, None, s_aux=torch.zeros(2))
+    mpt = next(e for e in ALL if e.name == "mpt")
+    assert "MptModel writes its attention out itself" in check(mpt)
+
+
+@pytest.mark.slow
+def test_importing_qkeel_imports_no_transformers() -> None:
+    code = "import sys, qkeel, qkeel.integrations, qkeel.nn; assert 'transformers' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
