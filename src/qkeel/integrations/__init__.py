@@ -3,6 +3,6 @@
 One file each; the outside library is imported there, when it is used.
 """
 
-from qkeel.integrations.sink_table import SINKS, sink, sinks
+from qkeel.monitor.record.sink_table import SINKS, sink, sinks
 
 __all__ = ["SINKS", "sink", "sinks"]

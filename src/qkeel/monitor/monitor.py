@@ -77,6 +77,8 @@ class Monitor(Handle):
     ) -> None:
         calls = CallStatistics(PassTokens(query_mask, classes))
         self._steps = MeasuredSteps(every, by_optimizer=optimizer is not None)
+        if planned is not None:
+            self._steps.besides.add(planned.steps - 1)
         self._guard = Guard(_OFF, self._switch_off)
         self._tap = Tap(
             model,
@@ -131,7 +133,16 @@ class Monitor(Handle):
 
     @steps.setter
     def steps(self, done: int) -> None:
+        if done != self.steps and self._steps.step_due and self._tap.has("train"):
+            self._steps.besides.add(done)  # of a step that was skipped: what was measured counts for this one
         self._steps.done = done
+
+    def measure_next(self) -> None:
+        """Measures the step under way whatever the cadence says; call it before the step's first forward pass.
+
+        For the last step of a training, or any that matters; where several processes train, all of them must.
+        """
+        self._steps.besides.add(self._steps.passes["train"] if self._hooks is None else self.steps)
 
     @property
     def passes(self) -> int:
