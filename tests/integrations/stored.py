@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,32 @@ def tensorboard_scalars(folder: Path, tag: str) -> dict[int, float]:
 def wandb_rows(folder: Path) -> list[dict[str, Any]]:
     """The history rows of the offline run under a folder."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (file,) = folder.rglob("*.wandb")
-    store, rows = DataStore(), []
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
+    rows = []
+    for data in _records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
     return rows
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format: blocks of 32 KiB, each record in one or more pieces with headers."""
+    place, whole = 7, b""  # after the file's own header
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        if kind == 0:
+            place += left
+            continue
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a record of one piece, or the last of several
+            yield whole
+            whole = b""

@@ -134,3 +134,24 @@ def test_the_event_files_of_tensorboard_have_each_number_at_its_step(tmp_path: P
     found = tensorboard_scalars(tmp_path / "out", "train/attn/max_logit")
     assert list(found) == [0, 4, 5]
     assert found == pytest.approx(recorded(tmp_path / "run"), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_wandb_and_mlflow_store_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, mlflow = pytest.importorskip("wandb"), pytest.importorskip("mlflow")
+    from .stored import wandb_rows
+
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
+    trained(QkeelCallback(every=4, sinks=tmp_path / "run"), report_to=["wandb", "mlflow"], logging_steps=4)
+    wandb.finish()
+    wandb.teardown()
+    expected = recorded(tmp_path / "run")
+    rows = [row for row in wandb_rows(tmp_path) if "train/attn/max_logit" in row]
+    assert {row["train/global_step"]: row["train/attn/max_logit"] for row in rows} == pytest.approx(expected)
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs(["0"])
+    history = client.get_metric_history(run.info.run_id, "attn/max_logit")
+    assert {entry.step: entry.value for entry in history} == pytest.approx(expected)
