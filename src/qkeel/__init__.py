@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report, sites, spec
     from qkeel.audit import explain_model
+    from qkeel.monitor.record.loaded_run import load
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
@@ -33,6 +34,7 @@ _HOMES = {
     "export": "qkeel.remedies.retrofit",
     "find_sites": "qkeel.sites",
     "fold": "qkeel.remedies.retrofit",
+    "load": "qkeel.monitor.record.loaded_run",
     "preset": "qkeel.spec",
     "presets": "qkeel.spec",
     "retrofit": "qkeel.remedies.retrofit",
@@ -52,6 +54,7 @@ __all__ = [
     "fold",
     "integrations",
     "lab",
+    "load",
     "monitor",
     "nn",
     "preset",

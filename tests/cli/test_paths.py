@@ -22,6 +22,8 @@ SMALL = "--batch 2 --d-model 16 --steps 2 --eval-sequences 2 --probe-sequences 2
 TINY = f"--context 8 --n-heads 2 {SMALL}"
 ONE = "--seeds 0 --jobs 1"
 
+MADE = Made(remedy="none", status="done")
+
 # Command -> its paths: what to type, with {} in the place of the path, and whether something is written there.
 PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     "run": {
@@ -34,9 +36,13 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
     "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
     "scan": {"checkpoint": ("scan {}", False)},
-    "retrofit": {
-        "checkpoint": ("retrofit {} --to qwen3 --out model", False),
-        "out": ("retrofit w --to qwen3 --out {}", True),
+    "export": {
+        "run": ("export {} --to csv", False),
+        "out": (f"export study/runs/{MADE.run_id} --to csv --out {{}}", True),
+    },
+    "convert": {
+        "checkpoint": ("convert {} --to qwen3 --out model", False),
+        "out": ("convert w --to qwen3 --out {}", True),
     },
     "watch": {
         "script": (f"watch -- {sys.executable} {{}}", False),
@@ -144,7 +150,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (place / "file").write_text("theirs")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    make_study(Path("study"), [Made(remedy="none", status="done")])
+    make_study(Path("study"), [MADE])
     Path("script.py").write_text(SCRIPT)
     _, weights, config = before("llama")
     stored(Path("w"), weights, config)

@@ -1,4 +1,4 @@
-"""The callback watches a real Trainer, changes no bit of the training, and every reporter gets each number at its step."""
+"""The callback watches a real Trainer and changes no bit of it; every reporter gets each number at its step."""
 
 from __future__ import annotations
 

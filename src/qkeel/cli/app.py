@@ -40,8 +40,9 @@ COMMANDS = {
         "Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they "
         "allow.",
     ),
-    "retrofit": (
-        "qkeel.cli.retrofit:retrofit",
+    "export": ("qkeel.cli.export:export", "Write the records of a run as tables, CSV or Parquet."),
+    "convert": (
+        "qkeel.cli.convert:convert",
         "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
     ),
     "explain": (

@@ -50,7 +50,7 @@ class Frame:
         return polars.DataFrame(self.columns)
 
     def __repr__(self) -> str:
-        return f"Frame of {len(self):,} rows: {', '.join(self.columns)}"
+        return f"<Frame of {len(self):,} rows: {', '.join(self.columns)}>"
 
     def _repr_html_(self) -> str:
         """The first and the last rows."""
@@ -71,7 +71,7 @@ def steps_frame(steps: np.ndarray, values: Mapping[str, np.ndarray]) -> Frame:
     """One row per record: the step [n] and the numbers of the whole model, each [n].
 
     >>> steps_frame(np.array([0, 5]), {"max_logit": np.array([1.0, 2.0])})
-    Frame of 2 rows: step, max_logit
+    <Frame of 2 rows: step, max_logit>
     """
     return Frame({"step": np.asarray(steps).astype(np.int64), **{k: v for k, v in values.items() if k != "step"}})
 
@@ -83,7 +83,7 @@ def heads_frame(steps: np.ndarray, layers: Sequence[str], heads: Mapping[str, np
     Heads that a layer does not have get no row, fields that were never measured no column.
 
     >>> heads_frame(np.array([0]), ["attn"], {"entropy": np.array([[[1.0, np.nan]]])})
-    Frame of 1 rows: step, layer, head, entropy
+    <Frame of 1 rows: step, layer, head, entropy>
     """
     measured = {name: values for name, values in heads.items() if not np.isnan(values).all()}
     if not measured:

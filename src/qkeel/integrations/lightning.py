@@ -72,9 +72,7 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches changes
             self._last = trainer.estimated_stepping_batches - 1
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Count as the loggers do, steps that a GradScaler skips included, and measure the last step."""
         if self.monitor is not None:
             self.monitor.steps = max(self.monitor.steps, _step(trainer))

@@ -11,8 +11,8 @@ from qkeel.monitor import Alarm, Sample, Severity, Sink
 STEP = "qkeel/step"
 _MANY = 100  # samples
 _LATE = (
-    f"{_MANY} samples wait for the owner of the active W&B run to log: one goes out with each of its logs, the rest when "
-    "watching ends. To write each at once, which advances the run's own step counter: wandb:commit=true"
+    f"{_MANY} samples wait for the owner of the active W&B run to log: one goes out with each of its logs, the rest "
+    "when watching ends. To write each at once, which advances the run's own step counter: wandb:commit=true"
 )
 
 

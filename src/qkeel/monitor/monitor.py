@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Self, final
+from typing import Any, Self, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -195,6 +195,17 @@ class Monitor(Handle):
         """The numbers of the step measured last and the gravest alarms, one line per layer."""
         sample = self.sample
         return "nothing measured yet" if sample is None else sample_table(sample, self.alarms, self._coverage)
+
+    def plot(self, what: str = "drift", *, field: str | None = None, ax: Any = None) -> Any:
+        """Draws the course of the run by matplotlib and returns the Axes; see `History.plot`."""
+        return self.history.plot(what, field=field, ax=ax)
+
+    def __repr__(self) -> str:
+        state = "" if self.active else ", removed"
+        return (
+            f"<Monitor of {type(self.model).__name__}: {len(self.sites)} attentions, {len(self.history):,} records, "
+            f"{len(self.alarms)} alarms{state}>"
+        )
 
     def _repr_html_(self) -> str:
         sample = self.sample
