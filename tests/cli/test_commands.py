@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkeel.cli.app import commands, main, make_app
+import qkeel
+from qkeel.cli.app import main, make_app
+from qkeel.cli.commands import EXAMPLES, commands
 from qkeel.cli.console import number, ranking, spent
 from qkeel.lab import RunConfig
 from qkeel.records import RunDirectory, RunStatus, read_json
@@ -44,6 +46,41 @@ def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
         for name in command.split():
             own = own[name]
         assert own.help.startswith(f"{line}\n") or own.help == line, command
+
+
+def test_every_example_of_the_help_can_be_typed() -> None:
+    assert EXAMPLES.keys() == {*commands(), "study"}
+    for command, line in EXAMPLES.items():
+        words = shlex.split(line.partition(" > ")[0])[1:]
+        make_app(words).parse_args(words, exit_on_error=False, print_error=False)
+        assert line.startswith("qkeel study lr" if command == "study" else f"qkeel {command}"), command
+
+
+def test_the_list_of_commands_and_the_version_need_no_library() -> None:
+    code = """
+import sys
+sys.modules |= dict.fromkeys(["torch", "cyclopts", "rich", "numpy"])
+sys.argv = ["qkeel", sys.argv[1]]
+from qkeel.__main__ import main
+sys.exit(main())"""
+    shown = {}
+    for word in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", code, word], check=True, capture_output=True, text=True)
+        shown[word] = done.stdout
+    assert shown["--version"].strip() == qkeel.__version__
+    for command in commands():
+        assert f"  {command} " in shown["--help"]
+
+
+def test_rare_options_are_for_help_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {}
+    for word in ("--help", "--help-all"):
+        words = [sys.executable, "-m", "qkeel", "demo", word]
+        texts[word] = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    assert "--n-layers" in texts["--help"]
+    assert "--deepnorm" not in texts["--help"]
+    assert "--help-all shows every option" in texts["--help"]
+    assert "--deepnorm" in texts["--help-all"]
 
 
 def test_help_loads_no_torch_and_no_report_needs_it(tmp_path: Path) -> None:

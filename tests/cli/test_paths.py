@@ -15,7 +15,8 @@ import pytest
 from tests.remedies.test_export import before, stored
 from tests.report.synthetic_study import Made, make_study
 
-from qkeel.cli.app import commands, main
+from qkeel.cli.app import main
+from qkeel.cli.commands import commands
 
 LIMIT = 60.0  # seconds after which a command counts as hung
 SMALL = "--batch 2 --d-model 16 --steps 2 --eval-sequences 2 --probe-sequences 2 --device cpu"

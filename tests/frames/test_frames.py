@@ -50,7 +50,7 @@ def test_a_run_is_read_as_tables(run: Path) -> None:
     assert "<td>20</td>" in loaded._repr_html_()
     with pytest.raises(RunDirectoryError, match=r"has no config\.json of one\. Give a directory that qkeel\.watch"):
         qkeel.load(run.parent)
-    with pytest.raises(UnknownNameError, match="unknown column 'entropi'. Did you mean 'entropy'"):
+    with pytest.raises(UnknownNameError, match=r"unknown column 'entropi'\. Did you mean 'entropy'"):
         heads["entropi"]
 
 
@@ -86,10 +86,9 @@ def test_what_is_exported_is_what_is_loaded(run: Path, tmp_path: Path, capsys: p
 def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path: Path) -> None:
     files = TableFiles(tmp_path, "csv")
     files.append("a", Frame({"step": np.array([0]), "x": np.array([1.0])}))
-    with pytest.warns(QkeelWarning, match=r"y came after a\.csv was begun") as warned:
-        for step in (1, 2):
-            files.append("a", Frame({"step": np.array([step]), "y": np.array([1.0])}))
-    assert len(warned) == 1
+    with pytest.warns(QkeelWarning, match=r"y came after a\.csv was begun"):
+        files.append("a", Frame({"step": np.array([1]), "y": np.array([1.0])}))
+    files.append("a", Frame({"step": np.array([2]), "y": np.array([1.0])}))  # a second warning would be an error
     assert (tmp_path / "a.csv").read_text() == "step,x\n0,1.0\n1,\n2,\n"
     with pytest.raises(UnknownNameError, match="unknown table format 'xlsx'"):
         TableFiles(tmp_path, "xlsx")
@@ -133,7 +132,7 @@ def test_figures_show_what_was_recorded(run: Path) -> None:
     assert grows.plot().get_title() == "from layer 0 (dark) to layer 11 (light)"
     assert grows.plot(ax=drift) is drift
     pyplot.close("all")
-    with pytest.raises(UnknownNameError, match="unknown figure 'drfit'. Did you mean 'drift'"):
+    with pytest.raises(UnknownNameError, match=r"unknown figure 'drfit'\. Did you mean 'drift'"):
         loaded.plot("drfit")
     with pytest.raises(QkeelError, match="unknown recorded field 'cos_max'"):
         loaded.plot(field="cos_max")

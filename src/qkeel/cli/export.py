@@ -25,8 +25,6 @@ def export(
 
     The files are steps, heads and, of passes in evaluation mode, eval_steps and eval_heads. The run stays as it is.
 
-    qkeel export qkeel-runs/train_gpt --to parquet
-
     Args:
         run: Directory of a run or of a watched model.
         to: The format: csv, or parquet, which needs pyarrow.
