@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ from qkeel.cli.console import number, ranking, spent
 from qkeel.lab import RunConfig
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.records.rundir import locked
+from qkeel.remedies import REMEDIES
 
 TINY = shlex.split(
     "--data topics --context 8 --batch 2 --d-model 16 --n-heads 2 --steps 4 --log-every 2 --eval-sequences 8 "
@@ -190,8 +192,24 @@ def test_explain_prints_formula_and_source(capsys: Capture) -> None:
     out = capsys.readouterr().out
     assert "2408.00118" in out
     assert "2507.20534" in out
-    assert main(["explain", "quack"]) == 0
-    assert capsys.readouterr().out.startswith("lalr: ")
+    assert "γ_h = min(1, 100 / S_h)" in out
+    assert "50·tanh(z/50)" in out
+    assert main(["explain", "quack:tau=0.2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("lalr:tau=0.2: ")
+    assert "lr(W_Q^h) = 0.2 · η · ‖W_K^h‖₀ / ‖W_K^h‖" in out
+    assert "softmax" not in out
+
+
+def test_what_explain_says_of_a_preset_with_options_is_no_contradiction(capsys: Capture) -> None:
+    assert main(["explain", "gemma2:cap=30"]) == 0
+    assert capsys.readouterr().out.startswith("gemma2:cap=30: gemma2 (no norm, logits softcapped at 50) with other opt")
+
+
+def test_every_remedy_of_steps_has_a_rule_and_every_option_of_a_rule_is_there() -> None:
+    for name, cls in REMEDIES.items():
+        assert cls.rule or not cls.on_steps, name
+        assert cls.rule.format(**dataclasses.asdict(cls())) or not cls.rule, name  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("command", ["presets", "remedies"])

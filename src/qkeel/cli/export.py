@@ -21,9 +21,10 @@ def export(
     to: Literal["csv", "parquet"],
     out: Annotated[Path | None, Parameter(show_default=False)] = None,
 ) -> int:
-    """Write the records of a run as tables: one row per step, and one row per step, layer and head.
+    """Write the records of a run as tables, CSV or Parquet.
 
-    The files are steps, heads and, of passes in evaluation mode, eval_steps and eval_heads. The run stays as it is.
+    The files are steps, with one row per record, heads, with one row per record, layer and head, and eval_steps and
+    eval_heads of passes in evaluation mode. The run stays as it is.
 
     Args:
         run: Directory of a run or of a watched model.
