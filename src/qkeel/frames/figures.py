@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from qkeel.errors import missing
+from qkeel.frames.frame import Foreign
 
 _NAMED = 8  # lines that a key names; more are coloured by their depth
 
 
-def axes(given: Any = None) -> Any:
+def axes(given: Foreign = None) -> Foreign:
     """Returns the matplotlib Axes to draw on: those given, or those of a new figure.
 
     Raises: MissingLibraryError if matplotlib is not installed.
@@ -26,7 +26,7 @@ def axes(given: Any = None) -> Any:
     return pyplot.subplots(layout="constrained")[1]
 
 
-def draw_lines(ax: Any, steps: np.ndarray, values: np.ndarray, names: Sequence[str], label: str) -> None:
+def draw_lines(ax: Foreign, steps: np.ndarray, values: np.ndarray, names: Sequence[str], label: str) -> None:
     """Draws one line per column of values [n k] over the steps [n], on a log axis where values differ 30-fold."""
     from matplotlib import colormaps
 
@@ -43,7 +43,7 @@ def draw_lines(ax: Any, steps: np.ndarray, values: np.ndarray, names: Sequence[s
     ax.set(xlabel="optimizer step", ylabel=label)
 
 
-def draw_heads(ax: Any, values: np.ndarray, names: Sequence[str], label: str) -> None:
+def draw_heads(ax: Foreign, values: np.ndarray, names: Sequence[str], label: str) -> None:
     """Draws a map of one record [layers heads]; heads that a layer does not have stay empty."""
     image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
     ax.figure.colorbar(image, ax=ax, label=label)
@@ -52,7 +52,7 @@ def draw_heads(ax: Any, values: np.ndarray, names: Sequence[str], label: str) ->
     ax.set(xlabel="head", ylabel="layer")
 
 
-def draw_forecast(ax: Any, threshold: float, now: tuple[float, float], ahead: tuple[float, float, float]) -> None:
+def draw_forecast(ax: Foreign, threshold: float, now: tuple[float, float], ahead: tuple[float, float, float]) -> None:
     """Draws the threshold and where it is passed: from `now`, step and value, to the steps low, likeliest, high."""
     low, step, high = ahead
     ax.axhline(threshold, color="0.5", linestyle=":")

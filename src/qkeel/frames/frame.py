@@ -11,6 +11,7 @@ import numpy as np
 from qkeel.errors import missing
 from qkeel.registry import lookup
 
+Foreign = Any  # what a library makes that need not be installed: a DataFrame, an Axes
 _SHOWN = 6  # rows at each end of what a notebook shows
 
 
@@ -27,7 +28,7 @@ class Frame:
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> Foreign:
         """Returns a pandas.DataFrame.
 
         Raises: MissingLibraryError if pandas is not installed.
@@ -38,7 +39,7 @@ class Frame:
             raise missing("to_pandas()", "'qkeel[frames]'") from error
         return pandas.DataFrame(self.columns)
 
-    def to_polars(self) -> Any:
+    def to_polars(self) -> Foreign:
         """Returns a polars.DataFrame.
 
         Raises: MissingLibraryError if polars is not installed.

@@ -6,12 +6,12 @@ import csv
 import io
 import math
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import numpy as np
 
 from qkeel.errors import caution, missing, unknown
-from qkeel.frames.frame import Frame
+from qkeel.frames.frame import Foreign, Frame
 from qkeel.records import disk
 
 TableFormat = Literal["csv", "parquet"]
@@ -33,7 +33,7 @@ class TableFiles:
         if kind not in TABLE_FORMATS:
             raise unknown("table format", kind, TABLE_FORMATS)
         self.folder, self.kind = folder, kind
-        self._arrow: Any = None
+        self._arrow: Foreign = None
         if kind == "parquet":
             try:
                 import pyarrow
@@ -42,7 +42,7 @@ class TableFiles:
                 raise missing("Parquet", "'qkeel[frames]'") from error
             self._arrow = pyarrow
         self._names = dict(announced or {})
-        self._writers: dict[str, Any] = {}
+        self._writers: dict[str, Foreign] = {}
         self._held: dict[str, list[Frame]] = {}
         self._left_out: set[str] = set()
 

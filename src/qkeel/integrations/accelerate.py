@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from qkeel.errors import InvalidTypeError
+from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Sink
 
 
@@ -17,7 +18,7 @@ class AccelerateSink(Sink):
     `sinks="wandb"` joins the tracker's run with an axis of its own.
     """
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Foreign) -> None:
         """Takes the `accelerate.Accelerator`, whose `init_trackers` has been called before the first sample."""
         if not callable(vars(type(accelerator)).get("log")):
             raise InvalidTypeError(f"expected an accelerate.Accelerator, got {type(accelerator).__name__}")

@@ -6,12 +6,13 @@ import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.errors import caution, missing
+from qkeel.frames import Foreign
 from qkeel.integrations.sample_queue import SampleQueue
 from qkeel.monitor import Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
@@ -57,7 +58,7 @@ class QkeelCallback(TrainerCallback):
         self._handler: CallbackHandler | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Foreign
     ) -> None:
         """Start watching; a training that is resumed goes on counting where it was."""
         self._stop(complete=False)  # of a training that was stopped by an error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Self, final
+from typing import Self, final
 
 from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError
+from qkeel.frames import Foreign
 from qkeel.handle import Handle
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.planned_rates import PlannedRates
@@ -196,7 +197,7 @@ class Monitor(Handle):
         sample = self.sample
         return "nothing measured yet" if sample is None else sample_table(sample, self.alarms, self._coverage)
 
-    def plot(self, what: str = "drift", *, field: str | None = None, ax: Any = None) -> Any:
+    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
         """Draws the course of the run by matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, final
 import numpy as np
 
 from qkeel.errors import ShapeError, unknown
-from qkeel.frames import Frame, figures, heads_frame, steps_frame
+from qkeel.frames import Foreign, Frame, figures, heads_frame, steps_frame
 from qkeel.monitor.alarms import thresholds
 from qkeel.monitor.alarms.forecast import forecast
 from qkeel.monitor.alarms.planned_rates import PlannedRates
@@ -93,15 +93,15 @@ class History:
             raise unknown("rows of a frame", rows, ("heads", "steps"))
         return steps_frame(self.steps, self.values)
 
-    def to_pandas(self, rows: Literal["heads", "steps"] = "heads") -> Any:
+    def to_pandas(self, rows: Literal["heads", "steps"] = "heads") -> Foreign:
         """The same as a pandas.DataFrame."""
         return self.frame(rows).to_pandas()
 
-    def to_polars(self, rows: Literal["heads", "steps"] = "heads") -> Any:
+    def to_polars(self, rows: Literal["heads", "steps"] = "heads") -> Foreign:
         """The same as a polars.DataFrame."""
         return self.frame(rows).to_polars()
 
-    def plot(self, what: str = "drift", *, field: str | None = None, ax: Any = None) -> Any:
+    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
         """Draws the records by matplotlib and returns the Axes.
 
         what: "drift", the largest logit of each layer over the steps; "entropy", the mean entropy of each layer;
@@ -126,7 +126,7 @@ class History:
             figures.draw_lines(ax, self.steps, folded, layers, label)
         return ax
 
-    def _plot_forecast(self, ax: Any, name: str, label: str) -> None:
+    def _plot_forecast(self, ax: Foreign, name: str, label: str) -> None:
         top = self.top(name)
         assert top is not None
         figures.draw_lines(ax, self.steps, top[:, None], ["largest of all heads"], label)

@@ -6,12 +6,12 @@ import functools
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
 from qkeel.errors import RunDirectoryError
-from qkeel.frames import Frame, heads_frame, steps_frame
+from qkeel.frames import Foreign, Frame, heads_frame, steps_frame
 from qkeel.monitor.alarms.history import History, number
 from qkeel.records import Heads, RunDirectory, RunStatus
 from qkeel.records.files import JSONObject
@@ -35,12 +35,12 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """Whether the run is done, failed or only started."""
+        """The state of the run: started, done or failed."""
         return self.directory.status
 
     @functools.cached_property
     def config(self) -> JSONObject:
-        """What was watched or trained, and how."""
+        """The configuration of what was watched or trained."""
         return self.directory.config()
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Run:
         """Alarms and what else happened, one dict each."""
         return self.directory.events()
 
-    def plot(self, what: str = "drift", *, field: str | None = None, ax: Any = None) -> Any:
+    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
         """Draws the run by matplotlib and returns the Axes; see `History.plot`."""
         return self.history.plot(what, field=field, ax=ax)
 
@@ -101,6 +101,11 @@ def load(run: str | Path) -> Run:
         run: the directory that `qkeel.watch`, `qkeel watch` or `qkeel run` wrote; of an unfinished run too.
 
     Raises: RunDirectoryError if there is no run; DamagedFileError, when a file is read that is not as it was written.
+
+    >>> from qkeel.records import write_json
+    >>> write_json(Path("config.json"), {"kind": "watch", "model": "GPT"})
+    >>> load(".")
+    <Run .: GPT, 0 records, started>
     """
     return Run(Path(run))
 
