@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -63,7 +62,7 @@ def explain(text: str) -> str:
         if name not in REMEDIES and name not in ALIASES:
             raise unknown("preset or remedy", name, {*PRESETS, *REMEDIES, *ALIASES})
     about, parts = note(text), remedies_of(text)
-    rules = [f"{one.name}: {one.rule.format(**dataclasses.asdict(one))}" for one in parts if one.rule]
+    rules = [f"{one.name}: {one.written_rule()}" for one in parts if one.rule]
     if len(rules) < len(parts):
         rules.append(_formula(text))
     elif rules:

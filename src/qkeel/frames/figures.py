@@ -20,7 +20,7 @@ def axes(given: Foreign = None) -> Foreign:
     if given is not None:
         return given
     try:
-        from matplotlib import pyplot
+        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise missing("plot()", "'qkeel[plot]'") from error
     return pyplot.subplots(layout="constrained")[1]
@@ -28,7 +28,7 @@ def axes(given: Foreign = None) -> Foreign:
 
 def draw_lines(ax: Foreign, steps: np.ndarray, values: np.ndarray, names: Sequence[str], label: str) -> None:
     """Draws one line per column of values [n k] over the steps [n], on a log axis where values differ 30-fold."""
-    from matplotlib import colormaps
+    from matplotlib import colormaps  # pyright: ignore[reportMissingImports]
 
     colours = colormaps["viridis"](np.linspace(0, 0.9, max(len(names), 2)))
     for column, name, colour in zip(values.T, names, colours, strict=False):

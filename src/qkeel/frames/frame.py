@@ -34,7 +34,7 @@ class Frame:
         Raises: MissingLibraryError if pandas is not installed.
         """
         try:
-            import pandas
+            import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise missing("to_pandas()", "'qkeel[frames]'") from error
         return pandas.DataFrame(self.columns)
@@ -45,7 +45,7 @@ class Frame:
         Raises: MissingLibraryError if polars is not installed.
         """
         try:
-            import polars
+            import polars  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise missing("to_polars()", "'qkeel[frames]'") from error
         return polars.DataFrame(self.columns)

@@ -29,7 +29,7 @@ class CSVSink(Sink):
         """Make the folder."""
         fields = about.get("fields")
         names = ("step", "layer", "head", *(fields if isinstance(fields, (list, tuple)) else HEAD_FIELDS))
-        announced = dict.fromkeys(("heads", "eval_heads"), names)
+        announced: dict[str, tuple[str, ...]] = dict.fromkeys(("heads", "eval_heads"), names)
         TableFiles(Path(), self.kind)  # refuses before there is a folder
         self.path = fresh_directory(self.asked)
         self._files = TableFiles(self.path, self.kind, announced)

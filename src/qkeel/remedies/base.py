@@ -107,6 +107,10 @@ class Remedy(abc.ABC):
         """None if the remedy, once applied, still means something at the site as another remedy left it."""
         return None
 
+    def written_rule(self) -> str:
+        """The rule with this remedy's options in it; empty where the spec's formula says what it does."""
+        return self.rule.format(**dataclasses.asdict(self))  # type: ignore[call-overload]
+
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:
         """Make the change; the handle undoes it. A change that raises leaves everything as it was."""

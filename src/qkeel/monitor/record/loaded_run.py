@@ -86,8 +86,8 @@ class Run:
         return (self.path / name).exists()
 
     def __repr__(self) -> str:
-        steps = self.steps["step"] if len(self.steps) else ()
-        span = f"{len(steps):,} records" + (f" to step {steps[-1]:,}" if len(steps) else "")
+        n = len(self.steps)
+        span = f"{n:,} records" + (f" to step {self.steps['step'][-1]:,}" if n else "")
         return f"<Run {self.path}: {self.config.get('model', '') or 'run'}, {span}, {self.status}>"
 
     def _repr_html_(self) -> str:
