@@ -39,7 +39,7 @@ def make_app(words: Sequence[str]) -> App:
 
 def _example(command: str) -> str:
     more = f" {HELP_ALL} shows every option." if command in ("run", "config", "demo") or " " in command else ""
-    return f"Example: {EXAMPLES[command]}{more}"
+    return f"Example: {EXAMPLES.get(command, f'qkeel {command}')}{more}"
 
 
 def _before_dashes(arguments: Sequence[str]) -> Sequence[str]:

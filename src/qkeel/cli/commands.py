@@ -70,6 +70,7 @@ EXAMPLES = {
     "study mla": "qkeel study mla --remedies none --lrs 0.01 0.1 --dry-run",
     "study multimodal": "qkeel study multimodal --remedies none qk_norm --mixes text --lrs 0.01 --dry-run",
     "study precision": "qkeel study precision --remedies none --out precision",
+    "study translation": "qkeel study translation --dry-run",
     "watch": "qkeel watch --sink tensorboard -- python train.py",
 }
 
