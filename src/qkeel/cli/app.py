@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import qkeel
-from qkeel.cli.commands import EXAMPLES, HELP_ALL, commands
+from qkeel.cli.commands import HELP_ALL, commands, example
 from qkeel.cli.exits import FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.errors import QkeelError
 
@@ -39,7 +39,7 @@ def make_app(words: Sequence[str]) -> App:
 
 def _example(command: str) -> str:
     more = f" {HELP_ALL} shows every option." if command in ("run", "config", "demo") or " " in command else ""
-    return f"Example: {EXAMPLES.get(command, f'qkeel {command}')}{more}"
+    return f"Example: {example(command)}{more}"
 
 
 def _before_dashes(arguments: Sequence[str]) -> Sequence[str]:

@@ -50,7 +50,7 @@ COMMANDS = {
     "bench": ("qkeel.cli.bench:bench", "Time every attention kernel on this machine, side by side."),
 }
 
-# Name -> what people type, shown at the end of the command's help.
+# Name -> what people type, shown at the end of the command's help; of other studies it is `example`'s line.
 EXAMPLES = {
     "bench": "qkeel bench --size quick",
     "config": "qkeel config --steps 500 --d-model 128 > recipe.toml",
@@ -70,7 +70,6 @@ EXAMPLES = {
     "study mla": "qkeel study mla --remedies none --lrs 0.01 0.1 --dry-run",
     "study multimodal": "qkeel study multimodal --remedies none qk_norm --mixes text --lrs 0.01 --dry-run",
     "study precision": "qkeel study precision --remedies none --out precision",
-    "study translation": "qkeel study translation --dry-run",
     "watch": "qkeel watch --sink tensorboard -- python train.py",
 }
 
@@ -79,6 +78,11 @@ def commands() -> dict[str, tuple[str, str]]:
     """Returns COMMANDS and a command for each study: `qkeel demo`, `qkeel study NAME` for the others."""
     studies = {"demo" if name == "demo" else f"study {name}": (name, line) for name, (_, line) in STUDIES.items()}
     return COMMANDS | {command: (f"qkeel.cli.studies.study:{name}", line) for command, (name, line) in studies.items()}
+
+
+def example(command: str) -> str:
+    """Returns a line to type; a study without one of its own in EXAMPLES says what it would run."""
+    return EXAMPLES.get(command, f"qkeel {command} --dry-run")
 
 
 def overview() -> str:
