@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report, sites, spec
     from qkeel.audit import explain_model
     from qkeel.autopilot.begin import autopilot
+    from qkeel.monitor.record.loaded_run import load
     from qkeel.monitor.watch import watch
     from qkeel.ops import attention
     from qkeel.remedies import apply
@@ -34,6 +35,7 @@ _HOMES = {
     "export": "qkeel.remedies.retrofit",
     "find_sites": "qkeel.sites",
     "fold": "qkeel.remedies.retrofit",
+    "load": "qkeel.monitor.record.loaded_run",
     "preset": "qkeel.spec",
     "presets": "qkeel.spec",
     "retrofit": "qkeel.remedies.retrofit",
@@ -67,6 +69,7 @@ __all__ = [
     "fold",
     "integrations",
     "lab",
+    "load",
     "monitor",
     "nn",
     "preset",

@@ -2,9 +2,17 @@
 
 import sys
 
+import qkeel
+
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code. The list of commands and the version need no library."""
+    words = sys.argv[1:]
+    if words in ([], ["--help"], ["-h"], ["--version"]):
+        from qkeel.cli.commands import overview
+
+        print(qkeel.__version__ if words == ["--version"] else overview())
+        return 0
     try:
         import cyclopts  # noqa: F401
     except ImportError:
@@ -12,7 +20,7 @@ def main() -> int:
         return 2
     from qkeel.cli.app import main as run
 
-    return run(sys.argv[1:])
+    return run(words)
 
 
 if __name__ == "__main__":

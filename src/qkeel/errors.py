@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import sys
 import warnings
 from collections.abc import Iterable
 
@@ -83,6 +84,9 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     return UnknownNameError(f"unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names) or '(none)'}")
 
 
+_NOT_THE_USERS = ("qkeel", "torch", "functools", "contextlib", "transformers", "accelerate", "lightning")
+
+
 class QkeelWarning(UserWarning):
     """A warning of qkeel, such as a fault of its own after which it steps aside."""
 
@@ -92,8 +96,15 @@ class AlarmWarning(QkeelWarning):
 
 
 def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:
-    """Warn without ever stopping the caller: where warnings are errors, the message goes to the log `qkeel`."""
+    """Warn without ever stopping the caller: where warnings are errors, the message goes to the log `qkeel`.
+
+    The warning names the line of the user's program that led here, none of qkeel or torch.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_THE_USERS:
+        frame = frame.f_back
+    place = {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno, "module": frame.f_globals.get("__name__")}
     try:
-        warnings.warn(message, kind, stacklevel=3)
+        warnings.warn_explicit(message, kind, **place, registry=frame.f_globals.setdefault("__warningregistry__", {}))
     except QkeelWarning:
         logging.getLogger("qkeel").warning(message)

@@ -26,6 +26,10 @@ class Handle:
         self._state = state
         self._load = load
 
+    def __repr__(self) -> str:
+        """Short: what kind of change, and whether it is in force."""
+        return f"<{type(self).__name__}: {'in force, remove() undoes it' if self.active else 'removed'}>"
+
     @property
     def active(self) -> bool:
         """Returns whether the change is still in force."""

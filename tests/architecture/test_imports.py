@@ -70,7 +70,7 @@ def variants(room: str) -> set[str]:
     tables = {
         "qkeel.remedies": {cls.__module__ for cls in REMEDIES.values()},
         "qkeel.kernels": {type(kernel).__module__ for kernel in KERNELS.values()},
-        "qkeel.integrations": {cls.__module__ for cls in SINKS.values()},
+        "qkeel.integrations": {place.partition(":")[0] for place in SINKS.values()},
         "qkeel.lab.studies": {name for name in MODULES if name.startswith("qkeel.lab.studies.")},
     }
     return {name for name in tables[room] if name.rpartition(".")[0] == room}
@@ -104,7 +104,7 @@ def test_a_room_of_variants_holds_its_variants_and_what_they_build_on() -> None:
 
 
 # Integrations that are no sink: each takes part in the loop of a trainer, or gives models their attention.
-TRAINERS = ("huggingface", "lightning", "transformers_attention")
+TRAINERS = ("huggingface", "lightning", "accelerate", "transformers_attention")
 
 
 def test_every_kernel_is_one_file_and_every_remedy_too_but_for_small_ones_of_one_kind() -> None:

@@ -14,11 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkeel.cli.app import commands, main, make_app
+import qkeel
+from qkeel.cli.app import main, make_app
+from qkeel.cli.commands import EXAMPLES, commands, example
 from qkeel.cli.console import number, ranking, spent
 from qkeel.lab import RunConfig
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.records.rundir import locked
+from qkeel.remedies import REMEDIES
 
 TINY = shlex.split(
     "--data topics --context 8 --batch 2 --d-model 16 --n-heads 2 --steps 4 --log-every 2 --eval-sequences 8 "
@@ -44,6 +47,41 @@ def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
         for name in command.split():
             own = own[name]
         assert own.help.startswith(f"{line}\n") or own.help == line, command
+
+
+def test_every_example_of_the_help_can_be_typed() -> None:
+    assert EXAMPLES.keys() <= {*commands(), "study"}
+    for command, line in {command: example(command) for command in (*commands(), "study")}.items():
+        words = shlex.split(line.partition(" > ")[0])[1:]
+        make_app(words).parse_args(words, exit_on_error=False, print_error=False)
+        assert line.startswith("qkeel study lr" if command == "study" else f"qkeel {command}"), command
+
+
+def test_the_list_of_commands_and_the_version_need_no_library() -> None:
+    code = """
+import sys
+sys.modules |= dict.fromkeys(["torch", "cyclopts", "rich", "numpy"])
+sys.argv = ["qkeel", sys.argv[1]]
+from qkeel.__main__ import main
+sys.exit(main())"""
+    shown = {}
+    for word in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", code, word], check=True, capture_output=True, text=True)
+        shown[word] = done.stdout
+    assert shown["--version"].strip() == qkeel.__version__
+    for command in commands():
+        assert f"  {command} " in shown["--help"]
+
+
+def test_rare_options_are_for_help_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {}
+    for word in ("--help", "--help-all"):
+        words = [sys.executable, "-m", "qkeel", "demo", word]
+        texts[word] = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    assert "--n-layers" in texts["--help"]
+    assert "--deepnorm" not in texts["--help"]
+    assert "--help-all shows every option" in texts["--help"]
+    assert "--deepnorm" in texts["--help-all"]
 
 
 def test_help_loads_no_torch_and_no_report_needs_it(tmp_path: Path) -> None:
@@ -153,8 +191,24 @@ def test_explain_prints_formula_and_source(capsys: Capture) -> None:
     out = capsys.readouterr().out
     assert "2408.00118" in out
     assert "2507.20534" in out
-    assert main(["explain", "quack"]) == 0
-    assert capsys.readouterr().out.startswith("lalr: ")
+    assert "γ_h = min(1, 100 / S_h)" in out
+    assert "50·tanh(z/50)" in out
+    assert main(["explain", "quack:tau=0.2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("lalr:tau=0.2: ")
+    assert "lr(W_Q^h) = 0.2 · η · ‖W_K^h‖₀ / ‖W_K^h‖" in out
+    assert "softmax" not in out
+
+
+def test_what_explain_says_of_a_preset_with_options_is_no_contradiction(capsys: Capture) -> None:
+    assert main(["explain", "gemma2:cap=30"]) == 0
+    assert capsys.readouterr().out.startswith("gemma2:cap=30: gemma2 (no norm, logits softcapped at 50) with other opt")
+
+
+def test_every_remedy_of_steps_has_a_rule_and_every_option_of_a_rule_is_there() -> None:
+    for name, cls in REMEDIES.items():
+        assert cls.rule or not cls.on_steps, name
+        assert bool(cls().written_rule()) == bool(cls.rule), name
 
 
 @pytest.mark.parametrize("command", ["presets", "remedies"])

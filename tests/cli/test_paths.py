@@ -15,12 +15,15 @@ import pytest
 from tests.remedies.test_export import before, stored
 from tests.report.synthetic_study import Made, make_study
 
-from qkeel.cli.app import commands, main
+from qkeel.cli.app import main
+from qkeel.cli.commands import commands
 
 LIMIT = 60.0  # seconds after which a command counts as hung
 SMALL = "--batch 2 --d-model 16 --steps 2 --eval-sequences 2 --probe-sequences 2 --device cpu"
 TINY = f"--context 8 --n-heads 2 {SMALL}"
 ONE = "--seeds 0 --jobs 1"
+
+MADE = Made(remedy="none", status="done")
 
 # Command -> its paths: what to type, with {} in the place of the path, and whether something is written there.
 PATHS: dict[str, dict[str, tuple[str, bool]]] = {
@@ -35,9 +38,13 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
     "replay": {"run": ("replay {}", False)},
     "scan": {"checkpoint": ("scan {}", False)},
-    "retrofit": {
-        "checkpoint": ("retrofit {} --to qwen3 --out model", False),
-        "out": ("retrofit w --to qwen3 --out {}", True),
+    "export": {
+        "run": ("export {} --to csv", False),
+        "out": (f"export study/runs/{MADE.run_id} --to csv --out {{}}", True),
+    },
+    "convert": {
+        "checkpoint": ("convert {} --to qwen3 --out model", False),
+        "out": ("convert w --to qwen3 --out {}", True),
     },
     "watch": {
         "script": (f"watch -- {sys.executable} {{}}", False),
@@ -145,7 +152,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (place / "file").write_text("theirs")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    make_study(Path("study"), [Made(remedy="none", status="done")])
+    make_study(Path("study"), [MADE])
     Path("script.py").write_text(SCRIPT)
     _, weights, config = before("llama")
     stored(Path("w"), weights, config)

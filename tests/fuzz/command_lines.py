@@ -14,7 +14,8 @@ from tests.fuzz.hostile import numbers, texts
 from tests.fuzz.hunt import Hunt
 from tests.fuzz.places import scratch
 
-from qkeel.cli.app import commands, main
+from qkeel.cli.app import main
+from qkeel.cli.commands import commands
 from qkeel.cli.flags import _ENTRIES
 from qkeel.errors import QkeelError
 from qkeel.remedies.apply import REMEDIES
@@ -47,7 +48,7 @@ _OTHERS += [
     "--shard",
 ]
 # Commands that train for as long as their flags say are asked for what they are only.
-_QUICK = ["config", "explain", "presets", "remedies", "report", "scan", "retrofit"]
+_QUICK = ["config", "explain", "presets", "remedies", "report", "scan", "convert"]
 
 
 def inputs() -> SearchStrategy[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import types
 from typing import Any
@@ -23,11 +24,18 @@ class WandbRun:
         self.logged: list[tuple[dict[str, Any], bool | None]] = []
         self.axes: dict[str, str] = {}
         self.alerts: list[tuple[str, str, AlertLevel]] = []
+        self.tags: tuple[str, ...] | None = None
         self.finished: int | None = None
+        self.step = 0
+        self.rows: list[dict[str, Any]] = [{}]  # the last is the one that is not committed yet
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
         assert step is None
         self.logged.append((data, commit))
+        self.rows[-1] |= data
+        if commit is not False:
+            self.step += 1
+            self.rows.append({})
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         assert step_metric
@@ -65,8 +73,11 @@ class TrackioRun:
         self.logged: list[tuple[dict[str, Any], int | None]] = []
         self.alerts: list[tuple[str, AlertLevel, int | None]] = []
         self.finished = False
+        self._next_step = 0
 
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        step = self._next_step if step is None else step
+        self._next_step = max(self._next_step, step + 1)
         self.logged.append((metrics, step))
 
     def alert(self, title: str, text: str | None = None, level: AlertLevel = AlertLevel.WARN, step: Any = None) -> None:
@@ -76,9 +87,10 @@ class TrackioRun:
         self.finished = True
 
 
-def trackio() -> types.ModuleType:
-    """The module."""
-    module = types.ModuleType("trackio")
+def trackio(active: TrackioRun | None = None) -> dict[str, types.ModuleType]:
+    """The module and the one that knows the active run, by name."""
+    module, variables = types.ModuleType("trackio"), types.ModuleType("trackio.context_vars")
+    variables.current_run = contextvars.ContextVar("run", default=active)  # type: ignore[attr-defined]
 
     def init(project: str, name: str | None = None, config: Any = None, embed: bool = True) -> TrackioRun:
         assert not embed
@@ -86,7 +98,7 @@ def trackio() -> types.ModuleType:
         return module.run  # type: ignore[attr-defined]
 
     module.init, module.AlertLevel = init, AlertLevel  # type: ignore[attr-defined]
-    return module
+    return {"trackio": module, "trackio.context_vars": variables}
 
 
 def mlflow(active: bool = False) -> types.ModuleType:

@@ -25,6 +25,7 @@ class Net(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")
 def test_steps_are_those_that_accumulated_gradients_lead_to(tmp_path: Path) -> None:
+    accelerate.state.GradientState._reset_state()  # shared by all accelerators of a process
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = Net()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""The callback watches a real Trainer, changes no bit of the training, and its numbers reach the reporters."""
+"""The callback watches a real Trainer and changes no bit of it; every reporter gets each number at its step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from qkeel.errors import InvalidTypeError
+from qkeel.errors import QkeelWarning
+from qkeel.monitor import LogSpaced
 from qkeel.records import RunDirectory, RunStatus
 
 transformers = pytest.importorskip("transformers")
@@ -28,90 +29,129 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def test_events_as_a_trainer_sends_them(tmp_path: Path) -> None:
-    """Without accelerate, which the Trainer itself needs."""
+def recorded(path: Path) -> dict[int, float]:
+    """The largest logit by step, as the run directory has it."""
+    return {record["step"]: record["max_logit"] for record in RunDirectory(path).metrics()}
+
+
+def test_events_without_a_trainer(tmp_path: Path) -> None:
+    """Without accelerate, which the Trainer itself needs: no reporter is in reach, and that is said."""
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     callback = QkeelCallback(every=2, sinks=tmp_path / "run")
-    state = SimpleNamespace(global_step=10, log_history=[])
-    told: Any = (None, state, None)
-    callback.on_train_begin(*told, model=model, optimizer=optimizer)
-    for step in range(4):
+    state = SimpleNamespace(global_step=10, max_steps=16, log_history=[])
+    event: Any = (None, state, None)
+    with pytest.warns(QkeelWarning, match=r"no transformers\.Trainer calls this callback"):
+        callback.on_train_begin(*event, model=model, optimizer=optimizer)
+    for step in range(6):
+        callback.on_step_begin(*event)
         model(**batch(step)).loss.backward()
         optimizer.step()
         state.global_step += 1
-    logs: dict[str, Any] = {"loss": 1.0}
-    state.log_history.append({**logs, "step": 14})
-    callback.on_log(*told, logs=logs)
-    assert logs["attn/max_logit"] == state.log_history[-1]["attn/max_logit"]
-    assert set(logs) == {"loss", "attn/max_logit", "attn/entropy", "attn/query_norm", "attn/key_norm"}
-    again: dict[str, Any] = {"loss": 1.0}
-    callback.on_log(*told, logs=again)
-    evaluated: dict[str, Any] = {"eval_loss": 1.0}
-    callback.on_log(*told, logs=evaluated)
-    assert set(again) == {"loss"}  # nothing new was measured
-    assert set(evaluated) == {"eval_loss"}
-    callback.on_train_end(*told)
-    run = RunDirectory(tmp_path / "run")
-    assert run.status is RunStatus.DONE
-    assert [record["step"] for record in run.metrics()] == [10, 12]  # goes on counting where the training stood
+        callback.on_step_end(*event)
+    assert [entry["step"] for entry in state.log_history] == [10, 12, 14, 15]  # goes on counting; the last one too
+    assert set(state.log_history[0]) == {"step", "attn/max_logit", "attn/entropy", "attn/query_norm", "attn/key_norm"}
+    callback.on_train_end(*event)
+    assert RunDirectory(tmp_path / "run").status is RunStatus.DONE
+    assert list(recorded(tmp_path / "run")) == [10, 12, 14, 15]
     assert not model._forward_pre_hooks
 
 
-def test_only_a_trainer_is_attached_to() -> None:
-    with pytest.raises(InvalidTypeError, match=r"expected a transformers\.Trainer, got str"):
-        QkeelCallback().attach("trainer")  # type: ignore[arg-type]
+class Reporter(transformers.TrainerCallback):
+    """Keeps what W&B's or MLflow's callback would send."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.sent.append((state.global_step, dict(logs)))
+
+    @property
+    def logits(self) -> dict[int, float]:
+        return {step: logs["attn/max_logit"] for step, logs in self.sent if "attn/max_logit" in logs}
 
 
-def trained(callback: QkeelCallback | None = None, *, reporter: Any = None, first: bool = True) -> Any:
+def trained(*callbacks: Any, folder: Path | None = None, resume: bool = False, **options: Any) -> Any:
     pytest.importorskip("accelerate")
     transformers.set_seed(0)
-    model = tiny()
     data = [{name: v[0].tolist() for name, v in batch(seed).items()} for seed in range(24)]
+    given = {"max_steps": 6, "gradient_accumulation_steps": 2, "save_strategy": "no", "report_to": [], **options}
     arguments = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(), max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        logging_steps=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+        output_dir=str(folder or tempfile.mkdtemp()), per_device_train_batch_size=2, use_cpu=True, disable_tqdm=True,
+        **given,
     )  # fmt: skip
-    given = [reporter] if reporter is not None else []
-    if callback is not None and not first:
-        given.append(callback)
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, callbacks=given)
-    if callback is not None and first:
-        callback.attach(trainer)
-    trainer.train()
+    trainer = transformers.Trainer(model=tiny(), args=arguments, train_dataset=data, callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
-class Reporter(transformers.TrainerCallback):
-    """What W&B's or TensorBoard's callback would send."""
-
-    def __init__(self) -> None:
-        self.sent: list[dict[str, float]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.sent.append(dict(logs))
-
-
 @pytest.mark.filterwarnings("ignore")  # what transformers and accelerate warn of is theirs
-def test_training_is_bit_identical_and_reporters_get_the_numbers(tmp_path: Path) -> None:
-    plain = trained()
-    reporter = Reporter()
-    seen = trained(QkeelCallback(every=1, sinks=tmp_path / "run"), reporter=reporter)
-    losses = [[h["loss"] for h in t.state.log_history if "loss" in h] for t in (plain, seen)]
+def test_training_is_bit_identical_and_its_logs_are_what_they_were(tmp_path: Path) -> None:
+    plain, seen = trained(logging_steps=2), trained(QkeelCallback(every=1), logging_steps=2)
+    losses = [[(h["step"], h["loss"]) for h in t.state.log_history if "loss" in h] for t in (plain, seen)]
+    assert len(losses[0]) == 3
     assert losses[0] == losses[1]
     a, b = plain.model.state_dict(), seen.model.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
-    training = [sent for sent in reporter.sent if "loss" in sent]
-    assert len(training) == 3
-    assert all("attn/max_logit" in sent for sent in training)
-    assert all("attn/max_logit" in entry for entry in seen.state.log_history if "loss" in entry)
-    assert [record["step"] for record in RunDirectory(tmp_path / "run").metrics()] == list(range(6))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_given_as_a_callback_it_comes_after_the_reporters_but_is_in_the_history() -> None:
+def test_every_reporter_gets_each_number_at_its_step(tmp_path: Path) -> None:
+    """Whatever the cadence, the Trainer's own logs and the order of the callbacks; the last step is measured."""
+    cadences: list[tuple[Any, list[int], dict[str, Any]]] = [
+        (50, [0, 5], {}),
+        (1, [0, 1, 2, 3, 4, 5], {"logging_steps": 2, "gradient_accumulation_steps": 1}),
+        (4, [0, 4, 5], {"logging_steps": 3, "logging_first_step": True}),
+        (LogSpaced(per_decade=3), [0, 1, 2, 5], {"logging_strategy": "no"}),
+    ]
+    for i, (every, steps, options) in enumerate(cadences):
+        before, after, run = Reporter(), Reporter(), tmp_path / f"run{i}"
+        seen = trained(before, QkeelCallback(every=every, sinks=run, per_layer=i == 1), after, **options)
+        assert list(recorded(run)) == steps, every
+        history = {h["step"]: h["attn/max_logit"] for h in seen.state.log_history if "attn/max_logit" in h}
+        for tool in (before.logits, after.logits, history):
+            assert tool == pytest.approx(recorded(run)), every
+        assert ("attn/layer_01/entropy" in before.sent[0][1]) == (i == 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_training_goes_on_at_its_steps(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 4, "folder": tmp_path / "out"}
+    trained(QkeelCallback(every=3, sinks=tmp_path / "a"), max_steps=4, **options)
     reporter = Reporter()
-    seen = trained(QkeelCallback(every=1, per_layer=True), reporter=reporter, first=False)
-    assert all("attn/max_logit" not in sent for sent in reporter.sent)
-    history = [entry for entry in seen.state.log_history if "loss" in entry]
-    assert all("attn/layer_01/entropy" in entry for entry in history)
+    trained(reporter, QkeelCallback(every=3, sinks=tmp_path / "b"), max_steps=8, resume=True, **options)
+    assert list(recorded(tmp_path / "a")) == [0, 3]
+    assert list(recorded(tmp_path / "b")) == [6, 7]
+    assert reporter.logits == pytest.approx(recorded(tmp_path / "b"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_event_files_of_tensorboard_have_each_number_at_its_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from .stored import tensorboard_scalars
+
+    trained(QkeelCallback(every=4, sinks=tmp_path / "run"), report_to=["tensorboard"], folder=tmp_path / "out")
+    found = tensorboard_scalars(tmp_path / "out", "train/attn/max_logit")
+    assert list(found) == [0, 4, 5]
+    assert found == pytest.approx(recorded(tmp_path / "run"), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_wandb_and_mlflow_store_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, mlflow = pytest.importorskip("wandb"), pytest.importorskip("mlflow")
+    from .stored import wandb_rows
+
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
+    trained(QkeelCallback(every=4, sinks=tmp_path / "run"), report_to=["wandb", "mlflow"], logging_steps=4)
+    wandb.finish()
+    wandb.teardown()
+    expected = recorded(tmp_path / "run")
+    rows = [row for row in wandb_rows(tmp_path) if "train/attn/max_logit" in row]
+    assert {row["train/global_step"]: row["train/attn/max_logit"] for row in rows} == pytest.approx(expected)
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs(["0"])
+    history = client.get_metric_history(run.info.run_id, "attn/max_logit")
+    assert {entry.step: entry.value for entry in history} == pytest.approx(expected)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from monitor.samples import about, alarm, sample
 
+from qkeel import watch
 from qkeel.errors import InvalidValueError, MissingLibraryError, QkeelError, UnknownNameError
 from qkeel.integrations import SINKS, sink, sinks
 from qkeel.monitor import RunDirectorySink, Sink
@@ -40,25 +42,45 @@ def test_wandb_gets_a_run_of_its_own_and_ends_it(monkeypatch: pytest.MonkeyPatch
     assert run.axes["attn/*"] == "qkeel/step"
     assert run.alerts == [("qkeel: ceiling 1000", str(alarm(step=10)), fakes.AlertLevel.WARN)]
     assert run.config["qkeel"]["model"] == "Toy"
+    assert run.tags == ("qkeel alarm: ceiling 1000",)
     assert run.finished == 1
 
 
-def test_in_anothers_wandb_run_the_step_counter_stays_his(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_anothers_wandb_run_the_step_counter_stays_his_and_no_sample_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     active = fakes.WandbRun()
     monkeypatch.setitem(sys.modules, "wandb", fakes.wandb(active))
-    used(sink("wandb"))
-    assert {commit for _, commit in active.logged} == {False}
+    for commit, steps in (("false", [0, 10, 30, 20, 40]), ("true", [0, 10, 20, 30, 40])):
+        first = len(active.rows) - 1
+        one = sink(f"wandb:commit={commit}")
+        one.open(about())
+        for step in (0, 10, 20, 30, 40):
+            one.write(sample(step))
+            if step in (0, 20):
+                active.log({"loss": 1.0})
+        if commit == "false":
+            assert active.step == 2
+        one.close(complete=True)
+        rows = [row for row in active.rows[first:] if "qkeel/step" in row]
+        assert sorted(row["qkeel/step"] for row in rows) == sorted(steps), commit
+        assert sum("loss" in row for row in active.rows[first:]) == 2
     assert active.finished is None
 
 
 def test_trackio_gets_steps_and_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = fakes.trackio()
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    used(sink("trackio:project=gpt"))
-    run: fakes.TrackioRun = module.run
-    assert [step for _, step in run.logged] == [0, 10, 10]
-    assert run.alerts == [("qkeel: ceiling 1000", fakes.AlertLevel.WARN, 10)]
-    assert run.finished
+    for active in (None, fakes.TrackioRun()):
+        modules = fakes.trackio(active)
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        used(sink("trackio:project=gpt"))
+        run: fakes.TrackioRun = active or vars(modules["trackio"])["run"]
+        assert [step for _, step in run.logged] == [0, 10, 10]
+        assert run.alerts == [("qkeel: ceiling 1000", fakes.AlertLevel.WARN, 10)]
+        assert run.finished == (active is None)
+        if active is not None:
+            active.log({"loss": 1.0})
+            assert run.logged[-1][1] == 0  # the owner goes on counting his own steps
 
 
 @pytest.mark.parametrize("active", [False, True])
@@ -101,7 +123,7 @@ def test_sinks_are_named_by_spec_strings(tmp_path: Path) -> None:
     directory, log = sinks(f"directory:path={tmp_path / 'a'}+log:logger=mine")
     assert isinstance(directory, RunDirectorySink)
     assert directory.asked == tmp_path / "a"
-    assert type(log) is SINKS["log"]
+    assert SINKS["log"].endswith(f":{type(log).__name__}")
     assert vars(sink("wandb:project=7"))["project"] == "7"
     with pytest.raises(UnknownNameError, match="Did you mean 'wandb'"):
         sink("wandbb")
@@ -109,6 +131,8 @@ def test_sinks_are_named_by_spec_strings(tmp_path: Path) -> None:
         sink("wandb:projct=x")
     with pytest.raises(InvalidValueError, match="expected one sink, got 2"):
         sink("log+log")
+    with pytest.raises(UnknownNameError, match=r"unknown sink 'tensorbord'\. Did you mean 'tensorboard'.*is \./tensor"):
+        watch(torch.nn.Linear(1, 1), sinks="tensorbord")
 
 
 def test_the_table_imports_no_tracker() -> None:

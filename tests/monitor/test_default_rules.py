@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,16 @@ from torch import Tensor, nn
 import qkeel
 from qkeel import watch
 from qkeel.errors import AlarmWarning
-from qkeel.monitor import DEFAULT, History, Severity, replay
+from qkeel.monitor import (
+    DEFAULT,
+    GainGrowth,
+    History,
+    IdleNorm,
+    Resolution,
+    Severity,
+    VanishingGradient,
+    replay,
+)
 from qkeel.nn import Attention
 from qkeel.records import Heads
 from qkeel.spec import AttentionSpec, RMSNorm
@@ -121,3 +133,33 @@ def test_the_line_that_an_alarm_ends_with_can_be_pasted(line: str) -> None:
     model(batch(1)).square().mean().backward()
     optimizer.step()
     handle.remove()
+
+
+def test_the_line_of_every_alarm_can_be_pasted_as_it_is() -> None:
+    """With the names that it says: model, optimizer, batch."""
+    others = (Resolution(dtype="bf16", kernel="eager", head_dim=8), IdleNorm(kind="rms", head_dim=8))
+    rules = (*DEFAULT, *others, GainGrowth(), VanishingGradient())
+    for line in sorted({rule.remedy for rule in rules}):
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters())
+        exec(line, {"qkeel": qkeel, "model": model, "optimizer": optimizer, "batch": batch(0)})
+        model(batch(1)).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_warning_names_the_users_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """import torch, qkeel
+model = qkeel.nn.Attention(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with qkeel.watch(model, optimizer, rules=qkeel.monitor.Ceiling(threshold=-100.0)) as monitor:
+    model(torch.ones(1, 3, 8)).sum().backward()
+    optimizer.step()
+    monitor.close()
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith(f"{script}:6: AlarmWarning: alarm at step 0"), done.stderr
+    assert lines[1:] == ["  optimizer.step()"]

@@ -78,7 +78,7 @@ def test_growing_gains_are_noticed_where_they_grow() -> None:
     bound[:, 1, 0] = [8, 12, 18, 27, 40, 60]
     (alarm,) = replay(history(gain_bound=bound), [GainGrowth()])
     assert (alarm.step, alarm.layer, alarm.head, alarm.value) == (40, "layer 1", 0, 40.0)
-    assert "weight_decay" in alarm.remedy
+    assert "decays the gains" in alarm.remedy
     assert replay(history(gain_bound=bound[:4]), [GainGrowth()]) == []
 
 

@@ -1,4 +1,4 @@
-"""The commands of `qkeel`: which module has each, and the exit code of a command line."""
+"""The program `qkeel`: its commands, their help, and the exit code of a command line."""
 
 from __future__ import annotations
 
@@ -10,62 +10,11 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import qkeel
+from qkeel.cli.commands import HELP_ALL, commands, example
 from qkeel.cli.exits import FAILED, INTERRUPTED, OK, USAGE, command_line
 from qkeel.errors import QkeelError
-from qkeel.lab.studies import STUDIES
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of stdout: no command opens files bare
-# Name, as typed -> where it is and its line in the list of commands. A module is imported when its command is called,
-# so that `qkeel --help` waits for no torch.
-COMMANDS = {
-    "run": (
-        "qkeel.cli.run:run",
-        "Train once, recording the logits of every head; the same command goes on after an interruption.",
-    ),
-    "study precision": (
-        "qkeel.cli.studies.study_precision:study_precision",
-        "The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
-    ),
-    "merge": (
-        "qkeel.cli.studies.merge:merge",
-        "Merge directories of one study, made apart on several machines, into a new one; they stay as they are.",
-    ),
-    "report": ("qkeel.cli.report:report", "Write one self-contained HTML page about studies, runs or watched models."),
-    "watch": (
-        "qkeel.cli.watch:watch",
-        "Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.",
-    ),
-    "replay": (
-        "qkeel.cli.replay:replay",
-        "Print what a policy of the autopilot would have done on a recorded run, when and why.",
-    ),
-    "scan": (
-        "qkeel.cli.scan:scan",
-        "Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they "
-        "allow.",
-    ),
-    "retrofit": (
-        "qkeel.cli.retrofit:retrofit",
-        "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
-    ),
-    "explain": (
-        "qkeel.cli.explain:explain_command",
-        "Print the formula that a preset or remedy puts in force, and its source.",
-    ),
-    "presets": ("qkeel.cli.explain:list_presets", "List the published attention recipes."),
-    "remedies": ("qkeel.cli.explain:list_remedies", "List the remedies."),
-    "config": (
-        "qkeel.cli.run:print_config",
-        "Print the configuration that a recipe and flags make, as a TOML recipe.",
-    ),
-    "bench": ("qkeel.cli.bench:bench", "Time every attention kernel on this machine, side by side."),
-}
-
-
-def commands() -> dict[str, tuple[str, str]]:
-    """Returns COMMANDS and a command for each study: `qkeel demo`, `qkeel study NAME` for the others."""
-    studies = {"demo" if name == "demo" else f"study {name}": (name, line) for name, (_, line) in STUDIES.items()}
-    return COMMANDS | {command: (f"qkeel.cli.studies.study:{name}", line) for command, (name, line) in studies.items()}
 
 
 def make_app(words: Sequence[str]) -> App:
@@ -79,18 +28,32 @@ def make_app(words: Sequence[str]) -> App:
         version=qkeel.__version__,
         suppress_keyboard_interrupt=False,
     )
-    study = app.command(App(name="study", help="Many runs, one table and one report."))
+    about = "Many runs, one table and one report."
+    study = app.command(App(name="study", help=about, help_epilogue=_example("study")))
     for command, (place, line) in commands().items():
         group, _, name = command.rpartition(" ")
-        (study if group else app).command(place, name=name, help=None if name in words else line)
+        shown = None if name in words else line
+        (study if group else app).command(place, name=name, help=shown, help_epilogue=_example(command))
     return app
+
+
+def _example(command: str) -> str:
+    more = f" {HELP_ALL} shows every option." if command in ("run", "config", "demo") or " " in command else ""
+    return f"Example: {example(command)}{more}"
+
+
+def _before_dashes(arguments: Sequence[str]) -> Sequence[str]:
+    """The words that are qkeel's own: after -- comes another command."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     try:
-        app = make_app(arguments)
-        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        words = ["--help" if word == HELP_ALL else word for word in _before_dashes(arguments)]
+        app = make_app(words)
+        words += arguments[len(words) :]
+        code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # here a full disk can still be reported; at the interpreter's end it cannot
     except (CycloptsError, QkeelError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)

@@ -12,6 +12,7 @@ from qkeel.lab.config import ModelConfig
 from qkeel.lab.model.build_model import attention_spec, build_decoder
 from qkeel.registry import parse
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
+from qkeel.remedies import parse as remedies_of
 from qkeel.remedies.apply import remedies
 from qkeel.sites import find_sites
 from qkeel.spec import PRESETS, presets
@@ -47,16 +48,26 @@ def explain_command(name: str, /) -> int:
 
 
 def explain(text: str) -> str:
-    """Returns the line, the source and the formula of a preset, or of remedies on the baseline."""
-    names = [term.name for term in parse(text)]
+    """Returns the line, the source and the formula of a preset, or of remedies on the baseline.
+
+    A remedy of steps, the loss or a block has a rule; attention's formula is printed where one of them changes it.
+    """
+    terms = parse(text)
+    names = [term.name for term in terms]
     if len(names) == 1 and names[0] in PRESETS:
         row = PRESETS[names[0]]
-        return f"{text}: {row.line}\nsource: {row.source}\n\n{attention_spec(text).explain()}"
+        line = f"{names[0]} ({row.line}) with other options" if terms[0].options else row.line
+        return f"{text}: {line}\nsource: {row.source}\n\n{attention_spec(text).explain()}"
     for name in names:
         if name not in REMEDIES and name not in ALIASES:
             raise unknown("preset or remedy", name, {*PRESETS, *REMEDIES, *ALIASES})
-    about = note(text)
-    return f"{canonical(text)}: {about.line}\nsource: {about.source}\n\n{_formula(text)}"
+    about, parts = note(text), remedies_of(text)
+    rules = [f"{one.name}: {one.written_rule()}" for one in parts if one.rule]
+    if len(rules) < len(parts):
+        rules.append(_formula(text))
+    elif rules:
+        rules.append("what attention computes stays the model's own")
+    return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *rules])
 
 
 def _formula(text: str) -> str:

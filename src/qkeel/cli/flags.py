@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import docstring_parser
 from cyclopts import Parameter
 
+from qkeel.cli.commands import HELP_ALL
 from qkeel.errors import InvalidValueError
 from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.lab.config_fields import field_types
@@ -26,6 +28,12 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "optim": (OptimConfig, "Optimizer"),
     "model": (ModelConfig, "Model"),
     "images": (ImagesConfig, "Images"),
+}
+# What `--help` shows; the rest is for `--help-all`, and for recipes.
+_COMMON = {
+    *("data", "task", "context", "batch", "images"),
+    *("d_model", "n_layers", "n_heads", "attention", "position", "block"),
+    *("optimizer", "lr", "warmup", "schedule", "remedy", "steps", "seed", "device", "dtype", "log_every"),
 }
 _RENAMED = {("data", "source"): "data", ("optim", "name"): "optimizer"}
 
@@ -73,7 +81,14 @@ def _parameter(flag: str, cls: type, field: str, group: str, line: str, several:
     shown = "" if default is None else f" [default: {str(default).lower() if default is False else default}]"
     dashed = flag.replace("_", "-")
     negative = f"--no-{dashed}" if isinstance(default, bool) else None
-    made = Parameter(name=f"--{dashed}", group=group, help=line + shown, show_default=False, negative=negative)
+    made = Parameter(
+        name=f"--{dashed}",
+        group=group,
+        help=line + shown,
+        show_default=False,
+        negative=negative,
+        show=flag in _COMMON or HELP_ALL in sys.argv,
+    )
     if not several:
         return made
     more = Parameter(help=f"{line} Several values stand side by side.{shown}", negative_iterable=())

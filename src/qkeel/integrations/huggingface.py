@@ -1,10 +1,12 @@
-"""The Trainer of transformers: watch while it trains, and put the numbers into its logs."""
+"""The Trainer of transformers: watch while it trains, and give the numbers to its reporters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, final
+from typing import Literal, final
 
 import safetensors.torch
 import torch
@@ -12,26 +14,34 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Autopilot, Policy, attach, policy
-from qkeel.errors import InvalidTypeError, missing
-from qkeel.monitor import DEFAULT, Alarm, Cadence, Rule, Sample, Sink
+from qkeel.errors import caution, missing
+from qkeel.frames import Foreign
+from qkeel.integrations.sample_queue import SampleQueue
+from qkeel.monitor import Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch
 from qkeel.records import layer_fields, write_bytes
 
 try:
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise missing("qkeel.integrations.huggingface", "'qkeel[hf]'") from error
+
+_NO_TRAINER = (
+    "no transformers.Trainer calls this callback, so no reporter gets its numbers; they are in state.log_history and "
+    "in its own sinks"
+)
 
 
 @final
 class QkeelCallback(TrainerCallback):
     """Watches from the first to the last step of `trainer.train()`; training is bit for bit what it is without.
 
-    `QkeelCallback(every=50).attach(trainer)` puts it before the reporters, so that they get the numbers in the
-    Trainer's logs (attn/max_logit, attn/entropy, ...). Given as `callbacks=[QkeelCallback()]` it comes after them: then
-    the numbers are in `trainer.state.log_history`, on the progress bar and in its own sinks, but not in the reporters.
+    `Trainer(callbacks=[QkeelCallback()])` is all. What is measured at optimizer step s goes to every reporter of the
+    Trainer (TensorBoard, W&B, MLflow, …) as a log of its own with global step s, however often the Trainer itself
+    logs, and into `trainer.state.log_history`. The last step of the training is always measured.
 
     With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`), and is bit for
     bit the training without it until its first action. Its state is saved next to each checkpoint and taken up again
@@ -43,7 +53,7 @@ class QkeelCallback(TrainerCallback):
         *,
         every: int | Cadence = 50,
         sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
-        rules: Sequence[Rule] = DEFAULT,
+        rules: Sequence[Rule] | None = None,
         query_mask: Given | None = "attention_mask",
         per_layer: bool = False,
         autopilot: bool | str | Policy = False,
@@ -58,29 +68,25 @@ class QkeelCallback(TrainerCallback):
             policy(self._policy)
         self._every, self._rules, self._query_mask, self._per_layer = every, rules, query_mask, per_layer
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
-        self._latest = _Latest()
-
-    def attach(self, trainer: Trainer) -> Self:
-        """Take part in this trainer, before its reporters."""
-        if not isinstance(trainer, Trainer):
-            raise InvalidTypeError(f"expected a transformers.Trainer, got {type(trainer).__name__}")
-        handler = trainer.callback_handler
-        handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
-        return self
+        self._queue = SampleQueue()
+        self._handler: CallbackHandler | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Foreign
     ) -> None:
-        """Start watching; a training that is resumed goes on counting where it stood."""
+        """Start watching; a training that is resumed goes on counting where it was."""
         self._stop(complete=False)  # of a training that was stopped by an error
         model: nn.Module = kwargs["model"]
         optimizer: Optimizer = kwargs["optimizer"]
-        self._latest = _Latest()
+        self._handler = _calling_handler(self)
+        if self._handler is None:
+            caution(_NO_TRAINER)
+        self._queue = SampleQueue()
         self.monitor = watch(
             model,
             optimizer,
             every=self._every,
-            sinks=[*self._sinks, self._latest],
+            sinks=[*self._sinks, self._queue],
             rules=self._rules,
             query_mask=self._query_mask,
         )
@@ -98,31 +104,43 @@ class QkeelCallback(TrainerCallback):
         if self.pilot is not None and state.is_world_process_zero and place.parent.is_dir():
             write_bytes(place, safetensors.torch.save(self.pilot.state_dict()))
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, object] | None = None,
-        **kwargs: object,
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Add what was measured since the last log of training."""
-        if self.monitor is None or logs is None or "loss" not in logs:
-            return
-        sample = self.monitor.sample and self._latest.take()
-        if sample is None:
-            return
-        found = sample.summaries() if self._per_layer else sample.summaries(per_layer=())
-        shown = found if self._per_layer else {k: v for k, v in found.items() if k.rpartition("/")[2] in layer_fields()}
-        logs |= shown
-        if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1] |= shown  # copied before the callbacks were asked
+        """Count as the Trainer does, steps that a GradScaler skips included, and measure the last step."""
+        if self.monitor is not None:
+            self.monitor.steps = max(self.monitor.steps, state.global_step)
+            if state.global_step + 1 == state.max_steps:
+                self.monitor.measure_next()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Give the reporters what has arrived from the device by now."""
+        self._send(args, state, control)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Give the reporters all that was measured: the Trainer logs for the last time before they close."""
+        if self.monitor is not None and self.monitor.sample is not None:  # asking for the sample waits for all of them
+            self._send(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Stop watching."""
         self._stop(complete=True)
+
+    def _send(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        for sample in self._queue.take():
+            found = sample.summaries(None if self._per_layer else ())
+            if not self._per_layer:
+                found = {key: v for key, v in found.items() if key.rpartition("/")[2] in layer_fields()}
+            then = copy.copy(state)
+            then.global_step = sample.step
+            state.log_history.append({**found, "step": sample.step})
+            if self._handler is not None:
+                # A log resets what the control asks for; the Trainer has not acted on its own yet.
+                self._handler.on_log(args, then, copy.copy(control), found)
 
     def _stop(self, *, complete: bool) -> None:
         watching = self.monitor if self.pilot is None else self.pilot
@@ -135,7 +153,7 @@ def _saved(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "qkeel_autopilot.safetensors"
 
 
-def _example(loader: Any, model: nn.Module) -> object:
+def _example(loader: Foreign, model: nn.Module) -> object:
     """Two examples of the training data as the model takes them, drawn without moving a random stream."""
     try:
         with torch.random.fork_rng():
@@ -146,28 +164,12 @@ def _example(loader: Any, model: nn.Module) -> object:
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
 
 
-@final
-class _Latest(Sink):
-    """Keeps the last sample of training until it is asked for."""
-
-    def __init__(self) -> None:
-        self._sample: Sample | None = None
-
-    def open(self, about: Mapping[str, object]) -> None:
-        """Nothing to open."""
-
-    def write(self, sample: Sample) -> None:
-        """Remember it."""
-        if sample.phase == "train":
-            self._sample = sample
-
-    def alarm(self, alarm: Alarm) -> None:
-        """The monitor has warned already."""
-
-    def close(self, complete: bool) -> None:
-        """Nothing to close."""
-
-    def take(self) -> Sample | None:
-        """The sample, once."""
-        sample, self._sample = self._sample, None
-        return sample
+def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
+    """The handler that is calling this callback: the Trainer gives its callbacks no other way to each other."""
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, CallbackHandler) and any(one is callback for one in owner.callbacks):
+            return owner
+        frame = frame.f_back
+    return None

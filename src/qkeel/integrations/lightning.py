@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, final
@@ -11,20 +12,25 @@ from torch import nn
 from qkeel.autopilot import Autopilot, Policy, attach, policy
 from qkeel.errors import InvalidValueError, missing
 from qkeel.handle import State
-from qkeel.monitor import DEFAULT, Cadence, Rule, Sink
+from qkeel.integrations.sample_queue import SampleQueue
+from qkeel.monitor import Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer  # type: ignore[import-not-found]
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException  # type: ignore[import-not-found]
 except ImportError as error:
     raise missing("qkeel.integrations.lightning", "lightning") from error
 
 
 @final
 class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
-    """Watches one module of a LightningModule and logs its summaries with the module's own `log_dict`.
+    """Watches one module of a LightningModule and gives its summaries to the loggers of the Trainer.
+
+    What is measured at optimizer step s is logged at step s, however often the Trainer itself logs; the module's
+    `log_dict` gets it too, for callbacks that look at metrics. The last step is measured wherever Lightning knows it.
 
     Lightning calls `training_step`, not the LightningModule, so what is watched is the module inside: its only child
     with parameters, or the one that `module` names. Where a LightningModule is the model itself and its training_step
@@ -40,7 +46,7 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         module: str | None = None,
         every: int | Cadence = 50,
         sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
-        rules: Sequence[Rule] = DEFAULT,
+        rules: Sequence[Rule] | None = None,
         query_mask: Given | None = None,
         autopilot: bool | str | Policy = False,
         example: object = None,
@@ -58,37 +64,58 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         self._state: State = {}  # of a checkpoint
         self._module, self._every, self._rules, self._query_mask = module, every, rules, query_mask
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
-        self._logged = -1
+        self._queue = SampleQueue()
+        self._last: float = -1
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start watching, with the optimizer that trains what is watched."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start watching, with the optimizer that trains what is watched; a checkpoint has been loaded by now."""
         self.close(complete=False)
         model = self._watched(pl_module)
         own = {id(p) for p in model.parameters()}
         held = [o for o in trainer.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        self._queue = SampleQueue()
         self.monitor = watch(
             model,
             held[0] if held else None,
             every=self._every,
-            sinks=self._sinks,
+            sinks=[*self._sinks, self._queue],
             rules=self._rules,
             query_mask=self._query_mask,
         )
-        self.monitor.steps = trainer.global_step
+        self.monitor.steps = _step(trainer)
+        self._last = -1
+        with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches changes
+            self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
             self.pilot = attach(self.monitor, held, policy=self._policy, example=self._example)
             if self._state:
                 self.pilot.load_state_dict(self._state)
-        self._logged = -1
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        """Count as the loggers do, steps that a GradScaler skips included, and measure the last step."""
+        if self.monitor is not None:
+            self.monitor.steps = max(self.monitor.steps, _step(trainer))
+            if self.monitor.steps == self._last:
+                self.monitor.measure_next()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Log what was measured since the last batch."""
-        sample = None if self.monitor is None else self.monitor.sample
-        if sample is not None and sample.phase == "train" and sample.step != self._logged:
-            self._logged = sample.step
-            pl_module.log_dict(sample.summaries(), rank_zero_only=True)
+        """Log what has arrived from the device by now."""
+        found: dict[str, float] = {}
+        for sample in self._queue.take():
+            found = sample.summaries()
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=sample.step)
+        if found:
+            pl_module.log_dict(found, logger=False, rank_zero_only=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the rest."""
+        if self.monitor is not None and self.monitor.sample is not None:  # asking for the sample waits for all of them
+            for sample in self._queue.take():
+                for logger in trainer.loggers:
+                    logger.log_metrics(sample.summaries(), step=sample.step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop watching."""
@@ -123,3 +150,8 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
             return found
         children = [child for child in module.children() if any(True for _ in child.parameters())]
         return children[0] if len(children) == 1 else module
+
+
+def _step(trainer: Trainer) -> int:
+    """The step at which Lightning's own loggers stand: batches that ended in a step of an optimizer."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -11,24 +11,33 @@ from qkeel.monitor import Alarm, Sample, Severity, Sink
 
 @final
 class TrackioSink(Sink):
-    """Logs to a run of its own in `project`; nothing leaves the machine unless trackio is set up so."""
+    """Logs to the run that is active, or to one of its own in `project`, which it ends; nothing leaves the machine
+    unless trackio is set up so.
+    """
 
     def __init__(self, project: str = "qkeel", name: str | None = None) -> None:
         self.project, self.name = project, name
         self._run: Any = None
+        self._own = False
 
     def open(self, about: Mapping[str, object]) -> None:
-        """Start the run."""
+        """Join the active run, or start one."""
         try:
             import trackio  # pyright: ignore[reportMissingImports]
+            from trackio.context_vars import current_run  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise missing("the trackio sink", "trackio") from error
         module: Any = trackio
-        self._run = module.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
+        self._run, self._own = current_run.get(), current_run.get() is None
+        if self._own:
+            self._run = module.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
 
     def write(self, sample: Sample) -> None:
-        """One log call."""
+        """One log call; the owner of a joined run goes on counting its own."""
+        owners = vars(self._run).get("_next_step")
         self._run.log(sample.summaries(), step=sample.step)
+        if not self._own and owners is not None:
+            self._run._next_step = owners
 
     def alarm(self, alarm: Alarm) -> None:
         """One alert."""
@@ -42,6 +51,6 @@ class TrackioSink(Sink):
         self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=levels[alarm.severity], step=alarm.step)
 
     def close(self, complete: bool) -> None:
-        """End the run."""
-        if self._run is not None:
+        """End the run if it is the sink's own."""
+        if self._own and self._run is not None:
             self._run.finish()

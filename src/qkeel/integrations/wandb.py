@@ -1,26 +1,38 @@
-"""Weights & Biases: summaries over `qkeel/step`, alarms as alerts."""
+"""Weights & Biases: summaries over `qkeel/step`, alarms as alerts and as tags."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, final
 
-from qkeel.errors import missing
+from qkeel.errors import caution, missing
 from qkeel.monitor import Alarm, Sample, Severity, Sink
 
 STEP = "qkeel/step"
+_MANY = 100  # samples
+_LATE = (
+    f"{_MANY} samples wait for the owner of the active W&B run to log: one goes out with each of its logs, the rest "
+    "when watching ends. To write each at once, which advances the run's own step counter: wandb:commit=true"
+)
 
 
 @final
 class WandbSink(Sink):
-    """Logs to the run that is active, or starts one of its own and ends it. In a run of someone else's the numbers
-    go out with the owner's next log call, so that its step counter stays his.
+    """Logs to the run that is active, or starts one of its own and ends it.
+
+    In a run of someone else each sample goes out with a log call of the owner, so that the run's step counter stays
+    the owner's; those that no call took go out at the end, and each has its step as `qkeel/step`. With commit="true"
+    each is written at once.
     """
 
-    def __init__(self, project: str = "qkeel", name: str | None = None, mode: str | None = None) -> None:
-        self.project, self.name, self.mode = project, name, mode
+    def __init__(
+        self, project: str = "qkeel", name: str | None = None, mode: str | None = None, commit: str = "false"
+    ) -> None:
+        self.project, self.name, self.mode, self.commit = project, name, mode, commit.lower() == "true"
         self._run: Any = None
         self._own = False
+        self._waiting: list[dict[str, float]] = []
+        self._place = -1  # the run's step counter when a sample was last put into its row
 
     def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
@@ -36,11 +48,18 @@ class WandbSink(Sink):
             self._run.define_metric(keys, step_metric=STEP)
 
     def write(self, sample: Sample) -> None:
-        """One log call."""
-        self._run.log({**sample.summaries(), STEP: sample.step}, commit=self._own)
+        """One log call, or one of several that wait for the owner's."""
+        self._waiting.append({**sample.summaries(), STEP: sample.step})
+        if self._own or self.commit:
+            self._write_waiting()
+        elif self._run.step != self._place:  # else the row already holds a sample that this one would replace
+            self._run.log(self._waiting.pop(0), commit=False)
+            self._place = self._run.step
+        elif len(self._waiting) == _MANY:
+            caution(_LATE)
 
     def alarm(self, alarm: Alarm) -> None:
-        """One alert."""
+        """One alert, and a tag of the run."""
         from wandb import AlertLevel  # type: ignore[import-not-found]
 
         levels = {
@@ -49,8 +68,18 @@ class WandbSink(Sink):
             Severity.CRITICAL: AlertLevel.ERROR,
         }
         self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=levels[alarm.severity])
+        self._run.tags = (*(self._run.tags or ()), f"qkeel {alarm.severity}: {alarm.rule}"[:64])  # W&B's longest tag
 
     def close(self, complete: bool) -> None:
-        """End the run if it is the sink's own."""
-        if self._own and self._run is not None:
-            self._run.finish(exit_code=0 if complete else 1)
+        """Write what waits, and end the run if it is the sink's own."""
+        if self._run is not None:
+            self._write_waiting()
+            if self._own:
+                self._run.finish(exit_code=0 if complete else 1)
+
+    def _write_waiting(self) -> None:
+        if self._waiting and not self._own and not self.commit:
+            self._run.log({}, commit=True)  # the row that may hold a sample
+        for row in self._waiting:
+            self._run.log(row, commit=True)
+        self._waiting = []

@@ -23,6 +23,7 @@ class MeasuredSteps:
     def __init__(self, cadence: Cadence, *, by_optimizer: bool) -> None:
         self.done = 0  # optimizer steps
         self.closer: int | None = None  # besides what the cadence says, every so many steps
+        self.besides: set[int] = set()  # training steps that are measured whatever the cadence says
         self.passes: dict[Phase, int] = {"train": 0, "eval": 0}
         self._cadence, self._by_optimizer = cadence, by_optimizer
         self._last: dict[Phase, int | None] = {"train": None, "eval": None}
@@ -33,9 +34,7 @@ class MeasuredSteps:
         phase: Phase = "train" if training else "eval"
         self.passes[phase] += 1
         now = self.done if training and self._by_optimizer else self.passes[phase] - 1
-        if (training and self._is_closer(now)) or self._cadence.due(
-            now, self._last[phase], self._bound.factor if training else 1.0
-        ):
+        if self._measures(now, phase):
             if not training:
                 self._last["eval"] = now
             return "statistics"
@@ -44,10 +43,12 @@ class MeasuredSteps:
     @property
     def step_due(self) -> bool:
         """Returns whether the optimizer step that is under way is measured."""
-        return self._is_closer(self.done) or self._cadence.due(self.done, self._last["train"], self._bound.factor)
+        return self._measures(self.done, "train")
 
-    def _is_closer(self, step: int) -> bool:
-        return self.closer is not None and step % self.closer == 0
+    def _measures(self, step: int, phase: Phase) -> bool:
+        if phase == "train" and (step in self.besides or (self.closer is not None and step % self.closer == 0)):
+            return True
+        return self._cadence.due(step, self._last[phase], self._bound.factor if phase == "train" else 1.0)
 
     @property
     def last(self) -> int | None:
@@ -63,6 +64,7 @@ class MeasuredSteps:
     def measured(self, step: int) -> None:
         """Notes that this training step was measured."""
         self._last["train"] = step
+        self.besides.discard(step)
         self._bound.measured()
 
     def stepped(self) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError
+from qkeel.frames import Foreign
 from qkeel.handle import Handle, State
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.planned_rates import PlannedRates
@@ -79,6 +80,8 @@ class Monitor(Handle):
     ) -> None:
         calls = CallStatistics(PassTokens(query_mask, classes), stats)
         self._steps = MeasuredSteps(every, by_optimizer=optimizer is not None)
+        if planned is not None:
+            self._steps.besides.add(planned.steps - 1)
         self._guard = Guard(_OFF, self._switch_off)
         self._tap = Tap(
             model,
@@ -138,7 +141,16 @@ class Monitor(Handle):
 
     @steps.setter
     def steps(self, done: int) -> None:
+        if done != self.steps and self._steps.step_due and self._tap.has("train"):
+            self._steps.besides.add(done)  # of a step that was skipped: what was measured counts for this one
         self._steps.done = done
+
+    def measure_next(self) -> None:
+        """Measures the step under way whatever the cadence says; call it before the step's first forward pass.
+
+        For the last step of a training, or any that matters; where several processes train, all of them must.
+        """
+        self._steps.besides.add(self._steps.passes["train"] if self._hooks is None else self.steps)
 
     @property
     def closer(self) -> int | None:
@@ -204,6 +216,17 @@ class Monitor(Handle):
         """The numbers of the step measured last and the gravest alarms, one line per layer."""
         sample = self.sample
         return "nothing measured yet" if sample is None else sample_table(sample, self.alarms, self._coverage)
+
+    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
+        """Draws the course of the run by matplotlib and returns the Axes; see `History.plot`."""
+        return self.history.plot(what, field=field, ax=ax)
+
+    def __repr__(self) -> str:
+        state = "" if self.active else ", removed"
+        return (
+            f"<Monitor of {type(self.model).__name__}: {len(self.sites)} attentions, {len(self.history):,} records, "
+            f"{len(self.alarms)} alarms{state}>"
+        )
 
     def _repr_html_(self) -> str:
         sample = self.sample

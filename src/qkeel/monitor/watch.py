@@ -19,6 +19,7 @@ from qkeel.monitor.measure.call_statistics import Wanted
 from qkeel.monitor.measure.query_mask import Given, QueryMask
 from qkeel.monitor.measure.token_classes import Classes, GivenClasses
 from qkeel.monitor.monitor import Monitor, watched
+from qkeel.monitor.record import sink_table
 from qkeel.monitor.record.sinks import RunDirectorySink, Sink
 from qkeel.sites.example import arguments
 from qkeel.sites.site import AttentionSite
@@ -57,7 +58,9 @@ def watch(
             largest logit and the entropy of each head (and entropy_min, n_queries), which the compiled attention of
             qkeel's own modules finds while it attends, so that every step can be measured; n_pairs is 0 then, and what
             counts pairs, products or keys is not measured. A call that another kernel computes is measured in full.
-        sinks: where the numbers go besides memory: sinks, or paths of run directories for `qkeel report`.
+        sinks: where the numbers go besides memory: "tensorboard", "wandb:project=gpt", "mlflow", "trackio", "csv",
+            "parquet" or "log", as on the command line; paths of run directories for `qkeel report`, as Path or as text
+            with a / in it; or Sink objects.
         rules: the alarm rules; each warns once. None for the default ones and those of `monitor.rules_for` that fit the
             model (number format, kernel, head width, norms), an empty list for none.
         query_mask: which query rows count, [b t]: the name of the forward's argument that holds it
@@ -81,7 +84,7 @@ def watch(
         InvalidValueError: the optimizer holds none of the model's parameters, the forward takes no `query_mask`,
             classes are asked for with stats="entropy", the sites are those of another model.
         RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1).
-        UnknownNameError: stats is something else.
+        UnknownNameError: stats is something else, or no sink has this name.
         AlreadyAppliedError: the model is watched already.
     """
     if not isinstance(model, nn.Module):
@@ -107,8 +110,9 @@ def watch(
         every=cadence(every),
         stats=stats,
         sinks=[
-            one if isinstance(one, Sink) else RunDirectorySink(one)
-            for one in _several(sinks, (Sink, str, Path), "sinks or paths of run directories")
+            one
+            for given in _several(sinks, (Sink, str, Path), "sinks, their names or paths of run directories")
+            for one in _sinks(given)
         ],
         rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
         query_mask=None if query_mask is None else QueryMask.on(model, query_mask),
@@ -130,6 +134,13 @@ def _several(given: object, kinds: tuple[type[K], ...], what: str) -> tuple[K, .
         if not isinstance(one, kinds):
             raise InvalidTypeError(f"expected {what}, got {type(one).__name__} among them")
     return tuple(given)
+
+
+def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
+    """The sinks that one entry asks for: a text names some, or is the path of a run directory."""
+    if isinstance(given, Sink):
+        return (given,)
+    return sink_table.sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
 
 
 def _optimizer(given: object, model: nn.Module) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from qkeel.records.names_and_units import (
     Field,
     HeadField,
     explain_field,
+    field_unit,
     head_field,
     layer_fields,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "RunStatus",
     "append_line",
     "explain_field",
+    "field_unit",
     "fold_heads",
     "fresh_directory",
     "head_field",

@@ -224,6 +224,16 @@ def head_field(name: str) -> HeadField | None:
     return HEAD_FIELDS.get(name) or CLASS_FIELDS.get(name.partition("/")[0])
 
 
+def field_unit(name: str) -> str:
+    """The unit of a number of each head.
+
+    >>> field_unit("entropy")
+    'nats'
+    """
+    field = head_field(name)
+    return lookup("head field", HEAD_FIELDS, name).unit if field is None else field.unit
+
+
 def layer_fields() -> tuple[str, ...]:
     """The per-head numbers that trackers get for each layer.
 

@@ -74,13 +74,15 @@ class Remedy(abc.ABC):
     """A named, sourced change. Subclasses are frozen dataclasses; their fields are the remedy's options.
 
     An option's annotation says what it may be: true or false, one of a Literal's words, a number above 0; numbers that
-    `may_be_zero` names are at least 0. `on_steps` says that the remedy acts through hooks of the optimizer only: a copy
+    `may_be_zero` names are at least 0. `rule` is the formula of a remedy that changes no slot of the spec, with the
+    options in braces. `on_steps` says that the remedy acts through hooks of the optimizer only: a copy
     of the model is without it. `on_attention` says that it changes attention, all of it.
     """
 
     name: ClassVar[str]
     line: ClassVar[str]
     source: ClassVar[str]
+    rule: ClassVar[str] = ""
     on_steps: ClassVar[bool] = False
     may_be_zero: ClassVar[tuple[str, ...]] = ()
     on_attention: ClassVar[bool] = True
@@ -111,6 +113,10 @@ class Remedy(abc.ABC):
     def holds(self, site: AttentionSite) -> Refusal | None:
         """None if the remedy, once applied, still means something at the site as another remedy left it."""
         return None
+
+    def written_rule(self) -> str:
+        """The rule with this remedy's options in it; empty where the spec's formula says what it does."""
+        return self.rule.format(**dataclasses.asdict(self))  # type: ignore[call-overload]
 
     @abc.abstractmethod
     def apply(self, target: Target) -> Handle:

@@ -31,6 +31,7 @@ class Dropout(Remedy):
     name, may_be_zero = "dropout", ("rate",)
     line = "drops entries of the outputs of attention and MLP at random in training"
     source = "Chameleon, arXiv 2405.09818, section 2.3; Srivastava et al. 2014, JMLR 15"
+    rule = "branches x + m ∘ F(N(x)) / (1 - {rate}), m ~ Bernoulli(1 - {rate}) for each entry, in training"
 
     def __post_init__(self) -> None:
         Remedy.__post_init__(self)

@@ -53,6 +53,10 @@ class LALR(StepRemedy):
     name = "lalr"
     line = "per-head learning rates for query and key weights, lower as their partners grow"
     source = "Anson & Aitchison 2025 (QuacK), arXiv 2511.21377, algorithms 1 and 2"
+    rule = (
+        "each step, per head h: lr(W_Q^h) = {tau} · η · ‖W_K^h‖₀ / ‖W_K^h‖, "
+        "lr(W_K^h) = {tau} · η · ‖W_Q^h‖₀ / ‖W_Q^h‖; ‖·‖ the {norm} norm now, ‖·‖₀ at the start, η the optimizer's rate"
+    )
     if_normed = (
         "a norm on q and k already makes the logit independent of the size of the weights",
         "use one of the two, or qk_lr for a plain lower rate",

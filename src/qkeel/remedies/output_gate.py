@@ -38,6 +38,10 @@ class OutputGate(Remedy):
     name = "output_gate"
     line = "gates what attention returns by a sigmoid of the layer's input, so that a head may say nothing"
     source = "Qiu et al. 2025, arXiv 2505.06708"
+    rule = (
+        "o ← c · sigmoid(W_g x) · o, x the layer's input, one gate per {per}; with init={init}, where keep begins at "
+        "W_g = 0 with c = 2 and random has c = 1"
+    )
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         if isinstance(site.module, nn.MultiheadAttention):

@@ -23,6 +23,7 @@ class PeriNorm(Remedy):
     name = "peri_norm"
     line = "adds norms behind attention and MLP of a pre-norm block"
     source = "Peri-LN, arXiv 2502.02732; Gemma 2, arXiv 2408.00118"
+    rule = "branches x + N'(F(N(x))) in place of x + F(N(x)), N' an RMS norm with a gain"
 
     def apply(self, target: Target) -> Handle:
         return compose_all(part for b in pre_norm_branches(target, self.name) for part in _added(b, target))

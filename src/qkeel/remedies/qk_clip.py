@@ -62,6 +62,10 @@ class QKClip(StepRemedy):
     name = "qk_clip"
     line = "after each step, shrinks query and key weights of heads whose largest logit passed the threshold"
     source = "Kimi K2, arXiv 2507.20534, section 2.1"
+    rule = (
+        "after each step, per head h: γ_h = min(1, {threshold:g} / S_h); W_Q^h ← √γ_h · W_Q^h, W_K^h ← √γ_h · W_K^h; "
+        "S_h the head's largest logit since the last step (shared keys: groups={groups})"
+    )
     if_normed = (
         "a norm between the weights of q or of k and the logit undoes their scaling, so a clip of both would not bring "
         "the logit down by what it says",

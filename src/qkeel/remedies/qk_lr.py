@@ -22,6 +22,7 @@ class QKLearningRate(StepRemedy):
     name, may_be_zero = "qk_lr", ("factor",)
     line = "a fixed, smaller learning rate for query and key weights"
     source = "the ablation of Anson & Aitchison 2025, arXiv 2511.21377, figure 1"
+    rule = "each step: lr(W_Q) = lr(W_K) = {factor} · η, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
         steps = head_steps(target, self.name, HeadWeights.of(target))

@@ -37,6 +37,7 @@ class QKWeightDecay(StepRemedy):
     name, may_be_zero = "qk_weight_decay", ("decay",)
     line = "decoupled weight decay for query and key weights only"
     source = "Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2, on part of the weights"
+    rule = "before each step: W_Q ← (1 - {decay} · η) · W_Q, W_K ← (1 - {decay} · η) · W_K, η the optimizer's rate"
 
     def apply(self, target: Target) -> Handle:
         optimizer = innermost(target.need_optimizer(self.name))

@@ -99,6 +99,7 @@ class SigmaReparam(Remedy):
     name = "sigma_reparam"
     line = "divides each linear weight by its spectral norm and learns the scale"
     source = "Zhai et al. 2023, arXiv 2303.06296"
+    rule = "linear layers ({on}): Ŵ = (γ / σ(W)) · W, σ the largest singular value, γ learned"
 
     def apply(self, target: Target) -> Handle:
         inside = {id(m) for site in target.sites for m in site.module.modules()}

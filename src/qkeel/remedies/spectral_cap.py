@@ -42,6 +42,7 @@ class SpectralCap(StepRemedy):
     name = "spectral_cap"
     line = "after each step, shrinks query and key weights whose largest singular value passed the cap"
     source = "Newhouse et al. 2025, arXiv 2507.13338, section 3 (rescaled, not clipped; q and k only)"
+    rule = "after each step, per {per}: W ← W · min(1, {cap:g} / σ(W)) for W_Q and W_K, σ the largest singular value"
     if_normed = (
         "a norm between the weights of q or of k and the logit undoes their scaling, so a cap on them would bound "
         "nothing",

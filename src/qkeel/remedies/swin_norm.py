@@ -29,6 +29,7 @@ class SwinNorm(Remedy):
     source = (
         "Swin V2, arXiv 2111.09883, section 3.2; Chameleon, arXiv 2405.09818, section 2.3; OLMo 2, arXiv 2501.00656"
     )
+    rule = "branches x + N(F(x)) in place of x + F(N(x)), with the same norms N"
 
     def holds(self, site: AttentionSite) -> Refusal | None:
         if site.spec.norm.sides == "qkv":

@@ -40,6 +40,7 @@ class ZLoss(Remedy):
     name, may_be_zero = "z_loss", ("coefficient",)
     line = "adds coefficient·(ln Z)² of the logits over the vocabulary to the loss, by its gradient"
     source = "Chowdhery et al. 2022, arXiv 2204.02311, section 5; Wortsman et al. 2023, arXiv 2309.14322"
+    rule = "loss + {coefficient:g} · Σ_i c_i · (ln Z_i)², ln Z_i the logsumexp of token i's logits over the vocabulary"
     on_attention = False
 
     def apply(self, target: Target) -> Handle:

@@ -269,6 +269,12 @@ class AttentionSite:
     layout: Layout | None = None
     unverified: str = ""
 
+    def __repr__(self) -> str:
+        """Short: its name, its heads, and whether the weights behind them are known."""
+        groups = "" if self.n_kv_heads == self.n_heads else f", {self.n_kv_heads} key heads"
+        weights = "known" if self.verified else f"not confirmed: {self.unverified}" if self.terms else "unknown"
+        return f"<AttentionSite {self.name!r}: {self.n_heads} heads of {self.head_dim}{groups}, weights {weights}>"
+
     @property
     def verified(self) -> bool:
         """True if the weights of each head are known, and an experiment confirmed them; those of qkeel's own modules

@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 import numpy as np
 
-from qkeel.errors import ShapeError
+from qkeel.errors import ShapeError, unknown
+from qkeel.frames import Foreign, Frame, figures, heads_frame, steps_frame
+from qkeel.monitor.alarms import thresholds
+from qkeel.monitor.alarms.forecast import forecast
 from qkeel.monitor.alarms.planned_rates import PlannedRates
-from qkeel.records import Heads, RunDirectory
+from qkeel.records import Heads, RunDirectory, field_unit, fold_heads
+from qkeel.registry import lookup
+
+# What `History.plot` draws -> the field that it shows by default.
+FIGURES = {"drift": "max_logit", "entropy": "entropy", "heads": "max_logit", "forecast": "max_logit"}
 
 
 @final
@@ -77,6 +84,66 @@ class History:
         """A recorded run."""
         heads = run.heads() if (run.path / "heads.json").exists() else None
         return cls.of(run.metrics(), heads, () if heads is None else heads.layers, planned=planned)
+
+    def frame(self, rows: Literal["heads", "steps"] = "heads") -> Frame:
+        """The records as a table: one row per step, layer and head, or one row per step."""
+        if rows == "heads":
+            return heads_frame(self.steps, self.layers, self.heads)
+        if rows != "steps":
+            raise unknown("rows of a frame", rows, ("heads", "steps"))
+        return steps_frame(self.steps, self.values)
+
+    def to_pandas(self, rows: Literal["heads", "steps"] = "heads") -> Foreign:
+        """The same as a pandas.DataFrame."""
+        return self.frame(rows).to_pandas()
+
+    def to_polars(self, rows: Literal["heads", "steps"] = "heads") -> Foreign:
+        """The same as a polars.DataFrame."""
+        return self.frame(rows).to_polars()
+
+    def plot(self, what: str = "drift", *, field: str | None = None, ax: Foreign = None) -> Foreign:
+        """Draws the records by matplotlib and returns the Axes.
+
+        what: "drift", the largest logit of each layer over the steps; "entropy", the mean entropy of each layer;
+        "heads", the last record as a map of layers and heads; "forecast", when the largest logit passes 1e4. field: a
+        name of records.HEAD_FIELDS to show instead. ax: the Axes to draw on.
+
+        Raises: UnknownNameError for another figure or a field that was not recorded, MissingLibraryError without
+        matplotlib.
+        """
+        name = field or lookup("figure", FIGURES, what)
+        measured = {n: values for n, values in self.heads.items() if not np.isnan(values).all()}
+        values = lookup("recorded field", measured, name)
+        label = f"{name.replace('_', ' ')} [{field_unit(name)}]"
+        layers = self.layers or tuple(f"layer {i}" for i in range(values.shape[1]))
+        ax = figures.axes(ax)
+        if what == "heads":
+            figures.draw_heads(ax, values[-1], layers, f"{label}, step {int(self.steps[-1]):,}")
+        elif what == "forecast":
+            self._plot_forecast(ax, name, label)
+        else:
+            folded = np.stack([fold_heads(name, record) for record in values])
+            figures.draw_lines(ax, self.steps, folded, layers, label)
+        return ax
+
+    def _plot_forecast(self, ax: Foreign, name: str, label: str) -> None:
+        top = self.top(name)
+        assert top is not None
+        figures.draw_lines(ax, self.steps, top[:, None], ["largest of all heads"], label)
+        found = forecast(self.steps, top, thresholds.DIVERGES, rates=self.rates, planned=self.planned)
+        ax.set_title("does not pass 1e4 if it goes on as now" if found is None else str(found), fontsize="medium")
+        if found is not None:
+            now = float(self.steps[-1]), float(top[-1])
+            figures.draw_forecast(ax, found.threshold, now, (found.low, found.step, found.high))
+
+    def __repr__(self) -> str:
+        span = f", steps {self.steps[0]:,.0f} to {self.steps[-1]:,.0f}" if len(self) else ""
+        return (
+            f"<History of {len(self):,} records{span}: {len(self.layers)} layers, {len(self.heads)} numbers per head>"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.frame("steps")._repr_html_()
 
     def upto(self, n: int) -> History:
         """The first n records: what was known then."""

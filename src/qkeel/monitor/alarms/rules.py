@@ -196,7 +196,7 @@ class NonFinite(Rule):
 
     severity: Severity = Severity.CRITICAL
     source: str = "by definition"
-    remedy: str = f"go back to the last checkpoint before it, then {HOLD}"
+    remedy: str = f"{HOLD}  # from the last checkpoint before it on"
 
     @property
     def name(self) -> str:

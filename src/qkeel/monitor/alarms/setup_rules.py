@@ -14,10 +14,13 @@ from qkeel.monitor.alarms.rule import Alarm, Rule, Severity, first, largest, pea
 from qkeel.monitor.alarms.rules import DEFAULT
 from qkeel.monitor.alarms.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
 
-DECAY_GAINS = 'optimizer.param_groups[i]["weight_decay"] = 0.1  # i: the group that holds the gains of q_norm, k_norm'
+DECAY_GAINS = (
+    'optimizer.register_step_post_hook(lambda o, *_: [p.data.mul_(1 - 0.1 * o.param_groups[0]["lr"]) '
+    'for n, p in model.named_parameters() if "q_norm" in n or "k_norm" in n])  # decays the gains of the norms'
+)
 KEEP_FLOAT32 = 'qkeel.apply("qk_clip:threshold=100", model, optimizer, example=batch)  # or q, k and logits in float32'
-SMALLER_EPS = 'optimizer.param_groups[i]["eps"] = 1e-15  # i: the group that holds the weights of q and k'
-LOOK = "qkeel.explain_model(model, batch)  # says which norm each attention really applies"
+SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
+LOOK = "print(qkeel.explain_model(model, batch))  # says which norm each attention really applies"
 
 
 @final

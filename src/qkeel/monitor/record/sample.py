@@ -36,6 +36,11 @@ class Sample:
             if values.ndim != 2 or len(values) != len(self.layers):
                 raise ShapeError(f"expected {name} as [{len(self.layers)} layers, heads], got shape {values.shape}")
 
+    def __repr__(self) -> str:
+        """Short: the step and how much was measured."""
+        size = f"{len(self.layers)} layers, {len(self.heads)} numbers per head"
+        return f"<Sample of {self.phase} step {self.step:,}: {size}>"
+
     def by_layer(self, name: str) -> np.ndarray:
         """[layers]: a head field, folded over heads as records.HEAD_FIELDS says; NaN where nothing was measured."""
         return fold_heads(name, self.heads[name])

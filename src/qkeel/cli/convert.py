@@ -1,4 +1,4 @@
-"""`qkeel retrofit`: a checkpoint with q/k norms as an architecture that others load."""
+"""`qkeel convert`: a checkpoint with q/k norms as an architecture that others load."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from qkeel.cli.exits import OK
-from qkeel.remedies.retrofit import convert
+from qkeel.remedies.retrofit import convert as write
 
 
-def retrofit(
+def convert(
     checkpoint: Path,
     /,
     *,
@@ -30,5 +30,5 @@ def retrofit(
         out: The folder to write; it must not exist, or be empty.
         norm_eps: The eps of the q/k norms, where it is not rms_norm_eps of config.json.
     """
-    print(convert(checkpoint, to, out, norm_eps=norm_eps))
+    print(write(checkpoint, to, out, norm_eps=norm_eps))
     return OK

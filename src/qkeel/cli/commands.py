@@ -1,0 +1,111 @@
+"""The commands of `qkeel`, and the text of `qkeel --help`: literal tables, so that it waits for no library."""
+
+from __future__ import annotations
+
+import textwrap
+
+from qkeel.lab.studies import STUDIES
+
+HELP_ALL = "--help-all"  # as --help, with the options that few need
+
+# Name, as typed -> where it is and its line in the list of commands. A module is imported when its command is called.
+COMMANDS = {
+    "run": (
+        "qkeel.cli.run:run",
+        "Train once, recording the logits of every head; the same command goes on after an interruption.",
+    ),
+    "study precision": (
+        "qkeel.cli.studies.study_precision:study_precision",
+        "The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
+    ),
+    "merge": (
+        "qkeel.cli.studies.merge:merge",
+        "Merge directories of one study, made apart on several machines, into a new one; they stay as they are.",
+    ),
+    "report": ("qkeel.cli.report:report", "Write one self-contained HTML page about studies, runs or watched models."),
+    "watch": (
+        "qkeel.cli.watch:watch",
+        "Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.",
+    ),
+    "replay": (
+        "qkeel.cli.replay:replay",
+        "Print what a policy of the autopilot would have done on a recorded run, when and why.",
+    ),
+    "scan": (
+        "qkeel.cli.scan:scan",
+        "Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they "
+        "allow.",
+    ),
+    "export": ("qkeel.cli.export:export", "Write the records of a run as tables, CSV or Parquet."),
+    "convert": (
+        "qkeel.cli.convert:convert",
+        "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
+    ),
+    "explain": (
+        "qkeel.cli.explain:explain_command",
+        "Print the formula that a preset or remedy puts in force, and its source.",
+    ),
+    "presets": ("qkeel.cli.explain:list_presets", "List the published attention recipes."),
+    "remedies": ("qkeel.cli.explain:list_remedies", "List the remedies."),
+    "config": (
+        "qkeel.cli.run:print_config",
+        "Print the configuration that a recipe and flags make, as a TOML recipe.",
+    ),
+    "bench": ("qkeel.cli.bench:bench", "Time every attention kernel on this machine, side by side."),
+}
+
+# Name -> what people type, shown at the end of the command's help; of other studies it is `example`'s line.
+EXAMPLES = {
+    "bench": "qkeel bench --size quick",
+    "config": "qkeel config --steps 500 --d-model 128 > recipe.toml",
+    "convert": "qkeel convert llama-with-norms --to qwen3 --out qwen3",
+    "demo": "qkeel demo --out demo --jobs 2",
+    "explain": "qkeel explain lalr:tau=0.1",
+    "export": "qkeel export qkeel-runs/train --to parquet",
+    "merge": "qkeel merge part1 part2 --out whole",
+    "presets": "qkeel presets",
+    "remedies": "qkeel remedies",
+    "replay": "qkeel replay qkeel-runs/train",
+    "report": "qkeel report qkeel-runs/train -o page.html",
+    "run": "qkeel run --steps 500 --remedy qk_norm --out runs/a",
+    "scan": "qkeel scan model.safetensors --every-head",
+    "study": "qkeel study lr --remedies none qk_norm --lrs 0.01 0.1 --dry-run",
+    "study extrapolation": "qkeel study extrapolation --forms baseline --train-length 64 --test-lengths 64 512",
+    "study lr": "qkeel study lr --remedies none qk_norm --lrs 0.01 0.1 --seeds 0 1",
+    "study mla": "qkeel study mla --remedies none --lrs 0.01 0.1 --dry-run",
+    "study multimodal": "qkeel study multimodal --remedies none qk_norm --mixes text --lrs 0.01 --dry-run",
+    "study precision": "qkeel study precision --remedies none --out precision",
+    "watch": "qkeel watch --sink tensorboard -- python train.py",
+}
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Returns COMMANDS and a command for each study: `qkeel demo`, `qkeel study NAME` for the others."""
+    studies = {"demo" if name == "demo" else f"study {name}": (name, line) for name, (_, line) in STUDIES.items()}
+    return COMMANDS | {command: (f"qkeel.cli.studies.study:{name}", line) for command, (name, line) in studies.items()}
+
+
+def example(command: str) -> str:
+    """Returns a line to type; a study without one of its own in EXAMPLES says what it would run."""
+    return EXAMPLES.get(command, f"qkeel {command} --dry-run")
+
+
+def overview() -> str:
+    """Returns the text of `qkeel --help`: each command with its line, and what to type first."""
+    lines = {command: line for command, (_, line) in sorted(commands().items())}
+    width = max(map(len, lines)) + 4
+    rows = (f"  {name:<{width - 2}}{line}" for name, line in lines.items())
+    first = (EXAMPLES[name] for name in ("demo", "watch", "report"))
+    return "\n".join(
+        [
+            "Usage: qkeel COMMAND [OPTIONS]",
+            "",
+            "Keeps attention logits on an even keel.",
+            "",
+            "Commands (qkeel COMMAND --help says more):",
+            *(textwrap.fill(row, 100, subsequent_indent=" " * width) for row in rows),
+            "",
+            "Examples:",
+            *(f"  {line}" for line in first),
+        ]
+    )

@@ -1,0 +1,156 @@
+"""Tables of records: the same rows in numpy, pandas, polars, CSV and Parquet; figures; short texts."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from monitor.samples import about, sample
+from monitor.small import train
+
+import qkeel
+from qkeel.cli.export import export
+from qkeel.errors import MissingLibraryError, QkeelError, QkeelWarning, RunDirectoryError, UnknownNameError
+from qkeel.frames import Frame, TableFiles
+from qkeel.handle import Handle
+from qkeel.monitor import History, RunDirectorySink
+from qkeel.monitor.monitor import Monitor
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of three records, with a layer of three heads and one of two."""
+    sink = RunDirectorySink(tmp_path / "run")
+    sink.open(about())
+    for step in (0, 10, 20):
+        sink.write(sample(step, max_logit=[[1.0, 2.0, step], [-np.inf, 5.0]]))
+    sink.write(sample(20, phase="eval"))
+    sink.close(complete=True)
+    return tmp_path / "run"
+
+
+def test_a_run_is_read_as_tables(run: Path) -> None:
+    loaded = qkeel.load(run)
+    assert repr(loaded) == f"<Run {run}: Toy, 3 records to step 20, done>"
+    assert loaded.config["optimizer"] == "AdamW"
+    assert loaded.steps["step"].tolist() == [0, 10, 20]
+    assert loaded.steps["train_loss"].tolist() == [2.5] * 3
+    heads = loaded.heads
+    assert list(heads.columns) == ["step", "layer", "head", "max_logit", "entropy"]  # what was measured
+    assert len(heads) == 3 * 5  # and of the heads that there are
+    rows = list(zip(*heads.columns.values(), strict=True))
+    assert rows[7] == (10, "h.0.attn", 2, 10.0, 4.0)
+    assert rows[8] == (10, "h.1.attn", 0, -np.inf, 1.0)
+    assert loaded.eval_heads["step"].tolist() == [20] * 5
+    assert loaded.history.layers == ("h.0.attn", "h.1.attn")
+    assert "<td>20</td>" in loaded._repr_html_()
+    with pytest.raises(RunDirectoryError, match=r"has no config\.json of one\. Give a directory that qkeel\.watch"):
+        qkeel.load(run.parent)
+    with pytest.raises(UnknownNameError, match=r"unknown column 'entropi'\. Did you mean 'entropy'"):
+        heads["entropi"]
+
+
+def test_pandas_and_polars_have_the_same_rows(run: Path) -> None:
+    heads = qkeel.load(run).heads
+    history = History.read(qkeel.load(run).directory)
+    for name, method in (("pandas", "to_pandas"), ("polars", "to_polars")):
+        pytest.importorskip(name)
+        for table in (getattr(heads, method)(), getattr(history, method)()):
+            assert list(table.columns) == list(heads.columns)
+            assert table["layer"].to_list() == heads["layer"].tolist()
+            assert table["max_logit"].to_list() == heads["max_logit"].tolist()
+        assert getattr(history, method)("steps")["step"].to_list() == [0, 10, 20]
+
+
+def test_what_is_exported_is_what_is_loaded(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heads = qkeel.load(run).heads
+    assert export(run, to="csv", out=tmp_path / "out") == 0
+    names = ["steps", "heads", "eval_steps", "eval_heads"]
+    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / f"{name}.csv") for name in names]
+    with open(tmp_path / "out" / "heads.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["max_logit"]) for row in rows] == heads["max_logit"].tolist()
+    assert [row["layer"] for row in rows] == heads["layer"].tolist()
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with pytest.raises(RunDirectoryError, match="holds something"):
+        export(run, to="parquet", out=tmp_path / "out")
+    assert export(run, to="parquet", out=tmp_path / "out2") == 0
+    table = parquet.read_table(tmp_path / "out2" / "heads.parquet").to_pydict()
+    assert table == {name: values.tolist() for name, values in heads.columns.items()}
+
+
+def test_a_column_that_comes_late_is_left_out_with_one_warning(tmp_path: Path) -> None:
+    files = TableFiles(tmp_path, "csv")
+    files.append("a", Frame({"step": np.array([0]), "x": np.array([1.0])}))
+    with pytest.warns(QkeelWarning, match=r"y came after a\.csv was begun"):
+        files.append("a", Frame({"step": np.array([1]), "y": np.array([1.0])}))
+    files.append("a", Frame({"step": np.array([2]), "y": np.array([1.0])}))  # a second warning would be an error
+    assert (tmp_path / "a.csv").read_text() == "step,x\n0,1.0\n1,\n2,\n"
+    with pytest.raises(UnknownNameError, match="unknown table format 'xlsx'"):
+        TableFiles(tmp_path, "xlsx")
+
+
+def test_the_error_of_a_missing_library_names_the_extra(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pandas", "polars", "pyarrow", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    loaded = qkeel.load(run)
+    calls: list[tuple[Any, str]] = [
+        (loaded.heads.to_pandas, "frames"),
+        (loaded.heads.to_polars, "frames"),
+        (loaded.plot, "plot"),
+        (lambda: export(run, to="parquet", out=tmp_path / "out"), "frames"),
+    ]
+    for call, extra in calls:
+        with pytest.raises(MissingLibraryError, match=rf"pip install 'qkeel\[{extra}\]'"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+def test_figures_show_what_was_recorded(run: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    loaded = qkeel.load(run)
+    drift = loaded.plot()
+    assert [line.get_ydata().tolist() for line in drift.lines] == [[2.0, 10.0, 20.0], [5.0, 5.0, 5.0]]
+    assert [text.get_text() for text in drift.get_legend().get_texts()] == ["h.0.attn", "h.1.attn"]
+    assert drift.get_ylabel() == "max logit [nats]"
+    assert [line.get_ydata().tolist() for line in loaded.plot("entropy").lines] == [[3.0] * 3, [1.5] * 3]
+    (image,) = loaded.plot("heads").images
+    assert image.get_array()[0].tolist() == [1.0, 2.0, 20.0]
+    assert loaded.plot("forecast").get_title() == "does not pass 1e4 if it goes on as now"
+    steps = np.arange(100, 1100, 100)
+    grows = History(steps=steps, values={}, heads={"max_logit": (2.0 * steps)[:, None, None] + np.zeros((1, 12, 1))})
+    assert grows.plot("forecast").get_title().startswith("passes 1e4 at step 5,000")
+    assert grows.plot().get_title() == "from layer 0 (dark) to layer 11 (light)"
+    assert grows.plot(ax=drift) is drift
+    pyplot.close("all")
+    with pytest.raises(UnknownNameError, match=r"unknown figure 'drfit'\. Did you mean 'drift'"):
+        loaded.plot("drfit")
+    with pytest.raises(QkeelError, match="unknown recorded field 'cos_max'"):
+        loaded.plot(field="cos_max")
+
+
+def test_what_is_shown_is_short() -> None:
+    shown: list[str] = []
+
+    def show(step: int, monitor: Monitor) -> None:
+        if step == 2:
+            shown.extend(map(repr, (monitor, monitor.history, monitor.sample, monitor.sites[0])))
+            assert "<th>max_logit</th>" in monitor.history._repr_html_()
+
+    _, _, monitor = train(lambda m, o: qkeel.watch(m, o, rules=[]), during=show)
+    assert shown[0] == "<Monitor of Small: 2 attentions, 2 records, 0 alarms>"
+    assert shown[1].startswith("<History of 2 records, steps 0 to 1: 2 layers, ")
+    assert shown[2].startswith("<Sample of train step 1: 2 layers, ")
+    assert shown[3] == "<AttentionSite 'blocks.0': 2 heads of 4, weights known>"
+    monitor.close()
+    assert repr(monitor).endswith(", removed>")
+    assert repr(Handle(lambda: None)) == "<Handle: in force, remove() undoes it>"
