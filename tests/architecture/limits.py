@@ -8,8 +8,8 @@ LINES_PER_SMALL_REMEDY = 60
 PARAMETERS = 8
 MODULES_IN_A_FOLDER = 14
 NAMES_USED_TWICE = 8
-SOURCE_LINES = 47_446
-ANY = 240
+SOURCE_LINES = 52_700
+ANY = 243
 GETATTR = 36
 
 # Texts that break a rule and are allowed all the same: none of them may become more.
