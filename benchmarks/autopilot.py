@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import csv
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
-
+from qkeel.lab import DataConfig, ModelConfig, RunConfig
+from qkeel.lab import study as made
+from qkeel.metrics import paired_effect
 from qkeel.records import RunDirectory
 
 OWN = "autopilot"
-T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student, 95 %
 
 
-def main(study: Path) -> None:
-    """Print the tables."""
+def main() -> None:
+    """Print the tables of the study that the command line names, or of a tiny one: --toy only shows that it runs."""
+    if sys.argv[1:] != ["--toy"]:
+        report(Path(sys.argv[1]))
+        return
+    with tempfile.TemporaryDirectory() as place:
+        base = RunConfig(
+            model=ModelConfig(d_model=16, n_heads=2), data=DataConfig(source="topics", context=8), steps=4, device="cpu"
+        )
+        made("lr", remedies=["none", OWN], lrs=[0.1], seeds=[0, 1], out=Path(place) / "study", base=base)
+        report(Path(place) / "study")
+
+
+def report(study: Path) -> None:
+    """Print the tables of one study."""
     with (study / "table.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     loss = {(r["remedy"], float(r["lr"]), int(r["seed"])): float(r["val_loss"]) for r in rows}
@@ -47,11 +61,10 @@ def main(study: Path) -> None:
     for lr in rates:
         words = []
         for other in [r for r in remedies if r != OWN]:
-            gaps = np.array([loss[OWN, lr, seed] - loss[other, lr, seed] for seed in seeds])
-            half = T[len(seeds) - 1] * gaps.std(ddof=1) / len(seeds) ** 0.5
-            words.append(f"{other} {gaps.mean():+.3f} [{gaps.mean() - half:+.3f}, {gaps.mean() + half:+.3f}]")
+            gap = paired_effect([loss[OWN, lr, seed] - loss[other, lr, seed] for seed in seeds])
+            words.append(f"{other} {gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]")
         print(f"  {lr:g}: " + "; ".join(words) + f"; first actions at {[acted[lr, s][:1] for s in seeds]}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

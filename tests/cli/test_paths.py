@@ -60,6 +60,8 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
         for command, flags in {
             "demo": f"--jobs 1 {TINY}",
             "study lr": f"--remedies none --lrs 0.1 {ONE} {TINY}",
+            "study chaos": f"--remedies none --lrs 0.1 {ONE} {TINY}",
+            "study translation": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study mla": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study extrapolation": f"--forms baseline --posthoc none --train-length 8 --test-lengths 8 {ONE} {SMALL}",
             "study multimodal": f"--remedies none --lrs 0.1 --mixes text --context 80 {ONE} {SMALL} --n-heads 2",

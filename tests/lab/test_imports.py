@@ -30,7 +30,7 @@ print(result.table[0]["status"])
 
 
 def test_the_command_line_says_what_it_needs() -> None:
-    done = python("from qkeel.__main__ import main; sys.exit(main())", "cyclopts")
+    done = python("from qkeel.__main__ import main; sys.argv = ['qkeel', 'presets']; sys.exit(main())", "cyclopts")
     assert done.returncode == 2
     assert done.stderr == "error: the command line needs cyclopts and rich: pip install 'qkeel[lab]'\n"
 

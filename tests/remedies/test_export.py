@@ -288,13 +288,13 @@ def test_a_failure_half_way_leaves_no_folder_behind(tmp_path: Path, monkeypatch:
 def test_the_command_writes_the_same_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, weights, config = before("llama")
     source = stored(tmp_path / "in", weights, config)
-    assert main(["retrofit", str(source), "--to", "qwen3", "--out", str(tmp_path / "out")]) == 0
+    assert main(["convert", str(source), "--to", "qwen3", "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert torch.equal(
             file.get_tensor("model.layers.1.self_attn.q_norm.weight"), weights["model.layers.1.self_attn.q_norm.weight"]
         )
-    assert main(["retrofit", str(source), "--to", "olmo2", "--out", str(tmp_path / "no")]) == 2
+    assert main(["convert", str(source), "--to", "olmo2", "--out", str(tmp_path / "no")]) == 2
     assert "olmo2 has no such norm" in capsys.readouterr().err
 
 
