@@ -20,9 +20,7 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
     def before(*_: object) -> None:
         if not left and not member.step():
             left.append(True)
-            if list(hooks or ())[-1:] == [
-                hook.id
-            ]:  # else torch goes on through them: it stays, idle
+            if list(hooks or ())[-1:] == [hook.id]:  # else torch goes on through them: it stays, idle
                 hook.remove()
 
     hook = innermost(optimizer).register_step_pre_hook(before)
