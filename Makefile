@@ -80,7 +80,7 @@ check: lint  ## lint, types, import floors
 
 docs: $(VENV)/.dev
 	$(PIP) -e '.[docs]'
-	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+	$(BIN)/sphinx-build -E -W --keep-going -q docs docs/_build/html
 
 bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 	$(PIP) -e '.[bench]'

@@ -22,7 +22,7 @@ ROOMS = (
     ".integrations",
 )
 # Tables of names, which their functions list; and rooms, which have pages.
-TABLES = {"ALIASES", "DEFAULT", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
+TABLES = {"ALIASES", "DEFAULT", "POLICIES", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
 
 
 def _named() -> set[str]:
