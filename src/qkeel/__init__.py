@@ -12,6 +12,8 @@ attention of this spec, per head (logits in nats):
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qkeel.version import VERSION
+
 if TYPE_CHECKING:
     from qkeel import audit, errors, integrations, lab, monitor, nn, reference, remedies, report, sites, spec
     from qkeel.audit import explain_model
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from qkeel.sites import find_sites
     from qkeel.spec import AttentionSpec, preset, presets
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Loaded when first asked for: importing qkeel costs nothing, and the report works where there is no torch.
 _HOMES = {

@@ -415,7 +415,7 @@ def test_an_interrupted_study_keeps_what_is_done(
 def test_the_demo_is_a_study_of_its_own(tmp_path: Path, capsys: Capture) -> None:
     assert main(["demo", *TINY, "--out", str(tmp_path / "d"), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "38 runs, 38 to do" in out
+    assert "74 runs, 74 to do" in out
     assert out.count("lr 0.03, seed 0, 21 steps") == 2
 
 

@@ -238,7 +238,7 @@ def test_two_spellings_of_a_remedy_are_one_run(tiny: Make) -> None:
 def test_the_demo_is_the_grid_and_the_drift_pair() -> None:
     made = make_plan("demo")
     roles = [run.role for run in made.runs]
-    assert (roles.count("grid"), roles.count("drift")) == (36, 2)
+    assert (roles.count("grid"), roles.count("drift")) == (72, 2)
     assert all(run.config.optim.schedule == "constant" for run in made.runs)
     drift = [run.config for run in made.runs if run.role == "drift"]
     assert [(c.remedy, c.optim.lr, c.steps) for c in drift] == [("none", 0.03, 800), ("qk_norm", 0.03, 800)]

@@ -59,9 +59,8 @@ class Ladder(Policy):
     )
 
     def __post_init__(self) -> None:
-        for option, least in (("threshold", 0.0), ("tau", 0.0)):
-            value = {"threshold": self.threshold, "tau": self.tau}[option]
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < np.inf:
+        for option, value in (("threshold", self.threshold), ("tau", self.tau)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < np.inf:
                 raise InvalidValueError(f"expected a number above 0 as {option} of the policy ladder, got {value!r}")
         for option, count in (("every", self.every), ("patience", self.patience), ("calm", self.calm)):
             if type(count) is not int or count < 1:

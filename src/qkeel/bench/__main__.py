@@ -14,13 +14,13 @@ import os
 import platform
 import sys
 import threading
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from qkeel.bench.kernels import SIZES, Cell, fastest_first, grid, measure
 from qkeel.bench.measure import Row
+from qkeel.version import VERSION
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,8 +67,7 @@ def call_line(cell: Cell, rows: list[Row]) -> str:
 
 def machine(device: str) -> dict[str, str]:
     """Returns the device, the versions and the processor that the times belong to."""
-    own = next((found.version for found in metadata.distributions(name="qkeel")), "unknown")  # never installed
-    about = {"device": device, "qkeel": own, "torch": torch.__version__, "processor": _processor()}
+    about = {"device": device, "qkeel": VERSION, "torch": torch.__version__, "processor": _processor()}
     about["python"] = platform.python_version()
     about["vectors"] = torch.backends.cpu.get_cpu_capability()
     return about if device == "cpu" else {**about, "gpu": torch.cuda.get_device_name()}

@@ -22,6 +22,7 @@ from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch
 from qkeel.records import layer_fields, write_bytes
+from qkeel.sites.kept_state import same_random_streams
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -156,7 +157,7 @@ def _saved(args: TrainingArguments, state: TrainerState) -> Path:
 def _example(loader: Foreign, model: nn.Module) -> object:
     """Two examples of the training data as the model takes them, drawn without moving a random stream."""
     try:
-        with torch.random.fork_rng():
+        with same_random_streams():
             found = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
     except (AttributeError, IndexError, TypeError):  # no dataset with numbers
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -33,12 +33,19 @@ def copied(value: Any) -> Any:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+def same_random_streams(devices: Sequence[int] = ()) -> Iterator[None]:
+    """The random streams of Python, NumPy and torch, on the CPU and these GPUs, are put back."""
     with ExitStack() as undo, torch.random.fork_rng(devices=devices):
         undo.callback(random.setstate, random.getstate())
         undo.callback(np.random.set_state, np.random.get_state())
+        yield
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward pass changes is put back: random streams, buffers, attributes, who needs a gradient."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with ExitStack() as undo, same_random_streams(devices):
         for module in model.modules():
             undo.callback(_keep(module))
             undo.callback(_keep_contents(module))

@@ -10,7 +10,7 @@ from qkeel.lab.plan import Grid, PlannedRun, Study, product
 GRID = Grid(
     remedies=("none", "qk_norm", "lalr:tau=0.1", "qk_clip:threshold=30", "softcap:cap=50", "qk_lr:factor=0.1"),
     lrs=(0.01, 0.1, 0.3),
-    seeds=(0, 1),
+    seeds=(0, 1, 2, 3),
 )
 DRIFT = Grid(remedies=("none", "qk_norm"), lrs=(0.03,), seeds=(0,))
 

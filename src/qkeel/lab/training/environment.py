@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from qkeel.lab.model.run_remedies import note
 from qkeel.lab.tasks.text import load_task
 from qkeel.records import RunDirectory
 from qkeel.sites import find_sites
+from qkeel.version import VERSION
 
 COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # what changes bits and is no setting of a run
 
@@ -29,7 +29,7 @@ COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # what chang
 def computed_with(config: RunConfig) -> Json:
     """Returns what decides the last digits besides the configuration, by COMPARED: versions, processor, kernels."""
     return {
-        "qkeel": next((found.version for found in metadata.distributions(name="qkeel")), "unknown"),
+        "qkeel": VERSION,
         "torch": torch.__version__,
         "device": _device_name(config.device),
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",

@@ -15,6 +15,7 @@ from qkeel import dist
 from qkeel.monitor.cadence import Cadence
 from qkeel.sites.missed import Missed
 from qkeel.sites.site import AttentionSite
+from qkeel.version import VERSION
 
 
 def about(
@@ -44,7 +45,7 @@ def about(
         "cadence": repr(cadence),
         "processes": dist.world(),
         "versions": {
-            "qkeel": sys.modules["qkeel"].__version__,  # of a checkout that nobody installed too
+            "qkeel": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
