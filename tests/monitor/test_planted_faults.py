@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ COSTS = {
 # Where a fault has another end than one warning and a monitor that is off.
 OTHERWISE = {
     "monitor.monitor:Monitor.close": "called by the user: its own fault is the answer; what it calls is guarded",
+    "monitor.processes.group:ProcessGroup.waited_for": "asked when all is closed; a fault there means: remove the hooks",
     "monitor.monitor:Monitor._switch_off": "a second fault: the first was told; the rest is switched off without it",
     "sites.handwritten.tags:Tags.put.<locals>.forget": "called by Python when a tensor dies, which drops its faults",
     "sites.weights.gradient_paths:_nothing": "tells of two: of the pass that shows scripts, and of the one without it",
@@ -222,7 +224,7 @@ def interrupted(name: str, calls: Calls) -> str:
 
 def check(wrong: Callable[[str, int], str], names: Iterable[str]) -> None:
     """Fails with what is wrong, by name; those in OTHERWISE must be."""
-    found = {name: what for i, name in enumerate(names) if (what := wrong(name, i))}
+    found = {name: what for name in names if (what := wrong(name, crc32(name.encode())))}
     others = {name: what for name, what in found.items() if name not in OTHERWISE}
     assert not others, "\n".join(f"{name}: {what}" for name, what in others.items())
 
@@ -231,7 +233,11 @@ def test_a_fault_in_a_function_leaves_training_as_it_is(tmp_path: Path) -> None:
     """One in seven of the functions of four settings; `test_a_fault_in_any_function…` plants all."""
     calls = Calls(tmp_path, list(SETTINGS)[:4])
     assert len(calls.found) > 400
-    check(lambda name, i: wrong(name, calls, Fault(KINDS[i % len(KINDS)])), list(calls.found)[::7])
+    check(
+        lambda name, i: wrong(name, calls, Fault(KINDS[i % len(KINDS)])),
+        # By the name, so that what is planted does not change with the functions that run on one machine only.
+        [name for name in calls.found if crc32(name.encode()) % 7 == 0],
+    )
 
 
 @pytest.mark.slow
