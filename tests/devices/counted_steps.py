@@ -1,7 +1,7 @@
 """Counts what watching adds to the training steps of a model of transformers on a device, and prints it as JSON.
 
-The device is the stand-in of `accelerator`, which is no CUDA device: what goes through Triton or a fused operator of a
-GPU there is counted here as torch's operators.
+The device is the stand-in of `accelerator`, which is no CUDA device: what goes through Triton there is counted here as
+torch's operators. Attention is torch's fused operator of the CPU, counted as one launch, as a GPU's is.
 """
 
 from __future__ import annotations
@@ -11,19 +11,30 @@ import warnings
 from collections import Counter
 
 import torch
-from tests.devices.accelerator import DEVICE, Accelerator, Counts
+from tests.devices.accelerator import DEVICE, NAME, Accelerator, Counts
 from tests.remedies.foreign import hf, out
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 import qkeel
+from qkeel.kernels.stats import logsumexp
+from qkeel.patching.private_operators import flash_on_cpu
 from qkeel.sites import find
+from qkeel.sites.see import bracket
 
 LAYERS = (2, 4)
 
 
+class Fused(bracket.BracketMode):
+    """SDPA as a GPU computes it: by one operator."""
+
+    def saw(self, *_: object) -> None:
+        pass
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Counts:
     """The work of one training step."""
-    with Counts() as counts:
+    with Counts() as counts, Fused():
         optimizer.zero_grad()
         out(model, tokens).square().mean().backward()
         optimizer.step()
@@ -55,6 +66,10 @@ def counted(layers: int) -> dict[str, dict[str, object]]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    # The fused operator of a GPU that hands out its logsumexp, in one launch.
+    bracket.is_plain = lambda x: True  # type: ignore[assignment]
+    bracket._GPU, logsumexp.kernel_choice = NAME, lambda *_, **how: SDPBackend.FLASH_ATTENTION.value
+    logsumexp._FUSED = {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))}
     find.verified = lambda model, seen, *example: seen  # its experiment works on storages, which stand-ins have none of
     with Accelerator():
         print(json.dumps({layers: counted(layers) for layers in LAYERS}, default=Counter))

@@ -8,10 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 import qkeel
+from qkeel.kernels.stats import logsumexp
 from qkeel.monitor import Adaptive, Every, LogSpaced
 from qkeel.monitor.cadence import cadence
+from qkeel.patching.private_operators import flash_on_cpu
+from qkeel.sites.see import bracket
 from qkeel.sites.see.bracket import BracketMode
 
 
@@ -49,6 +53,41 @@ def test_output_and_gradients_are_the_same_bits_and_the_bound_holds(
     assert float(mode.bound) >= float(z.max()) - slack
     if masked != "boolean":  # else the product of the norms, which is not tight
         assert float(mode.bound) <= float(z.max()) + math.log(20) + slack
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_on_a_gpu_the_bound_is_the_logsumexp_of_the_operator_that_sdpa_chooses(
+    cast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The CPU in the part of a GPU: one of its fused operators is torch's own here, which has the same bits.
+    monkeypatch.setattr(bracket, "_GPU", "cpu")
+    monkeypatch.setattr(logsumexp, "kernel_choice", lambda *_, **how: SDPBackend.FLASH_ATTENTION.value)
+    monkeypatch.setattr(logsumexp, "_FUSED", {SDPBackend.FLASH_ATTENTION: (flash_on_cpu, (0.0,))})
+    q, k, v = (torch.randn(2, heads, 20, 16, requires_grad=True) for heads in (4, 2, 2))
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out, *torch.autograd.grad(out.float().cos().sum(), (q, k, v))
+
+    plain = run()
+    with BracketMode() as mode:
+        seen = run()
+        between = [run() for _ in range(2)]
+    assert all(torch.equal(a, b) for found in (seen, *between) for a, b in zip(plain, found))
+    z = (q @ k.repeat_interleave(2, 1).mT / 4).masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -math.inf)
+    assert mode.bound is not None
+    torch.testing.assert_close(mode.bound, z.logsumexp(-1).amax(), rtol=0.02 if cast else 1e-5, atol=0.0)
+
+
+def test_on_a_gpu_what_no_fused_operator_takes_is_bounded_by_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bracket, "_GPU", "cpu")
+    monkeypatch.setattr(logsumexp, "kernel_choice", lambda *_, **how: SDPBackend.MATH.value)
+    q = torch.randn(1, 2, 5, 8)
+    with BracketMode() as mode:
+        F.scaled_dot_product_attention(q, q, q)
+    assert mode.bound is not None
+    torch.testing.assert_close(mode.bound, q.norm(dim=-1).amax().square() / 8**0.5)
 
 
 def test_with_dropout_the_bound_is_the_product_of_the_norms() -> None:

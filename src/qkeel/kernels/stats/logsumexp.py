@@ -68,12 +68,16 @@ def exact_bracket(call: AttentionCall, why: str) -> LogitBracket:
     return LogitBracket.exact(found.max_logit, found.entropy, f"by one pass over q and k: {why}")
 
 
-def fused_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor] | None:
+def fused_with_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor] | None:
     """Returns out and lse of the fused operator that SDPA would choose on a GPU; None where it would choose none."""
+    if q.shape[-1] % 8 or v.shape[-1] % 8:  # SDPA would pad such heads
+        return None
     gqa = q.shape[1] != k.shape[1]
     chosen = kernel_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
     fused = _FUSED.get(SDPBackend(chosen))
-    if fused is None or q.shape[-1] % 8:  # SDPA would pad such heads
+    if fused is None:
         return None
     operator, between = fused
     out, lse = operator(q, k, v, *between, causal, scale=scale)[:2]

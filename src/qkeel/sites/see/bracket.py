@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from qkeel.kernels.native.operator import is_plain
+from qkeel.kernels.stats.logsumexp import fused_with_logsumexp
 from qkeel.nn import functional_attention
 from qkeel.nn.scaled_dot_product import attention_with_logsumexp
 from qkeel.patching.compiler_state import in_function_transform
@@ -19,6 +21,7 @@ from qkeel.patching.modes import Args, Function, FunctionMode, Kwargs, function_
 from qkeel.patching.private_operators import flash_on_cpu, kernel_choice, operator_name
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 
+_GPU = "cuda"
 _OWN = "qkeel_native::attention"  # returns its logsumexp as well
 Instead = Callable[[], tuple[Tensor, Tensor | None]]
 
@@ -26,29 +29,39 @@ Instead = Callable[[], tuple[Tensor, Tensor | None]]
 class BracketMode(FunctionMode):
     """While it is entered, `bound` is at least the largest logit of every attention call seen, capped where it is.
 
-    F.scaled_dot_product_attention on the CPU: its kernel computes row logsumexps anyway, so the kernel itself is
-    called, which returns them; output and gradients are the same bits. lse - ln n <= max <= lse over n keys. qkeel's
-    compiled attention returns them too, and so does functional_attention. Where another kernel would be chosen
-    (dropout, a GPU), and under autocast, which casts what enters it: scale·max|q|·max|k|, O(T d). Softmax over rows of
-    scores: their maximum. Attention inside torch.nn.MultiheadAttention, flex_attention and compiled code is not seen,
-    nor is what torch.func transforms.
+    F.scaled_dot_product_attention: torch's fused kernels compute row logsumexps anyway, so the kernel that it would
+    choose is called itself, which returns them; output and gradients are the same bits. lse - ln n <= max <= lse over n
+    keys. qkeel's compiled attention returns them too, and so does functional_attention. Where no fused kernel is
+    chosen, with dropout, on a GPU with a mask, and on a CPU under autocast, which casts what enters it:
+    scale·max|q|·max|k|, O(T d). Softmax over rows of scores: their maximum. Attention inside
+    torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor is what torch.func transforms.
     `bound` is None until something was.
     """
 
     def __init__(self, guard: Guarded = unguarded) -> None:
         super().__init__(guard)
-        self.bound: Tensor | None = None
+        self._found: list[Tensor] = []  # the largest of each call
+
+    @property
+    def bound(self) -> Tensor | None:
+        """The largest of all calls so far: two launches, whatever their number."""
+        if not self._found:
+            return None
+        device = self._found[0].device  # parts of a model may be on others
+        return torch.stack([x.to(device, torch.float32, non_blocking=True) for x in self._found]).amax()
 
     def wanted(self, function: Function, args: Args, kwargs: Kwargs) -> bool | Instead:
         """Returns the kernel under a call of SDPA, where it returns what bounds the logits."""
         if in_function_transform():
             return False  # tensors inside torch.func's transforms mean nothing outside
         name = function_name(function)
+        given = sdpa_arguments(args, kwargs) if name == "scaled_dot_product_attention" else {}
+        if given and _on_one_gpu(given):
+            return functools.partial(_on_gpu, function, given)
         if function is functional_attention:
-            return functools.partial(attention_with_logsumexp, sdpa_arguments(args, kwargs))
-        if name != "scaled_dot_product_attention":
+            return functools.partial(attention_with_logsumexp, given)
+        if not given:
             return name == "softmax" or operator_name(function) == _OWN
-        given = sdpa_arguments(args, kwargs)
         if not _flash_on_cpu(given):
             return True
         q, k, v, causal = given["query"], given["key"], given["value"], bool(given["is_causal"])
@@ -66,14 +79,32 @@ class BracketMode(FunctionMode):
             new = args[0].detach().amax()
         else:
             return
-        new = new.to(torch.float32)
-        self.bound = new if self.bound is None else torch.maximum(self.bound, new)
+        self._found.append(new)
+
+
+def _on_one_gpu(given: Kwargs) -> bool:
+    """True if the fused operators of a GPU may take these arguments: dense, without mask and dropout."""
+    qkv = [given[name] for name in ("query", "key", "value")]
+    if given["attn_mask"] is not None or given["dropout_p"]:
+        return False
+    return all(is_plain(x) and x.ndim == 4 and x.device.type == _GPU for x in qkv)
+
+
+def _on_gpu(function: Function, given: Kwargs) -> tuple[Tensor, Tensor | None]:
+    """SDPA's output, and the logsumexps where it is of a kernel that returns them; cast as autocast casts its inputs."""
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    if torch.is_autocast_enabled(_GPU):
+        kind = torch.get_autocast_dtype(_GPU)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(kind) for x in (q, k, v))
+    same = q.shape[1] == k.shape[1] or given["enable_gqa"]
+    pair = fused_with_logsumexp(q, k, v, bool(given["is_causal"]), given["scale"]) if same else None
+    return (function(**given), None) if pair is None else pair
 
 
 def _flash_on_cpu(given: Kwargs) -> bool:
     """True if SDPA would run torch's CPU flash kernel on these arguments."""
     q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
-    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in (q, k, v)):
+    if not all(is_plain(x) and x.device.type == "cpu" for x in (q, k, v)):
         return False
     if torch.is_autocast_enabled("cpu"):
         return False
