@@ -10,7 +10,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: claims setup demo test slow fuzz crash mutation zoo foreign gpu check lint docs bench roofline assets clean
+.PHONY: claims setup demo test slow fuzz crash mutation zoo foreign gpu gpu-train check lint docs bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -66,9 +66,15 @@ foreign: $(FOREIGN)/.done  ## models of 30 packages against a reference of their
 # A GPU machine needs torch >= 2.11, Triton and pytest and no environment of ours: jaxtyping's annotations have a stand-in.
 GPU_PATH = src:.$(shell $(PYTHON) -c "import jaxtyping" 2>/dev/null || echo :tests/gpu/stand_ins)
 
-gpu:  ## on a CUDA device: kernels against the oracle, then their benchmark into benchmarks/results
-	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir tests/gpu tests/gpu
-	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m benchmarks.gpu
+gpu:  ## on a CUDA device, in ten minutes: kernels against the oracle, every table, goals; into benchmarks/results
+	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m benchmarks.on_gpu
+
+MINUTES ?= 10
+STEPS ?= 30000
+DATA ?= stdlib
+
+gpu-train:  ## MINUTES (10) of training the 100M recipes for STEPS (30000) on DATA (stdlib); goes on where it stopped
+	PYTHONPATH=$(GPU_PATH) $(PYTHON) -m benchmarks.on_gpu.train --minutes $(MINUTES) --steps $(STEPS) --data $(DATA)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -18,9 +18,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 NOT_RUN = {
     "__init__": "says what the package is",
     "measure": "the harness that all share",
-    "gpu": "a test of its own, tests/kernels/triton_kernels/test_loading.py",
     "watch": "a test of its own, test_watch_runs.py",
-    "flex_maxima": "a kernel that gpu measures",
+    "flex_maxima": "a kernel that on_gpu.kernels measures",
     "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }
 NEEDS_A_COMPILER = {"native", "attention", "decode", "modules", "transformers_attention"}

@@ -91,7 +91,7 @@ def _on_one_gpu(given: Kwargs) -> bool:
 
 
 def _on_gpu(function: Function, given: Kwargs) -> tuple[Tensor, Tensor | None]:
-    """SDPA's output, and the logsumexps where it is of a kernel that returns them; cast as autocast casts its inputs."""
+    """SDPA's output, cast as autocast casts its inputs; and the logsumexps where a kernel returns them."""
     q, k, v = (given[name] for name in ("query", "key", "value"))
     if torch.is_autocast_enabled(_GPU):
         kind = torch.get_autocast_dtype(_GPU)

@@ -1,6 +1,7 @@
-"""What the GPU kernels take, as ratios to what cannot be avoided: `make gpu`, or `python -m benchmarks.gpu`.
+"""What the GPU kernels take, as ratios to what cannot be avoided: a section of `make gpu`.
 
-Five tables, interleaved, CUDA events, the L2 cache overwritten before every call:
+`python -m benchmarks.on_gpu.kernels` has five tables, interleaved, CUDA events, the L2 cache overwritten before every
+call; --only norm, statistics or weights leaves the others out:
 
 - norm and rotation of q and k against a copy of both (forward) and against five passes over them (with backward);
 - statistics against the attention forward they belong to;
@@ -8,23 +9,21 @@ Five tables, interleaved, CUDA events, the L2 cache overwritten before every cal
 - heads of weights copied with their norms, interpolated and scaled against a copy of them;
 - lalr and qk_clip against the fused AdamW step.
 
-Writes benchmarks/results/<device>-<date>.json and the tables as Markdown next to it. --toy with --device cpu and
-TRITON_INTERPRET=1 only shows that it runs: nothing it prints then says anything of a GPU.
+--toy with --device cpu and TRITON_INTERPRET=1 only shows that it runs: nothing it prints then says anything of a GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import platform
-import re
-import time
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
 
 from benchmarks import flex_maxima
-from benchmarks.measure import Bench, Case, Cases, about
+from benchmarks.measure import Bench, Cases
 from benchmarks.native import Own, Passes, pass_cases
+from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.triton import available, norm_rope
@@ -34,6 +33,7 @@ from qkeel.spec.call import make_call
 
 ATTENTION, BOTH = "attention forward", "attention forward and backward"
 HEADS = "copy of all heads"
+PARTS = ("norm", "statistics", "weights")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,30 +50,6 @@ class Sizes:
 
 
 TOY = Sizes(tokens=6, heads=2, key_heads=1, head_dim=16, layers=2, dim=16, dtype=torch.float16)
-
-
-class Clock:
-    """Milliseconds of single calls on a device."""
-
-    def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
-        # Larger than any L2: what a call reads is not there yet. The host runs ahead while it is overwritten.
-        self.cache = torch.empty(1 << 28, dtype=torch.float32, device=device) if self.cuda else torch.empty(1)
-
-    def __call__(self, case: Case, calls: int) -> float:
-        """Returns the milliseconds of one call."""
-        if not self.cuda:
-            start = time.perf_counter()
-            case()
-            return (time.perf_counter() - start) * 1e3
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(2):
-            self.cache.zero_()
-        before.record()
-        case()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after)
 
 
 def norm_rope_passes(sizes: Sizes, device: str, compiled: bool) -> Passes:
@@ -152,44 +128,39 @@ def heads_cases(sizes: Sizes, device: str) -> Cases:
     }
 
 
-def measure(bench: Bench, sizes: Sizes, device: str) -> None:
-    """Times every table."""
+def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases]:
+    """The tables of one part: "norm", "statistics" or "weights"."""
     shape = f"{sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, {sizes.tokens} tokens, {sizes.dtype}"
     weights = f"{sizes.layers} layers, {sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, width {sizes.dim}"
     model, size = f"{sizes.layers} layers, width {sizes.dim}", (sizes.layers, sizes.heads, sizes.dim)
-    passes = pass_cases(norm_rope_passes(sizes, device, bench.compiled))
-    forward, both = statistics_cases(sizes, device, bench.compiled)
-    found = {
-        **{f"norm and rotation, {kind}; {shape}": cases for kind, cases in passes.items()},
-        f"statistics; {shape}": forward,
-        f"logsumexp only; {shape}": both,
+    if part == "norm":
+        passes = pass_cases(norm_rope_passes(sizes, device, bench.compiled))
+        return {f"norm and rotation, {kind}; {shape}": cases for kind, cases in passes.items()}
+    if part == "statistics":
+        forward, both = statistics_cases(sizes, device, bench.compiled)
+        return {f"statistics; {shape}": forward, f"logsumexp only; {shape}": both}
+    return {
         f"heads of weights, float32; {weights}": heads_cases(sizes, device),
         f"optimizer step; {model}": optimizer_cases(*size, device),
         f"qk_clip next to the step; {model}": clip_cases(*size, device),
     }
-    clock = Clock(device)
-    for title, cases in found.items():
-        bench.table(title, cases, warmup=3 if clock.cuda else 1, clock=clock)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
-    flags = {"--device": {"choices": ("cuda", "cpu"), "default": "cuda"}}
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and writes after each table."""
+    flags = {**DEVICE, "--only": {"choices": PARTS}}
     peer = "torch.compile and FlexAttention"
-    bench = Bench("gpu", __doc__, arguments, rounds=25, peer=peer, writes=True, flags=flags)
+    bench = Bench("on_gpu.kernels", __doc__, arguments, rounds=25, peer=peer, writes=True, flags=flags)
     device = bench.options.device
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here; --device cpu --toy with TRITON_INTERPRET=1 shows that it runs")
     if not available.loaded():
         raise SystemExit("Triton cannot be imported here; the warning above says why")
-    import triton
-
-    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {platform.machine()}, interpreter"
-    notes = about("make gpu", bench.rounds) | {"device": name, "triton": triton.__version__}
-    measure(bench, TOY if bench.toy else Sizes(), device)
-    path = bench.write(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"), about=notes, tables=bench.tables)
-    path.write_text(path.read_text().replace("cpu_ms", "ms"))
-    path.with_suffix(".md").write_text(bench.markdown())
+    clock = Clock(device)
+    for part in PARTS if bench.options.only is None else (bench.options.only,):
+        for title, cases in found(bench, TOY if bench.toy else Sizes(), device, part).items():
+            bench.table(title, cases, warmup=3 if clock.cuda else 1, clock=clock)
+            write(bench, "kernels")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""`make gpu` and `make gpu-train` run where no GPU is: sections end by themselves or are ended, results stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.on_gpu import __main__ as ten_minutes
+from benchmarks.on_gpu import train
+from benchmarks.on_gpu.__main__ import GOALS, SECTIONS, Section
+
+from qkeel.records import RunDirectory, RunStatus
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_a_gpu_both_say_so_and_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for main in (ten_minutes.main, train.main):
+        assert main(["--out", str(tmp_path)]) == 0
+        assert "skipped: there is no CUDA device here" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_section_that_fails_or_takes_too_long_leaves_the_others_and_its_last_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endless = ("timeit", "-n1", "-r1", "print('begun', flush=True); __import__('time').sleep(600)")
+    sections = (
+        Section("endless", 1, endless, benchmark=False),
+        Section("broken", 60, ("a_module_that_is_not",), benchmark=False),
+        Section("fine", 60, ("platform",), benchmark=False),
+    )
+    monkeypatch.setattr(ten_minutes, "SECTIONS", sections)
+    assert ten_minutes.main(["--toy", "--out", str(tmp_path)]) == 1
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert [found["status"] for found in results["sections"].values()] == ["out of time", "failed", "done"]
+    assert "a_module_that_is_not" in results["sections"]["broken"]["last lines"][-1]
+    assert "| fine |" in next(tmp_path.glob("*.md")).read_text()
+    assert "out of time" in capsys.readouterr().out
+
+
+def test_sections_take_ten_minutes_at_most_and_goals_read_theirs() -> None:
+    assert sum(section.seconds for section in SECTIONS) <= 600
+    assert {goal.section for goal in GOALS} <= {section.name for section in SECTIONS}
+    goal = GOALS[0]
+    rows = [{"case": goal.case, "ratio": [1.0, 1.1, 1.2]}]
+    lines = ten_minutes.verdicts({goal.section: {"tables": {goal.table + " of a shape": rows}}})
+    assert lines[0].endswith("1.100 met")
+    assert all(line.endswith("not measured") for line in lines[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_section_runs_at_toy_size_and_has_the_cases_that_goals_are_about(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("PYTHONPATH", f"{root / 'src'}:{root}")
+    monkeypatch.setattr(ten_minutes, "SECTIONS", [section for section in SECTIONS if section.benchmark])
+    monkeypatch.setattr(ten_minutes, "INTERPRETER", "")  # so that goals are judged
+    assert ten_minutes.main(["--toy", "--out", str(tmp_path)]) == 0
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert not [line for line in results["goals"] if "not measured" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::qkeel.errors.QkeelWarning")  # scales that were derived for larger heads
+def test_recipes_train_in_pieces_to_the_table_of_longer_texts(tmp_path: Path) -> None:
+    words = [
+        "--toy",
+        "--steps",
+        "2",
+        "--data",
+        "topics",
+        "--forms",
+        "baseline",
+        "kna_logn",
+        "--recipes",
+        train.RECIPES[1],
+    ]
+    words += ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
+    states = []
+    for minutes in ("0", "9"):
+        assert train.main([*words, "--minutes", minutes]) == 0
+        states.append([RunDirectory(path).status for path in sorted((tmp_path / "runs").iterdir())])
+    assert states[0] != states[1] == [RunStatus.DONE] * 2
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert found["about"]["steps"].startswith("2; the recipes have 30000")
+    for run in found["runs"].values():
+        assert run["step"] == run["of"] == 2
+        assert set(run["loss"]) == {"8", "16", "32", "64"}
