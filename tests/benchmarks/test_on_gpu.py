@@ -59,10 +59,10 @@ def test_every_section_runs_at_toy_size_and_has_the_cases_that_goals_are_about(
     monkeypatch.chdir(root)
     monkeypatch.setenv("PYTHONPATH", f"{root / 'src'}:{root}")
     monkeypatch.setattr(ten_minutes, "SECTIONS", [section for section in SECTIONS if section.benchmark])
-    monkeypatch.setattr(ten_minutes, "INTERPRETER", "")  # so that goals are judged
     assert ten_minutes.main(["--toy", "--out", str(tmp_path)]) == 0
     results = json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert not [line for line in results["goals"] if "not measured" in line]
+    assert results["goals"] == []  # of a GPU
+    assert not [line for line in ten_minutes.verdicts(results["sections"]) if "not measured" in line]
 
 
 @pytest.mark.slow

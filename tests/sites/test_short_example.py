@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import find_sites
+from qkeel.errors import QkeelWarning, RefusedError
 from qkeel.sites.short_example import ROWS, TOKENS, shorter
 
 H, D, B, T = 2, 4, 6, 100
@@ -33,7 +34,7 @@ class Heads(nn.Module):
     def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k = (p(x).unflatten(-1, (H, D)).transpose(1, 2) for p in (self.q, self.k))
         if self.norm:
-            q, k = (F.rms_norm(y, (D,)) * self.gain for y in (q, k))
+            q, k = (F.rms_norm(y, (D,), self.gain) for y in (q, k))
         return F.scaled_dot_product_attention(q, k, k, attn_mask=mask).transpose(1, 2).flatten(2)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -121,3 +122,21 @@ def test_off_the_cpu_a_sequence_is_cut_where_no_number_may_be_the_place_of_a_tok
     assert [x.cut for x in shorter((ids,), {"answer_at": ids})] == [False]
     assert [x.cut for x in shorter((ids, ids, ids), {})] == [False]
     assert list(shorter((ids, ids[:, 0]), {})) == []
+
+
+def test_where_whole_sequences_take_too_much_memory_short_ones_show_all_but_the_bounds_by_norms() -> None:
+    model, whole = Heads(norm=True), find_sites(Heads(norm=True), tokens())
+
+    def full(m: Heads, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.shape[1] > TOKENS:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x
+
+    model.change = full
+    with pytest.warns(QkeelWarning, match="no memory to read them from whole sequences"):
+        sites = find_sites(model, tokens())
+    assert all(site.verified and site.normed and not site.query_gains for site in sites)
+    assert [(s.name, s.n_heads) for s in sites] == [(s.name, s.n_heads) for s in whole]
+    model.change = lambda m, x: full(m, twice(m, x))
+    with pytest.raises(RefusedError, match="another on short sequences"):
+        find_sites(model, tokens())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 
 from qkeel import dist
-from qkeel.errors import InvalidTypeError, RefusedError
+from qkeel.errors import InvalidTypeError, RefusedError, caution
 from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
@@ -55,9 +57,7 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     own = _own_sites(model)
     if args or kwargs:
         with gathered(model):
-            seen = _of_short_example(model, args, kwargs, expected=not own)
-            if seen is None:
-                seen = _confirmed(model, args, kwargs, expected=not own)
+            seen = _of_example(model, args, kwargs, expected=not own)
             return Sites([*own, *seen], seen.missed)
     if not own:
         takes = inspect.signature(model.forward)
@@ -81,21 +81,49 @@ def _confirmed(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) 
     return Sites(verified(model, seen, args, kwargs), seen.missed)
 
 
-def _of_short_example(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Sites | None:
-    """The sites that a shorter example shows, if all are confirmed and a pass on the whole one makes the same calls: of
-    that one nothing is kept. None of several processes, which have to make the same passes."""
-    if dist.world() > 1:
-        return None
-    for short in shorter(args, kwargs):
+def _of_example(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Sites:
+    """The sites that the shortest example shows of which all are confirmed, and of which a pass on the whole one makes
+    the same calls: of that one nothing is kept. Several processes have to make the same passes, so none are shorter.
+
+    What is behind a norm may grow with the position, so there sequences are left whole. Where that takes more memory
+    than the device has, as under gradient checkpointing, all but that is known of a short one.
+    """
+    known: Sites | None = None
+    for short in [*(() if dist.world() > 1 else shorter(args, kwargs)), None]:
+        example = (args, kwargs) if short is None else (short.args, short.kwargs)
         try:
-            sites = _confirmed(model, short.args, short.kwargs, expected=expected)
-            # What is behind a norm may grow with the position.
-            known = all(s.verified and not (short.cut and s.normed) for s in sites)
-            if known and heads_seen(model, args, kwargs, sites) == {s.name: s.n_heads for s in sites}:
+            sites = _confirmed(model, *example, expected=expected)
+            if known is not None and any("OutOfMemoryError" in s.unverified for s in sites):
+                break
+            if short is None:
                 return sites
+            if all(s.verified for s in sites):
+                if short.cut and any(s.normed for s in sites):
+                    known = sites
+                elif heads_seen(model, args, kwargs, sites) == _heads(sites):
+                    return sites
         except Exception as error:
+            if known is not None and torch.OutOfMemoryError in (type(error), type(error.__cause__)):
+                break
+            if short is None:
+                raise
             _LOG.debug("a shorter example of %s fails: %s", type(model).__name__, error)
-    return None
+    assert known is not None
+    if heads_seen(model, args, kwargs, known) != _heads(known):
+        raise RefusedError(
+            f"the attention of {type(model).__name__} is another on short sequences, and whole ones take more memory "
+            "than there is; give find_sites an example of one sequence, and its sites to watch(sites=...)"
+        )
+    caution(
+        f"the bounds by the norms of {type(model).__name__} are unknown and not watched: there is no memory to "
+        "read them from whole sequences. All else is known from short ones; for the bounds give find_sites an example "
+        "of one sequence, and its sites to watch(sites=...)"
+    )
+    return Sites([dataclasses.replace(s, query_gains=(), key_gains=()) for s in known], known.missed)
+
+
+def _heads(sites: Sites) -> dict[str, int]:
+    return {site.name: site.n_heads for site in sites}
 
 
 def _own_sites(model: nn.Module) -> list[AttentionSite]:
