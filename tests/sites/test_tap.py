@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkeel import preset
@@ -13,6 +15,7 @@ from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
 from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig, KVCache
 from qkeel.sites import Tap, find_sites
+from qkeel.sites.see import intercept
 from qkeel.spec import AttentionCall
 
 FIELDS = list(TENSORS)
@@ -155,3 +158,30 @@ def test_a_module_used_twice_is_one_site_and_its_calls_merge() -> None:
         stats = tap.read()
         assert list(stats) == ["0"]
         assert stats["0"].n_queries.tolist() == [6, 6]
+
+
+def test_where_the_number_of_key_heads_is_known_no_keys_are_compared_which_would_wait_for_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k))
+            k = k.repeat_interleave(2, 1)
+            return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Repeated(), nn.Linear(16, 16)), torch.randn(2, 6, 16)
+    found = []
+    for known in (False, True):
+        with Tap(model) as tap:
+            if known:
+                tap.sites = find_sites(model, x)
+                monkeypatch.setattr(intercept, "fewest_keys", None)  # it is not called
+            model(x)
+            found.append(tap.read()["0"])
+    assert same(*found)
+    assert len(found[1].key_norm) == 2

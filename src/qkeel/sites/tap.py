@@ -25,6 +25,7 @@ from qkeel.sites.kept_state import copied, undisturbed
 from qkeel.sites.missed import Sites
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
+from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionCall
 
 Phase = Literal["train", "eval"]
@@ -272,6 +273,7 @@ class _Pass:
                 rows=self.tap.measure_rows is not None and self.kept is None,
                 described=[site for site in self.tap.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
+                key_heads={s.name: _key_heads(s) for s in self.tap.sites if s.verified},
             )
             if call is not None:
                 interceptor.stack.begun(call[0], dict(call[1]))
@@ -341,6 +343,11 @@ class Connection:
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return get_idle, ()
+
+
+def _key_heads(site: AttentionSite) -> tuple[int, int]:
+    """The numbers of query and key heads that calls of a site show; keys in an order of their own stay repeated."""
+    return site.n_heads, site.n_kv_heads if site.key_heads is None else site.n_heads
 
 
 def _takes_fast_path(model: nn.Module) -> bool:

@@ -162,6 +162,12 @@ def fewest_keys(k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
     return k
 
 
+def known_keys(heads: tuple[int, int], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b g s d"]:
+    """The same where it is known how many query and key heads there are: nothing is compared."""
+    n, groups = heads
+    return k.unflatten(1, (groups, n // groups))[:, :, 0] if k.shape[1] == n != groups else k
+
+
 def key_heads(k: Float[Tensor, "b h s d"]) -> tuple[int, ...] | None:
     """The key head of each query head where keys are repeated for them in another order than blocks; else None.
 

@@ -27,7 +27,7 @@ from qkeel.patching.compiler_state import in_vmap
 from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Function, Kwargs, OperatorMode, function_name, suspended
 from qkeel.sites.by_hand import DescribedSiteHooks
-from qkeel.sites.calls.head_layout import Layout
+from qkeel.sites.calls.head_layout import Layout, fewest_keys, known_keys
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
@@ -38,7 +38,7 @@ from qkeel.sites.missed import Missed
 from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError
 from qkeel.sites.see.foreign_functions import CallObserver, observed_by
 from qkeel.sites.see.running_modules import Frame, ModuleStack
-from qkeel.sites.see.sdpa import SDPA
+from qkeel.sites.see.sdpa import SDPA, Geometry
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.weights.autograd_walk import names_of
 
@@ -106,6 +106,8 @@ class Interceptor(CallObserver):
         rows: have functional_attention report what its kernel finds of each row.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: what the dimensions of scores are at sites that are known, by name.
+        key_heads: numbers of query and key heads at such sites; elsewhere keys are compared to find those that are
+            repeated, which waits for a device.
         guard: calls everything in here and `report` while the model runs.
     """
 
@@ -119,6 +121,7 @@ class Interceptor(CallObserver):
         rows: bool = False,
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, Layout] | None = None,
+        key_heads: Mapping[str, tuple[int, int]] | None = None,
         guard: Guarded = unguarded,
     ) -> None:
         super().__init__(guard)
@@ -130,7 +133,7 @@ class Interceptor(CallObserver):
         self._below = OperatorMode(self._read_below, guard) if dispatch else None
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
-        self._layouts = layouts or {}
+        self._layouts, self._key_heads = layouts or {}, key_heads or {}
         self._names = names_of(model) if probing else None
         self.handwritten = Handwritten(
             lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
@@ -208,7 +211,9 @@ class Interceptor(CallObserver):
                 found.append(fused_layout(q, k, top, known=known, names=self._names))
                 return found[0]
 
-            call, how = fused(args, kwargs, layout_of), found[0] if found else None
+            known = self._key_heads.get(name_of(top, top.calls))
+            keys = fewest_keys if known is None else functools.partial(known_keys, known)
+            call, how = fused(args, kwargs, Geometry(layout_of, keys)), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)
             self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -22,19 +23,31 @@ from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed
 from qkeel.spec.call import make_call
 
-# What the dimensions of q and k before tokens and features are, where there are not the two of [b h t d].
-LayoutOf = Callable[[Tensor, Tensor], Layout]
-Reader = Callable[[Args, Kwargs, LayoutOf], Seen]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a call's arguments do not show of its heads.
+
+    Args:
+        layout: the dimensions of q and k before tokens and features, where there are not the two of [b h t d].
+        keys: [b g s d] of keys [b h s d] that may be repeated for grouped queries.
+    """
+
+    layout: Callable[[Tensor, Tensor], Layout]
+    keys: Callable[[Tensor], Tensor] = fewest_keys
+
+
+Reader = Callable[[Args, Kwargs, Geometry], Seen]
 
 _MHA = inspect.signature(inspect.unwrap(F.multi_head_attention_forward))
 
 
-def sdpa(args: Args, kwargs: Kwargs, layout_of: LayoutOf) -> Seen:
+def sdpa(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
     """Reads a call of F.scaled_dot_product_attention."""
-    return _sdpa(sdpa_arguments(args, kwargs), layout_of)
+    return _sdpa(sdpa_arguments(args, kwargs), geometry)
 
 
-def _sdpa(given: Kwargs, layout_of: LayoutOf) -> Seen:
+def _sdpa(given: Kwargs, geometry: Geometry) -> Seen:
     q, k, causal = given["query"], given["key"], bool(given.get("is_causal", False))
     scale = given.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -44,32 +57,32 @@ def _sdpa(given: Kwargs, layout_of: LayoutOf) -> Seen:
         whole = [torch.cat([x[i][0].transpose(0, 1) for x in pairs]) for i in (0, 1)]
         starts = itertools.accumulate((a.shape[2] for a, _ in pairs[:-1]), initial=0)
         return packed_call(zip(starts, calls), *whole)
-    return _call(q, k, scale, given.get("attn_mask"), layout_of, causal=causal)
+    return _call(q, k, scale, given.get("attn_mask"), geometry, causal=causal)
 
 
 def _kernel(operator: Operator) -> Reader:
     """Reads a call of an operator behind F.scaled_dot_product_attention, its arguments named by its schema."""
 
-    def read(args: Args, kwargs: Kwargs, layout_of: LayoutOf) -> Seen:
+    def read(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
         given = {**dict(zip(argument_names(operator), args)), **kwargs}
-        return _sdpa({**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))}, layout_of)
+        return _sdpa({**given, "attn_mask": given.get("attn_mask", given.get("attn_bias"))}, geometry)
 
     return read
 
 
 def _call(
-    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, layout_of: LayoutOf, *, causal: bool
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, geometry: Geometry, *, causal: bool
 ) -> AttentionCall:
     """The call of q and k [... t d]; `causal` as SDPA has it: query i sees the keys up to i, however many there are."""
     t, s = q.shape[-2], k.shape[-2]
     if q.ndim == 4:
         q4, k4 = q, k.expand(q.shape[0], *k.shape[1:])
     else:
-        lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), layout_of(q, k)
+        lead, how = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), geometry.layout(q, k)
         q4, k4 = (how.apply(x.expand(*lead, *x.shape[-2:])) for x in (q, k))
         mask = mask if mask is None else how.apply(mask.expand(*lead, t, s))
     if k4.shape[1] == q4.shape[1]:  # with fewer, no head is repeated, and to look would wait for the device
-        k4 = fewest_keys(k4)
+        k4 = geometry.keys(k4)
     pos = (torch.arange(t, device=q.device), torch.arange(s, device=q.device)) if causal and t != s else (None, None)
     spec = AttentionSpec(scale=Fixed(scale))
     return make_call(
@@ -93,7 +106,7 @@ def hiding(mask: Shaped[Tensor, ...] | None) -> Shaped[Tensor, "#b #h #t #s"] | 
     return mask if mask.dtype == torch.bool else mask.masked_fill(hides(mask), -torch.inf)
 
 
-def mha(args: Args, kwargs: Kwargs, layout_of: LayoutOf) -> Seen:
+def mha(args: Args, kwargs: Kwargs, geometry: Geometry) -> Seen:
     """Reads a call of F.multi_head_attention_forward, opaque inside: q and k are computed again from its arguments."""
     bound = _MHA.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -116,7 +129,7 @@ def mha(args: Args, kwargs: Kwargs, layout_of: LayoutOf) -> Seen:
     if mask is not None:
         mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))
     causal = bool(given["is_causal"]) and mask is None
-    return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, layout_of, causal=causal)
+    return _call(q, k, 1 / math.sqrt(q.shape[-1]), mask, geometry, causal=causal)
 
 
 def _projected(given: Kwargs, query: Tensor, key: Tensor, m: int) -> tuple[Tensor, Tensor]:
