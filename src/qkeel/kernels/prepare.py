@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from qkeel.functional.norms import unrounded, wide
+from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.triton import available
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Keys, Logits, Outputs, Queries, Values
@@ -72,3 +74,12 @@ def row_statistics(call: AttentionCall) -> available.Rows | None:
         return found
     out, nothing = ~call.query_mask[:, None], (-torch.inf, torch.inf, -torch.inf, 0.0)
     return available.Rows(*(x.masked_fill(out, empty) for x, empty in zip(found, nothing)))
+
+
+def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> available.HeadNumbers | None:
+    """What a kernel found of each row, by head, in one launch of a GPU; None on other devices."""
+    if not (rows.lse.numel() and rows.lse.dtype == torch.float32 and available.usable(rows.lse.device)):
+        return None
+    from qkeel.kernels.triton import statistics
+
+    return statistics.head_numbers(rows, counted)

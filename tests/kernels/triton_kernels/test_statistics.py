@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel import attention, preset, reference
-from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels import prepare
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket, exact_bracket
@@ -164,6 +164,29 @@ def test_what_it_does_not_do_is_left_to_torch(through_triton: list[Any]) -> None
 
 def test_a_cpu_tensor_never_goes_through_triton() -> None:
     assert prepare.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("masked", [False, True])
+def test_statistics_of_heads_are_those_of_their_rows(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest, entropy = torch.randn(2, 4, 700), torch.rand(2, 4, 700)
+    lse = largest + 1
+    lse[0, :, :5] = largest[0, :, :5] = -torch.inf  # rows that see no key
+    lse[:, 1], entropy[1, 2, 3], largest[0, 3, 9] = -torch.inf, torch.nan, torch.nan
+    lse[1, 2, 3] = lse[0, 3, 9] = torch.nan
+    rows = KernelRows(largest, lse, entropy)
+    counted = torch.rand(2, 700) > 0.4 if masked else None
+    if counted is not None:
+        counted[1, 3] = counted[0, 9] = True
+    call = call_of(AttentionSpec(cap=Softcap(5.0)), 700, 700, torch.float32)
+    call = call if counted is None else with_query_mask(call, counted)
+    truth = stats_of_rows(call, rows)
+    monkeypatch.setattr(available, "usable", lambda device: available.loaded())
+    found = stats_of_rows(call, rows)
+    for name in TENSORS:
+        ours, theirs = getattr(found, name), getattr(truth, name)
+        assert ours.dtype == theirs.dtype, name
+        torch.testing.assert_close(ours, theirs, equal_nan=True, msg=name)
 
 
 @pytest.mark.usefixtures("_poisoned")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float, Int
@@ -95,11 +96,20 @@ class LogitStats:
     def empty(cls, n_heads: int, n_kv_heads: int, like: Tensor) -> LogitStats:
         """The neutral element: maxima -inf, minima +inf, means 0, counts 0."""
 
+        @functools.cache
+        def number(value: float, count: bool) -> Tensor:
+            return torch.full((), value, dtype=torch.int64 if count else like.dtype, device=like.device)
+
+        return cls.of_numbers(n_heads, n_kv_heads, number)
+
+    @classmethod
+    def of_numbers(cls, n_heads: int, n_kv_heads: int, number: Callable[[float, bool], Tensor]) -> LogitStats:
+        """The neutral element made of single numbers, each for all fields that are it; `number(value, count)`."""
+
         def full(name: str, rule: Merge) -> Tensor:
             heads = n_kv_heads if name.startswith(("key_", "n_keys")) else n_heads
             shape = (heads, POSITION_BINS) if name.endswith("_by_position") else (heads,)
-            dtype = torch.int64 if rule.how == "sum" else like.dtype
-            return torch.full(shape, rule.neutral, dtype=dtype, device=like.device)
+            return number(float(rule.neutral), rule.how == "sum").expand(shape)
 
         return cls(**{name: full(name, rule) for name, rule in MERGES.items()})  # type: ignore[arg-type]
 

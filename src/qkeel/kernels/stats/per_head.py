@@ -33,7 +33,7 @@ from qkeel.functional.statistics.rows import (
     softmax_rows,
 )
 from qkeel.kernels.native import logit_pass
-from qkeel.kernels.prepare import row_blocks, row_statistics
+from qkeel.kernels.prepare import head_numbers, row_blocks, row_statistics
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.position.rotary import NoPosition
@@ -132,9 +132,21 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     The rest is as if nothing was seen; n_pairs 0 says so. Rows that the call's `query_mask` leaves out count nowhere.
     The logits are those of q and k in the precision in which the kernel took them.
     """
-    found = reduce_kernel_rows(rows, call.query_mask, call.k.shape[1])
+    heads = head_numbers(rows, call.query_mask)
+    if heads is None:
+        found = reduce_kernel_rows(rows, call.query_mask, call.k.shape[1])
+    else:
+        empty = LogitStats.of_numbers(len(heads.n), call.k.shape[1], lambda value, count: heads.neutral[value, count])
+        found = dataclasses.replace(
+            empty,
+            max_logit=heads.largest,
+            entropy=heads.entropy,
+            entropy_min=heads.least_entropy,
+            n_queries=heads.n,
+        )
     top = found.max_logit
-    return dataclasses.replace(found, capped_max_logit=torch.where(top == -torch.inf, top, call.spec.cap.apply(top)))
+    capped = top if call.spec.cap.kind == "none" else torch.where(top == -torch.inf, top, call.spec.cap.apply(top))
+    return dataclasses.replace(found, capped_max_logit=capped)
 
 
 def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from qkeel.errors import caution
@@ -32,6 +32,18 @@ class Rows(NamedTuple):
     smallest: Float[Tensor, "b h t"]
     lse: Float[Tensor, "b h t"]
     entropy: Float[Tensor, "b h t"]
+
+
+class HeadNumbers(NamedTuple):
+    """Statistics of heads over the rows that see a key and count: `largest` logit, mean and least entropy [h], how many
+    rows that are; and the numbers -inf, inf, 0 and a count of 0, which come with them.
+    """
+
+    largest: Float[Tensor, " h"]
+    entropy: Float[Tensor, " h"]
+    least_entropy: Float[Tensor, " h"]
+    n: Int64[Tensor, " h"]
+    neutral: dict[tuple[float, bool], Tensor]
 
 
 @constant_when_compiled

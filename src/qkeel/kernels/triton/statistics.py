@@ -16,7 +16,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkeel.kernels.triton.available import Rows
+from qkeel.functional.statistics.rows import KernelRows
+from qkeel.kernels.triton.available import HeadNumbers, Rows
 
 # Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
 _TILES = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 64, 8)}
@@ -102,6 +103,57 @@ def _put(largest, smallest, lse, entropy, to, ok, top, low, most, mass, along):
     tl.store(smallest + to, tl.where(unknown, nan, low), mask=ok)
     tl.store(lse + to, tl.where(bad, nan, tl.where(some, most + total, float("-inf"))), mask=ok)
     tl.store(entropy + to, tl.where(bad | (spread != spread), nan, tl.where(spread > 0, spread, 0.0)), mask=ok)
+
+
+@triton.jit
+def _heads(
+    largest, lse, entropy, counted, numbers, counts, batch, heads, times, MASK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One head: numbers [6 h] are largest logit, mean and least entropy, -inf, inf, 0; counts [2 h] are rows and 0."""
+    h = tl.program_id(0)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    least, total, lost = -best, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    n = lost
+    for start in range(0, batch * times, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        at = (i // times).to(tl.int64) * heads * times + h * times + i % times
+        inside = i < batch * times
+        over = inside & (tl.load(lse + at, mask=inside, other=float("-inf")) != float("-inf"))  # NaN is to be seen
+        if MASK:
+            over = over & (tl.load(counted + i, mask=inside, other=0) != 0)
+        top = tl.load(largest + at, mask=over, other=float("-inf"))
+        spread = tl.load(entropy + at, mask=over, other=0.0)
+        lost += (top != top).to(tl.int32)
+        best, least = tl.maximum(best, top), tl.minimum(least, tl.where(over, spread, float("inf")))
+        total, n = total + spread, n + over.to(tl.int32)
+    rows, mean = tl.sum(n, 0), tl.sum(total, 0)
+    mean = mean / tl.maximum(rows, 1).to(tl.float32)
+    tl.store(numbers + h, tl.where(tl.sum(lost, 0) > 0, float("nan"), tl.max(best, 0)))
+    tl.store(numbers + heads + h, mean)
+    tl.store(numbers + 2 * heads + h, tl.where(mean != mean, mean, tl.min(least, 0)))
+    tl.store(numbers + 3 * heads + h, float("-inf"))
+    tl.store(numbers + 4 * heads + h, float("inf"))
+    tl.store(numbers + 5 * heads + h, 0.0)
+    tl.store(counts + h, rows.to(tl.int64))
+    tl.store(counts + heads + h, rows.to(tl.int64) * 0)
+
+
+def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> HeadNumbers:
+    """Returns the statistics of heads from those of their rows in one launch; `counted`: which rows count, None: all.
+
+    Sums run in an order that only the shape decides. A NaN is passed on.
+    """
+    b, h, t = rows.lse.shape
+    numbers, counts = rows.lse.new_empty((6, h)), rows.lse.new_empty((2, h), dtype=torch.int64)
+    mask = rows.lse if counted is None else counted.contiguous().to(torch.uint8)
+    kernel: Any = _heads
+    with torch.cuda.device_of(rows.lse):
+        kernel[(h,)](
+            rows.largest, rows.lse, rows.entropy, mask, numbers, counts, b, h, t, MASK=counted is not None, BLOCK=1024
+        )
+    low, high, nothing = (numbers[i, 0] for i in (3, 4, 5))
+    neutral = {(-torch.inf, False): low, (torch.inf, False): high, (0.0, False): nothing, (0.0, True): counts[1, 0]}
+    return HeadNumbers(*numbers[:3], counts[0], neutral)
 
 
 def row_statistics(

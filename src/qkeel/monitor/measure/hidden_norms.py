@@ -77,7 +77,7 @@ class HiddenNorms:
 
     @torch.no_grad()
     def _add(self, key: Key, state: Tensor) -> None:
-        norms = state.to(wide(state.dtype)).norm(dim=-1)
+        norms = torch.linalg.vector_norm(state, dim=-1, dtype=wide(state.dtype))
         self._take_norm(key, norms.mean(), norms.numel())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import final
 
@@ -116,26 +117,31 @@ def _divided(x: Tensor | Share, by: Tensor) -> Tensor | Share:
 
 @final
 class Means:
-    """Adds up means on their device, each over so many values, and gives the means of all."""
+    """Means on their device, each over so many values, and the means of all."""
 
     def __init__(self) -> None:
-        self._sums: dict[Key, tuple[Tensor, int]] = {}
+        self._means: dict[Key, tuple[Tensor, int]] = {}
         self._before: dict[Key, tuple[Tensor, int]] = {}
 
     def begin(self) -> None:
         """A pass begins, whose values `drop` takes back."""
-        self._before = dict(self._sums)
+        self._before = dict(self._means)
 
     def drop(self) -> None:
         """The pass failed."""
-        self._sums = self._before
+        self._means = self._before
 
     def add(self, key: Key, mean: Tensor, n: int) -> None:
         """One more mean, over n values."""
-        total, before = self._sums.get(key, (None, 0))
-        self._sums[key] = mean * n if total is None else total + mean * n, before + n
+        known, before = self._means.get(key, (mean, 0))
+        self._means[key] = mean if not before else torch.lerp(known, mean, n / (before + n)), before + n
 
     def read(self) -> dict[Key, Share]:
         """The means since the last read, once."""
-        sums, self._sums = self._sums, {}
-        return {key: Share(value=total / n, weight=torch.full_like(total, n)) for key, (total, n) in sums.items() if n}
+        means, self._means = self._means, {}
+
+        @functools.cache
+        def weight(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.full((), n, dtype=dtype, device=device)
+
+        return {key: Share(value=x, weight=weight(n, x.dtype, x.device)) for key, (x, n) in means.items() if n}
