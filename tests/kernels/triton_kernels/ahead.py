@@ -9,14 +9,15 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
 from qkeel.kernels.triton import heads, norm_rope, statistics
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
-FLOATS = (*FLOATS, "old", "sums", "norms", "factors", "keeps")
+FLOATS = (*FLOATS, "numbers", "old", "sums", "norms", "factors", "keeps")
 STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
-WHOLE = {"weights": "*i64", "plan": "*i32", "starts": "*i32", "keys": "*u8"}
+WHOLE = {"weights": "*i64", "plan": "*i32", "starts": "*i32", "keys": "*u8", "counted": "*u8", "counts": "*i64"}
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
@@ -33,6 +34,7 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("backward of one token", norm_rope._backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
     ("statistics of one token", statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
     ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
+    ("numbers of heads", statistics._heads, {"MASK": True, "BLOCK": 1024}, 4),
     ("heads copied and summed", heads._copy, {**ALL, "SUMS": True}, 8),
     ("norms of heads", heads._norms, {"BLOCK": 256}, 1),
     ("heads moved", heads._move, {**ALL, "KEEPS": True}, 8),
@@ -62,7 +64,7 @@ def spilled(ptx: str) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spills = re.search(r"Used (\d+) registers", told), re.search(r"(\d+) bytes spill stores", told)
     assert registers
