@@ -166,6 +166,27 @@ def test_a_cpu_tensor_never_goes_through_triton() -> None:
     assert prepare.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float32)) is None
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_tiles_that_every_row_sees_whole_have_the_same_statistics_and_show_what_is_no_number(
+    through_triton: list[Any],
+) -> None:
+    for spec, causal in ((AttentionSpec(cap=Softcap(2.0)), True), (AttentionSpec(), False)):
+        call = call_of(spec, 80, 90, torch.float32, 3.0, causal=causal)
+        found = prepare.row_statistics(call)
+        assert found is not None
+        for ours, true in zip(found, truth(call)):
+            torch.testing.assert_close(ours.double(), true.double(), rtol=1e-5, atol=1e-5)
+    q, k = torch.randn(1, 2, 80, 16), torch.randn(1, 2, 80, 16)
+    k[0, 0, 3], q[0, 1, 70] = torch.nan, -1e30
+    k[0, 1] = 1e30
+    found = prepare.row_statistics(make_call(AttentionSpec(), q, k, k))
+    assert found is not None
+    assert all(x[0, 0, 3:].isnan().all() and x[0, 0, :3].isfinite().all() for x in found)
+    assert found.largest[0, 1, 70] == -torch.inf
+    assert found.lse[0, 1, 70].isnan()
+
+
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("masked", [False, True])
 def test_statistics_of_heads_are_those_of_their_rows(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:

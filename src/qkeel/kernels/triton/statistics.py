@@ -24,6 +24,9 @@ _TILES = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8
 _TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
 
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
 def _capped(z, cap, CAP: tl.constexpr):
     """Returns cap · tanh(z / cap), by an exponential that cannot overflow."""
@@ -35,21 +38,27 @@ def _capped(z, cap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _more(q, k, scale, cap, seen, top, low, most, mass, along, CAP: tl.constexpr):
-    """One more block of keys: z [rows keys] where `seen`."""
+def _more(q, k, scale, cap, seen, top, low, most, mass, along, CAP: tl.constexpr, ALL: tl.constexpr):
+    """One more block of keys: z [rows keys] where `seen`; with ALL all are, and it is not read."""
     z = tl.dot(q, k, input_precision="ieee") * scale
-    top = tl.maximum(top, tl.max(tl.where(seen, z, float("-inf")), 1))
-    low = tl.minimum(low, tl.min(tl.where(seen, z, float("inf")), 1))
-    z = tl.where(seen, _capped(z, cap, CAP), float("-inf"))
-    new = tl.maximum(most, tl.max(z, 1))
+    low = tl.minimum(low, tl.min(z if ALL else tl.where(seen, z, float("inf")), 1))
+    z = z if ALL else tl.where(seen, z, float("-inf"))
+    largest = tl.max(z, 1)
+    if CAP:
+        top = tl.maximum(top, largest)
+        z = _capped(z, cap, CAP) if ALL else tl.where(seen, _capped(z, cap, CAP), float("-inf"))
+        largest = tl.max(z, 1)
+    new = tl.maximum(most, largest)
     base = tl.where(new == float("-inf"), 0.0, new)  # no key yet: any number does
     was = tl.where(most == float("-inf"), base, most)
-    away = tl.where(seen, z - base[:, None], 0.0)
-    p = tl.where(seen, tl.exp(away), 0.0)
+    away = z - base[:, None]
+    p = tl.exp2(away * _LOG2_E)  # tl.exp takes four instructions more, for numbers under 1e-38
+    if not ALL:
+        away, p = tl.where(seen, away, 0.0), tl.where(seen, p, 0.0)
     fade = tl.exp(was - base)
     along = fade * (along + mass * (was - base)) + tl.sum(p * away, 1)
     mass = fade * mass + tl.sum(p, 1)
-    return top, low, new, mass, along
+    return top if CAP else new, low, new, mass, along
 
 
 @triton.jit
@@ -75,7 +84,14 @@ def _rows(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     low, most, mass, along = -top, top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
-    for past in range(begin, stop, KEYS):
+    whole = begin  # up to where every row sees every key, in whole tiles: half of the instructions
+    if not (WINDOW or MASK):
+        whole = (tl.minimum(length, tl.maximum(first + 1, 0)) if CAUSAL else length) // KEYS * KEYS
+    for past in range(begin, whole, KEYS):
+        key = past + tl.arange(0, KEYS)
+        y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=i[:, None] < D, other=0.0)
+        top, low, most, mass, along = _more(x, y, scale, cap, True, top, low, most, mass, along, CAP, True)
+    for past in range(whole, stop, KEYS):
         key = past + tl.arange(0, KEYS)
         inside = key < length
         y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=inside[None, :] & (i[:, None] < D), other=0.0)
@@ -87,7 +103,7 @@ def _rows(
             seen = seen & (away < window) & (away > -window)
         if MASK:
             seen = seen & (tl.load(keys + n * keys_b + key * keys_s, mask=inside, other=0) != 0)[None, :]
-        top, low, most, mass, along = _more(x, y, scale, cap, seen, top, low, most, mass, along, CAP)
+        top, low, most, mass, along = _more(x, y, scale, cap, seen, top, low, most, mass, along, CAP, False)
     _put(largest, smallest, lse, entropy, of * times + row, row < times, top, low, most, mass, along)
 
 
