@@ -12,7 +12,10 @@ import pytest
 MOST = {
     "between measured steps": (1, 4),  # the largest logsumexp; all layers'; their way to the host
     "measured, all statistics": (243, 74),
-    "measured, largest logit and entropy": (18, 74),  # 3 of them of logits, 2 of hidden states, 13 of weights, gradients
+    "measured, largest logit and entropy": (
+        18,
+        74,
+    ),  # 3 of them of logits, 2 of hidden states, 13 of weights, gradients
 }
 
 

@@ -77,7 +77,7 @@ def row_statistics(call: AttentionCall) -> available.Rows | None:
 
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> available.HeadNumbers | None:
-    """What a kernel found of each row, by head, in one launch of a GPU; None on other devices."""
+    """Returns the statistics of heads from those of rows, in one launch of a GPU; None on other devices."""
     if not (rows.lse.numel() and rows.lse.dtype == torch.float32 and available.usable(rows.lse.device)):
         return None
     from qkeel.kernels.triton import statistics

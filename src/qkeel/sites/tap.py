@@ -273,8 +273,8 @@ class _Pass:
                 rows=self.tap.measure_rows is not None and self.kept is None,
                 described=[site for site in self.tap.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
-                key_heads={s.name: _key_heads(s) for s in self.tap.sites if s.verified},
             )
+            interceptor.key_heads = {s.name: _key_heads(s) for s in self.tap.sites if s.verified}
             if call is not None:
                 interceptor.stack.begun(call[0], dict(call[1]))
             interceptor.__enter__()

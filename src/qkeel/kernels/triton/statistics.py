@@ -22,9 +22,8 @@ from qkeel.kernels.triton.available import HeadNumbers, Rows
 # Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
 _TILES = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 64, 8)}
 _TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
-
-
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_YES, _NO = tl.constexpr(True), tl.constexpr(False)
 
 
 @triton.jit
@@ -90,7 +89,7 @@ def _rows(
     for past in range(begin, whole, KEYS):
         key = past + tl.arange(0, KEYS)
         y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=i[:, None] < D, other=0.0)
-        top, low, most, mass, along = _more(x, y, scale, cap, True, top, low, most, mass, along, CAP, True)
+        top, low, most, mass, along = _more(x, y, scale, cap, True, top, low, most, mass, along, CAP, _YES)
     for past in range(whole, stop, KEYS):
         key = past + tl.arange(0, KEYS)
         inside = key < length
@@ -103,7 +102,7 @@ def _rows(
             seen = seen & (away < window) & (away > -window)
         if MASK:
             seen = seen & (tl.load(keys + n * keys_b + key * keys_s, mask=inside, other=0) != 0)[None, :]
-        top, low, most, mass, along = _more(x, y, scale, cap, seen, top, low, most, mass, along, CAP, False)
+        top, low, most, mass, along = _more(x, y, scale, cap, seen, top, low, most, mass, along, CAP, _NO)
     _put(largest, smallest, lse, entropy, of * times + row, row < times, top, low, most, mass, along)
 
 
@@ -144,7 +143,7 @@ def _heads(
         total, n = total + spread, n + over.to(tl.int32)
     rows, mean = tl.sum(n, 0), tl.sum(total, 0)
     mean = mean / tl.maximum(rows, 1).to(tl.float32)
-    tl.store(numbers + h, tl.where(tl.sum(lost, 0) > 0, float("nan"), tl.max(best, 0)))
+    tl.store(numbers + h, tl.where(tl.sum(lost, 0) == 0, tl.max(best, 0), float("nan")))
     tl.store(numbers + heads + h, mean)
     tl.store(numbers + 2 * heads + h, tl.where(mean != mean, mean, tl.min(least, 0)))
     tl.store(numbers + 3 * heads + h, float("-inf"))
@@ -152,6 +151,9 @@ def _heads(
     tl.store(numbers + 5 * heads + h, 0.0)
     tl.store(counts + h, rows.to(tl.int64))
     tl.store(counts + heads + h, rows.to(tl.int64) * 0)
+
+
+_LAUNCHED: dict[str, Any] = {"rows": _rows, "heads": _heads}
 
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> HeadNumbers:
@@ -162,14 +164,13 @@ def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> HeadN
     b, h, t = rows.lse.shape
     numbers, counts = rows.lse.new_empty((6, h)), rows.lse.new_empty((2, h), dtype=torch.int64)
     mask = rows.lse if counted is None else counted.contiguous().to(torch.uint8)
-    kernel: Any = _heads
     with torch.cuda.device_of(rows.lse):
-        kernel[(h,)](
+        _LAUNCHED["heads"][(h,)](
             rows.largest, rows.lse, rows.entropy, mask, numbers, counts, b, h, t, MASK=counted is not None, BLOCK=1024
         )
     low, high, nothing = (numbers[i, 0] for i in (3, 4, 5))
     neutral = {(-torch.inf, False): low, (torch.inf, False): high, (0.0, False): nothing, (0.0, True): counts[1, 0]}
-    return HeadNumbers(*numbers[:3], counts[0], neutral)
+    return HeadNumbers(numbers[0], numbers[1], numbers[2], counts[0], neutral)
 
 
 def row_statistics(
@@ -203,9 +204,8 @@ def row_statistics(
     mask = q if keys is None else keys.to(torch.uint8)
     over = (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
     tiles = triton.cdiv(t, tile[0])
-    kernel: Any = _rows
     with torch.cuda.device_of(q):
-        kernel[(tiles * b * h,)](
+        _LAUNCHED["rows"][(tiles * b * h,)](
             q, k, mask, largest, smallest, lse, entropy, scale, cap or 1.0, h, h // g, t, s, window or 0, tiles,
             *q.stride()[:3], *k.stride()[:3], *over,
             D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,

@@ -106,8 +106,6 @@ class Interceptor(CallObserver):
         rows: have functional_attention report what its kernel finds of each row.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: what the dimensions of scores are at sites that are known, by name.
-        key_heads: numbers of query and key heads at such sites; elsewhere keys are compared to find those that are
-            repeated, which waits for a device.
         guard: calls everything in here and `report` while the model runs.
     """
 
@@ -121,7 +119,6 @@ class Interceptor(CallObserver):
         rows: bool = False,
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, Layout] | None = None,
-        key_heads: Mapping[str, tuple[int, int]] | None = None,
         guard: Guarded = unguarded,
     ) -> None:
         super().__init__(guard)
@@ -133,7 +130,10 @@ class Interceptor(CallObserver):
         self._below = OperatorMode(self._read_below, guard) if dispatch else None
         self._described = {site.name for site in described}
         self._hooks = [DescribedSiteHooks(site, self._described_call, guard) for site in described]
-        self._layouts, self._key_heads = layouts or {}, key_heads or {}
+        self._layouts = layouts or {}
+        # Numbers of query and key heads at sites that are known. At others keys are compared to find those that are
+        # repeated, which waits for a device.
+        self.key_heads: Mapping[str, tuple[int, int]] = {}
         self._names = names_of(model) if probing else None
         self.handwritten = Handwritten(
             lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
@@ -211,7 +211,7 @@ class Interceptor(CallObserver):
                 found.append(fused_layout(q, k, top, known=known, names=self._names))
                 return found[0]
 
-            known = self._key_heads.get(name_of(top, top.calls))
+            known = self.key_heads.get(name_of(top, top.calls))
             keys = fewest_keys if known is None else functools.partial(known_keys, known)
             call, how = fused(args, kwargs, Geometry(layout_of, keys)), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)

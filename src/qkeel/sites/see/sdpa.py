@@ -26,7 +26,7 @@ from qkeel.spec.call import make_call
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a call's arguments do not show of its heads.
+    """The heads of a call, as far as its arguments do not show them.
 
     Args:
         layout: the dimensions of q and k before tokens and features, where there are not the two of [b h t d].
