@@ -14,20 +14,18 @@ import dataclasses
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from qkeel.lab.config import RunConfig
-from qkeel.lab.execution.execute import make_plan
-from qkeel.lab.plan import Grid, PlannedRun
 from qkeel.lab.studies import find_study
 from qkeel.lab.train_runs import train_runs
 from qkeel.lab.training.environment import identity
 from qkeel.records import RunDirectory
 
+KEY = ("remedy", "width", "depth", "heads", "head_dim", "batch", "context", "schedule", "steps", "lr", "seed")
 COLUMNS = (
-    *("part", "remedy", "width", "depth", "heads", "head_dim", "batch", "context", "schedule", "steps", "lr", "seed"),
+    *("part", *KEY),
     *("init_loss", "val_loss", "cpu_seconds", "at", "max_logit"),
 )
 
@@ -36,11 +34,10 @@ def cells(part: str, seeds: Sequence[int]) -> list[list[RunConfig]]:
     """Returns the runs of a part in units that train as one, one seed after the other."""
     study = find_study("drift")
     study = study.instead["held_out"] if part == "test" else study
-    runs = study.plan("drift", None, dataclasses.replace(study.grid, seeds=tuple(seeds))).runs
+    base = dataclasses.replace(study.base or RunConfig(), device="cpu", dtype="fp32")
     units: dict[tuple[int, str, str], list[RunConfig]] = {}
-    for seed in seeds:
-        for run in (run for run in runs if run.config.seed == seed):
-            units.setdefault((seed, run.role, run.config.remedy), []).append(run.config)
+    for run in study.plan("drift", base, dataclasses.replace(study.grid, seeds=tuple(seeds) or study.grid.seeds)).runs:
+        units.setdefault((run.config.seed, run.role, run.config.remedy), []).append(run.config)
     ordered = sorted(units, key=lambda unit: (unit[0], unit[2] != "none"))
     return [units[unit] for unit in ordered]
 
@@ -58,7 +55,7 @@ def done(out: Path) -> set[tuple[str, ...]]:
     found = set()
     for file in out.glob("rows-*.csv"):
         with file.open(newline="") as text:
-            found |= {tuple(row[1 : len(key(RunConfig())) + 1]) for row in csv.reader(text) if len(row) == len(COLUMNS)}
+            found |= {tuple(row[1 : len(KEY) + 1]) for row in csv.reader(text) if len(row) == len(COLUMNS)}
     return found
 
 
@@ -68,7 +65,9 @@ def train(job: tuple[str, list[RunConfig], str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder, str(i)) for i in range(len(configs))]
         errors = train_runs(configs, places)
-        rows = [row(part, config, RunDirectory(place)) for config, place, error in zip(configs, places, errors) if not error]
+        rows = [
+            row(part, config, RunDirectory(place)) for config, place, error in zip(configs, places, errors) if not error
+        ]
     with Path(out, f"rows-{os.getpid()}.csv").open("a", newline="") as text:
         csv.writer(text, lineterminator="\n").writerows(rows)
     for error in filter(None, errors):
@@ -86,29 +85,42 @@ def row(part: str, config: RunConfig, place: RunDirectory) -> list[object]:
     return [part, *key(config), *said, " ".join(map(str, steps)), " ".join(f"{value:.5g}" for value in logits)]
 
 
+def merged(out: Path, part: str, units: Sequence[Sequence[RunConfig]], table: Path) -> int:
+    """Writes the rows of a plan that are done, in its order, as one table; returns how many are missing."""
+    rows = {}
+    for file in out.glob("rows-*.csv"):
+        with file.open(newline="") as text:
+            rows |= {tuple(line[1 : len(KEY) + 1]): line for line in csv.reader(text) if len(line) == len(COLUMNS)}
+    keys = [key(config) for unit in units for config in unit]
+    with table.open("w", newline="") as text:
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(rows[one] for one in keys if one in rows)
+    return sum(one not in rows for one in keys)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("fit", "test"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
-    parser.add_argument("--toy", action="store_true", help="2 steps, 1 evaluation: whether it runs at all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=())
+    parser.add_argument("--table", type=Path, help="where to write all rows that are done")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     units = cells(given.part, given.seeds)
-    if given.toy:
-        units = [[dataclasses.replace(c, steps=2, eval_sequences=2) for c in unit] for unit in units]
     there = done(given.out)
-    units = [left for unit in units if (left := [config for config in unit if key(config) not in there])]
-    (given.out / "environment.txt").write_text(repr(identity(dataclasses.replace(units[0][0], device="cpu"))) + "\n")
-    train((given.part, [dataclasses.replace(c, device="cpu", dtype="fp32") for c in units[0]], str(given.out)))
-    jobs = [(given.part, [dataclasses.replace(c, device="cpu", dtype="fp32") for c in u], str(given.out)) for u in units[1:]]
-    start, count = time.time(), 0
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
-        for i, rows in enumerate(pool.imap_unordered(train, jobs, chunksize=1)):
-            count += rows
-            if i % 10 == 0:
-                print(f"{i + 1} of {len(jobs)} units, {count} runs, {time.time() - start:.0f} s", flush=True)
+    left = [more for unit in units if (more := [config for config in unit if key(config) not in there])]
+    (given.out / "environment.txt").write_text(repr(identity(units[0][0])) + "\n")
+    jobs = [(given.part, unit, str(given.out)) for unit in left]
+    if given.jobs == 1:
+        for job in jobs:
+            train(job)
+    else:
+        with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
+            pool.map(train, jobs, chunksize=1)
+    if given.table:
+        print(f"{merged(given.out, given.part, units, given.table)} runs are missing from {given.table}")
 
 
 if __name__ == "__main__":

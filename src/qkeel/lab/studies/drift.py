@@ -7,18 +7,23 @@ import dataclasses
 from qkeel.lab.config import RunConfig
 from qkeel.lab.plan import Grid, PlannedRun, Study, product
 
-REMEDIES = ("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "softcap:cap=50")
-GRID = Grid(remedies=REMEDIES, lrs=(0.003, 0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2))
-HELD_OUT = Grid(remedies=REMEDIES, lrs=(0.003, 0.006, 0.01, 0.03, 0.06, 0.1), seeds=(100, 101, 102))
-# Width, blocks, size of a head; every one of the settings that follow is changed alone at the second size.
+REMEDIES = ("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1")
+GRID = Grid(remedies=REMEDIES, lrs=(0.003, 0.01, 0.03, 0.1, 0.3), seeds=(0, 1, 2, 3))
+HELD_OUT = Grid(remedies=REMEDIES, lrs=(0.003, 0.01, 0.03, 0.06, 0.1), seeds=(100, 101, 102, 103))
+Size = tuple[int, int, int]  # width, blocks, size of a head
 SIZES = tuple((width, depth, 16) for width in (32, 64, 128) for depth in (1, 2, 4))
-HEADS = ((64, 2, 8), (64, 2, 32), (128, 1, 32), (32, 4, 8))
-HELD_OUT_SIZES = ((256, 2, 16), (64, 8, 16), (96, 3, 16), (256, 1, 32), (128, 8, 16), (256, 8, 16))
-MIDDLE = ((64, 2, 16), (128, 2, 16))
+REMEDY_SIZES = ((32, 1, 16), (32, 4, 16), (64, 2, 16), (128, 1, 16), (128, 4, 16))
+# Each is changed alone.
+MIDDLE = (64, 2, 16)
+HEADS = ((64, 2, 8), (64, 2, 32))
 SETTINGS = ({"schedule": "constant"}, {"schedule": "wsd"}, {"steps": 75}, {"steps": 300}, {"batch": 4}, {"batch": 16})
+# What the law is tested on: sizes, then settings at the one that lies between those it was fitted on.
+HELD_OUT_SIZES = ((96, 3, 16), (256, 2, 16), (64, 8, 16))
+LARGE = ((128, 8, 16), (256, 8, 16))
+HELD_OUT_SETTINGS = ({"schedule": "constant", "steps": 225}, {"schedule": "wsd", "batch": 12})
 
 
-def variant(base: RunConfig, size: tuple[int, int, int], **settings: object) -> RunConfig:
+def variant(base: RunConfig, size: Size, **settings: object) -> RunConfig:
     """Returns the configuration at width, blocks and size of a head, with schedule, steps and batch where given."""
     width, depth, head = size
     model = dataclasses.replace(base.model, d_model=width, n_layers=depth, n_heads=width // head, head_dim=head)
@@ -28,32 +33,44 @@ def variant(base: RunConfig, size: tuple[int, int, int], **settings: object) -> 
 
 
 def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns the grid at every size that the law is fitted on, then its first remedy with each setting changed."""
-    first = dataclasses.replace(grid, remedies=grid.remedies[:1])
-    found = []
-    for size in SIZES:
-        found += product(variant(base, size), grid, _role(size))
-    for size in HEADS:
-        found += product(variant(base, size), first, _role(size))
-    for size in MIDDLE:
-        for settings in SETTINGS:
-            found += product(variant(base, size, **settings), first, _role(size, settings))
+    """Returns the first remedy at every size that the law is fitted on, and with each setting changed alone at three
+    rates; the other remedies at five of the sizes and these rates."""
+    first, others = _split(grid)
+    few = dataclasses.replace(first, lrs=grid.lrs[1:4] or grid.lrs)
+    found = [run for size in SIZES for run in product(variant(base, size), first, _role(size))]
+    found += [run for size in HEADS for run in product(variant(base, size), few, _role(size))]
+    for settings in SETTINGS:
+        found += product(variant(base, MIDDLE, **settings), few, _role(MIDDLE, settings))
+    if others:
+        others = dataclasses.replace(others, lrs=few.lrs)
+        found += [run for size in REMEDY_SIZES for run in product(variant(base, size), others, _role(size))]
     return found
 
 
 def held_out_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns the grid at every size that the law is tested on, then its first remedy under other settings."""
-    first = dataclasses.replace(grid, remedies=grid.remedies[:1])
-    found = []
-    for size in HELD_OUT_SIZES:
-        found += product(variant(base, size), grid, _role(size))
-    for settings in ({"schedule": "constant", "steps": 225}, {"schedule": "wsd", "batch": 12}):
-        size = (96, 3, 16)
-        found += product(variant(base, size, **settings), first, _role(size, settings))
+    """Returns the first remedy at sizes outside of the fitted ones, the largest at three rates, and under settings that
+    were not fitted on; the other remedies at the smaller sizes and two rates."""
+    first, others = _split(grid)
+    few = dataclasses.replace(first, lrs=grid.lrs[1::2] or grid.lrs)
+    several = dataclasses.replace(first, lrs=grid.lrs[1:3] + grid.lrs[4:] or grid.lrs)
+    found = [run for size in HELD_OUT_SIZES for run in product(variant(base, size), first, _role(size))]
+    found += [run for size in LARGE for run in product(variant(base, size), several, _role(size))]
+    for settings in HELD_OUT_SETTINGS:
+        size = HELD_OUT_SIZES[0]
+        found += product(variant(base, size, **settings), few, _role(size, settings))
+    if others:
+        others = dataclasses.replace(others, lrs=grid.lrs[2::2] or grid.lrs)
+        found += [run for size in HELD_OUT_SIZES for run in product(variant(base, size), others, _role(size))]
     return found
 
 
-def _role(size: tuple[int, int, int], settings: dict[str, object] | None = None) -> str:
+def _split(grid: Grid) -> tuple[Grid, Grid | None]:
+    """The grid of its first remedy, and that of the others."""
+    first = dataclasses.replace(grid, remedies=grid.remedies[:1])
+    return first, dataclasses.replace(grid, remedies=grid.remedies[1:]) if grid.remedies[1:] else None
+
+
+def _role(size: Size, settings: dict[str, object] | None = None) -> str:
     width, depth, head = size
     words = [f"width {width}", f"{depth} blocks", f"heads of {head}"]
     return ", ".join([*words, *(f"{name} {value}" for name, value in (settings or {}).items())])

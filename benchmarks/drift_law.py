@@ -1,0 +1,219 @@
+"""The law of logit growth: chosen and fitted on the fitting grid, frozen, and tested on sizes that it never saw.
+
+    python -m benchmarks.drift_law freeze    from drift-fit.csv: writes the table that the package carries
+    python -m benchmarks.drift_law test      from drift-test.csv and the frozen table: writes drift-test.json and the page
+
+The form is chosen by the error on sizes that are left out at the edge of the grid (width 128, 4 blocks, and their
+opposites), which is what the test asks of it; nothing of the test's table is read before `test`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.drift import COLUMNS
+from qkeel.lab.advice.law import FIRST_STEP, band, doublings, monomials, sizes, summed_rates
+from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+
+HERE = Path(__file__).parent / "results"
+FIT, TEST = HERE / "drift-fit.csv", HERE / "drift-test.csv"
+LEVEL = 0.9  # of the intervals; at least 0.85 is to be measured on runs that were not fitted on
+BANDS = (0.02, 0.05)  # peak rates between which errors are of different size
+# Forms that are tried: the monomials of ln z in s = ln Σ lr, w, l, d, b, r = ln of width, blocks, head, batch, rate.
+SIZES = ("", "s", "w", "l", "d", "b")
+FORMS: dict[str, tuple[str, ...]] = {
+    "power law of Σ lr and sizes": SIZES,
+    "with the rate": (*SIZES, "r"),
+    "quadratic in Σ lr": (*SIZES, "ss"),
+    "quadratic in Σ lr and rate": (*SIZES, "r", "ss", "sr", "rr"),
+    "with width and depth times Σ lr": (*SIZES, "r", "ss", "sr", "rr", "sw", "sl"),
+    "with width and depth times the rate": (*SIZES, "r", "ss", "sr", "rr", "rw", "rl"),
+    "with both": (*SIZES, "r", "ss", "sr", "rr", "sw", "sl", "rw", "rl"),
+    "cubic": (*SIZES, "r", "ss", "sr", "rr", "rw", "rl", "sss", "ssr", "srr", "rrr"),
+    "cubic, with width and depth times Σ lr": (
+        *(*SIZES, "r", "ss", "sr", "rr", "sw", "sl", "rw", "rl", "sss", "ssr", "srr", "rrr"),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A run of the table."""
+
+    config: RunConfig
+    init_loss: float
+    val_loss: float
+    cpu_seconds: float
+    at: Sequence[int]
+    logits: Sequence[float]
+    summed: Sequence[float]
+
+    @property
+    def cell(self) -> tuple[object, ...]:
+        """What a run shares with those of other seeds and remedies."""
+        config = self.config
+        return (*sizes(config).values(), config.optim.schedule, config.steps)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Reads the table of one part."""
+    with path.open(newline="") as text:
+        return [_row(dict(zip(COLUMNS, line))) for line in csv.reader(text)]
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    names = {"d_model": "width", "n_layers": "depth", "n_heads": "heads", "head_dim": "head_dim"}
+    config = RunConfig(
+        model=ModelConfig(**{name: int(line[column]) for name, column in names.items()}),
+        data=DataConfig(batch=int(line["batch"]), context=int(line["context"])),
+        optim=OptimConfig(lr=float(line["lr"]), schedule=line["schedule"]),  # type: ignore[arg-type]
+        remedy=line["remedy"],
+        seed=int(line["seed"]),
+        steps=int(line["steps"]),
+    )
+    at, sums = [int(step) for step in line["at"].split()], summed_rates(config)
+    losses = {name: float(line[name]) for name in ("init_loss", "val_loss", "cpu_seconds")}
+    logits = [float(logit) for logit in line["max_logit"].split()]
+    return Row(config=config, at=at, logits=logits, summed=[sums[step] for step in at], **losses)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Points:
+    """Measured logits: row number, ln z, configuration, summed rates and whether the run was over."""
+
+    rows: Sequence[Row]
+    number: np.ndarray
+    logit: np.ndarray
+    summed: np.ndarray
+    last: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Points:
+        """The steps of the runs without a remedy from FIRST_STEP on; a logit of at most 0, or not finite, is left out."""
+        found = [
+            (i, math.log(z), s, step == row.config.steps)
+            for i, row in enumerate(rows)
+            if row.config.remedy == "none"
+            for step, z, s in zip(row.at, row.logits, row.summed)
+            if step >= FIRST_STEP and 0 < z < math.inf
+        ]
+        number, logit, summed, last = map(np.array, zip(*found))
+        return cls(rows, number, logit, summed, last)
+
+    def design(self, names: Sequence[str]) -> np.ndarray:
+        """Returns the monomials of each point [points, monomials]."""
+        return np.array([monomials(self.rows[i].config, names, s) for i, s in zip(self.number, self.summed)])
+
+    def where(self, holds: Callable[[RunConfig], bool]) -> np.ndarray:
+        """Returns which points are of a run for which it holds."""
+        return np.array([holds(self.rows[i].config) for i in self.number])
+
+
+def solve(design: np.ndarray, logit: np.ndarray) -> np.ndarray:
+    return np.linalg.lstsq(design, logit, rcond=None)[0]
+
+
+def edges(points: Points) -> dict[str, np.ndarray]:
+    """Returns what is left out in turn: each edge of the grid of widths and depths."""
+    widths = [row.config.model.d_model for row in points.rows]
+    depths = [row.config.model.n_layers for row in points.rows]
+    found = {f"width {w}": points.where(lambda c, w=w: c.model.d_model == w) for w in (min(widths), max(widths))}
+    return found | {f"depth {n}": points.where(lambda c, n=n: c.model.n_layers == n) for n in (min(depths), max(depths))}
+
+
+def left_out(points: Points, names: Sequence[str], folds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns by fold the errors on ln z of points that were left out of the fit."""
+    design = points.design(names)
+    return {
+        fold: design[out] @ solve(design[~out], points.logit[~out]) - points.logit[out] for fold, out in folds.items()
+    }
+
+
+def rms(errors: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def quantile(errors: np.ndarray) -> float:
+    """Returns the half width that covers LEVEL of these errors, as split conformal prediction takes it."""
+    errors = np.sort(np.abs(errors))
+    return float(errors[min(len(errors) - 1, math.ceil((len(errors) + 1) * LEVEL) - 1)])
+
+
+def choose(points: Points) -> tuple[str, dict[str, float]]:
+    """Returns the form of the smallest error on the largest width and depth left out, and that error of every form."""
+    folds = edges(points)
+    largest = {fold: out for fold, out in folds.items() if fold in list(folds)[1::2]}
+    errors = {name: rms(np.concatenate([*left_out(points, m, largest).values()])) for name, m in FORMS.items()}
+    return min(errors, key=errors.__getitem__), errors
+
+
+def half_widths(points: Points, names: Sequence[str]) -> list[list[float]]:
+    """Returns by band of rates the half width inside of the fitted sizes, and one doubling outside."""
+    cells = {row.cell[:3] for row in points.rows}
+    inner = left_out(points, names, {str(c): points.where(lambda r, c=c: tuple(sizes(r).values())[:3] == c) for c in cells})
+    where = {str(c): points.where(lambda r, c=c: tuple(sizes(r).values())[:3] == c) for c in cells}
+    folds = edges(points)
+    outer, bands = left_out(points, names, folds), np.array([band(points.rows[i].config, {"rates": BANDS}) for i in points.number])
+    found = []
+    for number in range(len(BANDS) + 1):
+        inside = np.concatenate([inner[c][bands[out] == number] for c, out in where.items()])
+        outside = np.concatenate([outer[f][bands[out] == number] for f, out in folds.items()])
+        found.append([round(quantile(inside), 4), round(quantile(outside), 4)])
+    return found
+
+
+def law_of(points: Points, form: str) -> dict[str, Any]:
+    """Returns the frozen law: coefficients, the sizes it was fitted on and the half widths of its intervals."""
+    names = FORMS[form]
+    coefficients = solve(points.design(names), points.logit)
+    spans = np.array([list(sizes(row.config).values()) for row in points.rows])
+    letters = list(sizes(points.rows[0].config))
+    return {
+        "form": form,
+        "coefficients": {name: round(float(c), 5) for name, c in zip(names, coefficients)},
+        "fitted": {letter: [float(spans[:, i].min()), float(spans[:, i].max())] for i, letter in enumerate(letters)},
+        "rates": list(BANDS),
+        "half_widths": half_widths(points, names),
+        "level": LEVEL,
+    }
+
+
+# Rivals. Each maps the end of runs to ln z; N is the number of parameters of blocks, 12 · depth · width².
+
+
+def size_of(config: RunConfig) -> float:
+    return math.log(12 * config.model.n_layers * config.model.d_model**2)
+
+
+def power_law(fit: Points) -> list[float]:
+    """Returns a, p, q of ln z = a + p ln Σ lr + q ln N."""
+    design = np.array([[1, math.log(s), size_of(fit.rows[i].config)] for i, s in zip(fit.number, fit.summed)])
+    return [round(float(c), 5) for c in solve(design, fit.logit)]
+
+
+def wortsman(fit: Points) -> dict[str, list[float]]:
+    """Returns by peak rate the quadratic of ln z at the end in ln N, fitted on the runs of one recipe.
+
+    Source: Wortsman et al. 2023, arXiv 2309.14322, section 3.5: for each rate a quadratic, extrapolated to the next
+    scale. The text names no axes; both are taken logarithmic.
+    """
+    base, found = RunConfig(), {}
+    for lr in sorted({row.config.optim.lr for row in fit.rows}):
+        like = fit.last & fit.where(lambda c, lr=lr: c.optim.lr == lr and recipe(c) == recipe(base))
+        n = np.array([size_of(fit.rows[i].config) for i in fit.number[like]])
+        found[f"{lr:g}"] = [round(float(c), 5) for c in solve(np.stack([n**0, n, n**2], 1), fit.logit[like])]
+    return found
+
+
+def recipe(config: RunConfig) -> tuple[object, ...]:
+    """Returns what Wortsman's quadratic keeps the same: schedule, steps, batch and the size of a head."""
+    return config.optim.schedule, config.steps, config.data.batch, config.model.head_dim or 16

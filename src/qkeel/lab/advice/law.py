@@ -1,0 +1,79 @@
+"""The law of logit growth: the largest logit of a run as a function of the rates summed so far and of its sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from qkeel.lab.config import RunConfig
+from qkeel.lab.model.optimizers import learning_rate
+
+# What a monomial is made of, by letter: natural logarithms of ratios to the middle of what was measured.
+MIDDLE = {"w": 64.0, "l": 2.0, "d": 16.0, "b": 8.0, "r": 0.03}
+FIRST_STEP = 10  # before it a logit is that of the start
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A number that is expected, with an interval for a single run."""
+
+    value: float
+    low: float
+    high: float
+
+
+def sizes(config: RunConfig) -> dict[str, float]:
+    """Returns what the law calls w, l, d, b and r: width, blocks, size of a head, sequences of a step, peak rate."""
+    model = config.model
+    head = model.head_dim or model.d_model / model.n_heads
+    return {"w": model.d_model, "l": model.n_layers, "d": head, "b": config.data.batch, "r": config.optim.lr}
+
+
+def summed_rates(config: RunConfig) -> list[float]:
+    """Returns Σ lr over the steps done, for 0, 1, … steps."""
+    sums = [0.0]
+    for step in range(config.steps):
+        sums.append(sums[-1] + learning_rate(config.optim, step, config.steps))
+    return sums
+
+
+def monomials(config: RunConfig, names: Sequence[str], summed: float) -> list[float]:
+    """Returns the value of each monomial, like "" (1), "s" or "ssw", after the rates summed to `summed`; s = ln Σ lr."""
+    letters = {letter: math.log(size / MIDDLE[letter]) for letter, size in sizes(config).items()}
+    letters["s"] = math.log(summed)
+    return [math.prod(letters[letter] for letter in name) for name in names]
+
+
+def doublings(config: RunConfig, fitted: Mapping[str, Sequence[float]]) -> float:
+    """Returns how many doublings a configuration lies outside of the sizes that were fitted on, of all axes summed."""
+    found = 0.0
+    for letter, size in sizes(config).items():
+        if letter in fitted:
+            low, high = fitted[letter]
+            found += max(0.0, math.log2(low / size), math.log2(size / high))
+    return found
+
+
+def band(config: RunConfig, law: Mapping[str, Any]) -> int:
+    """Returns which of the bands of peak rates a configuration lies in: each has errors of its own."""
+    return sum(config.optim.lr > edge for edge in law["rates"])
+
+
+def half_width(config: RunConfig, law: Mapping[str, Any]) -> float:
+    """Returns half the interval's width: that inside of the fitted sizes, and what each doubling outside adds."""
+    inside, outside = law["half_widths"][band(config, law)]
+    return inside + max(0.0, outside - inside) * doublings(config, law["fitted"])
+
+
+def expected_logit(config: RunConfig, law: Mapping[str, Any], summed: float) -> Expected:
+    """Returns the largest logit (nats, over layers, heads and probe) to expect once the rates have summed to `summed`.
+
+    ln z = Σ coefficient · monomial; the interval is ± half_width on ln z.
+    """
+    coefficients = law["coefficients"]
+    middle = sum(c * m for c, m in zip(coefficients.values(), monomials(config, list(coefficients), summed)))
+    half = half_width(config, law)
+    return Expected(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half))
