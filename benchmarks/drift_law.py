@@ -1,15 +1,13 @@
 """The law of logit growth: chosen and fitted on the fitting grid, frozen, and tested on sizes that it never saw.
 
-    python -m benchmarks.drift_law freeze    from drift-fit.csv: writes the table that the package carries
-    python -m benchmarks.drift_law test      from drift-test.csv and the frozen table: writes drift-test.json and the page
+    python -m benchmarks.drift_law    from drift-fit.csv: writes the table that the package carries
 
-The form is chosen by the error on sizes that are left out at the edge of the grid (width 128, 4 blocks, and their
-opposites), which is what the test asks of it; nothing of the test's table is read before `test`.
+The form is chosen by the error on the largest width and depth, which are left out in turn: that is what the test asks
+of it. Nothing here reads the table of the test; `benchmarks.drift_test` does.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import json
@@ -20,16 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.drift import COLUMNS
-from qkeel.lab.advice.law import FIRST_STEP, band, doublings, monomials, sizes, summed_rates
+from qkeel.lab.advice.law import FIRST_STEP, band, monomials, sizes, summed_rates
+from qkeel.lab.advice.measured import EVIDENCE
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.metrics import paired_effect
 
 HERE = Path(__file__).parent / "results"
 FIT, TEST = HERE / "drift-fit.csv", HERE / "drift-test.csv"
 LEVEL = 0.9  # of the intervals; at least 0.85 is to be measured on runs that were not fitted on
 BANDS = (0.02, 0.05)  # peak rates between which errors are of different size
-# Forms that are tried: the monomials of ln z in s = ln Σ lr, w, l, d, b, r = ln of width, blocks, head, batch, rate.
-SIZES = ("", "s", "w", "l", "d", "b")
+# Forms that are tried: the monomials of ln z in s = ln Σ lr and w, l, d, r = ln of width, blocks, head and rate.
+SIZES = ("", "s", "w", "l", "d")
 FORMS: dict[str, tuple[str, ...]] = {
     "power law of Σ lr and sizes": SIZES,
     "with the rate": (*SIZES, "r"),
@@ -67,7 +66,7 @@ class Row:
 def read_rows(path: Path) -> list[Row]:
     """Reads the table of one part."""
     with path.open(newline="") as text:
-        return [_row(dict(zip(COLUMNS, line))) for line in csv.reader(text)]
+        return [_row(line) for line in csv.DictReader(text)]
 
 
 def _row(line: Mapping[str, str]) -> Row:
@@ -86,19 +85,19 @@ def _row(line: Mapping[str, str]) -> Row:
     return Row(config=config, at=at, logits=logits, summed=[sums[step] for step in at], **losses)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Points:
-    """Measured logits: row number, ln z, configuration, summed rates and whether the run was over."""
+    """What is fitted, point by point: number of the row, ln z or a gain, Σ lr, and whether the run was over."""
 
     rows: Sequence[Row]
     number: np.ndarray
-    logit: np.ndarray
+    values: np.ndarray
     summed: np.ndarray
     last: np.ndarray
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Points:
-        """The steps of the runs without a remedy from FIRST_STEP on; a logit of at most 0, or not finite, is left out."""
+        """The steps of runs without a remedy from FIRST_STEP on; a logit not above 0 or not finite is left out."""
         found = [
             (i, math.log(z), s, step == row.config.steps)
             for i, row in enumerate(rows)
@@ -106,8 +105,8 @@ class Points:
             for step, z, s in zip(row.at, row.logits, row.summed)
             if step >= FIRST_STEP and 0 < z < math.inf
         ]
-        number, logit, summed, last = map(np.array, zip(*found))
-        return cls(rows, number, logit, summed, last)
+        number, values, summed, last = map(np.array, zip(*found))
+        return cls(rows, number, values, summed, last)
 
     def design(self, names: Sequence[str]) -> np.ndarray:
         """Returns the monomials of each point [points, monomials]."""
@@ -127,14 +126,16 @@ def edges(points: Points) -> dict[str, np.ndarray]:
     widths = [row.config.model.d_model for row in points.rows]
     depths = [row.config.model.n_layers for row in points.rows]
     found = {f"width {w}": points.where(lambda c, w=w: c.model.d_model == w) for w in (min(widths), max(widths))}
-    return found | {f"depth {n}": points.where(lambda c, n=n: c.model.n_layers == n) for n in (min(depths), max(depths))}
+    return found | {
+        f"depth {n}": points.where(lambda c, n=n: c.model.n_layers == n) for n in (min(depths), max(depths))
+    }
 
 
 def left_out(points: Points, names: Sequence[str], folds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns by fold the errors on ln z of points that were left out of the fit."""
     design = points.design(names)
     return {
-        fold: design[out] @ solve(design[~out], points.logit[~out]) - points.logit[out] for fold, out in folds.items()
+        fold: design[out] @ solve(design[~out], points.values[~out]) - points.values[out] for fold, out in folds.items()
     }
 
 
@@ -148,43 +149,84 @@ def quantile(errors: np.ndarray) -> float:
     return float(errors[min(len(errors) - 1, math.ceil((len(errors) + 1) * LEVEL) - 1)])
 
 
-def choose(points: Points) -> tuple[str, dict[str, float]]:
-    """Returns the form of the smallest error on the largest width and depth left out, and that error of every form."""
+def choose(points: Points, forms: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Returns of every form the error on the largest width and depth, each left out in turn; the least comes first."""
     folds = edges(points)
     largest = {fold: out for fold, out in folds.items() if fold in list(folds)[1::2]}
-    errors = {name: rms(np.concatenate([*left_out(points, m, largest).values()])) for name, m in FORMS.items()}
-    return min(errors, key=errors.__getitem__), errors
+    errors = {name: rms(np.concatenate([*left_out(points, m, largest).values()])) for name, m in forms.items()}
+    return dict(sorted(errors.items(), key=lambda item: item[1]))
 
 
 def half_widths(points: Points, names: Sequence[str]) -> list[list[float]]:
     """Returns by band of rates the half width inside of the fitted sizes, and one doubling outside."""
-    cells = {row.cell[:3] for row in points.rows}
-    inner = left_out(points, names, {str(c): points.where(lambda r, c=c: tuple(sizes(r).values())[:3] == c) for c in cells})
-    where = {str(c): points.where(lambda r, c=c: tuple(sizes(r).values())[:3] == c) for c in cells}
-    folds = edges(points)
-    outer, bands = left_out(points, names, folds), np.array([band(points.rows[i].config, {"rates": BANDS}) for i in points.number])
+    cells = {tuple(sizes(row.config).values())[:3] for row in points.rows}
+    each = {str(c): points.where(lambda r, c=c: tuple(sizes(r).values())[:3] == c) for c in cells}
+    bands = np.array([band(points.rows[i].config, {"rates": BANDS}) for i in points.number])
     found = []
+    pairs = [(left_out(points, names, folds), folds) for folds in (each, edges(points))]
     for number in range(len(BANDS) + 1):
-        inside = np.concatenate([inner[c][bands[out] == number] for c, out in where.items()])
-        outside = np.concatenate([outer[f][bands[out] == number] for f, out in folds.items()])
-        found.append([round(quantile(inside), 4), round(quantile(outside), 4)])
+        both = (np.concatenate([e[f][bands[out] == number] for f, out in folds.items()]) for e, folds in pairs)
+        found.append([round(quantile(errors), 4) for errors in both])
     return found
 
 
-def law_of(points: Points, form: str) -> dict[str, Any]:
-    """Returns the frozen law: coefficients, the sizes it was fitted on and the half widths of its intervals."""
-    names = FORMS[form]
-    coefficients = solve(points.design(names), points.logit)
-    spans = np.array([list(sizes(row.config).values()) for row in points.rows])
-    letters = list(sizes(points.rows[0].config))
+def fit(points: Points, names: Sequence[str]) -> dict[str, Any]:
+    """Returns a frozen fit: coefficients, the sizes it was fitted on and the half widths of its intervals."""
+    coefficients = solve(points.design(names), points.values)
+    used = [points.rows[i].config for i in sorted(set(points.number.tolist()))]
+    spans = {letter: [sizes(config)[letter] for config in used] for letter in sizes(used[0])}
     return {
-        "form": form,
         "coefficients": {name: round(float(c), 5) for name, c in zip(names, coefficients)},
-        "fitted": {letter: [float(spans[:, i].min()), float(spans[:, i].max())] for i, letter in enumerate(letters)},
+        "fitted": {letter: [min(span), max(span)] for letter, span in spans.items()},
         "rates": list(BANDS),
         "half_widths": half_widths(points, names),
-        "level": LEVEL,
     }
+
+
+# The forms of a remedy's gain, in the same letters; Σ lr is part of none.
+GAIN_FORMS: dict[str, tuple[str, ...]] = {
+    "of rate": ("", "r"),
+    "of rate and width": ("", "r", "w"),
+    "of rate and sizes": ("", "r", "w", "l"),
+    "of rate times sizes": ("", "r", "w", "l", "rw", "rl"),
+}
+
+
+def gains(rows: Sequence[Row], remedy: str) -> Points:
+    """Returns the gain of a remedy over none, pair by pair; a loss that is not finite is left out."""
+    none = {(row.cell, row.config.seed): row for row in rows if row.config.remedy == "none"}
+    found = [
+        (i, none[row.cell, row.config.seed].val_loss - row.val_loss)
+        for i, row in enumerate(rows)
+        if row.config.remedy == remedy and (row.cell, row.config.seed) in none
+    ]
+    found = [(i, gain) for i, gain in found if math.isfinite(gain)]
+    number, values = map(np.array, zip(*found))
+    return Points(rows, number, values, np.ones(len(found)), np.ones(len(found), dtype=bool))
+
+
+def cost(rows: Sequence[Row], remedy: str) -> dict[str, float]:
+    """Returns the ratio of processor time to that of no remedy: the median of pairs, and the span of 9 in 10."""
+    none = {(row.cell, row.config.seed): row.cpu_seconds for row in rows if row.config.remedy == "none"}
+    pairs = [(row, none.get((row.cell, row.config.seed))) for row in rows if row.config.remedy == remedy]
+    ratios = np.array([row.cpu_seconds / seconds for row, seconds in pairs if seconds])
+    low, value, high = np.quantile(ratios, (0.05, 0.5, 0.95))
+    return {"value": round(float(value), 3), "low": round(float(low), 3), "high": round(float(high), 3)}
+
+
+def rows_of_evidence(points: Points) -> list[dict[str, Any]]:
+    """Returns a row for each size and rate: the mean gain over the seeds with its 95 % interval."""
+    cells: dict[tuple[object, ...], list[int]] = {}
+    for place, number in enumerate(points.number):
+        cells.setdefault(points.rows[number].cell, []).append(place)
+    found = []
+    for places in cells.values():
+        config = points.rows[points.number[places[0]]].config
+        effect = paired_effect(points.values[places])
+        about = {"width": config.model.d_model, "depth": config.model.n_layers, "lr": config.optim.lr}
+        said = {"mean": effect.mean, "low": effect.low, "high": effect.high}
+        found.append({**about, **{k: round(v, 4) for k, v in said.items()}, "seeds": effect.n})
+    return found
 
 
 # Rivals. Each maps the end of runs to ln z; N is the number of parameters of blocks, 12 · depth · width².
@@ -194,26 +236,67 @@ def size_of(config: RunConfig) -> float:
     return math.log(12 * config.model.n_layers * config.model.d_model**2)
 
 
-def power_law(fit: Points) -> list[float]:
+def power_law(runs: Points) -> list[float]:
     """Returns a, p, q of ln z = a + p ln Σ lr + q ln N."""
-    design = np.array([[1, math.log(s), size_of(fit.rows[i].config)] for i, s in zip(fit.number, fit.summed)])
-    return [round(float(c), 5) for c in solve(design, fit.logit)]
+    design = np.array([[1, math.log(s), size_of(runs.rows[i].config)] for i, s in zip(runs.number, runs.summed)])
+    return [round(float(c), 5) for c in solve(design, runs.values)]
 
 
-def wortsman(fit: Points) -> dict[str, list[float]]:
+def wortsman(runs: Points) -> dict[str, list[float]]:
     """Returns by peak rate the quadratic of ln z at the end in ln N, fitted on the runs of one recipe.
 
     Source: Wortsman et al. 2023, arXiv 2309.14322, section 3.5: for each rate a quadratic, extrapolated to the next
     scale. The text names no axes; both are taken logarithmic.
     """
     base, found = RunConfig(), {}
-    for lr in sorted({row.config.optim.lr for row in fit.rows}):
-        like = fit.last & fit.where(lambda c, lr=lr: c.optim.lr == lr and recipe(c) == recipe(base))
-        n = np.array([size_of(fit.rows[i].config) for i in fit.number[like]])
-        found[f"{lr:g}"] = [round(float(c), 5) for c in solve(np.stack([n**0, n, n**2], 1), fit.logit[like])]
+    for lr in sorted({row.config.optim.lr for row in runs.rows}):
+        like = runs.last & runs.where(lambda c, lr=lr: c.optim.lr == lr and recipe(c) == recipe(base))
+        n = np.array([size_of(runs.rows[i].config) for i in runs.number[like]])
+        found[f"{lr:g}"] = [round(float(c), 5) for c in solve(np.stack([n**0, n, n**2], 1), runs.values[like])]
     return found
 
 
 def recipe(config: RunConfig) -> tuple[object, ...]:
     """Returns what Wortsman's quadratic keeps the same: schedule, steps, batch and the size of a head."""
     return config.optim.schedule, config.steps, config.data.batch, config.model.head_dim or 16
+
+
+# Where the law is fitted, and where it is tested: lowest and highest, or the texts themselves, by setting.
+FITTED_BOX = {
+    "model.d_model": [32, 128],
+    "model.n_layers": [1, 4],
+    "model.head_dim": [8, 32],
+    "optim.lr": [0.003, 0.3],
+    "optim.schedule": ["constant", "cosine", "wsd"],
+    "steps": [75, 300],
+}
+HEAD = {"model.head_dim": [16, 16]}
+TESTED_BOX = {"model.d_model": [64, 256], "model.n_layers": [2, 8], **HEAD, "optim.lr": [0.01, 0.1]}
+GAIN_FITTED = {"model.d_model": [32, 128], "model.n_layers": [1, 4], **HEAD, "optim.lr": [0.03, 0.1]}
+GAIN_TESTED = {"model.d_model": [64, 96], "model.n_layers": [2, 8], **HEAD, "optim.lr": [0.03, 0.1]}
+
+
+def frozen(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns the table that the package carries, from the fitting grid alone."""
+    points = Points.of(rows)
+    errors = choose(points, FORMS)
+    form = next(iter(errors))
+    remedies = {}
+    for remedy in dict.fromkeys(row.config.remedy for row in rows if row.config.remedy != "none"):
+        pairs = gains(rows, remedy)
+        gain_form = next(iter(choose(pairs, GAIN_FORMS)))
+        table = {"form": gain_form, **fit(pairs, GAIN_FORMS[gain_form])}
+        remedies[remedy] = {"cost": cost(rows, remedy), "gain": table, "rows": rows_of_evidence(pairs)}
+    tried = {name: round(error, 4) for name, error in errors.items()}
+    law = {"form": form, "tried": tried, "level": LEVEL, **fit(points, FORMS[form])}
+    return {
+        "law": {**law, "boxes": [FITTED_BOX, TESTED_BOX]},
+        "gain_boxes": [GAIN_FITTED, GAIN_TESTED],
+        "remedies": remedies,
+        "power_law": power_law(points),
+        "wortsman": wortsman(points),
+    }
+
+
+if __name__ == "__main__":
+    EVIDENCE.write_text(json.dumps(frozen(read_rows(FIT)), indent=1) + "\n")

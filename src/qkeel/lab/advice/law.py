@@ -10,15 +10,16 @@ from typing import Any, final
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.optimizers import learning_rate
 
-# What a monomial is made of, by letter: natural logarithms of ratios to the middle of what was measured.
+# What each letter of a monomial divides by before the logarithm is taken: the middle of what was measured.
 MIDDLE = {"w": 64.0, "l": 2.0, "d": 16.0, "b": 8.0, "r": 0.03}
 FIRST_STEP = 10  # before it a logit is that of the start
+Law = Mapping[str, Any]  # a fit as the evidence has it: coefficients, fitted, rates, half_widths
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A number that is expected, with an interval for a single run."""
+    """A number that is expected of a single run, with an interval."""
 
     value: float
     low: float
@@ -41,7 +42,7 @@ def summed_rates(config: RunConfig) -> list[float]:
 
 
 def monomials(config: RunConfig, names: Sequence[str], summed: float) -> list[float]:
-    """Returns the value of each monomial, like "" (1), "s" or "ssw", after the rates summed to `summed`; s = ln Σ lr."""
+    """Returns the value of each monomial, like "" (1), "s" or "ssw"; s = ln Σ lr, the others are those of `sizes`."""
     letters = {letter: math.log(size / MIDDLE[letter]) for letter, size in sizes(config).items()}
     letters["s"] = math.log(summed)
     return [math.prod(letters[letter] for letter in name) for name in names]
@@ -49,31 +50,31 @@ def monomials(config: RunConfig, names: Sequence[str], summed: float) -> list[fl
 
 def doublings(config: RunConfig, fitted: Mapping[str, Sequence[float]]) -> float:
     """Returns how many doublings a configuration lies outside of the sizes that were fitted on, of all axes summed."""
-    found = 0.0
-    for letter, size in sizes(config).items():
-        if letter in fitted:
-            low, high = fitted[letter]
-            found += max(0.0, math.log2(low / size), math.log2(size / high))
-    return found
+    spans = [(size, fitted[letter]) for letter, size in sizes(config).items() if letter in fitted]
+    return sum(max(0.0, math.log2(low / size), math.log2(size / high)) for size, (low, high) in spans)
 
 
-def band(config: RunConfig, law: Mapping[str, Any]) -> int:
+def band(config: RunConfig, law: Law) -> int:
     """Returns which of the bands of peak rates a configuration lies in: each has errors of its own."""
     return sum(config.optim.lr > edge for edge in law["rates"])
 
 
-def half_width(config: RunConfig, law: Mapping[str, Any]) -> float:
-    """Returns half the interval's width: that inside of the fitted sizes, and what each doubling outside adds."""
-    inside, outside = law["half_widths"][band(config, law)]
-    return inside + max(0.0, outside - inside) * doublings(config, law["fitted"])
+def predict(config: RunConfig, law: Law, summed: float) -> Expected:
+    """Returns Σ coefficient · monomial with its interval, which is wider by each doubling outside of the fitted sizes.
 
-
-def expected_logit(config: RunConfig, law: Mapping[str, Any], summed: float) -> Expected:
-    """Returns the largest logit (nats, over layers, heads and probe) to expect once the rates have summed to `summed`.
-
-    ln z = Σ coefficient · monomial; the interval is ± half_width on ln z.
+    Args:
+        config: the run. law: the fit. summed: Σ lr.
     """
     coefficients = law["coefficients"]
-    middle = sum(c * m for c, m in zip(coefficients.values(), monomials(config, list(coefficients), summed)))
-    half = half_width(config, law)
-    return Expected(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half))
+    value = sum(c * m for c, m in zip(coefficients.values(), monomials(config, list(coefficients), summed)))
+    inside, outside = law["half_widths"][band(config, law)]
+    half = inside + max(0.0, outside - inside) * doublings(config, law["fitted"])
+    return Expected(value=value, low=value - half, high=value + half)
+
+
+def expected_logit(config: RunConfig, law: Law, summed: float) -> Expected:
+    """Returns the largest logit (nats, over layers, heads and probe) to expect once the rates have summed to `summed`:
+    the law is one of its logarithm.
+    """
+    log = predict(config, law, summed)
+    return Expected(value=math.exp(log.value), low=math.exp(log.low), high=math.exp(log.high))
