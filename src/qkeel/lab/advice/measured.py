@@ -55,7 +55,7 @@ def outside(config: RunConfig, boxes: Sequence[Mapping[str, Any]]) -> tuple[str,
         found.append(
             tuple(_sentence(name, own.get(name), span) for name, span in spans.items() if not _in(own, name, span))
         )
-    return min(found, key=len)
+    return min(reversed(found), key=len)
 
 
 def _in(own: Mapping[str, Any], name: str, span: Sequence[Any]) -> bool:

@@ -27,7 +27,9 @@ class RemedyAdvice:
     gain: Expected | None
     """Held-out loss without it minus that with it, in nats per byte; None where it is not known."""
     cost: Expected
-    """Processor time of a run with it over that of one without."""
+    """Processor time with it over that without, measured apart: of `cost_of`."""
+    cost_of: str
+    """What that is a share of, and where the measurement stands."""
     rows: Sequence[Json]
     """The measurements at the nearest size and rate: sizes, rate, mean gain, its interval, seeds."""
 
@@ -83,10 +85,9 @@ class Recommendation:
         for advice in self.remedies:
             gain, cost = advice.gain, advice.cost
             if gain:
-                said.append(
-                    f"  {advice.remedy}: gain {gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) nats per byte, "
-                    f"processor time × {cost.value:.2f} ({cost.low:.2f} to {cost.high:.2f})"
-                )
+                span = f"{gain.low:+.3f} to {gain.high:+.3f}"
+                said.append(f"  {advice.remedy}: gain {gain.value:+.3f} ({span}) nats per byte")
+                said.append(f"    costs × {cost.value:.3f} ({cost.low:.3f} to {cost.high:.3f}) of {advice.cost_of}")
                 said += [f"    measured at {_row(row)}" for row in advice.rows]
         return said
 
@@ -128,11 +129,12 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
 
 def _advice(config: RunConfig, remedy: str, table: Json, *, known: bool) -> RemedyAdvice:
     """Of one remedy; `known` says whether gains were measured on configurations like this one."""
-    cost = Expected(**table["cost"])
+    cost = Expected(**{end: table["cost"][end] for end in ("value", "low", "high")})
+    of = f"{table['cost']['of']} ({table['cost']['source']})"
     near = min((_distance(config, row) for row in table["rows"]), default=0.0)
     rows = [row for row in table["rows"] if known and _distance(config, row) <= near]
     gain = predict(config, table["gain"], 1.0) if known else None
-    return RemedyAdvice(remedy=remedy, gain=gain, cost=cost, rows=rows)
+    return RemedyAdvice(remedy=remedy, gain=gain, cost=cost, cost_of=of, rows=rows)
 
 
 def _distance(config: RunConfig, row: Json) -> float:

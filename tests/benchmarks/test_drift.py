@@ -1,0 +1,59 @@
+"""The law of logit growth: what the package carries and what the page says follow from the committed tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks import drift, drift_law, drift_verdict
+
+from qkeel.lab.advice.measured import EVIDENCE
+from qkeel.lab.config import ModelConfig, RunConfig
+from qkeel.records import read_json
+
+
+@pytest.fixture(scope="module")
+def fitted() -> list[drift_law.Row]:
+    return drift_law.read_rows(drift_law.FIT)
+
+
+def test_the_table_of_the_package_follows_from_the_fitting_grid(fitted: list[drift_law.Row]) -> None:
+    made, carried = drift_law.frozen(fitted), read_json(EVIDENCE)
+    assert made["law"]["form"] == carried["law"]["form"], "run python -m benchmarks.drift_law"
+    for table in (made, carried):
+        table["law"]["coefficients"] = list(table["law"]["coefficients"].items())
+    np.testing.assert_equal(*(_rounded(table) for table in (made, carried)))
+
+
+def _rounded(value: object) -> object:
+    """Numbers to 3 digits: linear algebra differs in the last ones between processors."""
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def test_the_page_says_what_the_tables_say() -> None:
+    text = drift_verdict.PAGE.read_text(encoding="utf-8")
+    assert drift_verdict.page(text) == text, "run python -m benchmarks.drift_verdict"
+
+
+def test_no_run_of_the_test_was_fitted_on(fitted: list[drift_law.Row]) -> None:
+    cells = [{drift.key(config)[:-2] for unit in drift.cells(part, ()) for config in unit} for part in ("fit", "test")]
+    assert not cells[0] & cells[1]
+    assert {drift.key(row.config)[:-2] for row in fitted} <= cells[0]
+
+
+def test_a_unit_of_runs_becomes_rows_once(tmp_path: Path) -> None:
+    base = RunConfig(device="cpu", dtype="fp32", steps=2, eval_sequences=2, model=ModelConfig(d_model=16, head_dim=4))
+    unit = [dataclasses.replace(base, seed=seed) for seed in (0, 1)]
+    assert drift.train(("fit", unit, str(tmp_path))) == 2
+    assert drift.done(tmp_path) == {drift.key(config) for config in unit}
+    assert drift.merged(tmp_path, "fit", [unit], tmp_path / "table.csv") == 0
+    rows = drift_law.read_rows(tmp_path / "table.csv")
+    assert [drift.key(row.config) for row in rows] == [drift.key(config) for config in unit]
+    assert rows[0].at == [0, 2]
+    assert rows[0].summed[0] == 0 < rows[0].summed[1]
