@@ -23,7 +23,7 @@ def recommend(
     json_: Annotated[bool, Parameter(name="--json", negative=(), show_default=False)] = False,
     flags: Annotated[RunFlags, Parameter(name="*")] = RunFlags(),  # type: ignore[valid-type]  # noqa: B008 - frozen
 ) -> int:
-    """Print the largest logits to expect of a configuration, when, and which remedy gains how much at what cost.
+    """Print the logits to expect of a configuration, and which remedy gains how much, from what was measured.
 
     Every number has an interval and the measurements behind it. Outside of what was measured the answer is "not known",
     and which setting is outside.

@@ -12,9 +12,10 @@ from qkeel.lab.config_fields import Json
 from qkeel.records import read_json
 
 EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m benchmarks.drift_law`
-# Settings that say nothing of the training, or only on what it is computed.
+# Settings that decide nothing of what is learned, or nothing but for settings that were not measured either.
 _NO_MATTER = ("seed", "remedy", "device", "compile", "threads", "nudge", "accumulate", "log_every", "eval_every")
-_NO_MATTER += ("eval_sequences", "probe_sequences", "model.n_heads")
+_NO_MATTER += ("eval_sequences", "probe_sequences", "checkpoint_every", "model.n_heads", "model.base_width")
+_NO_MATTER += ("model.base_head_dim", "data.needle_keys", "data.pairs")
 _WORDS = {"model.d_model": "width", "model.n_layers": "blocks", "data.batch": "batch", "optim.name": "optimizer"}
 _WORDS |= {"optim.lr": "learning rate", "model.head_dim": "size of a head", "data.source": "text"}
 
@@ -28,7 +29,8 @@ def evidence() -> Json:
 def settings(config: RunConfig) -> dict[str, Any]:
     """Returns the settings of a run that decide what it learns, by name; sections stand before a point."""
     model = config.model
-    values = config.identity()
+    values = config.to_dict()
+    del values["images"]
     values["model"]["head_dim"] = model.head_dim or model.d_model // model.n_heads
     values["model"]["n_kv_heads"] = model.n_kv_heads or model.n_heads
     values["model"]["kv_share"] = values["model"].pop("n_kv_heads") / model.n_heads
@@ -51,20 +53,20 @@ def outside(config: RunConfig, boxes: Sequence[Mapping[str, Any]]) -> tuple[str,
     found = []
     for box in boxes:
         spans = {name: box.get(name, [value]) for name, value in base.items()}
-        spans |= {name: [None] for name in own if name not in spans}
         found.append(
-            tuple(_sentence(name, own.get(name), span) for name, span in spans.items() if not _in(own, name, span))
+            tuple(_sentence(name, own[name], span) for name, span in spans.items() if not _in(own[name], span))
         )
     return min(reversed(found), key=len)
 
 
-def _in(own: Mapping[str, Any], name: str, span: Sequence[Any]) -> bool:
-    value = own.get(name)
-    numbers = len(span) == 2 and not isinstance(span[0], str)
-    return span[0] <= value <= span[1] if numbers and value is not None else value in span
+def _in(value: Any, span: Sequence[Any]) -> bool:
+    return span[0] <= value <= span[1] if _is_range(span) else value in span
+
+
+def _is_range(span: Sequence[object]) -> bool:
+    return len(span) == 2 and not isinstance(span[0], str)
 
 
 def _sentence(name: str, value: object, span: Sequence[Any]) -> str:
-    numbers = len(span) == 2 and not isinstance(span[0], str)
-    said = f"{span[0]:g} to {span[1]:g}" if numbers else " or ".join(map(str, span))
+    said = f"{span[0]:g} to {span[1]:g}" if _is_range(span) else " or ".join(map(str, span))
     return f"{_WORDS.get(name, name.rpartition('.')[2].replace('_', ' '))} is {value}; measured: {said}"
