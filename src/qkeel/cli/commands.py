@@ -28,7 +28,7 @@ COMMANDS = {
         "Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.",
     ),
     "recommend": (
-        "qkeel.cli.recommend:recommend",
+        "qkeel.cli.studies.recommend:recommend",
         "Print the logits to expect of a configuration, and which remedy gains how much, from what was measured.",
     ),
     "replay": (

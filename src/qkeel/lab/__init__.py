@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qkeel.lab.advice.recommend import Recommendation, RemedyAdvice, recommend
+    from qkeel.lab.advice.recommendation import Recommendation, RemedyAdvice, recommend
     from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
     from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, run_plan, study
     from qkeel.lab.execution.merge_studies import MergedStudy, merge_studies
@@ -42,7 +42,7 @@ _HOMES = {
     **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execution.execute"),
     **dict.fromkeys(("MergedStudy", "merge_studies"), "execution.merge_studies"),
     **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan"),
-    **dict.fromkeys(("Recommendation", "RemedyAdvice", "recommend"), "advice.recommend"),
+    **dict.fromkeys(("Recommendation", "RemedyAdvice", "recommend"), "advice.recommendation"),
     **dict.fromkeys(("Watcher", "run"), "train_runs"),
     "Shard": "execution.workers",
 }

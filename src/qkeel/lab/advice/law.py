@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 from qkeel.lab.config import RunConfig
+from qkeel.lab.config_fields import Json
 from qkeel.lab.model.optimizers import learning_rate
 
 # What each letter of a monomial divides by before the logarithm is taken: the middle of what was measured.
 MIDDLE = {"w": 64.0, "l": 2.0, "d": 16.0, "b": 8.0, "r": 0.03}
 FIRST_STEP = 10  # before it a logit is that of the start
-Law = Mapping[str, Any]  # a fit as the evidence has it: coefficients, fitted, rates, half_widths
+Law = Json  # a fit as the evidence has it: coefficients, fitted, rates, half_widths
 
 
 @final

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
@@ -26,7 +25,7 @@ def evidence() -> Json:
     return read_json(EVIDENCE)
 
 
-def settings(config: RunConfig) -> dict[str, Any]:
+def settings(config: RunConfig) -> Json:
     """Returns the settings of a run that decide what it learns, by name; sections stand before a point."""
     model = config.model
     values = config.to_dict()
@@ -43,7 +42,7 @@ def settings(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if name not in _NO_MATTER}
 
 
-def outside(config: RunConfig, boxes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def outside(config: RunConfig, boxes: Sequence[Json]) -> tuple[str, ...]:
     """Returns a sentence for each setting that lies outside of what was measured: of the box that is left in fewest.
 
     A box has by name a list: two numbers are lowest and highest, texts are those that were measured. What it does not
@@ -59,7 +58,7 @@ def outside(config: RunConfig, boxes: Sequence[Mapping[str, Any]]) -> tuple[str,
     return min(reversed(found), key=len)
 
 
-def _in(value: Any, span: Sequence[Any]) -> bool:
+def _in(value: float, span: Sequence[float]) -> bool:
     return span[0] <= value <= span[1] if _is_range(span) else value in span
 
 
@@ -67,6 +66,6 @@ def _is_range(span: Sequence[object]) -> bool:
     return len(span) == 2 and not isinstance(span[0], str)
 
 
-def _sentence(name: str, value: object, span: Sequence[Any]) -> str:
+def _sentence(name: str, value: object, span: Sequence[object]) -> str:
     said = f"{span[0]:g} to {span[1]:g}" if _is_range(span) else " or ".join(map(str, span))
     return f"{_WORDS.get(name, name.rpartition('.')[2].replace('_', ' '))} is {value}; measured: {said}"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab.config import DataConfig, ModelConfig, RunConfig
+from qkeel.lab.config_fields import Json
 from qkeel.records import read_json
 from qkeel.records.strict_toml import read_toml
 from qkeel.spec import PRESETS
 
-_KEYS = {
-    "d_model": ("hidden_size", "n_embd", "d_model", "dim"),
-    "n_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "n_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-}
+_WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
+_DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _PLAIN = ("llama", "mistral")  # model types whose attention is the baseline: RoPE and nothing else
 Known = tuple[RunConfig, tuple[str, ...]]
 
@@ -47,15 +44,16 @@ def read_configuration(path: Path) -> Known:
     return _transformers(values, file)
 
 
-def _transformers(values: Mapping[str, Any], file: Path) -> Known:
+def _transformers(values: Json, file: Path) -> Known:
     """The sizes and attention of a model of transformers; what trains it is that of the studies."""
-    found = {name: _whole(values, keys, file) for name, keys in _KEYS.items()}
     kind = str(values.get("model_type", "unknown"))
     attention = "baseline" if kind in _PLAIN else kind if kind in PRESETS else ""
     extra = () if attention else (f"attention is that of model type {kind}; measured: baseline",)
     kv, head = values.get("num_key_value_heads"), values.get("head_dim")
     model = ModelConfig(
-        **found,
+        d_model=_whole(values, _WIDTH, file),
+        n_layers=_whole(values, _DEPTH, file),
+        n_heads=_whole(values, _HEADS, file),
         n_kv_heads=kv if isinstance(kv, int) else None,
         head_dim=head if isinstance(head, int) else None,
         attention=attention or "baseline",
@@ -66,7 +64,7 @@ def _transformers(values: Mapping[str, Any], file: Path) -> Known:
     return RunConfig(model=model, data=DataConfig(vocab_size=vocabulary)), extra
 
 
-def _watched(values: Mapping[str, Any], file: Path) -> Known:
+def _watched(values: Json, file: Path) -> Known:
     """The attention sizes of a watched model. Its records have neither its text nor its steps."""
     sites = [site for site in values.get("sites") or () if isinstance(site, dict)]
     if not sites:
@@ -77,7 +75,7 @@ def _watched(values: Mapping[str, Any], file: Path) -> Known:
     return dataclasses.replace(RunConfig(), model=model), unknown
 
 
-def _whole(values: Mapping[str, Any], keys: tuple[str, ...], file: Path) -> int:
+def _whole(values: Json, keys: tuple[str, ...], file: Path) -> int:
     for key in keys:
         value = values.get(key)
         if value is not None:

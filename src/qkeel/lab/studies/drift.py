@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from qkeel.lab.config import RunConfig
 from qkeel.lab.plan import Grid, PlannedRun, Study, product
@@ -69,7 +70,7 @@ def _split(grid: Grid) -> tuple[Grid, Grid | None]:
     return first, dataclasses.replace(grid, remedies=grid.remedies[1:]) if grid.remedies[1:] else None
 
 
-def _role(size: Size, settings: dict[str, object] | None = None) -> str:
+def _role(size: Size, settings: Mapping[str, object] | None = None) -> str:
     width, depth, head = size
     words = [f"width {width}", f"{depth} blocks", f"heads of {head}"]
     return ", ".join([*words, *(f"{name} {value}" for name, value in (settings or {}).items())])

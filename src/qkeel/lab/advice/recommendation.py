@@ -138,7 +138,7 @@ def _advice(config: RunConfig, remedy: str, table: Json, *, known: bool) -> Reme
 
 
 def _distance(config: RunConfig, row: Json) -> float:
-    """How many doublings of width, depth and rate lie between a configuration and a row of evidence."""
+    """Returns how many doublings of width, depth and rate lie between a configuration and a row of evidence."""
     own = sizes(config)
     return sum(
         abs(math.log2(own[letter] / row[name])) for letter, name in (("w", "width"), ("l", "depth"), ("r", "lr"))

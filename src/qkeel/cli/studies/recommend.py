@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from qkeel.cli.exits import OK
 from qkeel.cli.flags import configure, starting, view
 from qkeel.lab.advice.read_configuration import read_configuration
-from qkeel.lab.advice.recommend import recommend as advise
+from qkeel.lab.advice.recommendation import recommend as advise
 
-RunFlags: Any = view()
+RunFlags = view()
 
 
 def recommend(
