@@ -72,9 +72,14 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(line: Mapping[str, str]) -> Row:
-    names = {"d_model": "width", "n_layers": "depth", "n_heads": "heads", "head_dim": "head_dim"}
+    model = ModelConfig(
+        d_model=int(line["width"]),
+        n_layers=int(line["depth"]),
+        n_heads=int(line["heads"]),
+        head_dim=int(line["head_dim"]),
+    )
     config = RunConfig(
-        model=ModelConfig(**{name: int(line[column]) for name, column in names.items()}),
+        model=model,
         data=DataConfig(batch=int(line["batch"]), context=int(line["context"])),
         optim=OptimConfig(lr=float(line["lr"]), schedule=line["schedule"]),  # type: ignore[arg-type]
         remedy=line["remedy"],
