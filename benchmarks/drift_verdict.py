@@ -229,7 +229,7 @@ def _conclusions(
         said = words[effect.verdict]
         than = f"{said} that of" if effect.verdict in ("undecided", "equal") else f"{said} than that of"
         refuted = "" if effect.verdict == "better" else ": this part of the prediction is **refuted**"
-        lines.append(f"- The law's error is {than} {name}{refuted}.")
+        lines.append(f"- Mean error of the law against {name}: {than} it{refuted}.")
     return lines
 
 

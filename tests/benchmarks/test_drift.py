@@ -59,3 +59,10 @@ def test_a_unit_of_runs_becomes_rows_once(tmp_path: Path) -> None:
     assert [drift.key(row.config) for row in rows] == [drift.key(config) for config in unit]
     assert rows[0].at == [0, 2]
     assert rows[0].summed[0] == 0 < rows[0].summed[1]
+
+
+def test_intervals_of_logits_cover_at_least_85_percent_of_the_runs_that_they_were_not_fitted_on() -> None:
+    held = drift_verdict.coverage(drift_law.read_rows(drift_law.TEST))
+    for name in ("largest logit at the end of a run", "largest logit at each recorded step"):
+        n, m = held[name]
+        assert n / m >= drift_verdict.COVERED, name

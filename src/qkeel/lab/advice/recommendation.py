@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from qkeel.lab.advice.law import FIRST_STEP, Expected, expected_logit, predict, sizes, summed_rates
+from qkeel.lab.advice.law import FIRST_STEP, Expected, expected_logit, sizes, summed_rates
 from qkeel.lab.advice.measured import evidence, outside
 from qkeel.lab.advice.read_configuration import read_configuration
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 
 THRESHOLDS = (30.0, 100.0, 1000.0)  # nats; above the last, Wortsman et al. 2023 see losses suffer
+ELSEWHERE = "gains were not measured at this width, depth and rate, and a fit between those measured failed its test"
 _STEPS = 5  # at which logits are said
 
 
@@ -25,13 +26,14 @@ class RemedyAdvice:
 
     remedy: str
     gain: Expected | None
-    """Held-out loss without it minus that with it, in nats per byte; None where it is not known."""
+    """Mean over seeds of the held-out loss without it minus that with it, in nats per byte, with its 95 % interval; None
+    where it was not measured."""
     cost: Expected
     """Processor time with it over that without, measured apart: of `cost_of`."""
     cost_of: str
     """What that is a share of, and where the measurement stands."""
     rows: Sequence[Json]
-    """The measurements at the nearest size and rate: sizes, rate, mean gain, its interval, seeds."""
+    """The measurements at this size and rate: sizes, rate, mean gain, its 95 % interval, seeds."""
 
 
 @final
@@ -44,7 +46,7 @@ class Recommendation:
     outside_gain: Sequence[str]
     """The same for gains."""
     level: float
-    """Coverage that the intervals are made for, of single runs."""
+    """Coverage that the intervals of logits are made for, of single runs."""
     logits: Sequence[tuple[int, Expected]]
     """The step, and the largest logit to expect then (nats)."""
     passes: Sequence[tuple[float, int | None, int | None, int | None]]
@@ -116,6 +118,7 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
     sums = summed_rates(config) if not beyond else [0.0]
     course = [(step, expected_logit(config, law, sums[step])) for step in range(FIRST_STEP, len(sums))]
     advice = [_advice(config, remedy, table, known=not gains) for remedy, table in known["remedies"].items()]
+    gains = gains or (() if any(one.gain for one in advice) else (ELSEWHERE,))
     advice.sort(key=lambda one: -(one.gain.value if one.gain else 0.0))
     return Recommendation(
         outside=beyond,
@@ -131,9 +134,9 @@ def _advice(config: RunConfig, remedy: str, table: Json, *, known: bool) -> Reme
     """Of one remedy; `known` says whether gains were measured on configurations like this one."""
     cost = Expected(**{end: table["cost"][end] for end in ("value", "low", "high")})
     of = f"{table['cost']['of']} ({table['cost']['source']})"
-    near = min((_distance(config, row) for row in table["rows"]), default=0.0)
-    rows = [row for row in table["rows"] if known and _distance(config, row) <= near]
-    gain = predict(config, table["gain"], 1.0) if known else None
+    # A fit between the measured sizes failed its test: a gain is known only where it was measured.
+    rows = [row for row in table["rows"] if known and _distance(config, row) == 0]
+    gain = next((Expected(value=row["mean"], low=row["low"], high=row["high"]) for row in rows), None)
     return RemedyAdvice(remedy=remedy, gain=gain, cost=cost, cost_of=of, rows=rows)
 
 
