@@ -36,6 +36,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     "config": {"recipe": ("config --recipe {}", False)},
     "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
     "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
+    "recommend": {"source": ("recommend {}", False)},
     "replay": {"run": ("replay {}", False)},
     "scan": {"checkpoint": ("scan {}", False)},
     "export": {
@@ -61,6 +62,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
             "demo": f"--jobs 1 {TINY}",
             "study lr": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study chaos": f"--remedies none --lrs 0.1 {ONE} {TINY}",
+            "study drift": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study translation": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study mla": f"--remedies none --lrs 0.1 {ONE} {TINY}",
             "study extrapolation": f"--forms baseline --posthoc none --train-length 8 --test-lengths 8 {ONE} {SMALL}",

@@ -27,6 +27,10 @@ COMMANDS = {
         "qkeel.cli.watch:watch",
         "Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.",
     ),
+    "recommend": (
+        "qkeel.cli.studies.recommend:recommend",
+        "Print the logits to expect of a configuration, and which remedy gains how much, from what was measured.",
+    ),
     "replay": (
         "qkeel.cli.replay:replay",
         "Print what a policy of the autopilot would have done on a recorded run, when and why.",
@@ -64,6 +68,7 @@ EXAMPLES = {
     "export": "qkeel export qkeel-runs/train --to parquet",
     "merge": "qkeel merge part1 part2 --out whole",
     "presets": "qkeel presets",
+    "recommend": "qkeel recommend --d-model 128 --n-layers 4 --n-heads 8 --lr 0.1",
     "remedies": "qkeel remedies",
     "replay": "qkeel replay qkeel-runs/train",
     "report": "qkeel report qkeel-runs/train -o page.html",

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from qkeel.lab.advice.recommendation import Recommendation, RemedyAdvice, recommend
     from qkeel.lab.config import DataConfig, ImagesConfig, ModelConfig, OptimConfig, RunConfig
     from qkeel.lab.execution.execute import Execution, StudyResult, make_plan, run_plan, study
     from qkeel.lab.execution.merge_studies import MergedStudy, merge_studies
@@ -21,12 +22,15 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "Plan",
+    "Recommendation",
+    "RemedyAdvice",
     "RunConfig",
     "Shard",
     "StudyResult",
     "Watcher",
     "make_plan",
     "merge_studies",
+    "recommend",
     "run",
     "run_plan",
     "study",
@@ -38,6 +42,7 @@ _HOMES = {
     **dict.fromkeys(("Execution", "StudyResult", "make_plan", "run_plan", "study"), "execution.execute"),
     **dict.fromkeys(("MergedStudy", "merge_studies"), "execution.merge_studies"),
     **dict.fromkeys(("Grid", "LongContexts", "Plan"), "plan"),
+    **dict.fromkeys(("Recommendation", "RemedyAdvice", "recommend"), "advice.recommendation"),
     **dict.fromkeys(("Watcher", "run"), "train_runs"),
     "Shard": "execution.workers",
 }

@@ -41,6 +41,10 @@ STUDIES: dict[str, tuple[str, str]] = {
         "qkeel.lab.studies.chaos:STUDY",
         "Each run twice, one weight apart by one float32 step: the differences that rounding alone makes.",
     ),
+    "drift": (
+        "qkeel.lab.studies.drift:STUDY",
+        "Sizes × schedules × remedies × learning rates × seeds: how the largest logit grows while a model trains.",
+    ),
 }
 
 

@@ -1,0 +1,100 @@
+"""The drift study: how the largest logit grows with rate, steps, schedule and sizes, without a remedy and with each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from qkeel.lab.config import RunConfig
+from qkeel.lab.plan import Grid, PlannedRun, Study, product
+
+REMEDIES = ("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1")
+GRID = Grid(remedies=REMEDIES, lrs=(0.003, 0.01, 0.03, 0.1, 0.3), seeds=(0, 1))
+HELD_OUT = Grid(remedies=REMEDIES, lrs=(0.01, 0.03, 0.1), seeds=(100, 101, 102, 103))
+Size = tuple[int, int, int]  # width, blocks, size of a head
+SIZES = tuple((width, depth, 16) for width in (32, 64, 128) for depth in (1, 2, 4) if width * depth < 512)
+REMEDY_SIZES = ((32, 1, 16), (32, 4, 16), (64, 2, 16), (128, 1, 16))
+# Each is changed alone.
+MIDDLE = (64, 2, 16)
+HEADS = ((64, 2, 8), (64, 2, 32))
+SETTINGS = ({"schedule": "constant"}, {"schedule": "wsd"}, {"steps": 75}, {"steps": 300})
+# What the law is tested on: sizes, then settings at the one that lies between those it was fitted on.
+HELD_OUT_SIZES = ((96, 3, 16), (64, 8, 16), (256, 2, 16))
+LARGEST = (256, 8, 16)  # at the middle rate
+HELD_OUT_SETTING = {"schedule": "constant", "steps": 225}
+
+
+def variant(base: RunConfig, size: Size, **settings: object) -> RunConfig:
+    """Returns the configuration at width, blocks and size of a head, with schedule, steps and batch where given."""
+    width, depth, head = size
+    model = dataclasses.replace(base.model, d_model=width, n_layers=depth, n_heads=width // head, head_dim=head)
+    optim = dataclasses.replace(base.optim, schedule=settings.get("schedule", base.optim.schedule))
+    data = dataclasses.replace(base.data, batch=settings.get("batch", base.data.batch))
+    return dataclasses.replace(base, model=model, optim=optim, data=data, steps=settings.get("steps", base.steps))
+
+
+def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
+    """Returns the first remedy at every size that the law is fitted on, and with each setting changed alone at two of
+    the rates; the other remedies at four of the sizes and two rates."""
+    first, others = _split(grid)
+    few = dataclasses.replace(first, lrs=grid.lrs[1::2] or grid.lrs)
+    found = [run for size in SIZES for run in product(variant(base, size), first, _role(size))]
+    found += [run for size in HEADS for run in product(variant(base, size), few, _role(size))]
+    for settings in SETTINGS:
+        found += product(variant(base, MIDDLE, **settings), few, _role(MIDDLE, settings))
+    if others:
+        others = dataclasses.replace(others, lrs=grid.lrs[2:4] or grid.lrs)
+        found += [run for size in REMEDY_SIZES for run in product(variant(base, size), others, _role(size))]
+    return found
+
+
+def held_out_runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
+    """Returns the first remedy at sizes outside of the fitted ones, the largest at one rate, and under a setting that
+    was not fitted on; the other remedies at two of the sizes and the higher rates."""
+    first, others = _split(grid)
+    high = grid.lrs[1:] or grid.lrs
+    found = [run for size in HELD_OUT_SIZES for run in product(variant(base, size), first, _role(size))]
+    found += product(variant(base, LARGEST), dataclasses.replace(first, lrs=high[:1]), _role(LARGEST))
+    size = HELD_OUT_SIZES[0]
+    changed = variant(base, size, **HELD_OUT_SETTING)
+    found += product(changed, dataclasses.replace(first, lrs=high), _role(size, HELD_OUT_SETTING))
+    if others:
+        others = dataclasses.replace(others, lrs=high)
+        found += [run for size in HELD_OUT_SIZES[:2] for run in product(variant(base, size), others, _role(size))]
+    return found
+
+
+def _split(grid: Grid) -> tuple[Grid, Grid | None]:
+    """The grid of its first remedy, and that of the others."""
+    first = dataclasses.replace(grid, remedies=grid.remedies[:1])
+    return first, dataclasses.replace(grid, remedies=grid.remedies[1:]) if grid.remedies[1:] else None
+
+
+def _role(size: Size, settings: Mapping[str, object] | None = None) -> str:
+    width, depth, head = size
+    words = [f"width {width}", f"{depth} blocks", f"heads of {head}"]
+    return ", ".join([*words, *(f"{name} {value}" for name, value in (settings or {}).items())])
+
+
+_DECIDES = (
+    *(("model", name) for name in ("d_model", "n_layers", "n_heads", "head_dim")),
+    *(("optim", name) for name in ("lr", "schedule")),
+    *(("data", "batch"), ("", "steps")),
+)
+STUDY = Study(
+    help="Widths 32, 64 and 128, 1, 2 and 4 blocks, and heads, schedules, steps and batches apart from these: what the "
+    "law of logit growth is fitted on. With --held-out the sizes that it is tested on, up to width 256 and 8 blocks.",
+    grid=GRID,
+    runs=runs,
+    base=RunConfig(),
+    decides=_DECIDES,
+    instead={
+        "held_out": Study(
+            help="The sizes that the law is tested on, up to width 256 and 8 blocks.",
+            grid=HELD_OUT,
+            runs=held_out_runs,
+            base=RunConfig(),
+            decides=_DECIDES,
+        )
+    },
+)

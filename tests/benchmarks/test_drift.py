@@ -1,0 +1,68 @@
+"""The law of logit growth: what the package carries and what the page says follow from the committed tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from benchmarks import drift, drift_law, drift_verdict
+
+from qkeel.lab.advice.measured import EVIDENCE
+from qkeel.lab.config import ModelConfig, RunConfig
+from qkeel.records import read_json
+
+
+@pytest.fixture(scope="module")
+def fitted() -> list[drift_law.Row]:
+    return drift_law.read_rows(drift_law.FIT)
+
+
+def test_the_table_of_the_package_follows_from_the_fitting_grid(fitted: list[drift_law.Row]) -> None:
+    made, carried = drift_law.frozen(fitted), read_json(EVIDENCE)
+    assert made["law"]["form"] == carried["law"]["form"], "run python -m benchmarks.drift_law"
+    alike(made, carried)
+
+
+def alike(made: object, carried: object) -> None:
+    """Linear algebra differs in the last digits between processors."""
+    if isinstance(made, dict) and isinstance(carried, dict):
+        assert list(made) == list(carried)
+        for name in made:
+            alike(made[name], carried[name])
+    elif isinstance(made, list) and isinstance(carried, list):
+        assert len(made) == len(carried)
+        for one, other in zip(made, carried):
+            alike(one, other)
+    else:
+        assert made == (pytest.approx(carried, abs=2e-4) if isinstance(carried, float) else carried)
+
+
+def test_the_page_says_what_the_tables_say() -> None:
+    text = drift_verdict.PAGE.read_text(encoding="utf-8")
+    assert drift_verdict.page(text) == text, "run python -m benchmarks.drift_verdict"
+
+
+def test_no_run_of_the_test_was_fitted_on(fitted: list[drift_law.Row]) -> None:
+    cells = [{drift.key(config)[:-2] for unit in drift.cells(part, ()) for config in unit} for part in ("fit", "test")]
+    assert not cells[0] & cells[1]
+    assert {drift.key(row.config)[:-2] for row in fitted} <= cells[0]
+
+
+def test_a_unit_of_runs_becomes_rows_once(tmp_path: Path) -> None:
+    base = RunConfig(device="cpu", dtype="fp32", steps=2, eval_sequences=2, model=ModelConfig(d_model=16, head_dim=4))
+    unit = [dataclasses.replace(base, seed=seed) for seed in (0, 1)]
+    assert drift.train(("fit", unit, str(tmp_path))) == 2
+    assert drift.done(tmp_path) == {drift.key(config) for config in unit}
+    assert drift.merged(tmp_path, "fit", [unit], tmp_path / "table.csv") == 0
+    rows = drift_law.read_rows(tmp_path / "table.csv")
+    assert [drift.key(row.config) for row in rows] == [drift.key(config) for config in unit]
+    assert rows[0].at == [0, 2]
+    assert rows[0].summed[0] == 0 < rows[0].summed[1]
+
+
+def test_intervals_of_logits_cover_at_least_85_percent_of_the_runs_that_they_were_not_fitted_on() -> None:
+    held = drift_verdict.coverage(drift_law.read_rows(drift_law.TEST))
+    for name in ("largest logit at the end of a run", "largest logit at each recorded step"):
+        n, m = held[name]
+        assert n / m >= drift_verdict.COVERED, name
