@@ -19,7 +19,7 @@ html_theme = "furo"
 html_title = "qkeel"
 html_split_index = True  # one page of every name is longer than 200 kB
 templates_path = ["_templates"]
-exclude_patterns = ["_build", "_templates", "conftest.py"]
+exclude_patterns = ["_build", "_templates", "_made/*-fields.md", "_made/table-columns.md"]
 
 default_role = "code"  # one backtick in docstrings, as in Markdown
 autodoc_typehints = "signature"

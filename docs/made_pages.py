@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qkeel.records import Field, HeadField
 
 HERE = Path(__file__).parent
 MADE = HERE / "_made"
@@ -73,10 +78,21 @@ def log_parts() -> list[str]:
     return parts
 
 
+def field_tables() -> dict[str, str]:
+    """Tables of recorded numbers, for docs/file-formats.md."""
+    from qkeel.records import HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS
+
+    def table(fields: Mapping[str, Field | HeadField]) -> str:
+        rows = [f"| `{name}` | {field.unit} | {field.meaning.replace('|', '&#124;')} |" for name, field in fields.items()]
+        return "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows]) + "\n"
+
+    return {"step-fields": table(STEP_FIELDS), "head-fields": table(HEAD_FIELDS), "table-columns": table(TABLE_COLUMNS)}
+
+
 def write_pages() -> None:
     """Writes all of them into docs/_made/, which git ignores."""
     MADE.mkdir(exist_ok=True)
-    pages = command_pages()
+    pages = command_pages() | field_tables()
     pages |= {path.stem: notebook_page(path) for path in sorted((HERE / "notebooks").glob("*.ipynb"))}
     pages |= {f"LOG-{i}": from_made(text) for i, text in enumerate(log_parts()[1:], 2)}
     for old in MADE.glob("*.md"):
