@@ -15,13 +15,17 @@ HERE = Path(__file__).parent
 MADE = HERE / "_made"
 PART = 40_000  # characters of the laboratory notebook on one page: about 110 kB of HTML
 
-# What to do next, for pages that programs write. Every other page says it in its own last lines.
+# What to do next, for pages that programs write and for those on results. Every other page says it in its last line.
 NEXT = {
     "LOG": "[What the lab found](claims.md) has the verdicts alone.",
     "zoo": "[Where attention is](sites.md) says how it is found, and what to do where it is not.",
     "foreign": "[Your own attention](how-to/own-attention.md) says what to do where a model is not understood.",
     "compatibility": "[Remedies](remedies.md) has each of them with an example.",
     "claims": "[Choose a remedy](how-to/choose-a-remedy.md), then [ask your own question](lab-tutorial.md) with the same lab.",
+    "processes": "[Watch in every setup](how-to/watch.md), and where the numbers go: [trackers and tables](sinks.md).",
+    "gpu": "[Which kernel runs](choice.md), and [benchmarks](benchmarks.md).",
+    "autopilot": "[A script at ten times its rate](autopilot-tutorial.md) shows one at work.",
+    "autopilot-tutorial": "[What it does when](autopilot.md), or [choose a remedy](how-to/choose-a-remedy.md) yourself.",
     "recipes": "[Studies on many machines](clusters.md) spreads the runs.",
     "security": "[Trust](trust.md) says how each promise about files is tried.",
 }
@@ -37,14 +41,19 @@ def command_pages() -> dict[str, str]:
     from qkeel.cli.app import make_app
     from qkeel.cli.commands import commands
 
-    text = make_app([word for command in commands() for word in command.split()]).generate_docs(output_format="markdown")
+    text = make_app([word for command in commands() for word in command.split()]).generate_docs(
+        output_format="markdown"
+    )
     sections = re.split(r"^(?=## qkeel )", text, flags=re.M)[1:]
     studies = "".join(one for one in sections if one.startswith("## qkeel study\n"))
     others = "".join(sorted(one for one in sections if not one.startswith("## qkeel study\n")))
     intro = "`qkeel COMMAND --help` prints the same; `--help-all` shows the options that few need too. "
     return {
         "commands": f"# The commands\n\n{intro}Those of studies are on [a page of their own](studies.md).\n\n{others}",
-        "studies": "# The commands of studies\n\n" + intro + "\n\n" + studies.replace("\n### ", "\n## ").replace("## qkeel study\n", "", 1),
+        "studies": "# The commands of studies\n\n"
+        + intro
+        + "\n\n"
+        + studies.replace("\n### ", "\n## ").replace("## qkeel study\n", "", 1),
     }
 
 
@@ -83,7 +92,9 @@ def field_tables() -> dict[str, str]:
     from qkeel.records import HEAD_FIELDS, STEP_FIELDS, TABLE_COLUMNS
 
     def table(fields: Mapping[str, Field | HeadField]) -> str:
-        rows = [f"| `{name}` | {field.unit} | {field.meaning.replace('|', '&#124;')} |" for name, field in fields.items()]
+        rows = [
+            f"| `{name}` | {field.unit} | {field.meaning.replace('|', '&#124;')} |" for name, field in fields.items()
+        ]
         return "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows]) + "\n"
 
     return {"step-fields": table(STEP_FIELDS), "head-fields": table(HEAD_FIELDS), "table-columns": table(TABLE_COLUMNS)}
@@ -106,5 +117,8 @@ def changed(name: str, text: str) -> str:
     if name == "LOG":
         first, *more = log_parts()
         contents = "\n".join(f"_made/LOG-{i}" for i in range(2, len(more) + 2))
-        text = first + (f"\n```{{toctree}}\n:maxdepth: 1\n:caption: Earlier entries\n\n{contents}\n```\n" if more else "")
-    return f"{text}\n**Next:** {NEXT[name]}\n" if name in NEXT else text
+        text = first + (
+            f"\n```{{toctree}}\n:maxdepth: 1\n:caption: Earlier entries\n\n{contents}\n```\n" if more else ""
+        )
+    after = "[What the lab found](../claims.md)." if name.startswith("results/") else NEXT.get(name)
+    return f"{text}\n\n**Next:** {after}\n" if after else text
