@@ -81,6 +81,7 @@ check: lint  ## lint, types, import floors
 docs: $(VENV)/.dev
 	$(PIP) -e '.[docs]'
 	$(BIN)/sphinx-build -E -W --keep-going -q docs docs/_build/html
+	$(BIN)/python docs/check_site.py docs/_build/html
 
 notebooks: $(VENV)/.dev  ## run the notebooks of the docs and write their output into them
 	$(BIN)/python docs/run_notebooks.py

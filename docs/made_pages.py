@@ -21,11 +21,11 @@ NEXT = {
     "zoo": "[Where attention is](sites.md) says how it is found, and what to do where it is not.",
     "foreign": "[Your own attention](how-to/own-attention.md) says what to do where a model is not understood.",
     "compatibility": "[Remedies](remedies.md) has each of them with an example.",
-    "claims": "[Choose a remedy](how-to/choose-a-remedy.md), then [ask your own question](lab-tutorial.md) with the same lab.",
+    "claims": "[Choose a remedy](how-to/choose-a-remedy.md), then [ask your own question](lab-tutorial.md).",
     "processes": "[Watch in every setup](how-to/watch.md), and where the numbers go: [trackers and tables](sinks.md).",
     "gpu": "[Which kernel runs](choice.md), and [benchmarks](benchmarks.md).",
     "autopilot": "[A script at ten times its rate](autopilot-tutorial.md) shows one at work.",
-    "autopilot-tutorial": "[What it does when](autopilot.md), or [choose a remedy](how-to/choose-a-remedy.md) yourself.",
+    "autopilot-tutorial": "[What it does when](autopilot.md), or [choose](how-to/choose-a-remedy.md) yourself.",
     "recipes": "[Studies on many machines](clusters.md) spreads the runs.",
     "security": "[Trust](trust.md) says how each promise about files is tried.",
 }
@@ -48,12 +48,10 @@ def command_pages() -> dict[str, str]:
     studies = "".join(one for one in sections if one.startswith("## qkeel study\n"))
     others = "".join(sorted(one for one in sections if not one.startswith("## qkeel study\n")))
     intro = "`qkeel COMMAND --help` prints the same; `--help-all` shows the options that few need too. "
+    studies = studies.replace("## qkeel study\n", "", 1).replace("\n### ", "\n## ")
     return {
         "commands": f"# The commands\n\n{intro}Those of studies are on [a page of their own](studies.md).\n\n{others}",
-        "studies": "# The commands of studies\n\n"
-        + intro
-        + "\n\n"
-        + studies.replace("\n### ", "\n## ").replace("## qkeel study\n", "", 1),
+        "studies": f"# The commands of studies\n\n{intro}\n\n{studies}",
     }
 
 
@@ -116,9 +114,8 @@ def changed(name: str, text: str) -> str:
     """What is read of a page instead of its file: the first part of the notebook, and what to do next."""
     if name == "LOG":
         first, *more = log_parts()
-        contents = "\n".join(f"_made/LOG-{i}" for i in range(2, len(more) + 2))
-        text = first + (
-            f"\n```{{toctree}}\n:maxdepth: 1\n:caption: Earlier entries\n\n{contents}\n```\n" if more else ""
-        )
+        names = "\n".join(f"_made/LOG-{i}" for i in range(2, len(more) + 2))
+        contents = f"\n```{{toctree}}\n:maxdepth: 1\n:caption: Earlier entries\n\n{names}\n```\n"
+        text = first + (contents if more else "")
     after = "[What the lab found](../claims.md)." if name.startswith("results/") else NEXT.get(name)
     return f"{text}\n\n**Next:** {after}\n" if after else text

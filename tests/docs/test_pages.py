@@ -1,21 +1,18 @@
-"""Pages of the docs: links lead somewhere, words are spelled right, sentences are short, each page says what is next."""
+"""Pages of the docs: links lead somewhere, words are spelled right, sentences are short, and what is next is said."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from spellchecker import SpellChecker
-
-sys.path.insert(0, str(Path(__file__).parent))
-import markdown  # noqa: E402
-from markdown import DOCS, OUTSIDE, PAGES, ROOT, is_evidence  # noqa: E402
+from tests.docs import page_text
+from tests.docs.page_text import DOCS, OUTSIDE, PAGES, ROOT, is_evidence
 
 TUTORIALS = [page for page in PAGES if page.stem.endswith("-tutorial") or page.parent.name == "how-to"]
 WORDS_IN_A_SENTENCE = 20.0  # in the mean, in tutorials and guides
@@ -41,17 +38,17 @@ def _made() -> set[Path]:
 def test_every_link_and_anchor_leads_somewhere() -> None:
     wrong, made = [], _made()
     for page in [*PAGES, *OUTSIDE]:
-        for target in markdown.links(page):
+        for target in page_text.links(page):
             if re.match(r"https?:|mailto:", target):
                 continue
             path, _, anchor = target.partition("#")
             place = (page.parent / path).resolve() if path else page
             if place in made:
                 continue
-            if not place.exists() or (anchor and place.suffix == ".md" and anchor not in markdown.slugs(place)):
+            if not place.exists() or (anchor and place.suffix == ".md" and anchor not in page_text.slugs(place)):
                 wrong.append(f"{page.relative_to(ROOT)}: {target}")
     for path in sorted((DOCS / "notebooks").glob("*.ipynb")):  # their links are those of a page in docs/
-        targets = re.findall(r"\]\(([^)#\s]+)\)", markdown.notebook_text(path))
+        targets = re.findall(r"\]\(([^)#\s]+)\)", page_text.notebook_text(path))
         wrong += [f"{path.name}: {target}" for target in targets if not (DOCS / target).exists()]
     assert not wrong, "\n".join(wrong)
 
@@ -72,7 +69,7 @@ def test_words_are_spelled_right() -> None:
     wrong = []
     for page in [*PAGES, *OUTSIDE]:
         if not is_evidence(page):
-            bad = speller.unknown(markdown.words(page))
+            bad = speller.unknown(page_text.words(page))
             bad = {word for word in bad if not (word.endswith("'s") and word[:-2] in speller)}
             wrong += [f"{page.relative_to(ROOT)}: {' '.join(sorted(bad))}"] if bad else []
     assert not wrong, "\n".join(wrong)
@@ -81,7 +78,7 @@ def test_words_are_spelled_right() -> None:
 def test_sentences_are_short() -> None:
     long = []
     for page in PAGES:
-        found = markdown.sentences(page)
+        found = page_text.sentences(page)
         mean = sum(map(len, found)) / max(len(found), 1)
         if mean > (WORDS_IN_A_SENTENCE if page in TUTORIALS else WORDS_ELSEWHERE):
             long.append(f"{page.relative_to(ROOT)}: {mean:.1f} words a sentence")

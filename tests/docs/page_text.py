@@ -55,13 +55,13 @@ def sentences(page: Path) -> list[list[str]]:
     return [words for words in found if len(words) > 1]
 
 
+WORD = r"(?<![\w.\-/@])[A-Za-z][a-z]{2,}(?:[’'](?:s|t))?(?![\w@]|\.\w|[(/=])"
+NO_WORDS = r"\]\([^)]*\)|https?://\S+|`[^`\n]*`|\$[^$]*\$"  # targets, addresses, code, formulas
+
+
 def words(page: Path) -> set[str]:
     """The plain words of a page, in small letters; names with digits, points or capitals inside are no words."""
-    found = re.findall(
-        r"(?<![\w.\-/@])[A-Za-z][a-z]{2,}(?:[’'](?:s|t))?(?![\w@]|\.\w|[(/=])",
-        re.sub(r"\]\([^)]*\)|https?://\S+|`[^`\n]*`|\$[^$]*\$", " ", text(page)),
-    )
-    return {word.lower().replace("’", "'") for word in found}
+    return {word.lower().replace("’", "'") for word in re.findall(WORD, re.sub(NO_WORDS, " ", text(page)))}
 
 
 def notebook_text(path: Path) -> str:
