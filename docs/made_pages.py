@@ -15,6 +15,8 @@ HERE = Path(__file__).parent
 MADE = HERE / "_made"
 PART = 40_000  # characters of the laboratory notebook on one page: about 110 kB of HTML
 
+RESULTS = ("results/", "drift-", "recommend")  # pages of results, which programs write
+
 # What to do next, for pages that programs write and for those on results. Every other page says it in its last line.
 NEXT = {
     "LOG": "[What the lab found](claims.md) has the verdicts alone.",
@@ -117,5 +119,6 @@ def changed(name: str, text: str) -> str:
         names = "\n".join(f"_made/LOG-{i}" for i in range(2, len(more) + 2))
         contents = f"\n```{{toctree}}\n:maxdepth: 1\n:caption: Earlier entries\n\n{names}\n```\n"
         text = first + (contents if more else "")
-    after = "[What the lab found](../claims.md)." if name.startswith("results/") else NEXT.get(name)
-    return f"{text}\n\n**Next:** {after}\n" if after else text
+    home = "../" if name.startswith("results/") else ""
+    after = NEXT.get(name, f"[What the lab found]({home}claims.md)." if name.startswith(RESULTS) else "")
+    return f"{text}\n\n**Next:** {after}\n" if after and "**Next:**" not in text else text

@@ -13,7 +13,7 @@ from typing import Any
 HERE = Path(__file__).parent / "notebooks"
 
 
-def shown(value: object) -> dict[str, Any]:
+def shown(value: Any) -> dict[str, Any]:
     """What a notebook keeps of the last expression of a cell."""
     data = {"text/plain": repr(value).splitlines(keepends=True)}
     if hasattr(value, "_repr_html_"):
