@@ -10,7 +10,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: claims setup demo test slow fuzz crash mutation zoo foreign gpu gpu-train check lint docs bench roofline assets clean
+.PHONY: claims setup demo test slow fuzz crash mutation zoo foreign gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -87,6 +87,14 @@ check: lint  ## lint, types, import floors
 docs: $(VENV)/.dev
 	$(PIP) -e '.[docs]'
 	$(BIN)/sphinx-build -E -W --keep-going -q docs docs/_build/html
+	$(BIN)/python docs/check_site.py docs/_build/html
+
+notebooks: $(VENV)/.dev  ## run the notebooks of the docs and write their output into them
+	$(BIN)/python docs/run_notebooks.py
+
+gallery: $(VENV)/.dev  ## the pictures of docs/gallery.md, light and dark; needs chromium and some minutes
+	$(PIP) -e '.[plot]'
+	$(BIN)/python docs/make_gallery.py
 
 bench: $(VENV)/.dev  ## ratios to peers, side by side in one run
 	$(PIP) -e '.[bench]'

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import made_pages
 
 project = "qkeel"
 author = "The qkeel developers"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.autosummary"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
+suppress_warnings = ["toc.empty_glob"]  # of pages of results that are not there yet
 html_theme = "furo"
 html_title = "qkeel"
-exclude_patterns = ["_build", "conftest.py"]
+html_split_index = True  # one page of every name is longer than 200 kB
+templates_path = ["_templates"]
+exclude_patterns = ["_build", "_templates", "_made/*-fields.md", "_made/table-columns.md"]
 
 default_role = "code"  # one backtick in docstrings, as in Markdown
 autodoc_typehints = "signature"
@@ -33,6 +41,19 @@ def escaped(app: Any, what: str, name: str, obj: object, options: object, lines:
             lines[i] = re.sub(r"(`[^`]*`)|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], line)
 
 
+def read(app: Any, name: str, source: list[str]) -> None:
+    """Called with the text of each page."""
+    source[0] = made_pages.changed(name, source[0])
+
+
+def finished(app: Any, error: Exception | None) -> None:
+    """Takes the index on one page away: its parts by letter hold the same."""
+    (Path(app.outdir) / "genindex-all.html").unlink(missing_ok=True)
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    made_pages.write_pages()
     app.connect("autodoc-process-docstring", escaped)
+    app.connect("source-read", read)
+    app.connect("build-finished", finished)

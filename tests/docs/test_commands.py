@@ -2,12 +2,14 @@
 
 import re
 import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 
 from tests.each_row import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
 
 
 def _commands() -> list[tuple[str, str]]:
@@ -41,5 +43,7 @@ def test_make_targets_named_in_the_readme_exist() -> None:
 
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.stem == "index" or page.stem in index, page.name
+    listed = [line.strip() for line in index.split("```{toctree}", 1)[1].splitlines()]
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md")]:
+        name = str(page.relative_to(ROOT / "docs").with_suffix(""))
+        assert name == "index" or any(fnmatch(name, pattern) for pattern in listed), name

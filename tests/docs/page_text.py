@@ -1,0 +1,71 @@
+"""The pages of the docs as text: without code, tables apart, sentence by sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "recipes/README.md")]
+PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_made", "_build"} & set(page.parts))
+# Results and the notebook: written by programs, or dated.
+EVIDENCE = {"LOG", "zoo", "foreign", "compatibility", "claims", "processes", "gpu"}
+EVIDENCE |= {"autopilot", "autopilot-tutorial", "drift-law", "recommend"}
+
+
+def is_evidence(page: Path) -> bool:
+    """Whether a page records results: `docs/results/`, and those of EVIDENCE."""
+    return page.stem in EVIDENCE or page.parent.name == "results"
+
+
+def text(page: Path) -> str:
+    """A page without code blocks, comments and directives."""
+    kept = page.read_text(encoding="utf-8")
+    kept = re.sub(r"<!--.*?-->", "", kept, flags=re.S)
+    return re.sub(r"^(`{3,})[^\n]*\n.*?^\1`*\s*$", "", kept, flags=re.S | re.M)
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    found: dict[str, int] = {}
+    for heading in re.findall(r"^#+ +(.+?)\s*$", text(page), flags=re.M):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found[slug] = found.get(slug, 0) + 1
+    return {f"{slug}-{i}" if i else slug for slug, n in found.items() for i in range(n)}
+
+
+def links(page: Path) -> list[str]:
+    """The targets of links and pictures on a page."""
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text(page)))
+
+
+def prose(page: Path) -> str:
+    """The sentences of a page: no tables, headings, code and targets of links."""
+    lines = [line for line in text(page).splitlines() if not re.match(r"\s*(\||#|:::|!\[|\*\*Next)", line)]
+    joined = re.sub(r"\]\([^)]*\)", "]", "\n".join(lines))
+    return re.sub(r"[\[\]*]", "", re.sub(r"`[^`]*`", "X", joined))
+
+
+def sentences(page: Path) -> list[list[str]]:
+    """The words of each sentence; a paragraph, a list's entry and a colon end one too."""
+    parts = re.split(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*(?:[-–]|\d+\.)\s", prose(page))
+    found = [re.findall(r"[^\W_][\w'’.-]*", part) for part in parts]
+    return [words for words in found if len(words) > 1]
+
+
+WORD = r"(?<![\w.\-/@])[A-Za-z][a-z]{2,}(?:[’'](?:s|t))?(?![\w@]|\.\w|[(/=])"
+NO_WORDS = r"\]\([^)]*\)|https?://\S+|`[^`\n]*`|\$[^$]*\$"  # targets, addresses, code, formulas
+
+
+def words(page: Path) -> set[str]:
+    """The plain words of a page, in small letters; names with digits, points or capitals inside are no words."""
+    return {word.lower().replace("’", "'") for word in re.findall(WORD, re.sub(NO_WORDS, " ", text(page)))}
+
+
+def notebook_text(path: Path) -> str:
+    """The prose of a notebook."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
