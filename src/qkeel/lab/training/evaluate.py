@@ -114,7 +114,8 @@ def mean_change(by_layer: Sequence[Tensor]) -> dict[str, float]:
     """The root mean square over layers and heads [h] of root mean square changes; {} of none."""
     if not by_layer:
         return {}
-    return {"logit_change": float(torch.cat(list(by_layer)).double().square().mean().sqrt())}
+    changes = torch.cat(list(by_layer))
+    return {"logit_change": float(changes.to(widest(changes.device)).square().mean().sqrt())}
 
 
 def probe(model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None, before: Sequence[Seen] = ()) -> Probe:
