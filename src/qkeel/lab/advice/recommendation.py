@@ -26,7 +26,7 @@ class RemedyAdvice:
 
     remedy: str
     gain: Expected | None
-    """Held-out loss without it minus that with it, nats per byte: mean over seeds, 95 % interval; None where unknown."""
+    """Held-out loss without it minus that with it, nats per byte: mean, 95 % interval; None where unknown."""
     cost: Expected
     """Processor time with it over that without, measured apart: of `cost_of`."""
     cost_of: str
