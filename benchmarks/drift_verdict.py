@@ -224,12 +224,11 @@ def _conclusions(
         f"{'not refuted' if logits else '**refuted**'} by its coverage.",
         f"- Intervals of gains cover {right} of {of} ({right / of:.0%}): {_enough(all_gains)}.",
     ]
-    words = {"better": "smaller", "worse": "larger", "undecided": "not shown to differ from", "equal": "equal to"}
+    words = {"better": "smaller", "worse": "larger", "undecided": "not shown to differ", "equal": "equal"}
     for name, (_, _, effect) in effects.items():
         said = words[effect.verdict]
-        than = f"{said} that of" if effect.verdict in ("undecided", "equal") else f"{said} than that of"
         refuted = "" if effect.verdict == "better" else ": this part of the prediction is **refuted**"
-        lines.append(f"- Mean error of the law against {name}: {than} it{refuted}.")
+        lines.append(f"- The mean error of the law against that of {name}: {said}{refuted}.")
     return lines
 
 

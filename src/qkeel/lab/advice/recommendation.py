@@ -26,8 +26,7 @@ class RemedyAdvice:
 
     remedy: str
     gain: Expected | None
-    """Mean over seeds of the held-out loss without it minus that with it, in nats per byte, with its 95 % interval; None
-    where it was not measured."""
+    """Held-out loss without it minus that with it, nats per byte: mean, 95 % interval; None where unknown."""
     cost: Expected
     """Processor time with it over that without, measured apart: of `cost_of`."""
     cost_of: str
