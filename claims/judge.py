@@ -177,4 +177,4 @@ def _signed(value: float) -> str:
 
 
 def _times(value: float) -> str:
-    return f"{math.exp(min(value, 700)):.3g}×"
+    return f"{math.exp(value):.3g}×" if value < 700 else "∞"

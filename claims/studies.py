@@ -26,7 +26,7 @@ CHAMELEON_7B, CHAMELEON_34B = LAYER + DROPOUT + Z_LOSS, LAYER + SWIN + Z_LOSS
 MIXED = (LAYER, LAYER + DROPOUT, LAYER + SWIN, LAYER + Z_LOSS, CHAMELEON_7B, CHAMELEON_34B)
 LOUD, EVEN = "variance=16", "variance=1"  # of image embeddings; that of text is 1
 BARE, NORMED = "patches:norm=none,", "patches:norm=pre,"
-RATES = (0.01, 0.015, 0.022, 0.033, 0.05, 0.075, 0.11, 0.17, 0.25, 0.37, 0.55, 0.85)
+RATES = (0.01, 0.015, 0.022, 0.033, 0.05, 0.075, 0.11, 0.17, 0.25, 0.37, 0.55, 0.85, 1.3, 1.9, 2.8, 4.2)
 # Su 2023 has ReRoPE with a window of a quarter of the training length.
 METHODS = {"ntk": "ntk", "yarn": "yarn", "rerope": "rerope:window=16"}
 
