@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +27,109 @@ KNOWN = {*EXTRAPOLATION_COLUMNS, *TABLE_COLUMNS, *TASK_FIELDS, *MEASURES}
 
 
 # What other documents say, and the claim and verdict that it follows from.
-SENTENCES: tuple[tuple[str, str, str, str], ...] = ()
+SENTENCES: tuple[tuple[str, str, str, str], ...] = (
+    ("README.md", "trains better there", "QK-norm trains better at a high learning rate (LR 0.1)", "reproduced"),
+    ("README.md", "QK-norm holds the logits", "QK-norm holds the logits under 100 at LR 0.1", "reproduced"),
+    (
+        "README.md",
+        "allows more than the 3 times higher rate that is quoted",
+        'QK-norm allows at most 3 times the rate ("up to 3×")',
+        "contradicted",
+    ),
+    (
+        "README.md",
+        "as a power of the summed learning rate, not exponentially",
+        "Logits grow exponentially in steps, rather than as a power of Σlr (R², LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "README.md",
+        "by the norms of q and k rather than their alignment",
+        "What grows is the norms of q and k, more than their alignment (LR 0.1)",
+        "reproduced",
+    ),
+    (
+        "README.md",
+        "The loss does not diverge",
+        "… and the loss diverges, to that of initialisation or worse (LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "README.md",
+        "A softcap does not hold the logits that enter it",
+        "Softcapping holds the logits that enter the cap under 100 (LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "README.md",
+        "Mixing text and images makes logits grow at a high rate",
+        "Mixing text and images makes logits grow (against text alone, LR 0.1)",
+        "reproduced",
+    ),
+    (
+        "docs/remedies.md",
+        "did not help Kimi; here it is among the best",
+        "Lowering only the rate of q and k does not help (LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "docs/theory.md",
+        "So shift invariance is not the cause",
+        "Softmax's shift invariance makes logits grow: without it (sigmoid) they stay under 100 (LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "docs/multimodal.md",
+        "Text gives images less than an even share of its attention, not more.",
+        "Images dominate attention: text gives them more than an even share (LR 0.01)",
+        "contradicted",
+    ),
+    (
+        "docs/multimodal.md",
+        "Longer queries or keys of images, against a model of text alone under the same probe, are not shown",
+        "Mixing makes image queries longer than text queries (against a model of text alone, LR 0.01)",
+        "undecided",
+    ),
+    (
+        "docs/multimodal.md",
+        "the recipe of 34B is better than that of 7B",
+        "The recipe of Chameleon 34B (norms after the branches and z-loss) trains better than that of 7B (LR 0.1)",
+        "reproduced",
+    ),
+    (
+        "docs/vision.md",
+        "it does not rise again, as that of the published 8B model did",
+        "Without a norm the loss of a vision transformer falls, then rises (LR 0.1, last two thirds of training)",
+        "contradicted",
+    ),
+    (
+        "docs/precision.md",
+        "nor with 4 seeds against float32",
+        "Logits beyond the range of bf16 break training: bf16 loses against float32 without a remedy (LR 0.1)",
+        "undecided",
+    ),
+    (
+        "docs/extrapolation.md",
+        "ReRoPE (window 16) keeps at least 95 %",
+        "ReRoPE extends a plain model to 8 times the training length without training (95 % kept)",
+        "reproduced",
+    ),
+    (
+        "docs/extrapolation.md",
+        "as it is beats Baseline under PI and under ABF",
+        "… and of one under ABF",
+        "reproduced",
+    ),
+    (
+        "docs/extrapolation.md",
+        "That long texts bring plain models more unseen angles than KNA is not shown",
+        "Plain models fail since long texts bring more unseen angles than under KeyNorm (pairs of 10,000)",
+        "undecided",
+    ),
+)
 
 
-def results() -> dict[str, object]:
+def results() -> dict[str, Any]:
     file = HERE / "results.json"
     return read_json(file) if file.exists() else {}
 
