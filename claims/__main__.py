@@ -34,7 +34,6 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes at once [2]")
     parser.add_argument("--results", type=Path, default=HERE / "results.json", help="file of results")
     parser.add_argument("--page", type=Path, default=PAGE, help="page that is written")
-    parser.add_argument("--machine", help="name of the machine, where it is to stand by the results")
     return parser.parse_args(arguments)
 
 
@@ -79,9 +78,8 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
             row |= {column: MEASURES[column](place) for column in columns(name) if column in MEASURES}
     table = [row for row in result.long_table if row["accuracy_train"] is not None] if plan.contexts else done
     rows = [{key: row[key] for key in columns(name) if row.get(key) is not None} for row in table]
-    where = {"machine": options.machine} if options.machine else {}
     spent = round(sum(row["cpu_seconds"] for row in done))
-    return {"identity": {**where, **computed_with(plan.runs[0].config)}, "cpu_seconds": spent, "rows": rows}
+    return {"identity": computed_with(plan.runs[0].config), "cpu_seconds": spent, "rows": rows}
 
 
 def columns(name: str) -> list[str]:

@@ -159,14 +159,14 @@ def _measured(one: Judged) -> str:
     falls = "−" in one.claim.text
     ends = (-one.effect.high, -one.effect.low) if falls else (one.effect.low, one.effect.high)
     mean = -one.effect.mean if falls else one.effect.mean
-    return f"{_signed(mean)} ({_signed(ends[0])} to {_signed(ends[1])})"
+    return f"{_signed(mean)} ({_signed(ends[0])} to {_signed(ends[1])}), {one.effect.n} seeds"
 
 
 def _about(study: str, about: Mapping[str, Any] | None) -> str:
     if about is None:
         return f"- {study}: not run yet."
     identity = ", ".join(f"{name} {value}" for name, value in about["identity"].items())
-    spent = f"; {about['cpu_seconds']:,.0f} CPU seconds" if "cpu_seconds" in about else ""
+    spent = f"; {about['cpu_seconds']:,.0f} CPU seconds of training" if "cpu_seconds" in about else ""
     return f"- {study}: {len(about['rows'])} rows{spent}; {identity}."
 
 

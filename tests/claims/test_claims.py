@@ -104,7 +104,7 @@ SENTENCES: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "docs/precision.md",
-        "nor with 4 seeds against float32",
+        "nor with 8 seeds against float32",
         "Logits beyond the range of bf16 break training: bf16 loses against float32 without a remedy (LR 0.1)",
         "undecided",
     ),
@@ -112,6 +112,12 @@ SENTENCES: tuple[tuple[str, str, str, str], ...] = (
         "docs/extrapolation.md",
         "ReRoPE (window 16) keeps at least 95 %",
         "ReRoPE extends a plain model to 8 times the training length without training (95 % kept)",
+        "reproduced",
+    ),
+    (
+        "docs/extrapolation.md",
+        "KNA and CosA keep more of their accuracy than the plain model",
+        "KeyNorm keeps more of its accuracy at 8 times the training length",
         "reproduced",
     ),
     (
