@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from claims.claim import OF_ALL_RATES, Cell
 from claims.judge import HERE, PAGE, page
-from claims.table import CLAIMS, CORPUS, SEEDS, STUDIES, Cell
+from claims.measures import MEASURES
+from claims.studies import CORPORA, SEEDS, STUDIES
+from claims.table import FAMILIES
 from qkeel.errors import DataError, QkeelError
 from qkeel.lab import Execution, RunConfig, make_plan, run_plan
 from qkeel.lab.data.corpus import load
+from qkeel.lab.plan import Plan
 from qkeel.lab.studies import find_study
 from qkeel.lab.training.environment import computed_with
-from qkeel.records import read_json, write_json, write_text
+from qkeel.records import RunDirectory, read_json, write_json, write_text
 
 
 def asked(arguments: Sequence[str]) -> argparse.Namespace:
@@ -32,35 +37,63 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def plan_of(name: str, seeds: int = SEEDS, steps: int | None = None) -> Plan:
+    """The plan of a study of the table; raises DataError where this Python has another text."""
+    about = STUDIES[name]
+    own = find_study(about.study)
+    base = configured(
+        own.base or RunConfig(), {"device": "cpu", **about.settings, **({"steps": steps} if steps else {})}
+    )
+    source = base.data.source
+    if load(base.data).sha256 != CORPORA[source]:
+        raise DataError(
+            f"the claims are tested on the text of SHA-256 {CORPORA[source][:12]}…, and {source} is another one here "
+            "(it comes with the running Python): use CPython 3.11.7"
+        )
+    grid = dataclasses.replace(own.grid, **about.grid, seeds=range(seeds))
+    contexts = dataclasses.replace(own.contexts, posthoc=about.posthoc) if own.contexts else None
+    return make_plan(about.study, base, grid, contexts)
+
+
+def configured(base: RunConfig, settings: Mapping[str, object]) -> RunConfig:
+    """The configuration with these settings, those of a section as "data.task"."""
+    values = base.to_dict()
+    for place, value in settings.items():
+        section, _, name = place.rpartition(".")
+        (values[section] if section else values)[name] = value
+    return RunConfig.from_dict(values)
+
+
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs what is left of one study; returns its part of the results."""
-    study, axes = STUDIES[name]
-    own = find_study(study)
-    base = own.base or RunConfig()
-    if load(base.data).sha256 != CORPUS:
-        raise DataError(
-            f"the claims are tested on the text of SHA-256 {CORPUS[:12]}…, and {base.data.source} is another one here "
-            "(it is the standard library of the running Python): use CPython 3.11.7"
-        )
-    base = dataclasses.replace(base, device="cpu", steps=options.steps or base.steps)
-    grid = dataclasses.replace(own.grid, **(axes or {}), seeds=range(options.seeds))
-    plan = make_plan(study, base, grid, own.contexts)
-    result = run_plan(plan, options.out / name, Execution(workers=options.jobs, stack="auto", command="make claims"))
+    plan = plan_of(name, options.seeds, options.steps)
+    out = options.out / name
+    result = run_plan(plan, out, Execution(workers=options.jobs, stack="auto", command="make claims"))
     for failure in result.failures:
         print(f"{failure.directory}: {failure.error}", file=sys.stderr)
-    keys = _columns(name)
-    table = result.long_table if own.contexts else [row for row in result.table if row["status"] == "done"]
-    rows = [{key: row[key] for key in keys if row.get(key) is not None} for row in table]
-    return {"identity": computed_with(plan.runs[0].config), "rows": rows}
+    done = [row for row in result.table if row["status"] == "done"]
+    if plan.contexts is None:
+        for row in done:
+            place = RunDirectory(out / "runs" / row["run_id"])
+            row |= {column: MEASURES[column](place) for column in columns(name) if column in MEASURES}
+    table = [row for row in result.long_table if row["accuracy_train"] is not None] if plan.contexts else done
+    rows = [{key: row[key] for key in columns(name) if row.get(key) is not None} for row in table]
+    spent = round(sum(row["cpu_seconds"] for row in done))
+    return {"identity": computed_with(plan.runs[0].config), "cpu_seconds": spent, "rows": rows}
 
 
-def _columns(name: str) -> list[str]:
+def columns(name: str) -> list[str]:
     """The columns that the claims of a study read."""
-    cells = [side for c in CLAIMS if c.study == name for side in (c.left, c.right) if isinstance(side, Cell)]
+    cells = [
+        side
+        for claim in itertools.chain(*FAMILIES)
+        for side in (claim.left, claim.right)
+        if isinstance(side, Cell) and (side.study or claim.study) == name
+    ]
     wanted = ["seed", *(key for cell in cells for key in (*cell.where, cell.column))]
-    if "lr_sensitivity" in wanted:
-        wanted += ["lr", "val_loss", "init_loss"]
-    return [key for key in dict.fromkeys(wanted) if key != "lr_sensitivity"]
+    made_of = {"lr_sensitivity": ("lr", "val_loss", "init_loss"), "largest_stable_lr": ("lr", "collapsed")}
+    wanted += [key for name in OF_ALL_RATES if name in wanted for key in made_of[name]]
+    return [key for key in dict.fromkeys(wanted) if key not in OF_ALL_RATES]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

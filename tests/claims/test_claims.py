@@ -3,34 +3,207 @@
 from __future__ import annotations
 
 import math
+import types
+from typing import Any
 
+import numpy as np
 import pytest
-from claims.__main__ import _columns, main
-from claims.judge import HERE, PAGE, differences, judge, page
-from claims.table import CLAIMS, STUDIES, Cell, Claim, sensitivity
+from claims.__main__ import columns, configured, main
+from claims.claim import OF_ALL_RATES, Cell, Claim, sensitivity, stable
+from claims.judge import HERE, PAGE, differences, judge, page, tally
+from claims.measures import MEASURES
+from claims.studies import CORPORA, STUDIES
+from claims.table import CLAIMS, FAMILIES
 
-from qkeel.lab import Grid
+from qkeel.lab import Grid, RunConfig
+from qkeel.lab.plan import PlannedRun
 from qkeel.lab.studies import find_study
-from qkeel.records import read_json
+from qkeel.records import EXTRAPOLATION_COLUMNS, TABLE_COLUMNS, read_json
+from qkeel.records.names_and_units import TASK_FIELDS
 from qkeel.remedies import canonical
+
+ROOT = HERE.parent
+KNOWN = {*EXTRAPOLATION_COLUMNS, *TABLE_COLUMNS, *TASK_FIELDS, *MEASURES}
+
+
+# What other documents say, and the claim and verdict that it follows from.
+SENTENCES: tuple[tuple[str, str, str, str], ...] = (
+    ("README.md", "trains better there", "QK-norm trains better at a high learning rate (LR 0.1)", "reproduced"),
+    ("README.md", "QK-norm holds the logits", "QK-norm holds the logits under 100 at LR 0.1", "reproduced"),
+    (
+        "README.md",
+        "allows more than the 3 times higher rate that is quoted",
+        'QK-norm allows at most 3 times the rate ("up to 3×")',
+        "contradicted",
+    ),
+    (
+        "README.md",
+        "as a power of the summed learning rate, not exponentially",
+        "Logits grow exponentially in steps, rather than as a power of Σlr (R², LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "README.md",
+        "by the norms of q and k rather than their alignment",
+        "What grows is the norms of q and k, more than their alignment (LR 0.1)",
+        "reproduced",
+    ),
+    (
+        "README.md",
+        "The loss does not diverge",
+        "… and the loss diverges, to that of initialisation or worse (LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "README.md",
+        "A softcap does not hold the logits that enter it",
+        "Softcapping holds the logits that enter the cap under 100 (LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "README.md",
+        "Mixing text and images makes logits grow at a high rate",
+        "Mixing text and images makes logits grow (against text alone, LR 0.1)",
+        "reproduced",
+    ),
+    (
+        "docs/remedies.md",
+        "did not help Kimi; here it is among the best",
+        "Lowering only the rate of q and k does not help (LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "docs/theory.md",
+        "So shift invariance is not the cause",
+        "Softmax's shift invariance makes logits grow: without it (sigmoid) they stay under 100 (LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "docs/multimodal.md",
+        "Text gives images less than an even share of its attention, not more.",
+        "Images dominate attention: text gives them more than an even share (LR 0.01)",
+        "contradicted",
+    ),
+    (
+        "docs/multimodal.md",
+        "Longer queries or keys of images, against a model of text alone under the same probe, are not shown",
+        "Mixing makes image queries longer than text queries (against a model of text alone, LR 0.01)",
+        "undecided",
+    ),
+    (
+        "docs/multimodal.md",
+        "In addition to QK-norm dropout costs 0.02 nats, a z-loss makes no difference",
+        "Dropout with QK-norm trains better than QK-norm alone (LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "docs/multimodal.md",
+        "norms after the branches gain 0.13 nats",
+        "Norms after the branches do not change the loss where the plain order trains (both with QK-norm, LR 0.1)",
+        "contradicted",
+    ),
+    (
+        "docs/multimodal.md",
+        "recipe of 34B is better than that of 7B",
+        "The recipe of Chameleon 34B (norms after the branches and z-loss) trains better than that of 7B (LR 0.1)",
+        "reproduced",
+    ),
+    (
+        "docs/vision.md",
+        "it does not rise again, as that of the published 8B model did",
+        "Without a norm the loss of a vision transformer falls, then rises (LR 0.1, last two thirds of training)",
+        "contradicted",
+    ),
+    (
+        "docs/precision.md",
+        "nor with 8 seeds against float32",
+        "Logits beyond the range of bf16 break training: bf16 loses against float32 without a remedy (LR 0.1)",
+        "undecided",
+    ),
+    (
+        "docs/extrapolation.md",
+        "ReRoPE (window 16) keeps at least 95 %",
+        "ReRoPE extends a plain model to 8 times the training length without training (95 % kept)",
+        "reproduced",
+    ),
+    (
+        "docs/extrapolation.md",
+        "KNA and CosA keep more of their accuracy than the plain model",
+        "KeyNorm keeps more of its accuracy at 8 times the training length",
+        "reproduced",
+    ),
+    (
+        "docs/extrapolation.md",
+        "as it is beats Baseline under PI and under ABF",
+        "… and of one under ABF",
+        "reproduced",
+    ),
+    (
+        "docs/extrapolation.md",
+        "That long texts bring plain models more unseen angles than KNA is not shown",
+        "Plain models fail since long texts bring more unseen angles than under KeyNorm (pairs of 10,000)",
+        "undecided",
+    ),
+)
+
+
+def results() -> dict[str, Any]:
+    file = HERE / "results.json"
+    return read_json(file) if file.exists() else {}
 
 
 def test_the_page_says_what_the_committed_results_say() -> None:
-    file = HERE / "results.json"
-    assert page(read_json(file) if file.exists() else {}) == PAGE.read_text(encoding="utf-8"), "run make claims"
+    assert page(results()) == PAGE.read_text(encoding="utf-8"), "run make claims"
+
+
+def test_sentences_of_other_documents_follow_from_verdicts() -> None:
+    """Who changes a verdict finds here what else says so."""
+    judged = judge(results())
+    assert tally(judged) in text_of("README.md")
+    for file, sentence, claim, verdict in SENTENCES:
+        assert sentence in " ".join((ROOT / file).read_text(encoding="utf-8").split()), (
+            f"{file} no longer says: {sentence}"
+        )
+        (found,) = [one for one in judged if one.claim.text == claim]
+        assert found.verdict.strip("*").partition(",")[0] == verdict, f"{file} says: {sentence}"
+
+
+def text_of(file: str) -> str:
+    return " ".join((ROOT / file).read_text(encoding="utf-8").split())
+
+
+def runs_of(name: str) -> list[PlannedRun]:
+    """The plan of a study for one seed, as far as no text is read for it."""
+    about = STUDIES[name]
+    study = find_study(about.study)
+    base = configured(study.base or RunConfig(), about.settings)
+    axes = {axis: getattr(study.grid, axis) for axis in ("remedies", "lrs", "blocks", "optimizers", "mixes")}
+    return list(study.plan(about.study, base, Grid(**{**axes, **about.grid, "seeds": [0]})).runs)
 
 
 def test_every_claim_reads_runs_that_its_study_makes() -> None:
     assert {claim.study for claim in CLAIMS} == set(STUDIES)
-    for claim in CLAIMS:
-        study, axes = STUDIES[claim.study]
-        grid = find_study(study).grid if axes is None else Grid(**{"seeds": [0], **axes})
+    runs = {name: runs_of(name) for name in STUDIES}
+    for claim in (claim for family in FAMILIES for claim in family):
         for cell in (side for side in (claim.left, claim.right) if isinstance(side, Cell)):
-            remedy = cell.where.get("remedy", "none")
-            assert canonical(str(remedy)) == remedy, "tables have remedies in their one spelling"
-            assert cell.where.get("remedy", cell.where.get("form")) in grid.remedies, claim.text
-            assert cell.where.get("lr", grid.lrs[0]) in grid.lrs, claim.text
-            assert cell.column in (*_columns(claim.study), "lr_sensitivity")
+            study, where = cell.study or claim.study, dict(cell.where)
+            remedy = str(where.get("remedy", "none"))
+            assert canonical(remedy) == remedy, "tables have remedies in their one spelling"
+            assert where.pop("posthoc", "none") in (
+                "none",
+                *(text.rpartition("/")[2] for text in STUDIES[study].posthoc),
+            )
+            assert any(where.items() <= about(run).items() for run in runs[study]), claim.text
+            assert cell.column in (*columns(study), *OF_ALL_RATES), claim.text
+    for name in STUDIES:
+        strange = {column.partition("/")[0] for column in columns(name)} - KNOWN - {"attention_mass", "uniform_mass"}
+        assert not strange, f"no table has {strange}"
+
+
+def about(run: PlannedRun) -> dict[str, object]:
+    config, model = run.config, run.config.model
+    named = {"remedy": config.remedy, "form": run.name, "lr": config.optim.lr, "part": run.part, "mix": run.role}
+    return {**named, "block": model.block, "optimizer": config.optim.name}
 
 
 def rows(**by_remedy: tuple[float, ...]) -> list[dict[str, object]]:
@@ -46,8 +219,12 @@ def claim(**more: object) -> Claim:
     return Claim(**{"text": "t", "source": "s", "study": "micro", **sides, **more})  # type: ignore[arg-type]
 
 
+def found(table: list[dict[str, object]]) -> dict[str, dict[str, object]]:
+    return {"micro": {"rows": table}}
+
+
 def verdict(made: Claim, **by_remedy: tuple[float, ...]) -> str:
-    (judged,) = judge({"micro": {"rows": rows(**by_remedy)}}, [made])
+    (judged,) = judge(found(rows(**by_remedy)), [made])
     return judged.verdict.split(",")[0].strip("*")
 
 
@@ -61,17 +238,62 @@ def test_verdicts_follow_from_the_interval_in_the_direction_of_the_claim() -> No
     assert verdict(claim(), a=(2.5,), b=(2.3,)) == "not run yet", "one seed decides nothing"
     assert verdict(claim(), a=(2.5, math.nan), b=(2.3, 2.3)) == "not run yet", "a loss of NaN is no number"
     top = Cell({"remedy": "a", "lr": 0.1}, "max_logit")
-    assert differences(claim(left=top, right=100.0, ratio=True), rows(a=(1.0, math.e))) == pytest.approx([0.0, 1.0])
+    assert differences(claim(left=top, right=100.0, ratio=True), found(rows(a=(1.0, math.e)))) == pytest.approx(
+        [0.0, 1.0]
+    )
 
 
-def test_sensitivity_is_that_of_the_seeds_with_every_rate() -> None:
-    table = [{**row, "lr": lr, "val_loss": 2.0 + lr} for lr in (0.1, 0.3) for row in rows(a=(0.0, 0.0), b=(0.0, 0.0))]
+def test_numbers_of_all_rates_are_of_the_seeds_with_every_rate() -> None:
+    table = [
+        {**row, "lr": lr, "val_loss": 2.0 + lr, "collapsed": lr > 0.1 and row["remedy"] == "a"}
+        for lr in (0.1, 0.3)
+        for row in rows(a=(0.0, 0.0), b=(0.0, 0.0))
+    ]
     made = claim(left=sensitivity("a"), right=0.0)
-    assert differences(made, table) == pytest.approx([0.1, 0.1])
-    assert differences(made, table[:-3]) == pytest.approx([0.1])
+    assert differences(made, found(table)) == pytest.approx([0.1, 0.1])
+    assert differences(made, found(table[:-3])) == pytest.approx([0.1])
+    rate = claim(left=stable("a", 3.0), right=stable("b"), ratio=True)
+    assert differences(rate, found(table)) == pytest.approx([0.0, 0.0])
+
+
+class Recorded:
+    """A run whose largest logit is the square of the summed rate, from norms alone."""
+
+    def config(self) -> dict[str, object]:
+        return configured(RunConfig(), {"steps": 40, "optim.schedule": "constant", "optim.warmup": 0.0}).to_dict()
+
+    def metrics(self) -> list[dict[str, float | None]]:
+        return [
+            {"step": s, "max_logit": (0.01 * s) ** 2, "logit_change": s or None, "val_loss": 3.0 - s / 20}
+            for s in range(0, 41, 10)
+        ]
+
+    def heads(self) -> types.SimpleNamespace:
+        logit = np.array([[[1.0, 2.0]], [[50.0, 3.0]]])
+        values = {"max_logit": logit, "query_norm": np.array([[[1.0, 9.0]], [[5.0, 9.0]]])}
+        return types.SimpleNamespace(values={**values, "key_norm": values["query_norm"]})
+
+    def summary(self) -> dict[str, float]:
+        return {"query_norm/image": 3.0, "query_norm/text": 2.0, "key_norm/image": 1.0, "key_norm/text": 2.0}
+
+
+def test_measures_of_a_run_whose_course_is_known() -> None:
+    got = {name: measure(Recorded()) for name, measure in MEASURES.items()}  # type: ignore[arg-type]
+    assert got.pop("power_law") == pytest.approx(1.0)
+    assert got.pop("exponential") == pytest.approx(got.pop("exponential_in_rates"))
+    assert got == pytest.approx(
+        {
+            "logit_change": 40,
+            "norm_factor": 25.0,
+            "angle_factor": 2.0,
+            "loss_rise": -1.0,
+            "query_ratio": 1.5,
+            "key_ratio": 0.5,
+        }
+    )
 
 
 def test_another_text_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("claims.__main__.CORPUS", "0" * 64)
+    monkeypatch.setitem(CORPORA, "stdlib", "0" * 64)
     assert main(["--only", "micro", "--results", "r.json", "--page", "p.md"]) == 1
     assert "use CPython 3.11.7" in capsys.readouterr().err

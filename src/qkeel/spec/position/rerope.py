@@ -22,7 +22,7 @@ class ReRope(Position):
 
     A score depends on the pair, so keys are kept unrotated (also in a cache), and a score is one of two products:
     the usual one near the query, far from it that of q rotated to w and k as it is. Best windows: a quarter to a half
-    of the training length. Training with it spoils extrapolation (kexue.fm 9948).
+    of the training length. Training with it is published to spoil extrapolation (kexue.fm 9948).
 
     Source: Su 2023, kexue.fm 9708.
     """

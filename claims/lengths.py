@@ -1,0 +1,176 @@
+"""Claims about texts longer than those of training; see claims.claim for what a row says.
+
+Models learn 64 bytes and are tested on 512; columns are those of records.EXTRAPOLATION_COLUMNS.
+"""
+
+from __future__ import annotations
+
+from claims.claim import SU, Cell, Claim, at_length
+from claims.studies import METHODS
+from qkeel.report.study.length_findings import ACCURACY
+
+KEPT, LONG = "kept_nonrepeat", "accuracy_nonrepeat"
+YARN, NTK, REROPE = METHODS["yarn"], METHODS["ntk"], METHODS["rerope"]
+
+
+def kept(form: str, posthoc: str = "none") -> Cell:
+    return at_length(form, posthoc, KEPT)
+
+
+def unseen(form: str, posthoc: str = "none") -> Cell:
+    """Visible pairs of 10,000 whose angle lies outside the range that the head met in training."""
+    return at_length(form, posthoc, "cos_outside", 1e4)
+
+
+def unchanged(method: str) -> Claim:
+    """A post-hoc method changes what the model does at the training length: accuracy there is lost."""
+    names = {NTK: "NTK", YARN: "YaRN", REROPE: "ReRoPE"}
+    return Claim(
+        f"{names[method]} cannot keep a plain model as it is at the training length (accuracy there)",
+        SU,
+        "lengths",
+        at_length("baseline", method, "accuracy_train"),
+        at_length("baseline", method, "accuracy_train_posthoc"),
+    )
+
+
+LENGTHS: tuple[Claim, ...] = (
+    Claim(
+        "KeyNorm keeps more of its accuracy at 8 times the training length",
+        SU,
+        "lengths",
+        kept("kna"),
+        kept("baseline"),
+    ),
+    Claim(
+        "… and CosA, norms on both sides",
+        SU,
+        "lengths",
+        kept("cosa"),
+        kept("baseline"),
+    ),
+    Claim(
+        "A norm on queries alone does not help (kept no more than the plain model)",
+        SU,
+        "lengths",
+        kept("baseline"),
+        kept("qna"),
+    ),
+    Claim(
+        "KeyNorm is slightly better at the training length",
+        SU,
+        "lengths",
+        at_length("kna", "none", "accuracy_train"),
+        at_length("baseline", "none", "accuracy_train"),
+    ),
+    Claim(
+        "… and so is a norm on queries",
+        SU,
+        "lengths",
+        at_length("qna", "none", "accuracy_train"),
+        at_length("baseline", "none", "accuracy_train"),
+    ),
+    Claim(
+        "KeyNorm without positions (NoPE) does not extrapolate (keeps less than with RoPE)",
+        SU,
+        "lengths",
+        kept("kna"),
+        kept("kna+nope"),
+    ),
+    Claim(
+        "Plain models fail since long texts bring more unseen angles than under KeyNorm (pairs of 10,000)",
+        SU,
+        "lengths",
+        unseen("baseline"),
+        unseen("kna"),
+    ),
+    Claim(
+        "NTK brings angles back into the range of training (pairs of 10,000)",
+        SU,
+        "lengths",
+        unseen("baseline"),
+        unseen("baseline", NTK),
+    ),
+    Claim(
+        "YaRN brings angles back into the range of training (pairs of 10,000)",
+        SU,
+        "lengths",
+        unseen("baseline"),
+        unseen("baseline", YARN),
+    ),
+    Claim(
+        "ReRoPE brings angles back into the range of training (pairs of 10,000)",
+        SU,
+        "lengths",
+        unseen("baseline"),
+        unseen("baseline", REROPE),
+    ),
+    Claim(
+        "ReRoPE extends a plain model to 8 times the training length without training (95 % kept)",
+        SU,
+        "lengths",
+        kept("baseline", REROPE),
+        0.95,
+    ),
+    unchanged(NTK),
+    unchanged(YARN),
+    unchanged(REROPE),
+    Claim(
+        "Trained on at 8 times the length, KeyNorm as it is has 98 % of the accuracy of a plain model under PI or more",
+        SU,
+        "lengths",
+        at_length("kna", "none@512", LONG),
+        at_length("baseline", "pi@512", LONG, 0.98),
+    ),
+    Claim(
+        "… and of one under ABF",
+        SU,
+        "lengths",
+        at_length("kna", "none@512", LONG),
+        at_length("baseline", "abf@512", LONG, 0.98),
+    ),
+    Claim(
+        "A plain model that is trained on at 8 times the length needs PI",
+        SU,
+        "lengths",
+        at_length("baseline", "pi@512", LONG),
+        at_length("baseline", "none@512", LONG),
+    ),
+    Claim(
+        "… or ABF",
+        SU,
+        "lengths",
+        at_length("baseline", "abf@512", LONG),
+        at_length("baseline", "none@512", LONG),
+    ),
+    Claim(
+        "A learned gain spoils what CosA keeps",
+        SU,
+        "lengths",
+        kept("cosa"),
+        kept("cosa:gain=true"),
+    ),
+)
+
+
+def published(form: str, method: str, column: str) -> Claim | None:
+    """The claim of a cell of the published table: what a form changes as trained against the plain one, or what a
+    method changes of a form, in the direction published. None for the plain form itself.
+    """
+    under = METHODS.get(method, "none")
+    other = ("baseline", "none") if method == "none" else (form, "none")
+    if other == (form, method):
+        return None
+    of = {"accuracy_repeat": 1, LONG: 2}[column]
+    gain = ACCURACY[form, method][of] - ACCURACY[other][of]
+    sides = at_length(form, under, column), at_length(*other, column)
+    left, right = sides if gain > 0 else sides[::-1]
+    text = f"{form}{'' if method == 'none' else ' under ' + method}: {gain:+.1f} points".replace("-", "−")
+    return Claim(text, SU, "lengths", left, right)
+
+
+# Cells of the table of 32 rows that say how one row differs from another, by column.
+PUBLISHED: dict[str, tuple[Claim, ...]] = {
+    column: tuple(claim for row in ACCURACY if (claim := published(*row, column)))
+    for column in (LONG, "accuracy_repeat")
+}
