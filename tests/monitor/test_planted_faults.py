@@ -49,7 +49,7 @@ OTHERWISE = {
     "monitor.monitor:Monitor.close": "called by the user: its own fault is the answer; what it calls is guarded",
     "monitor.monitor:Monitor._switch_off": "a second fault: the first was told; the rest is switched off without it",
     "sites.handwritten.tags:Tags.put.<locals>.forget": "called by Python when a tensor dies, which drops its faults",
-    "sites.probe:heads_seen": "of the search on a shorter example; where that fails, the whole one is searched, which needs none",
+    "sites.probe:heads_seen": "of a shorter example; the whole one, which is searched where that fails, needs none",
     "sites.probe:heads_seen.<locals>.note": "as the one before",
     "sites.site:AttentionSite.verified": "as the one before",
     "sites.weights.head_dims:layout_of": "inside a script, which replaces the message: the warning is there without it",
