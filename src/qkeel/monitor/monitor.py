@@ -62,6 +62,8 @@ class Monitor(Handle):
     what arrives is put on record, and the rules and sinks get the record.
     """
 
+    _waited_for = False  # once it is closed: whether others will wait for this process at the next measured step
+
     def __init__(
         self,
         model: nn.Module,
@@ -109,7 +111,6 @@ class Monitor(Handle):
         self._step_end = StepEnd(self._steps, self._tap, numbers, self._group, self._arrivals)
         self._hooks: StepHooks | None = None
         self._complete = False
-        self._waited_for = False  # once it is closed: others will wait for this process at the next measured step
         if optimizer is None:
             numbers.pass_over = self._step_end.pass_over
             self._group.records_alone = True
