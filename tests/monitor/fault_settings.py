@@ -18,7 +18,7 @@ from qkeel.monitor import DEFAULT, Adaptive, Alarm, History, LoggingSink, Planne
 from qkeel.monitor.alarms.setup_rules import IdleNorm, Resolution
 from qkeel.monitor.monitor import Monitor
 from qkeel.nn import GAU, MLA, Attention, LatentSizes
-from qkeel.sites import Reading, describe
+from qkeel.sites import Reading, describe, find_sites
 from qkeel.spec import AttentionSpec, RMSNorm
 
 Watcher = Callable[[nn.Module, torch.optim.Optimizer, Path], Monitor]
@@ -30,6 +30,7 @@ class Setting:
 
     make: Callable[[], nn.Module]
     watch: Watcher
+    batch: Callable[[int], Tensor] = batch
 
 
 def by_default(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Monitor:
@@ -48,6 +49,11 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
         classes=lambda x, mask=None: (torch.arange(x.shape[1]) % 2).expand(x.shape[0], -1),
         planned=PlannedRates.of([0.01] * 9),
     )
+
+
+def with_known_sites(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Monitor:
+    """Without an optimizer, and with sites that were found before; the sinks by their names."""
+    return watch(model, sinks=f"directory:path={path}", sites=find_sites(model, batch(0)))
 
 
 class Often(Rule):
@@ -225,6 +231,7 @@ class FailsFirst(Small):
     def __init__(self) -> None:
         super().__init__()
         self.passes = 0
+        self.notes = {"a": 1}
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = super().forward(x, mask)
@@ -242,7 +249,7 @@ def failing() -> nn.Module:
 SETTINGS = {
     "as by default": Setting(make=small, watch=by_default),
     "with every option": Setting(make=small, watch=everything),
-    "without an optimizer": Setting(make=small, watch=lambda model, optimizer, path: watch(model, sinks=path)),
+    "without an optimizer": Setting(make=small, watch=with_known_sites),
     "own modules": Setting(make=own_modules, watch=lambda m, o, path: watch(m, o, stats="entropy", sinks=path)),
     "alarms": Setting(make=small, watch=with_rules(Often(source=""))),
     "a pass that fails": Setting(make=failing, watch=by_default),
@@ -257,6 +264,7 @@ SETTINGS = {
     ),
     "described": Setting(make=scripted, watch=by_hand),
     "torch's encoder": Setting(make=encoder, watch=everything),
+    "a larger batch": Setting(make=small, watch=by_default, batch=lambda seed: batch(seed, b=3, t=70)),
     "a map, dropout, what is missed": Setting(make=lambda: Layers(_of_a_map, _fused, _by_rows), watch=by_default),
     "scores by hand": Setting(make=lambda: Layers(_masked, _capped, _written_out, _one_by_one), watch=everything),
     "fused": Setting(make=with_flash, watch=by_default),

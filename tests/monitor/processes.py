@@ -245,6 +245,30 @@ def a_fault_with_sharded_weights_switches_all_off() -> None:
     assert len([w for w in warned if "switched itself off" in w]) == 1
 
 
+def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
+    """In one process, before its first pass is measured: in what begins it, before the search's passes, within one."""
+    from torch.distributed.fsdp import fully_shard
+
+    from qkeel.monitor.measure.token_classes import PassTokens
+    from qkeel.sites import find, probe
+
+    for home, name in ((PassTokens, "begin"), (find, "_own_sites"), (probe, "_note")):
+        original = vars(home)[name]
+        if dist.get_rank() == 1:
+            setattr(home, name, boom)
+        try:
+            _, monitor, warned = train(lambda m, o: watch(m, o), wrap=fully_shard)
+        finally:
+            setattr(home, name, original)
+        alike = torch.tensor([float(monitor.active), float(len(monitor.history))])
+        everyones = [torch.empty_like(alike) for _ in range(2)]
+        dist.all_gather(everyones, alike)
+        assert torch.equal(*everyones), (name, everyones, warned)
+        assert warned, name
+        monitor.close()
+        dist.barrier()
+
+
 def closed_on_one(wrap: Callable[[nn.Module], nn.Module]) -> None:
     """The others learn it at the next measured step; nobody waits."""
 
@@ -397,6 +421,7 @@ SLOW: tuple[Callable[[], None], ...] = (
     all_processes_close_and_go_on_and_watch_again,
     ends_of_unequal_length_under_join_are_recorded_alone,
     a_fault_with_sharded_weights_switches_all_off,
+    a_fault_in_the_search_of_a_sharded_model_is_one_of_all,
     one_process_closes_a_sharded_model,
     flat_weights_are_refused_untouched,
     a_sharded_model_that_one_process_watches_makes_nobody_wait,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from tests.processes.wrapped import batch, llama
+from tests.processes.wrapped import LAYERS, batch, llama
 from torch import Tensor, nn
 from torch import distributed as dist
+
+INTERLEAVED = "pipeline_interleaved"
 
 
 class Stage(nn.Module):
@@ -33,15 +36,24 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def pipelined(setup: str) -> tuple[nn.Module, Callable[[nn.Module, torch.optim.Optimizer, int], float]]:
-    """This process's stage, and what runs the passes of a step."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+def layers_of(setup: str) -> int:
+    """The layers of the whole model: one for each stage."""
+    return 2 * LAYERS if setup == INTERLEAVED else LAYERS
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = llama()
-    stage = Stage(model, rank, rank + 1, world)
-    schedules = {"pipeline": ScheduleGPipe, "pipeline_1f1b": Schedule1F1B}
-    schedule = schedules[setup](PipelineStage(stage, rank, world, torch.device("cpu")), 2, loss_fn=_loss)
+
+def pipelined(setup: str) -> tuple[nn.Module, Callable[[nn.Module, torch.optim.Optimizer, int], float]]:
+    """This process's stage, or a ModuleList of its two, and what runs the passes of a step."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+    rank, world, n = dist.get_rank(), dist.get_world_size(), layers_of(setup)
+    model = llama(layers=n)
+    parts = [Stage(model, i, i + 1, n) for i in range(rank, n, world)]
+    stages = [PipelineStage(p, i, n, torch.device("cpu")) for p, i in zip(parts, range(rank, n, world))]
+    stage: nn.Module = nn.ModuleList(parts) if setup == INTERLEAVED else parts[0]
+    if setup == INTERLEAVED:
+        schedule: Any = ScheduleInterleaved1F1B([*stages], 2, loss_fn=_loss)
+    else:
+        schedule = {"pipeline": ScheduleGPipe, "pipeline_1f1b": Schedule1F1B}[setup](stages[0], 2, loss_fn=_loss)
 
     def run(_: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
         losses: list[Tensor] = []

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.processes.context import Context, hidden
-from tests.processes.pipelines import pipelined
+from tests.processes.pipelines import layers_of, pipelined
 from tests.processes.seen import Seen
 from tests.processes.wrapped import BATCH, batch, llama, part, wrapped
 from torch import Tensor, nn
@@ -53,20 +53,27 @@ def trained(model: nn.Module, step_of: Step, monitored: bool, **options: Any) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses: list[float] = []
     counts: list[int] = []
-    samples: list[Sample] = []
-    monitor: Monitor | None = None
+    parts = [*model.children()] if isinstance(model, nn.ModuleList) else [model]
+    samples: list[list[Sample]] = [[] for _ in parts]
+    monitors: list[Monitor] = []
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         if monitored:
-            monitor = qkeel.watch(model, optimizer, **{"rules": [], **options})
+            monitors = [qkeel.watch(part, optimizer, **{"rules": [], **options}) for part in parts]
         for step in range(STEPS):
             with Collectives() as counted:
                 losses.append(step_of(model, optimizer, step))
             counts.append(counted.n)
-            samples += [] if monitor is None or monitor.sample is None else [monitor.sample]
+            for own, monitor in zip(samples, monitors):
+                own += [] if monitor.sample is None else [monitor.sample]
     warned = [str(w.message) for w in record if isinstance(w.message, QkeelWarning)]
-    if monitor is None:
+    if not monitors:
         return Seen((), [], {}, {}, {}, warned, losses, counts, "")
+    return joined([seen_by(monitor, own, warned, losses, counts) for monitor, own in zip(monitors, samples)])
+
+
+def seen_by(monitor: Monitor, samples: list[Sample], warned: list[str], losses: list[float], counts: list[int]) -> Seen:
+    """What one monitor has recorded; it is closed."""
     reads = {
         site: {name: x.numpy() for name, x in stats.tensors().items()} for site, stats in monitor.read("train").items()
     }
@@ -83,6 +90,23 @@ def trained(model: nn.Module, step_of: Step, monitored: bool, **options: Any) ->
         collectives=counts,
         table=table,
     )
+
+
+def joined(parts: list[Seen]) -> Seen:
+    """What the monitors of a process have recorded of the stages that it has, as that of one model; of the numbers of
+    the whole model those that only one of them has."""
+    first, *others = parts
+    for other in others:
+        both = {name for name in first.values.keys() & other.values.keys() if name not in ("step", "lr")}
+        first = dataclasses.replace(
+            first,
+            layers=first.layers + other.layers,
+            heads={name: np.concatenate([x, other.heads[name]], 1) for name, x in first.heads.items()},
+            values={name: x for name, x in {**first.values, **other.values}.items() if name not in both},
+            reads={**first.reads, **other.reads},
+            table=f"{first.table}\n{other.table}",
+        )
+    return first
 
 
 def loss_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
@@ -130,7 +154,7 @@ def passes(setup: str, mine: Callable[[int], Tensor]) -> Step:
 
 
 def made(setup: str) -> nn.Module:
-    model = llama()
+    model = llama(layers=layers_of(setup))
     if setup == "ddp_checkpointing":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of the method's name

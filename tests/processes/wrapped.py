@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 VOCAB, WIDTH, HEADS, KV_HEADS, LAYERS, TOKENS, BATCH = 64, 32, 4, 2, 2, 12, 8
 
 
-def llama(seed: int = 0) -> nn.Module:
-    """A Llama of two layers of 4 query and 2 key heads in float64."""
+def llama(seed: int = 0, layers: int = LAYERS) -> nn.Module:
+    """A Llama of layers of 4 query and 2 key heads in float64."""
     import transformers
 
     torch.manual_seed(seed)
@@ -21,7 +21,7 @@ def llama(seed: int = 0) -> nn.Module:
         vocab_size=VOCAB,
         hidden_size=WIDTH,
         intermediate_size=48,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         attn_implementation="sdpa",

@@ -52,7 +52,17 @@ def with_remedies(*, quick: bool, processes: int = 2) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_step_as_one_or_all_refuse(tmp_path: Path) -> None:
-    run(tmp_path, 2, [*with_remedies(quick=True), "collectives", "watched_clip", "refused_before_anything"])
+    run(
+        tmp_path,
+        2,
+        [
+            *with_remedies(quick=True),
+            "collectives",
+            "watched_clip",
+            "refused_before_anything",
+            "a_late_stage_is_refused",
+        ],
+    )
 
 
 @pytest.mark.timeout(300)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+import qkeel
 from qkeel import find_sites
 from qkeel.errors import RefusedError
 from qkeel.nn import MLA, Attention, Decoder, DecoderConfig
@@ -129,3 +130,23 @@ def test_expand_gives_each_row_its_heads_value_and_one_elsewhere() -> None:
     assert columns.expand(torch.tensor([2.0, 3.0]), weight)[0].tolist() == [3, 1, 2]
     assert columns.heads(torch.arange(18.0).view(6, 3)).shape == (2, 1, 6)
     assert columns.heads(torch.arange(18.0).view(6, 3))[0, 0].tolist() == [2, 5, 8, 11, 14, 17]
+
+
+def test_sites_found_on_meta_are_those_of_the_model_with_values() -> None:
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    with torch.device("meta"):
+        empty = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    x, stream = torch.randn(2, 5, 8), torch.get_rng_state()
+    found, known = qkeel.find_sites(empty, x), qkeel.find_sites(block, x)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(p.is_meta for p in empty.parameters())
+    for site, other in zip(found, known, strict=True):
+        assert site.verified
+        assert site.module is empty.get_submodule(site.name)
+        for part, its in zip((*site.query, *site.key), (*other.query, *other.key), strict=True):
+            assert part.parameter == its.parameter
+            assert torch.equal(part.index, its.index)
+    with qkeel.watch(block, sites=found) as monitor:  # bound again by their names
+        block(x)
+    assert [site.module for site in monitor.sites] == [site.module for site in known]

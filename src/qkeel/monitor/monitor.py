@@ -62,6 +62,8 @@ class Monitor(Handle):
     what arrives is put on record, and the rules and sinks get the record.
     """
 
+    _waited_for = False  # once it is closed: whether others will wait for this process at the next measured step
+
     def __init__(
         self,
         model: nn.Module,
@@ -256,14 +258,6 @@ class Monitor(Handle):
             self._guard(self._hooks.remove)  # again, where the first was in the middle of a step
         self._group.stopped = True
 
-    @property
-    def _waited_for(self) -> bool:
-        """Returns whether others will wait for this process; a fault here may be what switches the monitor off."""
-        try:
-            return self._hooks is not None and self._group.waited_for
-        except Exception:
-            return False
-
     def _state(self) -> State:
         """The steps done, the step measured last (-1 for none) and the rate of the step done last (-1 for none)."""
         last, rate = self._steps.last, self._step_end.rate
@@ -284,11 +278,13 @@ class Monitor(Handle):
             self._guard(self._settle_all)
         if self._group.members is None:
             self._guard(self._leave)
+        self._guard(self._look_for_others)
         self._guard(self._journal.close, self._complete and self._guard.error is None)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._step_end.after(optimizer)
-        if self._group.stopped and not self._waited_for:
+        if self._group.stopped:
+            self._look_for_others()
             self.close(complete=False)
 
     def _settle(self) -> None:
@@ -297,6 +293,9 @@ class Monitor(Handle):
 
     def _settle_all(self) -> None:
         self._arrivals.settle(wait=True)
+
+    def _look_for_others(self) -> None:
+        self._waited_for = self._group.waited_for
 
     def _leave(self) -> None:
         self._group.leave(known=False)

@@ -48,6 +48,27 @@ class Guard:
             self(act)
 
 
+@final
+class Postponed:
+    """A guard that keeps the first exception for `settle`: what it is raised in goes on as if nothing had been asked,
+    since other processes wait for it."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __call__(self, act: Callable[..., T], *args: object) -> T | None:
+        try:
+            return act(*args)
+        except Exception as error:
+            self.error = self.error or error
+            return None
+
+    def settle(self) -> None:
+        """Raises what was kept."""
+        if self.error is not None:
+            raise self.error
+
+
 def unguarded(act: Callable[..., T], *args: object) -> T:
     """Calls a function; what it raises reaches the caller, who asked for the answer."""
     return act(*args)

@@ -178,10 +178,14 @@ class RunDirectory:
         write_json(self.path / "config.json", config)
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """Marks the run as done, once its records and the summary are on the disk."""
+        """Marks the run as done, once its records and the summary are on the disk; not where it raises an error."""
         self.sync()
         write_json(self.path / "summary.json", summary)
-        write_json(self.path / "DONE", self.sizes())
+        try:
+            write_json(self.path / "DONE", self.sizes())
+        except BaseException:  # it may be there, with a name that a loss of power takes away
+            disk.remove([self.path / "DONE"])
+            raise
 
     def sync(self) -> None:
         """Returns once all that was appended is on the disk."""

@@ -8,9 +8,10 @@ from typing import final
 from torch import Tensor, nn
 
 from qkeel.functional.softcap import softcap
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.remedies.base import Remedy, Target
 from qkeel.remedies.blocks.output_head import logits_module
+from qkeel.remedies.processes.late_stages import refuse_late_stage
 
 
 @final
@@ -43,4 +44,5 @@ class FinalSoftcap(Remedy):
 
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)
-        return Handle(head.register_forward_hook(_Cap(self.cap)).remove)
+        hook = head.register_forward_hook(_Cap(self.cap))
+        return compose([Handle(hook.remove), refuse_late_stage(target.model, self.name)])

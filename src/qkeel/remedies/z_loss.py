@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
 from qkeel.functional.norms import wide
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.remedies.base import Remedy, Target
 from qkeel.remedies.blocks.output_head import logits_module
+from qkeel.remedies.processes.late_stages import refuse_late_stage
 
 Weight = Literal["loss", "mean"]
 
@@ -45,7 +46,8 @@ class ZLoss(Remedy):
 
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)
-        return Handle(head.register_forward_hook(_Hook(self.coefficient, self.weight)).remove)
+        hook = head.register_forward_hook(_Hook(self.coefficient, self.weight))
+        return compose([Handle(hook.remove), refuse_late_stage(target.model, self.name)])
 
 
 @final

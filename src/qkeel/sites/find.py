@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 from typing import Any
@@ -18,8 +19,10 @@ from qkeel.nn.mla import MLA
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
 from qkeel.patching.parallel_training import gathered
+from qkeel.sites.bound import bound
 from qkeel.sites.missed import Sites
-from qkeel.sites.probe import heads_seen, probe
+from qkeel.sites.on_meta import on_meta, with_values
+from qkeel.sites.probe import SEARCH, heads_seen, probe, spread
 from qkeel.sites.short_example import shorter
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
 from qkeel.sites.verify.site_experiment import verified
@@ -40,12 +43,14 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
 
     Where fully_shard has split the model, all processes must call this, and each holds all weights meanwhile. Find the
     sites of a larger model before that, and of one whose heads are to be split, whose weights are unknown afterwards;
-    then give `sites=` to watch and apply.
+    then give `sites=` to watch and apply. Of a model on the meta device a copy with random weights is searched on the
+    CPU, with an example there, one whole model in memory meanwhile; the sites are those of the model that was given.
 
     Raises:
         InvalidTypeError: the model is no torch.nn.Module.
         RefusedError: there is no attention, or none that can be seen; the message says what was tried.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
+        ApartError: the model is split, and another process has failed or not come to the search within 8 seconds.
 
     >>> from torch import nn, rand
     >>> sites = find_sites(nn.MultiheadAttention(8, 2), *(rand(3, 8) for _ in "qkv"))
@@ -56,9 +61,13 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
     own = _own_sites(model)
     if args or kwargs:
-        with gathered(model):
-            seen = _of_example(model, args, kwargs, expected=not own)
-            return Sites([*own, *seen], seen.missed)
+        if spread(model):
+            search = functools.partial(_searched, model, args, kwargs, own)
+            return dist.done_by_all(SEARCH, search, lambda _: "", lambda _: None)
+        if on_meta(model):
+            copied = with_values(model)
+            return bound(_searched(copied, args, kwargs, _own_sites(copied)), model)
+        return _searched(model, args, kwargs, own)
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(
@@ -67,6 +76,12 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
             f"forward pass: give an example batch, find_sites(model, ...), as forward{takes} takes it."
         )
     return Sites(own)
+
+
+def _searched(model: nn.Module, args: Args, kwargs: Kwargs, own: list[AttentionSite]) -> Sites:
+    with gathered(model):
+        seen = _of_example(model, args, kwargs, expected=not own)
+        return Sites([*own, *seen], seen.missed)
 
 
 def seen_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:

@@ -11,11 +11,14 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch import Tensor, nn
 
+from qkeel import dist
 from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.patching.checkpointing import checkpointing_off
 from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
+from qkeel.patching.guard import Guarded, Postponed, unguarded
 from qkeel.patching.modes import Args, Kwargs
+from qkeel.patching.parallel_training import running_stage
 from qkeel.sites.calls.head_layout import key_heads
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.kept_state import copied, undisturbed
@@ -28,17 +31,21 @@ from qkeel.sites.weights.head_rows import UnknownRowsError, sum_terms
 from qkeel.sites.weights.norm_gains import seen_gains
 from qkeel.spec import AttentionCall
 
+SEARCH = "the search for attention in a model that is split over processes"
+
 
 def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Sites:
     """The sites that a forward pass on this example shows; none is an error if they were `expected`."""
     model = uncompiled(model)
     check_devices(model, args, kwargs)
     with extra_pass(model), torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
-        seen, watcher = _watched(model, args, kwargs)
+        seen, watcher, lost = _watched(model, args, kwargs)
         names = names_of(model)
         sites = [_site(calls, names) for calls in grouped(seen)]
     if not sites and expected:
         raise RefusedError(unseen(model, watcher))
+    if lost:
+        caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {lost}")
     return Sites(sites, watcher.missed)
 
 
@@ -59,24 +66,35 @@ def check_devices(model: nn.Module, *example: object) -> None:
             )
 
 
-def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[dict[str, list[Sighting]], Interceptor]:
-    """The sightings of one forward pass. Below torch's functions too, unless that is what fails."""
+def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[dict[str, list[Sighting]], Interceptor, str]:
+    """The sightings of one forward pass. Below torch's functions too, unless that is what fails, and then why."""
     failed, why = None, ""
     for dispatch in (True, False):
         seen: dict[str, list[Sighting]] = {}
-        watcher = Interceptor(model, functools.partial(_note, seen), probing=True, dispatch=dispatch)
+        note = functools.partial(_note, seen)
+        watcher = Interceptor(model, note, probing=True, dispatch=dispatch, guard=_guard(model))
         try:
             forward(model, watcher, copied(args), copied(kwargs))
         except Exception as error:
+            if isinstance(error, dist.ApartError):
+                raise
             failed, why = error, f"{type(error).__name__}: {error}"
         else:
-            if failed is not None:
-                caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {why}")
-            return seen, watcher
+            return seen, watcher, why
     raise InvalidValueError(
         f"the forward pass of {type(model).__name__} on the example failed: {why}. "
         f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
     ) from failed
+
+
+def spread(model: nn.Module) -> bool:
+    """Returns whether a pass of this model is one of all processes, and not in a pipeline, whose stages take turns."""
+    return dist.world() > 1 and any(map(dist.is_split, model.parameters())) and running_stage() is None
+
+
+def _guard(model: nn.Module) -> Guarded:
+    """A guard for what reads a pass: a fault waits for its end where other processes take part in it."""
+    return Postponed() if spread(model) else unguarded
 
 
 def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
@@ -86,12 +104,21 @@ def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
 def forward(
     model: nn.Module, watcher: AbstractContextManager[object], args: Args, kwargs: Kwargs, *, graph: bool = True
 ) -> None:
-    """One eager forward pass under the watcher, with gradients unless no `graph` is wanted."""
+    """One eager forward pass under the watcher, with gradients unless no `graph` is wanted.
+
+    Raises: ApartError if it is one of all processes, and another one has failed before it.
+    """
+    if spread(model):
+        words = dist.words_of_all(SEARCH, "a pass")
+        if len(set(words)) > 1:
+            raise dist.ApartError(f"{SEARCH} takes another number of passes on another process of this run")
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
     grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
     with eager, unoptimised, grads[0], grads[1], checkpointing_off(), watcher:
         model(*args, **kwargs)
+    if isinstance(watcher, Interceptor) and isinstance(watcher.guard, Postponed):
+        watcher.guard.settle()
 
 
 def grouped(seen: Mapping[str, list[Sighting]]) -> Iterator[list[Sighting]]:

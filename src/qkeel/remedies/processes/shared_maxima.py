@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.errors import RefusedError
+from qkeel.handle import Handle
 from qkeel.remedies.base import Target, where
+from qkeel.remedies.processes.late_stages import refuse_late_stage
 from qkeel.remedies.processes.wrapped_models import WHAT
 from qkeel.sites.site import AttentionSite
 
@@ -38,6 +40,7 @@ class SharedMaxima:
         self._first: dict[str, int] = {}  # of this process's heads of a site, where it has a part of them
         self._before = self._behind = 0  # numbers of other layers around this process's in the row of all
         self._over_all: dist.StepMaxima | None = None
+        self._late: Handle | None = None
         if dist.world() > 1:
             self._place_heads(target)
             self._meet(target)
@@ -51,6 +54,8 @@ class SharedMaxima:
         """No step wants them any longer."""
         if self._over_all is not None:
             self._gather.maxima.remove(self._over_all)
+        if self._late is not None:
+            self._late.remove()
 
     def _meet(self, target: Target) -> None:
         own = {
@@ -65,6 +70,8 @@ class SharedMaxima:
         mine = groups[dist.rank()]
         self._before = sum(n for group, n in lengths.items() if group < mine)
         self._behind = sum(n for group, n in lengths.items() if group > mine)
+        if any(word["weights"] and groups.count(group) > 1 for word, group in zip(words, groups)):
+            self._late = refuse_late_stage(target.model, "qk_clip")  # equal stages would be taken for replicas
         if len(set(groups)) < len(groups):
             gathers = {word["gather"] for word in words}
             self._over_all = dist.StepMaxima(self._sent, gathers.pop() if len(gathers) == 1 else "")

@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from qkeel import dist
 from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.modes import Args, Kwargs
@@ -51,6 +52,8 @@ def verified(model: nn.Module, sites: Sequence[AttentionSite], args: Args, kwarg
         try:
             layouts = {site.name: site.layout for site in sites if site.layout is not None}
             seen = _recorded(model, layouts, copied(args), copied(kwargs))
+        except dist.ApartError:
+            raise
         except Exception as error:
             why = f"a pass in which operators are recorded failed: {type(error).__name__}: {error}"
             return [dataclasses.replace(s, unverified=why) if s.terms else s for s in sites]
