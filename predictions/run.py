@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from claims.table import CORPUS
+
 from qkeel.errors import DataError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab.data.corpus import load
@@ -29,8 +30,6 @@ STANDARD = ("standard", 2)
 SIZES: Mapping[tuple[str, int], Sequence[int]] = {
     STANDARD: (16, 32, 64, 128),
     ("mup", 2): (16, 32, 128),
-    ("standard", 1): (64,),
-    ("standard", 4): (64,),
 }
 AT_ONCE = 8  # seeds of the transfer study that train as one stack
 
@@ -154,7 +153,7 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="file of rows, one JSON object a line")
     parser.add_argument("--seeds", type=int, nargs="*", help="seeds [those of the study]")
     parser.add_argument("--tuning-seeds", type=int, nargs="*", default=transfer.GRID.tuning_seeds)
-    parser.add_argument("--widths", type=int, nargs="*", default=edge_of_chaos.GRID.d_model)
+    parser.add_argument("--widths", type=int, nargs="*", help="widths [those of the study]")
     parser.add_argument("--steps", type=int, default=RunConfig().steps)
     parser.add_argument("--jobs", type=int, default=2, help="processes at once [2]")
     return parser.parse_args(arguments)
@@ -166,11 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if load(RunConfig().data).sha256 != CORPUS:
         raise DataError("the predictions are of the text of the claims, see docs/claims.md; this is another one")
     print(json.dumps(computed_with(dataclasses.replace(RunConfig(), device="cpu"))))
-    seeds = options.seeds or list(find_study(options.study).grid.seeds)
+    grid = find_study(options.study).grid
+    seeds, widths = options.seeds or list(grid.seeds), options.widths or grid.d_model
     if options.study == "edge":
-        run(edge_units(seeds, options.steps, options.widths), options.out, options.jobs)
+        run(edge_units(seeds, options.steps, widths), options.out, options.jobs)
         return 0
-    units = tuning_units(options.tuning_seeds, options.steps, options.widths)
+    units = tuning_units(options.tuning_seeds, options.steps, widths)
     rows = run(units, options.out, options.jobs)
     tuning = [row for row in rows if row["seed"] in options.tuning_seeds]
     run(compared_units(units, tuning, seeds), options.out, options.jobs)

@@ -50,7 +50,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     ),
     "transfer": (
         "qkeel.lab.studies.transfer:STUDY",
-        "Remedies at their tuned rates × sizes × standard and µP: whether a small model's ranking holds at a larger one.",
+        "Remedies at their tuned rates × sizes × standard and µP: whether a ranking holds at a larger size.",
     ),
 }
 
