@@ -11,12 +11,12 @@ GRID = Grid(
     lrs=LRS,
     seeds=range(8),
     tuning_seeds=(1000, 1001),
-    d_model=(16, 32, 64, 128),
+    d_model=(16, 32, 64),
     parametrisation=("standard", "mup"),
 )
 STUDY = Study(
-    help="By default seven remedies, each at the best of five rates, 0.006 to 0.096 in factors of 2, on four widths in "
-    "the standard parametrisation and in µP, with 8 seeds.",
+    help="By default seven remedies, each at the best of five rates, 0.006 to 0.096 in factors of 2, on three widths "
+    "in the standard parametrisation and in µP, with 8 seeds.",
     grid=GRID,
     runs=product,
 )
