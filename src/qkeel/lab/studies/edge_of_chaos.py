@@ -19,7 +19,7 @@ LRS = tuple(0.012 * 2**k for k in range(6))
 GRID = Grid(remedies=REMEDIES, lrs=LRS, seeds=range(4), d_model=(16, 32, 64))
 STUDY = Study(
     help="By default seven remedies at six rates, 0.012 to 0.384 in factors of 2, on three widths with 4 seeds: "
-    "1,008 runs. python -m predictions.run edge keeps the exponents of its pairs in one table.",
+    "1,008 runs. Its chaos.json and page have the exponent of each pair.",
     grid=GRID,
     runs=chaos.runs,
     base=chaos.BASE,
