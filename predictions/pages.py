@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from predictions import edge_of_chaos, transfer
 from predictions.charts import Axis, chart
 from qkeel.metrics import PairedEffect
@@ -44,7 +46,7 @@ def _edge_pictures(found: Mapping[str, Any], rows: Rows) -> dict[str, str]:
     cells, curves = found["cells"], edge_of_chaos.Table.of(rows)
     remedies = dict.fromkeys(cell["remedy"] for cell in cells)
     places = {name: [(c["edge"], c["knee"]) for c in cells if c["remedy"] == name] for name in remedies}
-    own = edge_of_chaos.exponents(curves, list(range(len(curves.seeds))))
+    own = edge_of_chaos.exponents(curves, np.arange(len(curves.seeds)))
     lines = {remedy: list(zip(curves.lrs, map(float, own[i]))) for i, (d, remedy) in enumerate(curves.cells) if d == 64}
     first = chart(
         "The rate at which one ulp grows to the size of the logits, and that at which the loss rises",
@@ -86,7 +88,7 @@ def transfer_page(about: Mapping[str, Any], rows: Rows) -> dict[str, str]:
             made(about, rows, found["seeds"]),
             table(("prediction", "found (95 %)", "verdict"), verdicts),
             smallest(found, proxies, seeds),
-            table(("proxy", "τ to the target", *(f"advice, pairs right: {n} seeds" for n in seeds)), right),
+            table(("proxy", "τ to the target", *(f"advice, pairs: {n} seed{'s' * (n > 1)}" for n in seeds)), right),
             "Mean held-out loss of `none` in nats per byte, and the others' gain over it, with 95 % intervals (Holm "
             "over the remedies of a size); in brackets the tuned rate:\n",
             table(*_gains(found, rows)),
@@ -187,7 +189,7 @@ def rate(value: float) -> str:
 
 
 def _value(value: float | Sequence[float]) -> str:
-    return f"{value:.0%} of draws" if isinstance(value, float) else interval(value)
+    return interval(value) if isinstance(value, Sequence) else f"{value:.0%} of draws"
 
 
 def _name(size: tuple[str, int]) -> str:

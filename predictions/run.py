@@ -19,7 +19,7 @@ from claims.table import CORPUS
 from qkeel.errors import DataError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab.data.corpus import load
-from qkeel.lab.studies import edge_of_chaos, find_study, transfer
+from qkeel.lab.studies import edge_of_chaos, find_study, size_transfer
 from qkeel.lab.training.environment import computed_with
 from qkeel.records import read_json
 
@@ -65,7 +65,7 @@ def edge_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> list[
 def tuning_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> list[Unit]:
     """The units that rates are chosen by, the widest first."""
     return [
-        Unit("transfer", remedy, transfer.LRS, tuple(seeds), *how, width, steps)
+        Unit("transfer", remedy, size_transfer.LRS, tuple(seeds), *how, width, steps)
         for width in sorted(widths, reverse=True)
         for how, known in SIZES.items()
         if width in known
@@ -151,7 +151,7 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("study", choices=["edge", "transfer"])
     parser.add_argument("--out", type=Path, required=True, help="file of rows, one JSON object a line")
     parser.add_argument("--seeds", type=int, nargs="*", help="seeds [those of the study]")
-    parser.add_argument("--tuning-seeds", type=int, nargs="*", default=transfer.GRID.tuning_seeds)
+    parser.add_argument("--tuning-seeds", type=int, nargs="*", default=size_transfer.GRID.tuning_seeds)
     parser.add_argument("--widths", type=int, nargs="*", help="widths [those of the study]")
     parser.add_argument("--steps", type=int, default=RunConfig().steps)
     parser.add_argument("--jobs", type=int, default=2, help="processes at once [2]")

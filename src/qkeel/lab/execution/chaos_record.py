@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.lab.config_fields import Json
-from qkeel.lab.studies.chaos import MOVED, UNMOVED
+from qkeel.lab.plan import MOVED, UNMOVED
 from qkeel.metrics import distance, divergence_rate
 from qkeel.records import RunDirectory, RunStatus, write_json
 

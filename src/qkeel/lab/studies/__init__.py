@@ -49,7 +49,7 @@ STUDIES: dict[str, tuple[str, str]] = {
         "Pairs of runs one float32 step apart × remedies × rates × widths: the rate from which on they part.",
     ),
     "transfer": (
-        "qkeel.lab.studies.transfer:STUDY",
+        "qkeel.lab.studies.size_transfer:STUDY",
         "Remedies at their tuned rates × sizes × standard and µP: whether a ranking holds at a larger size.",
     ),
 }

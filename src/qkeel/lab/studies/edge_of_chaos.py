@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qkeel.lab.plan import Grid, Study
-from qkeel.lab.studies import chaos
+from qkeel.lab.config import RunConfig
+from qkeel.lab.plan import Grid, Study, pairs
 
 # All of them train in stacks; σReparam and what acts inside a run's own forward pass do not.
 REMEDIES = (
@@ -21,7 +21,7 @@ STUDY = Study(
     help="By default seven remedies at six rates, 0.012 to 0.384 in factors of 2, on three widths with 4 seeds: "
     "1,008 runs. Its chaos.json and page have the exponent of each pair.",
     grid=GRID,
-    runs=chaos.runs,
-    base=chaos.BASE,
-    decides=chaos.STUDY.decides,
+    runs=pairs,
+    base=RunConfig(log_every=2),
+    decides=(("optim", "lr"), ("", "nudge")),
 )

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from qkeel.lab.plan import Grid, Study, product
-from qkeel.lab.studies.edge_of_chaos import REMEDIES
 
+REMEDIES = (
+    "none",
+    "qk_norm",
+    "qkv_norm",
+    "softcap:cap=50",
+    "qk_clip:threshold=30",
+    "lalr:tau=0.1",
+    "sigmoid",
+)
 LRS = tuple(0.006 * 2**k for k in range(5))
 GRID = Grid(
     remedies=REMEDIES,
