@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from predictions import edge_of_chaos, transfer
+from predictions import after, edge_of_chaos, transfer
 from predictions.charts import Axis, chart
 from qkeel.metrics import PairedEffect
 
@@ -36,10 +36,21 @@ def edge_page(about: Mapping[str, Any], rows: Rows) -> dict[str, str]:
             "![Exponent against rate at width 64](../images/edge-of-chaos-exponents.svg)\n",
             "Rates; ≤ or ≥ where it lies outside of the grid:\n",
             table(("width", "remedy", "edge", "knee", "largest logit passes 100"), cells),
+            _after(rows),
             (HERE / "edge_of_chaos_reading.md").read_text(encoding="utf-8"),
         )
     )
     return {"edge-of-chaos.md": text, **_edge_pictures(found, rows)}
+
+
+def _after(rows: Rows) -> str:
+    statistics, (both, quiet, loud, neither) = after.looked_at(rows)
+    return (
+        "## Looked at afterwards\n\nNot predicted, so it suggests and tests nothing.\n\n"
+        + table(("statistic", "found (95 %)"), [(words, interval(value)) for words, value in statistics])
+        + f"\nOf {both + quiet + loud + neither} cells and rates {both + quiet} are chaotic, {both} of them with a floor "
+        f"over {edge_of_chaos.FLOOR:g} nats; of the {loud + neither} others {loud} have one.\n"
+    )
 
 
 def _edge_pictures(found: Mapping[str, Any], rows: Rows) -> dict[str, str]:
