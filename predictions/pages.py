@@ -48,8 +48,8 @@ def _after(rows: Rows) -> str:
     return (
         "## Looked at afterwards\n\nNot predicted, so it suggests and tests nothing.\n\n"
         + table(("statistic", "found (95 %)"), [(words, interval(value)) for words, value in statistics])
-        + f"\nOf {both + quiet + loud + neither} cells and rates {both + quiet} are chaotic, {both} of them with a floor "
-        f"over {edge_of_chaos.FLOOR:g} nats; of the {loud + neither} others {loud} have one.\n"
+        + f"\nOf {both + quiet + loud + neither} cells and rates {both + quiet} are chaotic, {both} of them with a "
+        f"floor over {edge_of_chaos.FLOOR:g} nats; of the {loud + neither} others {loud} have one.\n"
     )
 
 
