@@ -44,6 +44,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "drift": (
         "qkeel.lab.studies.drift:STUDY",
         "Sizes × schedules × remedies × learning rates × seeds: how the largest logit grows while a model trains.",
+    ),
     "edge": (
         "qkeel.lab.studies.edge_of_chaos:STUDY",
         "Pairs of runs one float32 step apart × remedies × rates × widths: the rate from which on they part.",
