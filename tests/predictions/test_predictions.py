@@ -7,13 +7,13 @@ import math
 
 import numpy as np
 import pytest
-
 from predictions import edge_of_chaos, transfer
 from predictions.__main__ import PAGES
 from predictions.order import crossing, kendall, over_seeds
 from predictions.pages import DOCS, HERE
 from predictions.run import SIZES, compared_units, edge_units, left, tuning_units
 from predictions.table import PLACES, read
+
 from qkeel.lab.studies import find_study
 from qkeel.lab.studies.edge_of_chaos import REMEDIES
 
