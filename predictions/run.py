@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from claims.table import CORPUS
+from claims..py import CORPUS
 
 from qkeel.errors import DataError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
