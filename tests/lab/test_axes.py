@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from qkeel.cli.app import main
 from qkeel.errors import InvalidValueError, RunDirectoryError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
+from qkeel.lab.axes import SETTINGS
 from qkeel.lab.plan import PlannedRun
 from qkeel.lab.studies import STUDIES, find_study
 from qkeel.lab.tuning import tuned_plan, tuning_plan
@@ -40,6 +42,7 @@ def test_every_combination_is_a_part_of_its_own_and_one_value_is_that_of_all_run
 def test_the_runs_of_every_study_without_axes_keep_their_names_and_with_them_have_one_each() -> None:
     for name in STUDIES:
         study = find_study(name)
+        study = dataclasses.replace(study, grid=dataclasses.replace(study.grid, **dict.fromkeys(SETTINGS, ())))
         before = study.runs(study.base or RunConfig(), study.grid)
         plan = study.plan(name, None, None)
         assert [(run.config.run_id, run.role) for run in plan.runs] == [(r.config.run_id, r.role) for r in before]

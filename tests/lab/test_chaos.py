@@ -85,3 +85,14 @@ def test_a_study_records_pairs_and_other_pages_mark_what_is_under_the_floor(tiny
         "No pair of runs has finished yet"
         in study_page(dataclasses.replace(collect(tmp_path / "chaos"), chaos=edited)).html()
     )
+
+
+def test_pairs_of_several_widths_are_told_apart(tiny: Make, tmp_path: Path) -> None:
+    grid = Grid(remedies=["none"], lrs=[1.0], seeds=[0], d_model=[8, 16])
+    result = run_plan(make_plan("edge", tiny(), grid), tmp_path / "edge", Execution(stack="auto"))
+    assert (len(result.failures), len(result.table)) == (0, 4)
+    record = read_json(tmp_path / "edge" / "chaos.json")
+    assert [pair["part"] for pair in record["pairs"]] == ["d_model 8", "d_model 16"]
+    page = study_page(collect(tmp_path / "edge")).html()
+    assert "What one float32 step does" in page
+    assert "d_model 16" in page

@@ -17,6 +17,7 @@ _NUMBERS = ("lrs", "weight_decay")
 _WHOLE = ("seeds", "tuning_seeds", "test_lengths", "d_model", "n_layers", "n_heads", "head_dim", "context", "batch")
 _KINDS = {**dict.fromkeys(_NUMBERS, (int, float)), **dict.fromkeys((*_WHOLE, "steps"), (int,))}
 AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes", "tuning_seeds", *SETTINGS)
+UNMOVED, MOVED = "unmoved", "moved"  # roles of the runs of a pair
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
 
 
@@ -291,6 +292,11 @@ def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]
                 config = dataclasses.replace(base, remedy=remedy, optim=optim, seed=seed)
                 runs.append(PlannedRun(config=config, role=role))
     return runs
+
+
+def pairs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
+    """The product as it is, then with one weight moved by one float32 step; both train in the same stacks."""
+    return [*product(base, grid, UNMOVED), *product(dataclasses.replace(base, nudge=1), grid, MOVED)]
 
 
 @final

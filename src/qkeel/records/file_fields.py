@@ -90,6 +90,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "loss_difference": "!a number",
         "logit_distance": "!a number",
         "exponent": "a number",
+        "part": "text",
     },
     "study.json, runs": {
         "run_id": "!text",

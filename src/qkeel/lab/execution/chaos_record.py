@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from qkeel.lab.config_fields import Json
-from qkeel.lab.studies.chaos import MOVED, UNMOVED
+from qkeel.lab.plan import MOVED, UNMOVED
 from qkeel.metrics import distance, divergence_rate
 from qkeel.records import RunDirectory, RunStatus, write_json
 
@@ -18,20 +18,23 @@ _LOGITS = ("max_logit", "min_logit")
 
 def write_chaos(out: Path, about: Json) -> None:
     """Writes chaos.json where the study has pairs: the configuration they share, and one entry per finished pair.
+    Pairs of a study in parts, as of several widths, share none; each names its part.
 
     The distance of a pair is that of the largest and smallest logit of every head on the probe, root mean square.
     """
-    if not {UNMOVED, MOVED} <= about["base"].keys():
+    if not any(role.partition(", ")[0] == MOVED for role in about["base"]):
         return
     runs = {(e["role"], e["remedy"], e["lr"], e["seed"]): out / "runs" / e["run_id"] for e in about["runs"]}
     pairs = []
     for (role, *key), place in runs.items():
-        other = runs.get((MOVED, *key))
-        if role == UNMOVED and other is not None:
+        own, _, part = role.partition(", ")
+        other = runs.get((f"{MOVED}, {part}" if part else MOVED, *key))
+        if own == UNMOVED and other is not None:
             both = RunDirectory(place), RunDirectory(other)
             if all(run.status is RunStatus.DONE for run in both):
-                pairs.append({**dict(zip(("remedy", "lr", "seed"), key)), **_parted(both)})
-    write_json(out / "chaos.json", {"base": about["base"][UNMOVED], "pairs": pairs})
+                named = {**({"part": part} if part else {}), **dict(zip(("remedy", "lr", "seed"), key))}
+                pairs.append({**named, **_parted(both)})
+    write_json(out / "chaos.json", {"base": about["base"].get(UNMOVED, {}), "pairs": pairs})
 
 
 def _parted(both: Sequence[RunDirectory]) -> Json:

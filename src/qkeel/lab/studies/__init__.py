@@ -45,6 +45,14 @@ STUDIES: dict[str, tuple[str, str]] = {
         "qkeel.lab.studies.drift:STUDY",
         "Sizes × schedules × remedies × learning rates × seeds: how the largest logit grows while a model trains.",
     ),
+    "edge": (
+        "qkeel.lab.studies.edge_of_chaos:STUDY",
+        "Pairs of runs one float32 step apart × remedies × rates × widths: the rate from which on they part.",
+    ),
+    "transfer": (
+        "qkeel.lab.studies.size_transfer:STUDY",
+        "Remedies at their tuned rates × sizes × standard and µP: whether a ranking holds at a larger size.",
+    ),
 }
 
 

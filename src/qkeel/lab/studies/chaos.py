@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from qkeel.lab.config import RunConfig
-from qkeel.lab.plan import Grid, PlannedRun, Study, product
+from qkeel.lab.plan import Grid, Study, pairs
 
-UNMOVED, MOVED = "unmoved", "moved"
 DEFAULT = Grid(
     remedies=("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1", "softcap:cap=50"),
     lrs=(0.01, 0.03, 0.1, 0.3),
@@ -15,19 +12,12 @@ DEFAULT = Grid(
 )
 BASE = RunConfig(log_every=2)  # at high rates two runs part within ten steps
 
-
-def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
-    """Returns the grid's runs as they are, then each with one weight moved; both train in the same stacks."""
-    moved = dataclasses.replace(base, nudge=1)
-    return [*product(base, grid, UNMOVED), *product(moved, grid, MOVED)]
-
-
 STUDY = Study(
     help="By default none, qk_norm, qk_clip:threshold=30, lalr:tau=0.1 and softcap:cap=50 at 0.01, 0.03, 0.1 and 0.3. "
     "Its chaos.json says what rounding alone does to each remedy at each rate; pages of other studies of the same "
     "configuration read it from the directory runs/chaos next to theirs, and mark what is no larger.",
     grid=DEFAULT,
-    runs=runs,
+    runs=pairs,
     base=BASE,
     decides=(("optim", "lr"), ("", "nudge")),
 )

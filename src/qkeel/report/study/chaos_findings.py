@@ -16,11 +16,12 @@ from qkeel.report.study.tables import swatch
 _LEVEL = 0.95
 
 
-def _pairs(study: StudyData) -> dict[tuple[str, float], list[Row]]:
-    found: dict[tuple[str, float], list[Row]] = {}
+def _pairs(study: StudyData) -> dict[tuple[str, float, str], list[Row]]:
+    """The pairs of each remedy, rate and part of the study."""
+    found: dict[tuple[str, float, str], list[Row]] = {}
     known = [pair for pair in study.chaos if pair["remedy"] in study.remedies]
     for pair in sorted(known, key=lambda pair: (study.remedies.index(pair["remedy"]), pair["lr"])):
-        found.setdefault((pair["remedy"], float(pair["lr"])), []).append(pair)
+        found.setdefault((pair["remedy"], float(pair["lr"]), pair.get("part", "")), []).append(pair)
     return found
 
 
@@ -38,11 +39,11 @@ def findings(study: StudyData) -> list[Finding]:
     seeds = count(len({pair["seed"] for pair in study.chaos}), "seed")
     lead = (
         f"One float32 step in one weight changes the final held-out loss by up to {number(floors[top], 2)} nats "
-        f"({top[0]} at LR {rate(top[1])}, root mean square over {seeds})."
+        f"({top[0]} at LR {rate(top[1])}{', ' * bool(top[2])}{top[2]}, root mean square over {seeds})."
     )
     parts = []
-    for remedy in dict.fromkeys(remedy for remedy, _ in floors):
-        above = [lr for (name, lr), floor in floors.items() if name == remedy and floor > MARGIN]
+    for remedy in dict.fromkeys(remedy for remedy, _, _ in floors):
+        above = [lr for (name, lr, _), floor in floors.items() if name == remedy and floor > MARGIN]
         parts.append(f"{remedy} from LR {rate(min(above))} on" if above else f"{remedy} at no LR tried")
     text = f"Above {MARGIN:g} nats: {listing(parts)}."
     return [Finding("lead", lead), Finding("note", text)]
@@ -63,7 +64,7 @@ def floors_table(study: StudyData) -> Markup:
     return join([note(text), table("What one float32 step does", head, lines, sortable=True)])
 
 
-def _line(study: StudyData, remedy: str, lr: float, pairs: Sequence[Row]) -> Markup:
+def _line(study: StudyData, remedy: str, lr: float, part: str, pairs: Sequence[Row]) -> Markup:
     worst, apart = (max(float(pair[name]) for pair in pairs) for name in ("loss_difference", "logit_distance"))
     known = [float(pair["exponent"]) for pair in pairs if pair.get("exponent") is not None]
     exponent = NOTHING
@@ -73,4 +74,4 @@ def _line(study: StudyData, remedy: str, lr: float, pairs: Sequence[Row]) -> Mar
         small = f"{number(one.low, 2)} to {number(one.high, 2)}" if one else "one seed"
         exponent = cell(number(mean, 2), mean, small)
     cells = [cell(number(value, 2), value) for value in (_floor(pairs), worst, apart)]
-    return table_row(swatch(study, remedy), cell(rate(lr), lr), *cells, exponent)
+    return table_row(swatch(study, remedy), cell(rate(lr), lr, part), *cells, exponent)

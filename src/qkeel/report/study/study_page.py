@@ -21,6 +21,8 @@ TITLES = {
     "mla": "Latent-attention study",
     "multimodal": "Text and images in one sequence",
     "chaos": "Chaos study",
+    "edge": "Edge of chaos",
+    "transfer": "Transfer between sizes",
 }
 
 
@@ -82,7 +84,7 @@ def _findings(study: StudyData) -> list[Finding]:
     """The first screen's; of a study in parts the lead of each part, the rest stands with the part."""
     if modality_findings.is_multimodal(study):
         return modality_findings.findings(study)
-    if study.name == "chaos":
+    if study.chaos:
         return chaos_findings.findings(study)
     parts = study.parts()
     if parts:
