@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autopilot.runs import EAGER, Run, adamw, batches, decoder, equal, foreign, plain, run
+from tests.autopilot.runs import EAGER, STEPS, Run, adamw, batches, decoder, equal, foreign, plain, run
 from torch.nn import functional as F
 
 import qkeel
 from qkeel.autopilot import Action, Decision, Policy, Records
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, UnknownNameError
 from qkeel.monitor import PlannedRates
+from qkeel.monitor.processes.transfer import Transfer
 
 ACTING = (Action.CLIP, Action.RATES)
 
@@ -30,8 +31,8 @@ def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_t
     without.train()
     within.train()
     first = acted(within)[0].step
-    # What is decided on the measurement of step s takes effect in step s + 1, which the loss after it shows.
-    assert within.losses[: first + 2] == without.losses[: first + 2]
+    # What is decided on the measurement of step s takes effect in step s + 2, which the loss after it shows.
+    assert within.losses[: first + 3] == without.losses[: first + 3]
     assert within.losses != without.losses
     tops = qkeel.watch(without.model)
     without.model(next(batches())[:, :-1])
@@ -41,6 +42,23 @@ def test_until_its_first_action_training_is_plain_to_the_bit_and_then_it_holds_t
     effects = [event for event in within.pilot.events if event["event"] == "effect"]
     assert effects
     assert effects[0]["after"] < effects[0]["before"]
+
+
+def test_decisions_do_not_depend_on_when_numbers_arrive_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On the CPU they are there at once; here none is until it is waited for, as on a device that is a step behind.
+    at_once, often = run().train(), run(every=1).train()
+    waited: list[int] = []
+    result = Transfer.result
+    monkeypatch.setattr(Transfer, "arrived", property(lambda _: False))
+    monkeypatch.setattr(Transfer, "result", lambda one: (waited.append(1), result(one))[1])
+    late, late_often = run().train(), run(every=1).train()
+    assert len(waited) >= 12
+    for one, other in ((at_once, late), (often, late_often)):
+        assert acted(one)
+        assert one.losses == other.losses
+        assert one.pilot.decisions == other.pilot.decisions
+    late.pilot.remove()
+    assert late.pilot.recording.history.steps[-1] == STEPS - 1  # of the last record too
 
 
 def test_a_healthy_run_is_never_touched() -> None:
@@ -124,7 +142,7 @@ def _step(one: Run, step: int) -> None:
 def test_gradient_accumulation_counts_steps_and_measures_over_their_parts() -> None:
     without, within = plain().train(parts=2), run().train(parts=2)
     first = acted(within)[0].step
-    assert within.losses[: 2 * first + 4] == without.losses[: 2 * first + 4]
+    assert within.losses[: 2 * first + 6] == without.losses[: 2 * first + 6]
     assert within.losses != without.losses
     assert within.pilot.monitor.steps == 24
 

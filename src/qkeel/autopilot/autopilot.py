@@ -43,8 +43,10 @@ class Autopilot(Handle):
     `state_dict()` and `load_state_dict()` carry it over a checkpoint: give what they return to the checkpoint's file
     and load it before the first step.
 
-    Nothing is changed in the middle of a step: decisions take effect when the hooks of the measured step are through,
-    so for the next step. Before the first the training is bit for bit that of a watched run.
+    What is measured in step s is decided on when step s + 1 is done: by then it has come from the device and from the
+    other processes, so that none waits, and the lag is the same in each. Nothing is changed in the middle of a step:
+    decisions take effect when the hooks of step s + 1 are through. Before the first the training is bit for bit that of
+    a watched run.
     """
 
     def __init__(self, monitor: Monitor, optimizers: Sequence[Optimizer], policy: Policy, named: str, example: object):
@@ -55,6 +57,7 @@ class Autopilot(Handle):
         self.recording = Recording(planned=monitor.history.planned)
         self.deliberation: Deliberation | None = None
         self.actuator: Actuator | None = None
+        self.carried: Sample | None = None  # measured before a checkpoint, and not decided on in it
         self._pending = [False] * len(self.optimizers)
         self._later = [Handle(lambda: None) for _ in self.optimizers]
         self._guard = Guard(_OFF, self._stop)
@@ -92,16 +95,23 @@ class Autopilot(Handle):
 
     def close(self, *, complete: bool = True) -> None:
         """Stops watching; `complete` says whether training ended as planned."""
-        self._stop()
+        self._end()
         if self.actuator is not None:
             self.actuator.remove(norm=False)
         self.monitor.close(complete=complete)
 
     def _take_off(self) -> None:
-        self._stop()
+        self._end()
         if self.actuator is not None:
             self.actuator.remove()
         self.monitor.remove()
+
+    def _end(self) -> None:
+        """Sees the record of the last step, which no step has followed, and stops."""
+        last = None if self._stopped or self.deliberation is None else self.next_sample(lag=0)
+        if last is not None:
+            self._guard(self._see, last)
+        self._stop()
 
     def _stop(self) -> None:
         self._stopped = True
@@ -140,20 +150,24 @@ class Autopilot(Handle):
         self._later[number].remove()
         if self._stopped or not self.monitor.active:
             return
-        sample = self.monitor.sample if number == 0 else None  # waits for all processes
-        if self._pending[number] or self._is_new(sample):
+        # The sites are taken up at once, which waits for the first record alone: a checkpoint may follow.
+        sample = self.next_sample(lag=0 if self.deliberation is None else 1) if number == 0 else None
+        if self._pending[number] or sample is not None:
             act = lambda _: self._guard(self._act, number, sample)  # noqa: E731
             self._later[number] = when_hooks_are_done(optimizer, act)
 
-    def _is_new(self, sample: Sample | None) -> bool:
-        if sample is None or sample.phase != "train":
-            return False
+    def next_sample(self, *, lag: int) -> Sample | None:
+        """The record that is to be decided on, of a step at least `lag` before the one done last; None without one."""
+        sample = self.monitor.sample_before(self.monitor.steps - lag) or self.carried
         steps = self.recording.history.steps
-        return not len(steps) or sample.step > steps[-1]
+        return sample if sample is not None and (not len(steps) or sample.step > steps[-1]) else None
 
     def _act(self, number: int, sample: Sample | None) -> None:
         """Sees to the record and to what was decided; called when the hooks are through."""
-        if sample is not None and self._is_new(sample):
+        if self.deliberation is None:
+            assert sample is not None  # or there was nothing to act on
+            self._begin(sample)
+        elif sample is not None:
             self._see(sample)
         known, actuator = self.deliberation, self.actuator
         if not self._pending[number] or known is None or actuator is None:
@@ -165,7 +179,8 @@ class Autopilot(Handle):
             self._note({"event": "refused", **dataclasses.asdict(refused), "text": f"refused {action}: {reason}"})
 
     def _see(self, sample: Sample) -> None:
-        known = self.deliberation or self._begin(sample)
+        known = self.deliberation
+        assert known is not None
         if self.actuator is not None and not self.actuator.sites:
             self.actuator.know(self.monitor.sites)
         heads = {name: values for name, values in sample.heads.items() if name in FIELDS}
@@ -182,7 +197,7 @@ class Autopilot(Handle):
             closer = [parse(spec)[0].options for (spec, _), (action, _) in held.items() if action is Action.WATCH]
             self.monitor.closer = int(closer[0]["every"]) if closer else None
 
-    def _begin(self, sample: Sample) -> Deliberation:
+    def _begin(self, sample: Sample) -> None:
         """Takes up the sites that the first record shows, and what they refuse."""
         sites = {site.name: site for site in self.monitor.sites}
         facts = []
@@ -203,7 +218,6 @@ class Autopilot(Handle):
         if dist.rank() == 0 and (missed or any(site.unknown for site in facts)):
             caution(str(start["text"]))
         self._note({**start, "step": sample.step})
-        return known
 
     def _note(self, row: Row) -> None:
         self.events.append(row)

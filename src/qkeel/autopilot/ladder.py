@@ -138,19 +138,26 @@ class _Step:
         return [self.off(spec, None, Action.WATCH, (), "nothing grows and nothing is in force")]
 
     def clips(self, alarm: Alarm | None) -> list[Decision]:
-        """The heads that an alarm is about."""
-        if alarm is None or self.normed:
+        """The heads that an alarm is about; at a site that is held already, alarm or not, those over the threshold."""
+        if self.normed:
             return []
         with np.errstate(invalid="ignore"):
-            wanted = growing(self.history, thresholds.OUTLOOK) | (self.logits[-1] > self.ladder.threshold)
+            over = self.logits[-1] > self.ladder.threshold
+        wanted = over if alarm is None else over | growing(self.history, thresholds.OUTLOOK)
         found = []
         for i, site in self.sites.items():
+            clipped, rated = self._held(Action.CLIP, i), self._held(Action.RATES, i) is not None
             heads = set(np.flatnonzero(wanted[i][: site.n_heads]).tolist())
-            if alarm.layer == site.name:
+            if alarm is not None and alarm.layer == site.name:
                 heads |= set(range(site.n_heads)) if alarm.head is None else {alarm.head}
-            heads -= set(self._held(Action.CLIP, i) or ())
-            if heads and self._held(Action.RATES, i) is None:
+            heads -= set(clipped or ())
+            if not heads or (rated and self.records.refuses(Action.CLIP, site.name)):
+                continue
+            if alarm is not None:
                 found += self.above(None, i, alarm.rule, alarm.meaning, tuple(sorted(heads)))
+            elif clipped is not None or rated:
+                why = f"max logit {float(np.fmax.reduce(self.logits[-1, i])):.4g} at a site that is held"
+                found += self.above(None, i, "over the threshold", why, tuple(sorted(heads)))
         return found
 
     def more(self) -> list[Decision]:

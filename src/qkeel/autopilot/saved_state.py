@@ -13,6 +13,7 @@ from qkeel.autopilot.decision import Decision, Refused, SiteFacts
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError
 from qkeel.handle import State
 from qkeel.metrics import Row
+from qkeel.monitor.record.sample import Sample
 
 if TYPE_CHECKING:
     from qkeel.autopilot.autopilot import Autopilot
@@ -22,6 +23,9 @@ def state(pilot: Autopilot) -> State:
     """The state of an autopilot: its records, its decisions, and what the remedies in force remember."""
     found: State = {f"monitor/{name}": value for name, value in pilot.monitor.state().items()}
     about: Row = {"policy": pilot.named, "begun": pilot.deliberation is not None}
+    if (coming := pilot.next_sample(lag=0)) is not None:
+        found |= {f"coming/{name}": torch.from_numpy(x.copy()) for name, x in coming.heads.items()}
+        about["coming"] = {"step": coming.step, "values": dict(coming.values), "layers": coming.layers}
     if pilot.deliberation is not None and pilot.actuator is not None:
         known, actuator = pilot.deliberation, pilot.actuator
         found |= {f"records/{name}": torch.from_numpy(x.copy()) for name, x in pilot.recording.state().items()}
@@ -73,6 +77,9 @@ def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
     known.decisions = [Decision.of(one) for one in about["decisions"]]
     known.refused = [Refused(**one) for one in about["refused"]]
     known.seen, known.waiting = about["seen"], [(at, number) for at, number in about["waiting"]]
+    if (coming := about.get("coming")) is not None:
+        heads = {name: np.asarray(x) for name, x in _under(state, "coming/").items()}
+        pilot.carried = Sample(**coming | {"layers": tuple(coming["layers"])}, heads=heads)
     pilot.recording.load({name: np.asarray(x) for name, x in _under(state, "records/").items()})
     pilot.events = list(about["events"])
     pilot.monitor.closer = about["closer"]

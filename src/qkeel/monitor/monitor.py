@@ -200,6 +200,14 @@ class Monitor(Handle):
         self._settle()
         return self._journal.sample
 
+    def sample_before(self, step: int) -> Sample | None:
+        """The numbers of the training step measured last of those before `step`, which it waits for, but for no later
+        one: what every process knows then, whatever has arrived besides. For steps from the one before the last on.
+        """
+        if self.active:
+            self._guard(lambda: self._arrivals.settle(wait=False, before=step))
+        return self._journal.before(step)
+
     @property
     def alarms(self) -> list[Alarm]:
         """The alarms that were raised."""

@@ -35,12 +35,12 @@ class Arrivals:
         """Returns whether another process has said, in a gather that is under way, that it has switched itself off."""
         return any(one.transfer.flagged(Flag.OFF) for one in self._coming)
 
-    def settle(self, *, wait: bool) -> None:
-        """Puts on record what has arrived; with `wait` everything.
+    def settle(self, *, wait: bool, before: int = 0) -> None:
+        """Puts on record what has arrived, and waits for the steps before `before`; with `wait` for everything.
 
         Raises: InvalidValueError if another process has stopped measuring.
         """
-        while self._coming and (wait or self._coming[0].transfer.arrived):
+        while self._coming and (wait or self._coming[0].step < before or self._coming[0].transfer.arrived):
             one = self._coming.pop(0)
             if one.transfer.flagged(Flag.OFF):
                 self._group.over = True

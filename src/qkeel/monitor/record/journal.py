@@ -43,6 +43,7 @@ class Journal:
         self.log = AlarmLog(())
         self._rules = rules
         self.sample: Sample | None = None
+        self._trained: list[Sample] = []  # the last two of training
         self.recording = Recording(planned=planned)
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
@@ -61,11 +62,16 @@ class Journal:
         sample = self.sample = self._sample(step, phase, measured)
         self._each(lambda sink: sink.write(sample))
         if phase == "train":
+            self._trained = [*self._trained[-1:], sample]
             self.recording.append(sample.values, sample.heads)
             for alarm in self.log.update(self.recording.history):
                 if dist.rank() == 0:
                     caution(str(alarm), AlarmWarning)
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
+
+    def before(self, step: int) -> Sample | None:
+        """The newest of the last two samples of training that was measured before this step."""
+        return next((sample for sample in reversed(self._trained) if sample.step < step), None)
 
     def event(self, event: Mapping[str, object]) -> None:
         """Something else that happened, for the sinks; after the first sample."""
