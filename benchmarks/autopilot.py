@@ -1,69 +1,128 @@
-"""The autopilot against none and against remedies that are always on, from the directory of a learning-rate study.
+"""The autopilot on what it was not made on: held-out seeds, rates, widths, schedules, tasks and optimizers.
 
-python -m benchmarks.autopilot STUDY: collapses, healthy runs touched, and held-out loss less that of each other remedy,
-paired by seed, with its 95 % interval.
+python -m benchmarks.autopilot run OUT.csv --seeds 40 41 42 43 [--settings wide muon]: trains what is missing in OUT, seed
+by seed, a line a run, so that it can be stopped at any time and several may write parts of their own. `page CSV ...`
+prints the page docs/autopilot-results.md from such files (benchmarks.autopilot_page).
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
+import dataclasses
+import os
 import tempfile
-from collections import defaultdict
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from qkeel.lab import DataConfig, ModelConfig, RunConfig
-from qkeel.lab import study as made
-from qkeel.metrics import paired_effect
-from qkeel.records import RunDirectory
+from benchmarks.autopilot_page import page
+from qkeel.errors import QkeelWarning, RefusedError
+from qkeel.lab import DataConfig, ModelConfig, OptimConfig, RunConfig, run
+from qkeel.metrics import COLLAPSE_ENTROPY, Row
 
 OWN = "autopilot"
+ALWAYS = ("none", "qk_norm", "lalr:tau=0.1", "qk_clip:threshold=15")
+COLUMNS = ("setting", "lr", "seed", "remedy", "val_loss", "collapsed", "max_logit", "end_entropy", "collapse_step",
+           "first_step", "actions", "cpu_seconds")  # fmt: skip
+_BASE = RunConfig(steps=100, log_every=2, eval_sequences=64, checkpoint_every=0, device="cpu", dtype="fp32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is trained, at which peak rates, and what is on besides ALWAYS: the same remedies with other options."""
+
+    config: RunConfig
+    lrs: Sequence[float]
+    more: Sequence[str] = ()
+
+
+def _setting(*lrs: float, more: Sequence[str] = (), **parts: object) -> Setting:
+    return Setting(config=dataclasses.replace(_BASE, **parts), lrs=lrs, more=more)
+
+
+SETTINGS: dict[str, Setting] = {
+    "text": _setting(0.01, 0.1, 0.3, steps=150, more=("qk_clip:threshold=30", "lalr:tau=0.3")),
+    "wide": _setting(0.01, 0.1, model=ModelConfig(d_model=128, n_heads=8)),
+    "constant": _setting(0.01, 0.1, optim=OptimConfig(schedule="constant")),
+    "muon": _setting(0.01, 0.3, optim=OptimConfig(name="muon")),
+    "mla": _setting(0.01, 0.1, model=ModelConfig(block="mla")),
+    "gau": _setting(0.01, 0.1, model=ModelConfig(block="gau", n_heads=1)),
+    "vision": _setting(0.003, 0.1, data=DataConfig(task="vision", context=17, batch=16)),
+    "multimodal": _setting(0.01, 0.1, data=DataConfig(task="multimodal", context=96, batch=4)),
+}
+
+
+def cells(settings: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, float, int, str]]:
+    """Yields what is trained, seeds outermost, so that what is done when it is stopped is balanced."""
+    for seed in seeds:
+        for name in settings:
+            for lr in SETTINGS[name].lrs:
+                for remedy in (*ALWAYS, *SETTINGS[name].more, OWN):
+                    yield name, lr, seed, remedy
+
+
+def train(name: str, lr: float, seed: int, remedy: str, steps: int | None = None) -> Row:
+    """Trains one run and returns its line; of a remedy that refuses the model it says so and has no numbers."""
+    config = SETTINGS[name].config
+    optim = dataclasses.replace(config.optim, lr=lr)
+    config = dataclasses.replace(config, optim=optim, seed=seed, remedy=remedy, steps=steps or config.steps)
+    row: Row = {"setting": name, "lr": lr, "seed": seed, "remedy": remedy}
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore", QkeelWarning)
+        try:
+            done = run(config, place)
+        except RefusedError:
+            return {**row, "actions": "refused"}
+        summary, metrics = done.summary(), list(done.metrics())
+        acted = [e for e in done.events() if e["event"] == "decision" and e["action"] != "watch_closer"]
+    low = [r["step"] for r in metrics if r["entropy"] is not None and r["entropy"] < COLLAPSE_ENTROPY]
+    names = dict.fromkeys(("releases " if e["release"] else "") + str(e["action"]) for e in acted)
+    return {
+        **row,
+        **{column: summary[column] for column in COLUMNS if column in summary and column not in row},
+        "collapse_step": low[0] if low else "",
+        "first_step": acted[0]["step"] if acted else "",
+        "actions": " ".join(names),
+    }
+
+
+def measure(out: Path, settings: Sequence[str], seeds: Sequence[int], *, steps: int | None = None) -> None:
+    """Trains what the file lacks, and adds a line after each run."""
+    done = set()
+    if out.exists():
+        with out.open(encoding="utf-8", newline="") as file:
+            done = {(r["setting"], float(r["lr"]), int(r["seed"]), r["remedy"]) for r in csv.DictReader(file)}
+    with out.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if not done:
+            writer.writeheader()
+        for cell in cells(settings, seeds):
+            if cell not in done:
+                writer.writerow(train(*cell, steps=steps))
+                file.flush()
 
 
 def main() -> None:
-    """Print the tables of the study that the command line names, or of a tiny one: --toy only shows that it runs."""
-    if sys.argv[1:] != ["--toy"]:
-        report(Path(sys.argv[1]))
-        return
-    with tempfile.TemporaryDirectory() as place:
-        base = RunConfig(
-            model=ModelConfig(d_model=16, n_heads=2), data=DataConfig(source="topics", context=8), steps=4, device="cpu"
-        )
-        made("lr", remedies=["none", OWN], lrs=[0.1], seeds=[0, 1], out=Path(place) / "study", base=base)
-        report(Path(place) / "study")
-
-
-def report(study: Path) -> None:
-    """Print the tables of one study."""
-    with (study / "table.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    loss = {(r["remedy"], float(r["lr"]), int(r["seed"])): float(r["val_loss"]) for r in rows}
-    collapsed = {key: r["collapsed"].lower() in ("true", "1") for key, r in zip(loss, rows, strict=True)}
-    remedies = list(dict.fromkeys(remedy for remedy, _, _ in loss))
-    rates, seeds = sorted({lr for _, lr, _ in loss}), sorted({seed for _, _, seed in loss})
-    acted: dict[tuple[float, int], list[int]] = defaultdict(list)
-    for row in rows:
-        if row["remedy"] == OWN:
-            events = RunDirectory(study / "runs" / row["run_id"]).events()
-            changes = [e for e in events if e["event"] == "decision" and e["action"] != "watch_closer"]
-            acted[float(row["lr"]), int(row["seed"])] = [int(e["step"]) for e in changes]
-    print("collapsed:", {r: f"{sum(v for k, v in collapsed.items() if k[0] == r)}/{len(rates) * len(seeds)}"
-                         for r in remedies})  # fmt: skip
-    bad = [(lr, seed) for lr in rates for seed in seeds if collapsed["none", lr, seed]]
-    kept = [key for key in bad if not collapsed[(OWN, *key)]]
-    print(f"of {len(bad)} runs that collapse without a remedy {len(kept)} are kept from it")
-    healthy = [(lr, seed) for lr in rates for seed in seeds if not collapsed["none", lr, seed]]
-    touched = [key for key in healthy if acted[key]]
-    print(f"of {len(healthy)} others {len(touched)} are touched: {touched}")
-    for key in touched:
-        print(f"  {key}: loss {loss[(OWN, *key)] - loss[('none', *key)]:+.4f} over none, first at step {acted[key][0]}")
-    print("lr: loss of the autopilot less that of each, mean and 95 % interval over seeds; best always on")
-    for lr in rates:
-        words = []
-        for other in [r for r in remedies if r != OWN]:
-            gap = paired_effect([loss[OWN, lr, seed] - loss[other, lr, seed] for seed in seeds])
-            words.append(f"{other} {gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]")
-        print(f"  {lr:g}: " + "; ".join(words) + f"; first actions at {[acted[lr, s][:1] for s in seeds]}")
+    """Train, or print the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="two steps of two settings, to show that it runs")
+    what = parser.add_subparsers(dest="what")
+    runs = what.add_parser("run")
+    runs.add_argument("out", type=Path)
+    runs.add_argument("--seeds", type=int, nargs="+", default=[40, 41, 42, 43])
+    runs.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    what.add_parser("page").add_argument("files", type=Path, nargs="+")
+    given = parser.parse_args()
+    if given.what == "page":
+        print(page(given.files), end="")
+    elif given.what == "run":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        measure(given.out, given.settings, given.seeds)
+    else:
+        with tempfile.TemporaryDirectory() as place:
+            measure(Path(place) / "toy.csv", ["gau"], [0, 1], steps=2)
+            print(page([Path(place) / "toy.csv"]), end="")
 
 
 if __name__ == "__main__":

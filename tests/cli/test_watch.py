@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qkeel.autopilot import replay
 from qkeel.cli.app import main
 from qkeel.records import RunDirectory, RunStatus
 
@@ -46,6 +47,36 @@ def test_the_example_trains_to_the_same_bits_when_watched(tmp_path: Path) -> Non
 @pytest.mark.timeout(600)
 def test_the_example_trains_to_the_same_bits_when_watched_and_compiled(tmp_path: Path) -> None:
     same_when_watched(tmp_path, "inductor", "inductor_handwritten")
+
+
+PILOTED = """
+torch.manual_seed(0)
+net = Net(2)
+opt = torch.optim.AdamW(net.parameters(), lr=0.5)
+train(net, opt, 30)
+print(total(net))
+"""
+
+
+def test_a_script_is_held_by_an_autopilot_and_its_directory_replays_to_the_same_decisions(tmp_path: Path) -> None:
+    words = ["python", script(tmp_path, PILOTED).name]
+    alone = run(words[1:], tmp_path)
+    held = watched(words, tmp_path, "--every", "2", "--autopilot", "--policy", "ladder:threshold=20,patience=1")
+    assert held.returncode == 0, held.stderr
+    assert float(held.stdout) != float(alone.stdout)
+    place = RunDirectory(tmp_path / "qkeel-runs" / "train")
+    decided = [event["text"] for event in place.events() if event["event"] == "decision"]
+    effects = [event["text"] for event in place.events() if event["event"] == "effect"]
+    assert any("qk_clip" in text for text in decided)
+    assert effects
+    assert all(text in held.stderr for text in (*decided, *effects))
+    assert list(map(str, replay(place.path, "ladder:threshold=20,patience=1"))) == [
+        event["text"] for event in place.events() if event["event"] in ("decision", "effect")
+    ]
+    unknown = watched(words, tmp_path, "--policy", "lader")
+    assert unknown.returncode == 2
+    assert "Did you mean 'ladder'" in unknown.stderr
+    assert not unknown.stdout  # the script was not begun
 
 
 DRIFT = """

@@ -45,7 +45,7 @@ class Ladder(Policy):
     each release doubles `calm` for that action and site. The norm stays.
     """
 
-    threshold: float = 30.0
+    threshold: float = 15.0
     tau: float = 0.1
     every: int = 2
     patience: int = 3

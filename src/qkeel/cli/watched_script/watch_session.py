@@ -11,6 +11,7 @@ from typing import final
 from torch import nn
 from torch.optim import Optimizer
 
+from qkeel.autopilot import Autopilot
 from qkeel.autopilot import attach as attach_autopilot
 from qkeel.cli.watched_script.find_models import ModelFinder
 from qkeel.cli.watched_script.messages import MessageSink, MessageWriter
@@ -38,6 +39,7 @@ class _Run:
     model: str
     message_sink: MessageSink
     monitor: weakref.ref[Monitor]
+    pilot: weakref.ref[Autopilot] | None
     done: weakref.finalize
 
     @property
@@ -68,11 +70,11 @@ class WatchSession:
             sinks=[run, message_sink, *others] if self.writer.rank == 0 else [],
             query_mask=plan.query_mask,
         )
-        if plan.policy is not None:
-            attach_autopilot(monitor, optimizer, policy=plan.policy)
+        pilot = None if plan.policy is None else weakref.ref(attach_autopilot(monitor, optimizer, policy=plan.policy))
         done = weakref.finalize(optimizer, run.close, True)
         done.atexit = False
-        self._runs.append(_Run(model=name, message_sink=message_sink, monitor=weakref.ref(monitor), done=done))
+        refs = {"monitor": weakref.ref(monitor), "pilot": pilot}
+        self._runs.append(_Run(model=name, message_sink=message_sink, done=done, **refs))
         return monitor
 
     def _place(self, model: str) -> Path:
@@ -86,8 +88,9 @@ class WatchSession:
         self._finder.remove()
         seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
         broken = any(monitor.passes and not monitor.active for monitor in seen)
-        for monitor in seen:
-            monitor.close(complete=complete)
+        pilots = [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
+        for one in (*pilots, *seen):  # an autopilot closes its monitor, after it has seen the last record
+            one.close(complete=complete)
         for run in self._runs:
             run.done.detach()
         written = [run.message_sink for run in self._runs if run.message_sink.run.path is not None]

@@ -1,0 +1,2 @@
+def page(files):
+    return ""
