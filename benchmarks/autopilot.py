@@ -1,8 +1,8 @@
 """The autopilot on what it was not made on: held-out seeds, rates, widths, schedules, tasks and optimizers.
 
-python -m benchmarks.autopilot run OUT.csv --seeds 40 41 42 43 [--settings wide muon]: trains what is missing in OUT, seed
-by seed, a line a run, so that it can be stopped at any time and several may write parts of their own. `page CSV ...`
-prints the page docs/autopilot-results.md from such files (benchmarks.autopilot_page).
+python -m benchmarks.autopilot run OUT.csv --seeds 40 41 42 43 [--settings wide muon]: trains what is missing in OUT,
+seed by seed, a line a run, so that it can be stopped at any time and several may write parts of their own.
+`page CSV ...` prints the page docs/autopilot-results.md from such files (benchmarks.autopilot_page).
 """
 
 from __future__ import annotations

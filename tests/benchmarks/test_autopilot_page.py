@@ -1,0 +1,20 @@
+"""The page of the autopilot's results is what its command prints from the committed runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.autopilot_page import exact_interval, page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_written_from_the_committed_runs() -> None:
+    written = (ROOT / "docs" / "autopilot-results.md").read_text(encoding="utf-8")
+    assert page([ROOT / "benchmarks" / "results" / "autopilot-2026-11-22.csv"]) == written
+
+
+def test_an_interval_of_a_share_is_the_exact_one() -> None:
+    assert exact_interval(8, 8) == pytest.approx((0.025 ** (1 / 8), 1.0))
+    assert exact_interval(0, 12) == pytest.approx((0.0, 1 - 0.025 ** (1 / 12)))
