@@ -33,7 +33,8 @@ A run has collapsed when its mean attention entropy ends under 0.1 nats, or its 
 {first}. The one that is best there at a setting and rate is the *rival*, which was trained on the other seeds too, at
 rates that collapse, and is compared on them, so that it is not favoured by the choice; at healthy rates it is compared
 on the seed of the choice, which favours it. On the other seeds none, the rival and the autopilot were trained. This
-plan was made when seed {first} was done: four seeds, micro models and 100 steps (text 150) are what two cores gave in half an hour. Runs without an autopilot are computed by compiled operators,
+plan was made when seed {first} was done: four seeds, micro models and 100 steps (text 150) are what
+two cores gave in half an hour. Runs without an autopilot are computed by compiled operators,
 which round otherwise: the losses of untouched runs differ from those of none by up to 0.001.
 """
 
