@@ -15,7 +15,6 @@ author = "The qkeel developers"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.autosummary"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
-suppress_warnings = ["toc.empty_glob"]  # of pages of results that are not there yet
 html_theme = "furo"
 html_title = "qkeel"
 html_split_index = True  # one page of every name is longer than 200 kB

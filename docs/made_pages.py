@@ -114,6 +114,11 @@ def write_pages() -> None:
 
 def changed(name: str, text: str) -> str:
     """What is read of a page instead of its file: the first part of the notebook, and what to do next."""
+    if name == "index":  # a pattern that fits no page yet is a warning, which ends the build
+        kept = [
+            line for line in text.splitlines() if not re.fullmatch(r"[\w/-]+\*", line) or any(HERE.glob(f"{line}.md"))
+        ]
+        text = "\n".join(kept) + "\n"
     if name == "LOG":
         first, *more = log_parts()
         names = "\n".join(f"_made/LOG-{i}" for i in range(2, len(more) + 2))
