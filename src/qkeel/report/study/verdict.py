@@ -44,8 +44,9 @@ def advice(study: StudyData) -> Markup:
             f"{study.name or study.runs[0].path} compares no remedies: expected a study with runs of several, such as "
             "`qkeel study lr` writes. Leave it out, or make a page of its own."
         )
+    rows = study.rows()
     shown = [gain for line in standings(study) for gain in line.gains.values() if gain.praised]
-    best = max(shown, key=lambda gain: gain.mean, default=None)
+    best = max(shown, key=lambda gain: (not collapsed_at(rows, gain.remedy), gain.mean), default=None)
     text = f"From {study.name or 'runs of the lab'}, {count(len(study.rows()), 'run')} of a small model: "
     if best is None:
         return join([note(f"{text}no remedy is shown to be better than {BASELINE}."), verdict])
