@@ -95,7 +95,8 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def precise(tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = tmp_path_factory.mktemp("precise") / "report.html"
-    page.write_text(precision_page(*measured(), 0.25), encoding="utf-8")
+    rows, thresholds = measured()
+    page.write_text(precision_page(rows, thresholds, 0.25), encoding="utf-8")
     return page
 
 

@@ -52,7 +52,7 @@ COMMANDS = {
     "presets": ("qkeel.cli.explain:list_presets", "List the published attention recipes."),
     "remedies": ("qkeel.cli.explain:list_remedies", "List the remedies."),
     "completion": (
-        "qkeel.cli.completion:completion",
+        "qkeel.cli.app:completion",
         "Print the script that completes commands and options in bash, zsh or fish.",
     ),
     "config": (

@@ -98,9 +98,7 @@ class Monitor(Handle):
         self._group = ProcessGroup(introduced, lambda: JOINED if joined(model) else "", gather)
         self._journal = Journal(
             sinks,
-            lambda: fitted(
-                rules_for(calls.setting.of(self.sites)) if rules is None else rules, self._tap.model, self.sites
-            ),
+            lambda: fitted(rules_for(calls.setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
             planned,
             lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
         )

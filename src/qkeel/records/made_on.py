@@ -1,4 +1,4 @@
-"""Where records are made: the system, its cores, and the commit of the code around; no name of a machine or person."""
+"""The place where records are made: system, cores, commit of the code around; no name of a machine or a person."""
 
 from __future__ import annotations
 

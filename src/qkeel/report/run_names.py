@@ -1,4 +1,4 @@
-"""What tells runs apart: the settings in which their configurations and commands differ."""
+"""Names of runs by the settings in which their configurations and commands differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When runs were written, by the times of their files; a copy of a directory may have other ones."""
+"""The times at which runs were written, from their files; a copy of a directory may have other ones."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _faint(gain: Gain) -> str:
 
 
 def _words(line: Standing) -> str:
-    """What is shown at which rates; where attention collapsed nothing is said of the loss."""
+    """The verdicts by rate; where attention collapsed nothing is said of the loss."""
     if line.remedy == BASELINE:
         return "the baseline"
     at = {
