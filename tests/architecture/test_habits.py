@@ -17,6 +17,7 @@ OPTIONAL = {
     "datasets",
     "joblib",
     "lightning",
+    "IPython",
     "matplotlib",
     "distributed",
     "mlflow",

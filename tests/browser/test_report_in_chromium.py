@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import base64
+import csv
 import dataclasses
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
-import urllib.parse
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from chromium import FLAGS, Chromium
+from synthetic_precision import measured
 from synthetic_study import drift, grid, make_run, make_study
 from synthetic_watch import Seen, make_watch
 
 import qkeel.report
 from qkeel.records import append_line
 from qkeel.report.live import serve
+from qkeel.report.precision_page import precision_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--virtual-time-budget=1500",
-    "--enable-logging=stderr",
-    "--v=0",
-)
+VIRTUAL = ("--virtual-time-budget=1500", "--enable-logging=stderr", "--v=0")
 
 pytestmark = [
     pytest.mark.browser,
@@ -43,33 +35,42 @@ pytestmark = [
 
 
 def browse(page: Path | str, *flags: str) -> tuple[str, list[str]]:
-    """What the browser printed, and what the page's console said."""
+    """What a browser of its own printed, whose time passes as fast as it can, and what the page's console said."""
     address = page if isinstance(page, str) else page.as_uri()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *flags, address]
+        command = [str(CHROMIUM), *FLAGS, *VIRTUAL, f"--user-data-dir={profile}", *flags, address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def dom(page: Path) -> str:
-    out, console = browse(page, "--window-size=1280,1000", "--dump-dom")
-    assert console == []
-    return out
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    made = Chromium(str(CHROMIUM), tmp_path_factory.mktemp("profile"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def dom(browser: Chromium) -> Callable[..., str]:
+    """The HTML of a page after a script, in a tab that logs nothing."""
+
+    def shown(page: Path, script: str = "", **size: Any) -> str:
+        tab = browser.open(page.as_uri(), **size)
+        if script:
+            tab.run(f"(() => {{ {script} }})()")
+        html = tab.html
+        assert tab.console == []
+        tab.close()
+        return html
+
+    return shown
 
 
 def chart(html: str, name: str) -> str:
     """The SVG of a chart."""
     begin = html.index(f'id="chart-{name}"')
     return html[html.index("<svg", begin) : html.index("</svg>", begin)]
-
-
-def with_script(page: Path, script: str) -> Path:
-    """The page with one script more at its end."""
-    other = page.with_name(f"probe-{page.name}")
-    text = page.read_text(encoding="utf-8")
-    other.write_text(text.replace("</body>\n</html>", f"<script>{script}</script></body></html>"), encoding="utf-8")
-    return other
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,22 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qkeel.report.write(make_watch(folder / "watch"), folder / "report.html")
 
 
-def test_every_chart_is_drawn_without_a_word_on_the_console(demo: Path):
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("joined")
+    study = make_study(folder / "study", grid(("none", "qk_norm"), (0.01, 0.1), seeds=(0, 1, 2)))
+    return qkeel.report.write([make_watch(folder / "watch"), study], folder / "report.html")
+
+
+@pytest.fixture(scope="module")
+def precise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page = tmp_path_factory.mktemp("precise") / "report.html"
+    rows, thresholds = measured()
+    page.write_text(precision_page(rows, thresholds, 0.25), encoding="utf-8")
+    return page
+
+
+def test_every_chart_is_drawn_without_a_word_on_the_console(demo: Path, dom: Callable[..., str]):
     html = dom(demo)
     marks = {"drift": 2, "loss": 6, "logits": 36, "entropy": 36, "train": 36}
     for name, least in marks.items():
@@ -97,65 +113,108 @@ def test_every_chart_is_drawn_without_a_word_on_the_console(demo: Path):
     assert "alarm 100" in chart(html, "drift")
 
 
-def test_light_dark_and_phone_are_rendered(demo: Path, tmp_path: Path):
-    looks = {
-        "light": ("--window-size=1280,4000", "--blink-settings=preferredColorScheme=1"),
-        "dark": ("--window-size=1280,4000", "--blink-settings=preferredColorScheme=0"),
-        "phone": ("--window-size=390,4000",),
+@pytest.mark.parametrize("page", ["demo", "watched", "precise", "joined"])
+def test_every_page_is_seen_in_light_and_dark_and_fits_a_phone(
+    page: str, request: pytest.FixtureRequest, browser: Chromium
+):
+    address = request.getfixturevalue(page).as_uri()
+    seen = {}
+    for width, dark in ((1280, False), (1280, True), (390, False), (390, True)):
+        tab = browser.open(address, width=width, height=1600, dark=dark)
+        assert tab.run("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
+        charts = tab.run("[...document.querySelectorAll('[data-chart]')].map((c) => c.querySelector('svg') !== null)")
+        assert charts
+        assert all(charts)
+        assert "NaN" not in tab.run("[...document.querySelectorAll('.chart svg')].map((s) => s.outerHTML).join('')")
+        seen[width, dark] = tab.picture()
+        assert len(seen[width, dark]) > 15_000
+        assert tab.console == []
+        tab.close()
+    assert len(set(seen.values())) == 4
+
+
+SAVED = """
+  (async () => {
+    const made = [];
+    URL.createObjectURL = (blob) => { made.push(blob); return "#"; };
+    const buttons = [...document.querySelectorAll("button.save")];
+    for (const button of buttons) button.click();
+    while (made.length < buttons.length) await new Promise((later) => setTimeout(later, 10));
+    const by = {svg: [], png: [], csv: []};
+    for (const blob of made) {
+      const kind = {"image/svg+xml": "svg", "image/png": "png", "text/csv": "csv"}[blob.type];
+      by[kind].push(kind === "png" ? [...new Uint8Array(await blob.arrayBuffer()).slice(0, 24)] : await blob.text());
     }
-    sizes = {}
-    for name, flags in looks.items():
-        picture = tmp_path / f"{name}.png"
-        _, console = browse(demo, *flags, f"--screenshot={picture}")
-        assert console == []
-        sizes[name] = picture.read_bytes()
-        assert len(sizes[name]) > 50_000
-    assert sizes["light"] != sizes["dark"]
+    return by;
+  })()
+"""
 
 
-@pytest.mark.parametrize("page", ["demo", "watched"])
-def test_a_phone_sees_no_horizontal_scroll(page: str, request: pytest.FixtureRequest):
-    demo = request.getfixturevalue(page)
-    report = "addEventListener('load', () => setTimeout(() => parent.postMessage("
-    report += "`${innerWidth} ${document.documentElement.scrollWidth}`, '*'), 500))"
-    inner = with_script(demo, report)
-    outer = demo.with_name("phone.html")
-    outer.write_text(
-        "<script>addEventListener('message', (e) => (document.body.dataset.width = e.data))</script>"
-        f"<body><iframe src='{inner.name}' style='width:390px;height:900px;border:0'></iframe></body>"
-    )
-    found = re.search(r'data-width="(\d+) (\d+)"', dom(outer))
-    assert found
-    assert (int(found[1]), int(found[2])) == (390, 390)
+def test_a_chart_is_saved_as_svg_png_and_csv(demo: Path, watched: Path, precise: Path, browser: Chromium):
+    for page, charts in ((demo, 6), (watched, 7), (precise, 1)):
+        tab = browser.open(page.as_uri())
+        saved = tab.run(SAVED)
+        tab.close()
+        assert [len(saved[kind]) for kind in ("svg", "png", "csv")] == [charts] * 3
+        for text in saved["svg"]:
+            root = ElementTree.fromstring(text)
+            assert root.tag == "{http://www.w3.org/2000/svg}svg"
+            assert not re.search(r"var\(--(series|ink)|currentColor", text)
+        for head in saved["png"]:
+            width, height = struct.unpack(">II", bytes(head[16:]))
+            assert bytes(head[:8]) == b"\x89PNG\r\n\x1a\n"
+            assert width > 1000
+            assert height > 400
+        tables = [list(csv.DictReader(text.splitlines())) for text in saved["csv"]]
+        assert all(tables), [text[:60] for text in saved["csv"]]
+        if page == demo:
+            assert "Drift of the largest attention logit" in saved["svg"][0]
+            assert "qk_norm" in saved["svg"][0]
+            drawn = {name: [row for row in tables[0] if row["remedy"] == name] for name in ("none", "qk_norm")}
+            assert drawn["none"][-1]["step"] == "800"
+            assert float(drawn["none"][-1]["max_logit"]) > 50 * float(drawn["qk_norm"][-1]["max_logit"])
 
 
-def test_a_saved_figure_stands_alone(demo: Path):
+def test_scale_smoothing_and_lines_are_the_readers_choice(demo: Path, dom: Callable[..., str]):
     script = """
-      const texts = [];
-      URL.createObjectURL = (blob) => { texts.push(blob.text()); return "#"; };
-      for (const button of document.querySelectorAll("button.save")) button.click();
-      Promise.all(texts).then((all) => {
-        const pre = document.body.appendChild(document.createElement("pre"));
-        pre.id = "saved";
-        pre.textContent = all.map((text) => btoa(encodeURIComponent(text))).join(" ");
-      });
+      const pick = (chart, at, value) => {
+        const select = document.querySelectorAll(`[data-controls="${chart}-view"] select`)[at];
+        select.value = value;
+        select.dispatchEvent(new Event("change"));
+      };
+      const lines = () => document.querySelectorAll('#chart-logits [aria-description="none"] path').length;
+      const before = document.getElementById("chart-logits").innerHTML;
+      document.body.dataset.each = lines();
+      pick("logits", 1, "mean");
+      document.body.dataset.mean = lines();
+      pick("logits", 2, "5");
+      pick("logits", 0, "linear");
+      document.body.dataset.changed = before !== document.getElementById("chart-logits").innerHTML;
+      for (const chart of ["drift", "loss", "entropy", "train"]) pick(chart, 0, chart === "drift" ? "linear" : "log");
     """
-    html = dom(with_script(demo, script))
-    found = re.search(r'<pre id="saved">([^<]+)</pre>', html)
-    assert found
-    saved = [urllib.parse.unquote(base64.b64decode(word).decode()) for word in found[1].split()]
-    assert len(saved) == 6
-    for text in saved:
-        root = ElementTree.fromstring(text)
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
-        assert "var(--series" not in text
-        assert "var(--ink" not in text
-        assert "currentColor" not in text
-    assert "Drift of the largest attention logit" in saved[0]
-    assert "qk_norm" in saved[0]
+    html = dom(demo, script)
+    assert 'data-each="6"' in html
+    assert 'data-mean="3"' in html
+    assert 'data-changed="true"' in html
+    for name in ("drift", "loss", "logits", "entropy", "train"):
+        assert "NaN" not in chart(html, name), name
 
 
-def test_tables_sort_and_a_line_can_be_singled_out(demo: Path):
+def test_more_remedies_than_colours_stay_distinguishable(tmp_path: Path, dom: Callable[..., str]):
+    base = grid(("none", "qk_norm"), (0.01, 0.1), seeds=(0,))
+    more = [dataclasses.replace(m, remedy=f"remedy{i}") for i in range(18) for m in base if m.remedy == "qk_norm"]
+    html = dom(qkeel.report.write(make_study(tmp_path / "study", base + more), tmp_path / "page.html"))
+    keys = html.split('data-legend="loss"')[1].split('id="chart-loss"')[0]
+    looks = re.findall(r"<svg.*?</svg>", keys, re.S)
+    assert len(looks) == 20
+    assert len(set(looks)) == 20
+    swatches = re.findall(
+        r'class="swatch" data-series="(\d)" data-round="(\d)"', html.split("<h2>Verdict</h2>")[1].split("</table>")[0]
+    )
+    assert len(set(swatches)) == 20
+
+
+def test_tables_sort_and_a_line_can_be_singled_out(demo: Path, dom: Callable[..., str]):
     script = """
       const header = document.querySelector("#section-ranking thead button");
       header.click();
@@ -169,14 +228,14 @@ def test_tables_sort_and_a_line_can_be_singled_out(demo: Path):
       select.value = "entropy";
       select.dispatchEvent(new Event("change"));
     """
-    html = dom(with_script(demo, script))
+    html = dom(demo, script)
     assert 'data-first="lalr:tau=0.1"' in html
     assert 'data-last="softcap:cap=50"' in html
     assert 'data-pressed="1"' in html
     assert "entropy (nats)" in html[html.index('data-legend="heads"') : html.index('id="chart-heads"')]
 
 
-def test_empty_failed_and_single_pages_are_quiet(tmp_path: Path):
+def test_empty_failed_and_single_pages_are_quiet(tmp_path: Path, dom: Callable[..., str]):
     runs = grid(("none", "qk_norm"), (0.01, 0.1))
     failed = [dataclasses.replace(made, status="failed") for made in runs[:3]]
     pages = {
@@ -190,7 +249,7 @@ def test_empty_failed_and_single_pages_are_quiet(tmp_path: Path):
     assert chart(shown["single"], "heads").count("<rect") == 8 * 16
 
 
-def test_every_chart_of_a_watched_model_is_drawn(watched: Path):
+def test_every_chart_of_a_watched_model_is_drawn(watched: Path, dom: Callable[..., str]):
     html = dom(watched)
     least = {"growth": 13, "entropy": 13, "norms": 24, "angle": 1, "more": 12, "loss": 1}
     for name, n in least.items():
@@ -203,7 +262,7 @@ def test_every_chart_of_a_watched_model_is_drawn(watched: Path):
     assert chart(html, "angle").count("<circle") >= 12 * 12 - 6
 
 
-def test_watched_pages_of_every_size_are_quiet(tmp_path: Path):
+def test_watched_pages_of_every_size_are_quiet(tmp_path: Path, dom: Callable[..., str]):
     tiny = Seen(samples=1, alarms=0, loss=False, layers=1, heads=1, complete=False)
     paths = {
         "one sample": [make_watch(tmp_path / "one", tiny)],
@@ -217,7 +276,7 @@ def test_watched_pages_of_every_size_are_quiet(tmp_path: Path):
     assert "L" in chart(shown["two"], "runs")
 
 
-def test_the_charts_follow_the_chosen_run_and_number(tmp_path: Path):
+def test_the_charts_follow_the_chosen_run_and_number(tmp_path: Path, dom: Callable[..., str]):
     runs = [make_watch(tmp_path / "a", Seen(layers=3, heads=4)), make_watch(tmp_path / "b", Seen(layers=5, heads=2))]
     script = """
       const pick = (where, value) => {
@@ -230,7 +289,7 @@ def test_the_charts_follow_the_chosen_run_and_number(tmp_path: Path):
       document.body.dataset.cells = document.querySelectorAll("#chart-map rect").length;
       document.body.dataset.scale = document.querySelector('[data-legend="map"]').textContent;
     """
-    html = dom(with_script(qkeel.report.write(runs, tmp_path / "page.html"), script))
+    html = dom(qkeel.report.write(runs, tmp_path / "page.html"), script)
     assert 'data-cells="9"' in html
     assert re.search(r'data-scale="[^"]*mean attention entropy', html)
 
@@ -278,7 +337,7 @@ def test_a_page_whose_server_is_gone_says_so_and_stays(tmp_path: Path):
     assert "8 samples" in html
 
 
-def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path: Path):
+def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path: Path, dom: Callable[..., str]):
     first = [dataclasses.replace(m, role="mla, adamw") for m in grid(lrs=(0.01, 0.1))]
     second = [dataclasses.replace(m, role="mha, muon", val_loss=m.val_loss + 1) for m in grid(("none", "qk_norm"))]
     page = qkeel.report.write(make_study(tmp_path / "study", [*first, *second], name="mla"), tmp_path / "page.html")
@@ -291,7 +350,7 @@ def test_a_study_in_parts_is_drawn_one_part_at_a_time(tmp_path: Path):
       select.dispatchEvent(new Event("change"));
       document.body.dataset.chosen = chosen;
     """
-    other = dom(with_script(page, script))
+    other = dom(page, script)
     assert 'data-chosen="mla, adamw|mha, muon"' in other
     remedies = len({m.remedy for m in first})
     for text, shown in ((html, remedies), (other, 2)):

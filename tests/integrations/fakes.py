@@ -53,6 +53,13 @@ class _Config(dict[str, Any]):
         super().update(d)
 
 
+class Histogram:
+    """As in wandb and trackio."""
+
+    def __init__(self, sequence: list[float]) -> None:
+        self.sequence = sequence
+
+
 def wandb(active: WandbRun | None = None) -> types.ModuleType:
     """The module, with or without an active run."""
     module = types.ModuleType("wandb")
@@ -63,6 +70,7 @@ def wandb(active: WandbRun | None = None) -> types.ModuleType:
         return module.run  # type: ignore[attr-defined]
 
     module.run, module.init, module.AlertLevel = active, init, AlertLevel  # type: ignore[attr-defined]
+    module.Histogram = Histogram  # type: ignore[attr-defined]
     return module
 
 
@@ -97,7 +105,7 @@ def trackio(active: TrackioRun | None = None) -> dict[str, types.ModuleType]:
         module.run = TrackioRun()  # type: ignore[attr-defined]
         return module.run  # type: ignore[attr-defined]
 
-    module.init, module.AlertLevel = init, AlertLevel  # type: ignore[attr-defined]
+    module.init, module.AlertLevel, module.Histogram = init, AlertLevel, Histogram  # type: ignore[attr-defined]
     return {"trackio": module, "trackio.context_vars": variables}
 
 

@@ -39,6 +39,9 @@ def test_wandb_gets_a_run_of_its_own_and_ends_it(monkeypatch: pytest.MonkeyPatch
     assert [(data["qkeel/step"], commit) for data, commit in run.logged] == [(0, True), (10, True), (10, True)]
     assert run.logged[0][0]["attn/max_logit"] == 14.23
     assert "eval/attn/max_logit" in run.logged[2][0]
+    heads = run.logged[0][0]["attn/heads/max_logit"]
+    assert isinstance(heads, fakes.Histogram)
+    assert heads.sequence == [1.0, 2.0, 3.0, 4.0, 14.23]
     assert run.axes["attn/*"] == "qkeel/step"
     assert run.alerts == [("qkeel: ceiling 1000", str(alarm(step=10)), fakes.AlertLevel.WARN)]
     assert run.config["qkeel"]["model"] == "Toy"
@@ -76,6 +79,7 @@ def test_trackio_gets_steps_and_alerts(monkeypatch: pytest.MonkeyPatch) -> None:
         used(sink("trackio:project=gpt"))
         run: fakes.TrackioRun = active or vars(modules["trackio"])["run"]
         assert [step for _, step in run.logged] == [0, 10, 10]
+        assert isinstance(run.logged[0][0]["attn/heads/max_logit"], fakes.Histogram)
         assert run.alerts == [("qkeel: ceiling 1000", fakes.AlertLevel.WARN, 10)]
         assert run.finished == (active is None)
         if active is not None:
@@ -100,10 +104,13 @@ def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     used(sink(f"tensorboard:directory={tmp_path / 'tb'}"))
-    events = EventAccumulator(str(tmp_path / "tb"))
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"histograms": 0})
     events.Reload()
     assert [(e.step, round(e.value, 2)) for e in events.Scalars("attn/max_logit")] == [(0, 14.23), (10, 14.23)]
     assert [e.step for e in events.Scalars("eval/attn/layer_01/max_logit")] == [10]
+    (first, second) = events.Histograms("attn/heads/max_logit")
+    assert (first.step, second.step) == (0, 10)
+    assert first.histogram_value.num == 5
     assert "alarms/ceiling 1000/text_summary" in events.Tags()["tensors"]
 
 

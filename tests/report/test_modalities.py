@@ -117,7 +117,7 @@ def test_the_lead_answers_with_numbers(tmp_path: Path) -> None:
 def test_one_seed_judges_nothing(tmp_path: Path) -> None:
     data = study(tmp_path / "s", seeds=1)
     assert not any(c.held for c in modality_findings.claims(data))
-    assert any(f.kind == "caution" and f.text.startswith("One seed") for f in modality_findings.findings(data))
+    assert any(f.kind == "lead" and "One seed: none of" in f.text for f in modality_findings.findings(data))
 
 
 def test_the_variance_of_images_is_judged_over_shares_and_seeds(tmp_path: Path) -> None:

@@ -157,7 +157,9 @@ def test_runs_that_share_remedy_rate_and_seed_are_told_apart(tmp_path: Path):
     first = make_run(tmp_path / "small", SMALL[0])
     second = make_run(tmp_path / "large", dataclasses.replace(SMALL[0], heads=8))
     study = collect([first, second])
-    assert study.remedies == ["none (small)", "none (large)"]
+    assert study.remedies == ["none (n_heads 4)", "none (n_heads 8)"]
+    again = make_run(tmp_path / "again", SMALL[0])
+    assert collect([first, again]).remedies == ["none (small)", "none (again)"]
     html = page([first, second], tmp_path)
     assert "These runs differ in model: their losses are not comparable." in html
 

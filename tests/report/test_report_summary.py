@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_study import Made, grid, make_run, make_study
 
 from qkeel.records import RunStatus
-from qkeel.report.study.collect import RunData, StudyData
+from qkeel.report.study import provenance
+from qkeel.report.study.collect import RunData, StudyData, collect
 from qkeel.report.study.compare import judge, sensitivity, standings
 from qkeel.report.study.findings import findings
+from qkeel.report.study.verdict import verdict_table
 
 
 def run(remedy: str, lr: float, seed: int, val_loss: float, max_logit: float = 20.0, **more: Any) -> RunData:
@@ -271,3 +277,34 @@ def test_the_lowest_loss_names_those_that_cannot_be_told_from_it():
     assert any(
         "qk_norm at LR 0.01 (none cannot be distinguished from it); the lowest of none" in text for text in texts(PAIR)
     )
+
+
+def test_the_verdict_praises_nothing_that_collapsed(tmp_path: Path):
+    runs = grid(("none", "qk_norm", "softcap:cap=50"), (0.01, 0.1), seeds=(0, 1, 2))
+    runs = [
+        dataclasses.replace(made, entropy=0.01, val_loss=1.0)
+        if made.remedy == "softcap:cap=50" and made.lr == 0.1
+        else dataclasses.replace(made, val_loss=made.val_loss + 0.002 * made.seed**2 * (made.remedy == "none"))
+        for made in runs
+    ]
+    table = verdict_table(collect(make_study(tmp_path / "study", runs)))
+    lines = [re.sub(r"<[^>]+>", " ", line).split() for line in table.split("<tbody>")[1].split("</tr>")[:-1]]
+    assert [line[0] for line in lines] == ["qk_norm", "softcap:cap=50", "none"]
+    assert "better at LR 0.1" in " ".join(lines[0])
+    fallen = " ".join(lines[1])
+    assert "better" not in fallen
+    assert "collapsed elsewhere LR 0.1" not in fallen
+    assert "LR 0.1" in fallen
+    assert "at LR 0.01" in fallen  # its gain is that of the rate at which it works
+    assert "LR 0.1" in " ".join(lines[2])
+
+
+def test_the_provenance_says_when_where_and_for_how_long(tmp_path: Path):
+    run = make_run(tmp_path / "run", Made())
+    os.utime(run / "config.json", (1_700_000_000, 1_700_000_000))
+    os.utime(run / "metrics.jsonl", (1_700_007_200, 1_700_007_200))
+    made = provenance.provenance(collect(run))
+    assert "2023-11-1" in made
+    assert '<dd><span class="value">' in made
+    assert "2 h" in made
+    assert "Processor time" in made

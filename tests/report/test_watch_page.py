@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_study import Made, make_run
+from synthetic_study import Made, grid, make_run, make_study
 from synthetic_watch import Seen, make_watch
 from test_report_page import Reader, alone
 
@@ -170,14 +170,22 @@ def test_several_runs_have_a_table_and_names_that_differ(tmp_path: Path):
     assert len(set(names)) == 2
 
 
-def test_a_watched_model_and_a_run_of_the_lab_have_no_page_in_common(tmp_path: Path):
+def test_a_watched_model_has_a_page_with_the_study_that_advises_on_it(tmp_path: Path):
     watched = make_watch(tmp_path / "watch", SMALL)
     run = make_run(tmp_path / "run", Made(remedy="none", status="done"))
     assert is_watched(watched)
     assert not is_watched(run)
     assert not is_watched(tmp_path / "nowhere")
-    with pytest.raises(RunDirectoryError, match="Make a page of each"):
+    with pytest.raises(RunDirectoryError, match="compares no remedies"):
         qkeel.report.write([watched, run], tmp_path / "r.html")
+    runs = grid(("none", "qk_norm"), (0.01, 0.1), seeds=(0, 1, 2))
+    uneven = [dataclasses.replace(m, val_loss=m.val_loss + 0.002 * m.seed**2 * (m.remedy == "none")) for m in runs]
+    study = make_study(tmp_path / "study", uneven)
+    html = page([watched, study], tmp_path)
+    assert 'id="section-alarms"' in html
+    advice = html.split('id="section-advice"')[1].split("</section>")[0]
+    assert "qkeel.apply(&quot;qk_norm&quot;, model, optimizer, example=batch)" in advice
+    assert "better at LR 0.1" in advice
 
 
 def test_damaged_files_are_named(tmp_path: Path):

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from cyclopts import App, CycloptsError
 
@@ -40,6 +41,19 @@ def make_app(words: Sequence[str]) -> App:
 def _example(command: str) -> str:
     more = f" {HELP_ALL} shows every option." if command in ("run", "config", "demo") or " " in command else ""
     return f"Example: {example(command)}{more}"
+
+
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
+    """Print the script that completes commands and options in a shell.
+
+    For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`; for zsh a file `_qkeel` in a
+    folder of $fpath; for fish ~/.config/fish/completions/qkeel.fish. A new shell knows it.
+
+    Args:
+        shell: The shell.
+    """
+    print(make_app([]).generate_completion(prog_name="qkeel", shell=shell))
+    return OK
 
 
 def _before_dashes(arguments: Sequence[str]) -> Sequence[str]:

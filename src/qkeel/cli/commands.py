@@ -51,6 +51,10 @@ COMMANDS = {
     ),
     "presets": ("qkeel.cli.explain:list_presets", "List the published attention recipes."),
     "remedies": ("qkeel.cli.explain:list_remedies", "List the remedies."),
+    "completion": (
+        "qkeel.cli.app:completion",
+        "Print the script that completes commands and options in bash, zsh or fish.",
+    ),
     "config": (
         "qkeel.cli.run:print_config",
         "Print the configuration that a recipe and flags make, as a TOML recipe.",
@@ -61,6 +65,7 @@ COMMANDS = {
 # Name -> what people type, shown at the end of the command's help; of other studies it is `example`'s line.
 EXAMPLES = {
     "bench": "qkeel bench --size quick",
+    "completion": "qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel",
     "config": "qkeel config --steps 500 --d-model 128 > recipe.toml",
     "convert": "qkeel convert llama-with-norms --to qwen3 --out qwen3",
     "demo": "qkeel demo --out demo --jobs 2",

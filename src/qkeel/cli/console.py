@@ -165,7 +165,9 @@ def extrapolated(table: Sequence[Row]) -> Table:
 
 def numbers(lines: Sequence[Mapping[str, float | str]]) -> Table:
     """Returns a table of lines with the same columns; a dash where a number is NaN."""
-    shown = Table(*(name.replace("_", " ") for name in lines[0]))
+    shown = Table(box=None, pad_edge=False)
+    for name, value in lines[0].items():
+        shown.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
     for row in lines:
         shown.add_row(*(v if isinstance(v, str) else "–" if v != v else formats.number(v) for v in row.values()))
     return shown

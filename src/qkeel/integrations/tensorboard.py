@@ -1,4 +1,4 @@
-"""TensorBoard: summaries as scalars, alarms as texts."""
+"""TensorBoard: summaries as scalars, the heads as histograms, alarms as texts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ class TensorBoardSink(Sink):
         self._writer.add_text("qkeel/about", f"```\n{json.dumps(dict(about), indent=2, default=str)}\n```", 0)
 
     def write(self, sample: Sample) -> None:
-        """All summaries of a sample in one event: a call per number costs 50 times as much."""
+        """All summaries of a sample in one event: a call per number costs 50 times as much. A histogram is one more."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-not-found]
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in sample.summaries().items()]
         self._writer.file_writer.add_summary(Summary(value=values), sample.step)
+        for tag, heads in sample.head_values().items():
+            self._writer.add_histogram(tag, heads, sample.step)
 
     def alarm(self, alarm: Alarm) -> None:
         """A text at its step."""

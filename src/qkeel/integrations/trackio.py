@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from qkeel.errors import missing
+from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Severity, Sink
 
 
@@ -19,6 +20,7 @@ class TrackioSink(Sink):
         self.project, self.name = project, name
         self._run: Any = None
         self._own = False
+        self._histogram: Foreign = None
 
     def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
@@ -28,6 +30,7 @@ class TrackioSink(Sink):
         except ImportError as error:
             raise missing("the trackio sink", "trackio") from error
         module: Any = trackio
+        self._histogram = module.Histogram
         self._run, self._own = current_run.get(), current_run.get() is None
         if self._own:
             self._run = module.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
@@ -35,7 +38,8 @@ class TrackioSink(Sink):
     def write(self, sample: Sample) -> None:
         """One log call; the owner of a joined run goes on counting its own."""
         owners = vars(self._run).get("_next_step")
-        self._run.log(sample.summaries(), step=sample.step)
+        heads = {key: self._histogram(values.tolist()) for key, values in sample.head_values().items()}
+        self._run.log({**sample.summaries(), **heads}, step=sample.step)
         if not self._own and owners is not None:
             self._run._next_step = owners
 

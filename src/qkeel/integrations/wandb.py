@@ -1,4 +1,4 @@
-"""Weights & Biases: summaries over `qkeel/step`, alarms as alerts and as tags."""
+"""Weights & Biases: summaries and histograms of the heads over `qkeel/step`, alarms as alerts and as tags."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from qkeel.errors import caution, missing
+from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Severity, Sink
 
 STEP = "qkeel/step"
@@ -31,7 +32,8 @@ class WandbSink(Sink):
         self.project, self.name, self.mode, self.commit = project, name, mode, commit.lower() == "true"
         self._run: Any = None
         self._own = False
-        self._waiting: list[dict[str, float]] = []
+        self._waiting: list[dict[str, object]] = []
+        self._histogram: Foreign = None
         self._place = -1  # the run's step counter when a sample was last put into its row
 
     def open(self, about: Mapping[str, object]) -> None:
@@ -41,6 +43,7 @@ class WandbSink(Sink):
         except ImportError as error:
             raise missing("the W&B sink", "wandb") from error
         module: Any = wandb
+        self._histogram = module.Histogram
         self._own = module.run is None
         self._run = module.init(project=self.project, name=self.name, mode=self.mode) if self._own else module.run
         self._run.config.update({"qkeel": dict(about)}, allow_val_change=True)
@@ -49,7 +52,8 @@ class WandbSink(Sink):
 
     def write(self, sample: Sample) -> None:
         """One log call, or one of several that wait for the owner's."""
-        self._waiting.append({**sample.summaries(), STEP: sample.step})
+        heads = {key: self._histogram(values.tolist()) for key, values in sample.head_values().items()}
+        self._waiting.append({**sample.summaries(), **heads, STEP: sample.step})
         if self._own or self.commit:
             self._write_waiting()
         elif self._run.step != self._place:  # else the row already holds a sample that this one would replace

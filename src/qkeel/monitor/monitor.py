@@ -15,6 +15,7 @@ from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State
+from qkeel.monitor.alarms.advice import fitted
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.rule import Alarm, Rule
@@ -99,7 +100,7 @@ class Monitor(Handle):
         self._group = ProcessGroup(introduced, lambda: JOINED if joined(model) else "", gather)
         self._journal = Journal(
             sinks,
-            lambda: rules_for(calls.setting.of(self.sites)) if rules is None else rules,
+            lambda: fitted(rules_for(calls.setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
             planned,
             lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
         )

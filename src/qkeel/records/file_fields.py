@@ -152,6 +152,8 @@ FIELDS: dict[str, dict[str, str]] = {
         "remedy_line": "text",
         "remedy_source": "text",
         "command": "text",
+        "system": "text",
+        "commit": "text",
         "versions": "an object",
     },
     "env.json, corpus": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from qkeel.errors import InvalidTypeError, RunDirectoryError
+from qkeel.errors import InvalidTypeError
 from qkeel.records import write_text
 from qkeel.records.disk import make_directory
 from qkeel.records.regular_files import refuse_irregular
@@ -18,6 +18,8 @@ from qkeel.report.watch.watched_run import is_watched, read_watched
 
 def write(paths: str | Path | Iterable[str | Path], out: str | Path) -> Path:
     """Writes one self-contained HTML page about a study, a run, a watched model, or several of one of them.
+
+    Of watched models and a study, the page is about the models, with what the study says of the remedies.
 
     Args:
         paths: what `qkeel study`, `qkeel run` or `qkeel.watch` wrote.
@@ -50,10 +52,5 @@ def page(paths: str | Path | Iterable[str | Path]) -> Page:
     watched = [path for path in given if is_watched(path)]
     if not watched:
         return study_page(collect(given))
-    if len(watched) < len(given):
-        others = [str(path) for path in given if path not in watched]
-        raise RunDirectoryError(
-            f"{watched[0]} is a watched model and {others[0]} is not: expected directories of one kind, since a page "
-            "shows either. Make a page of each."
-        )
-    return watch_page(read_watched(watched))
+    others = [path for path in given if path not in watched]
+    return watch_page(read_watched(watched), collect(others) if others else None)

@@ -20,6 +20,7 @@ from qkeel.lab.data.corpus import Corpus
 from qkeel.lab.model.run_remedies import note
 from qkeel.lab.tasks.text import load_task
 from qkeel.records import RunDirectory
+from qkeel.records.made_on import made_on
 from qkeel.sites import find_sites
 from qkeel.version import VERSION
 
@@ -90,6 +91,7 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
     return {
         **computed_with(config),
         "python": platform.python_version(),
+        **made_on(),
         "dtype": config.dtype,
         "corpus": about_corpus(corpus),
         "n_parameters": sum(p.numel() for p in model.parameters()),

@@ -10,7 +10,7 @@ import numpy as np
 
 from qkeel.metrics import fused_logit_error, stored_logit_error
 from qkeel.monitor.alarms.history import History, Place
-from qkeel.monitor.alarms.rule import Alarm, Rule, Severity, first, largest, peak, trend
+from qkeel.monitor.alarms.rule import HOLD, Alarm, Rule, Severity, first, largest, peak, trend
 from qkeel.monitor.alarms.rules import DEFAULT
 from qkeel.monitor.alarms.thresholds import GAIN_FACTOR, IDLE_TOLERANCE, ROUNDING
 
@@ -18,7 +18,7 @@ DECAY_GAINS = (
     'optimizer.register_step_post_hook(lambda o, *_: [p.data.mul_(1 - 0.1 * o.param_groups[0]["lr"]) '
     'for n, p in model.named_parameters() if "q_norm" in n or "k_norm" in n])  # decays the gains of the norms'
 )
-KEEP_FLOAT32 = 'qkeel.apply("qk_clip:threshold=100", model, optimizer, example=batch)  # or q, k and logits in float32'
+KEEP_FLOAT32 = f"{HOLD}  # or q, k and logits in float32"
 SMALLER_EPS = 'for group in optimizer.param_groups: group["eps"] = 1e-15'
 LOOK = "print(qkeel.explain_model(model, batch))  # says which norm each attention really applies"
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from qkeel import dist
 from qkeel.monitor.cadence import Cadence
+from qkeel.records.made_on import made_on
 from qkeel.sites.missed import Missed
 from qkeel.sites.site import AttentionSite
 from qkeel.version import VERSION
@@ -49,6 +50,7 @@ def about(
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
+        **made_on(),
         "command": shlex.join(sys.argv),
     }
 

@@ -12,6 +12,8 @@ import numpy as np
 from qkeel.errors import InvalidValueError, ShapeError
 from qkeel.records import HEAD_FIELDS, VALUE_FIELDS, fold_heads, layer_fields
 
+HISTOGRAMS = ("max_logit", "entropy")  # fields whose distribution over the heads trackers get
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +52,18 @@ class Sample:
         if name in self.heads:
             return float(fold_heads(name, self.heads[name].reshape(1, -1))[0])
         return float(self.values.get(name, math.nan))
+
+    def head_values(self) -> dict[str, np.ndarray]:
+        """Tracker keys of histograms, attn/heads/max_logit and attn/heads/entropy: the numbers of all heads.
+
+        >>> Sample(step=0, layers=("a",), heads={"entropy": np.array([[1.0, np.nan]])}).head_values()
+        {'attn/heads/entropy': array([1.])}
+        """
+        prefix = "eval/" if self.phase == "eval" else ""
+        known = {
+            name: values[np.isfinite(values)] for name in HISTOGRAMS if (values := self.heads.get(name)) is not None
+        }
+        return {f"{prefix}attn/heads/{name}": values for name, values in known.items() if len(values)}
 
     def summaries(self, per_layer: Sequence[str] | None = None) -> dict[str, float]:
         """Tracker keys with slashes: attn/max_logit, attn/layer_07/max_logit; never per head, never NaN.

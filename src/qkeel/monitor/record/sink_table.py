@@ -16,6 +16,7 @@ SINKS = {
     "directory": "qkeel.monitor.record.sinks:RunDirectorySink",
     "log": "qkeel.monitor.record.sinks:LoggingSink",
     "mlflow": "qkeel.integrations.mlflow:MLflowSink",
+    "notebook": "qkeel.integrations.notebook:NotebookSink",
     "parquet": "qkeel.integrations.csv_parquet:ParquetSink",
     "tensorboard": "qkeel.integrations.tensorboard:TensorBoardSink",
     "trackio": "qkeel.integrations.trackio:TrackioSink",

@@ -20,7 +20,7 @@ from qkeel.records import HEAD_FIELDS, HeadRecorder, RunDirectory, append_line, 
 
 DEFAULT_PATH = Path("qkeel-runs/watch")
 KIND = "watch"
-ENVIRONMENT = ("versions", "command")  # what goes to env.json; the rest describes what is watched
+ENVIRONMENT = ("versions", "system", "commit", "command")  # what goes to env.json; the rest describes what is watched
 
 
 class Sink(abc.ABC):

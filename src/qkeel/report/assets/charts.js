@@ -1,16 +1,12 @@
 // Draws the charts of the page from #report-data into [data-chart], and again when the width changes.
 (() => {
   "use strict";
-  const {human, finite, unique, ascending, logTicks, frame, controls, ramp, draw, redraw, start} = Kit;
+  const {human, finite, unique, ascending, frame, controls, ramp, draw, redraw, start, colour, dash, symbol, key, view, smoothed, axis, above, keep} = Kit;
   let data;
-  const SYMBOLS = ["circle", "square", "triangle", "diamond2", "cross", "wye", "hexagon", "star"];
-  const COLOURS = 8; // --series-0 … --series-7 in report.css; the ninth remedy starts over with dashes
   const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
   const focus = {}; // chart name → remedy that is singled out
   const choice = {group: null, field: null}; // of the head maps
 
-  const colour = (i) => `var(--series-${i % COLOURS})`;
-  const dash = (i) => (i < COLOURS ? null : "5 3");
   const lrText = (lr) => String(lr).replace("e-", "e−");
 
   // ── Panels: one per learning rate, wrapped to the width ────────────────────────────────────────────────────────
@@ -48,34 +44,42 @@
       fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25
     }));
 
-  function series(runs, field, floor) {
+  function series(runs, field) {
     return runs.flatMap((run, index) =>
       run.step.map((step, i) => ({
         step, value: run[field][i], run: index, remedy: run.remedy, lr: run.lr, seed: run.seed, status: run.status
-      })).filter((p) => p.value !== null).map((p) => ({...p, value: Math.max(floor, p.value)}))
+      })).filter((p) => p.value !== null)
     );
   }
 
-  function alarm(first) {
-    return [
-      Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeDasharray: "5 4", strokeWidth: 1.2, ariaDescription: "alarm line"}),
-      Plot.text([first], {
-        fx: "fx", fy: "fy", y: () => data.alarm, text: () => `alarm ${human(data.alarm)}`, frameAnchor: "left",
-        textAnchor: "start", dx: 4, dy: -7, fill: "var(--alarm)", stroke: "var(--paper)", strokeWidth: 3
-      })
-    ];
+  // One line per remedy and rate in place of one per seed, where the reader chose that.
+  function meanOfSeeds(points) {
+    const cells = new Map();
+    for (const p of points) {
+      const at = `${p.remedy} ${p.lr} ${p.step}`;
+      cells.set(at, [...(cells.get(at) ?? []), p]);
+    }
+    return [...cells.values()].map((own) => ({
+      ...own[0], run: `${own[0].remedy} ${own[0].lr}`, seed: `mean of ${own.length}`, value: own.reduce((sum, p) => sum + p.value, 0) / own.length
+    })).sort((a, b) => a.step - b.step);
   }
 
-  function logAxis(points, label) {
-    const values = points.map((p) => p.value);
-    const low = Math.min(1, ...values), high = 1.3 * Math.max(data.alarm, ...values);
-    return {type: "log", domain: [low, high], label, ticks: logTicks(low, high), tickFormat: (x) => human(x), grid: true};
-  }
+  const rowOf = (field) => (p) => ({remedy: data.remedies[p.remedy], lr: p.lr, seed: p.seed, step: p.step, [field]: p.value});
+
+  const alarm = (first) => [
+    Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeWidth: 1, ariaDescription: "alarm line"}),
+    Plot.text([first], {
+      fx: "fx", fy: "fy", y: () => data.alarm, text: () => `alarm ${human(data.alarm)}`, frameAnchor: "left",
+      textAnchor: "start", dx: 4, dy: -7, fill: "var(--alarm)", stroke: "var(--paper)", strokeWidth: 3
+    })
+  ];
 
   // ── The charts ─────────────────────────────────────────────────────────────────────────────────────────────────
   function drift(width) {
     const runs = data.runs.filter((run) => run.role === "drift");
-    const points = series(runs, "max_logit", FLOOR);
+    const seen = view("drift", {scale: "log", smooth: "1"}), log = seen.scale === "log", recorded = series(runs, "max_logit");
+    const points = smoothed(above(recorded, log, FLOOR), "run", seen.smooth);
+    keep("drift", recorded.map(rowOf("max_logit")));
     const room = width > 560 && runs.length <= 4;
     const facet = {fx: () => 0, fy: () => 0};
     legend("drift", unique(runs.map((run) => run.remedy)), false);
@@ -83,7 +87,7 @@
       marginLeft: 56, marginRight: room ? 130 : 46, marginTop: 24, marginBottom: 36,
       fx: {axis: null, padding: 0}, fy: {axis: null, padding: 0},
       x: {label: "step", ticks: Math.max(3, Math.floor(width / 110)), grid: false},
-      y: logAxis(points, "largest attention logit (nats)"),
+      y: axis(points, "largest attention logit (nats)", log, [data.alarm]),
       marks: [
         ...alarm({fx: 0, fy: 0}),
         ...lines("drift", points, facet),
@@ -115,20 +119,24 @@
     const low = Math.min(...dots.map((d) => d.value)), high = Math.max(...dots.map((d) => d.value));
     const levels = data.start === null ? [] : [["before training", data.start]];
     const inside = levels.filter(([, v]) => v < high + 0.5 * (high - low) && v > low - 0.2 * (high - low));
+    const seen = view("loss", {scale: "linear"}), log = seen.scale === "log";
+    const bands = lrs.map((lr) => ({x1: lr * apart(order[0]) * 0.985, x2: lr * apart(order[order.length - 1]) * 1.015}));
+    keep("loss", data.losses.map(([remedy, lr, seed, value, logit, collapsed]) => ({remedy: data.remedies[remedy], lr, seed, held_out_loss: value, max_logit: logit, collapsed})));
     legend("loss", order, true, [
       ...levels.filter((l) => !inside.includes(l)).map(([t, v]) => `${t}: ${v.toFixed(3)}, outside the frame`),
       ...(dots.length < data.losses.length ? [`${data.losses.length - dots.length} runs ended in NaN and are not drawn`] : [])
     ]);
     const mark = (remedy, hollow) => Plot.dot(dots.filter((d) => d.remedy === remedy && d.collapsed === hollow), {
-      x: "x", y: "value", r: 3.6, symbol: SYMBOLS[remedy % SYMBOLS.length], stroke: colour(remedy), strokeWidth: 1.4,
+      x: "x", y: "value", r: 3.6, symbol: symbol(remedy), stroke: colour(remedy), strokeWidth: 1.4,
       fill: hollow ? "var(--paper)" : colour(remedy), opacity: faded("loss", remedy), ariaDescription: `${data.remedies[remedy]}, seeds`
     });
     return frame("loss", width, Math.min(440, Math.max(320, width * 0.46)), {
       marginLeft: 50, marginRight: 20, marginTop: 24, marginBottom: 38,
       x: {type: "log", label: "learning rate", ticks: lrs, tickFormat: lrText, domain: [lrs[0] / 1.4, lrs[lrs.length - 1] * 1.4]},
-      y: {label: `held-out loss (${data.unit})`, grid: true, nice: true, ticks: 6, domain: [Math.min(low, ...inside.map((l) => l[1])), Math.max(high, ...inside.map((l) => l[1]))]},
+      y: axis(dots, `held-out loss (${data.unit})`, log, inside.map((l) => l[1]), {domain: [Math.min(low, ...inside.map((l) => l[1])), Math.max(high, ...inside.map((l) => l[1]))]}),
       color: {type: "identity"},
       marks: [
+        Plot.rect(bands, {x1: "x1", x2: "x2", fill: "var(--rule)", fillOpacity: 0.35, ariaDescription: "the dots of one learning rate"}),
         Plot.ruleY(inside, {y: (l) => l[1], stroke: "var(--faint)", strokeDasharray: "5 4"}),
         Plot.text(inside, {y: (l) => l[1], text: (l) => l[0], frameAnchor: "right", textAnchor: "end", dy: -7, fill: "var(--faint)"}),
         ...order.map((i) => Plot.line(means.filter((m) => m.remedy === i), {
@@ -148,12 +156,17 @@
     });
   }
 
-  function byRate(name, width, field, floor, axis, extra, what) {
+  // `log`, `smooth`, `lines`: how the chart is shown at first; `least`: what a logarithmic axis shows of smaller values.
+  function byRate(name, width, field, {label, log, least = 0, also = [], more = () => ({}), extra = () => [], what, smooth = "1", lines: first = "each", from}) {
     const runs = data.runs.filter((run) => run.role !== "drift");
     const lrs = ascending(runs.map((run) => run.lr));
     const layout = panels(lrs, width, 270);
     const facet = {fx: (p) => layout.at(p.lr).fx, fy: (p) => layout.at(p.lr).fy};
-    const points = series(runs, field, floor);
+    const several = unique(runs.map((run) => run.seed)).length > 1;
+    const seen = view(name, {scale: log ? "log" : "linear", ...(several ? {lines: first} : {}), smooth, ...(from ? {from} : {})});
+    const logarithmic = seen.scale === "log", recorded = series(runs, field);
+    const points = smoothed(above(seen.lines === "mean" ? meanOfSeeds(recorded) : recorded, logarithmic, least), "run", seen.smooth);
+    keep(name, recorded.map(rowOf(field)));
     legend(name, ascending(runs.map((run) => run.remedy)), false);
     const each = width / layout.columns;
     const inner = each > 420 ? 270 : 200, gap = 50;
@@ -162,7 +175,7 @@
       fx: {axis: null, paddingInner: layout.columns > 1 ? 0.12 : 0, paddingOuter: 0},
       fy: {axis: null, paddingInner: layout.rows > 1 ? gap / (inner + gap) : 0, paddingOuter: 0},
       x: {label: "step", ticks: Math.max(2, Math.floor(each / 90)), insetRight: 3},
-      y: axis(points),
+      y: axis(from ? points.filter((p) => p.step >= Number(seen.from) * Math.max(...points.map((q) => q.step))) : points, label, logarithmic, also, more(points, Number(seen.from))),
       color: {type: "identity"},
       marks: [
         panelTitle(lrs.map((lr) => ({...layout.at(lr), text: `LR ${lrText(lr)}`}))),
@@ -173,34 +186,33 @@
     });
   }
 
-  const logits = (width) =>
-    byRate("logits", width, "max_logit", FLOOR, (points) => logAxis(points, "largest attention logit (nats)"),
-      () => alarm({fx: 0, fy: 0}), human);
+  const logits = (width) => byRate("logits", width, "max_logit", {
+    label: "largest attention logit (nats)", log: true, least: FLOOR, also: [data.alarm], extra: () => alarm({fx: 0, fy: 0}), what: human
+  });
 
-  const entropy = (width) =>
-    byRate("entropy", width, "entropy", 0, () => ({label: "attention entropy (nats)", grid: true, zero: true, ticks: 5}),
-      () => [Plot.ruleY([0], {stroke: "var(--rule)"})], (x) => `${human(x)} nats`);
+  const entropy = (width) => byRate("entropy", width, "entropy", {
+    label: "attention entropy (nats)", log: false, least: 1e-3, more: () => ({zero: true}),
+    extra: () => (document.querySelector('[data-controls="entropy-view"] select').value === "log" ? [] : [Plot.ruleY([0], {stroke: "var(--rule)"})]),
+    what: (x) => `${human(x)} nats`
+  });
 
-  const change = (width) =>
-    byRate("change", width, "logit_change", 1e-9, (points) => {
-      const values = points.map((p) => p.value), low = Math.min(...values), high = 1.3 * Math.max(...values);
-      return {type: "log", domain: [low, high], label: "logit change per step (nats)", ticks: logTicks(low, high), tickFormat: (x) => human(x), grid: true};
-    }, () => [], (x) => `${human(x)} nats`);
+  const change = (width) => byRate("change", width, "logit_change", {
+    label: "logit change per step (nats)", log: true, least: 1e-9, what: (x) => `${human(x)} nats`
+  });
 
-  // The first tenth of training would squeeze the rest into a line, so the frame starts after it.
+  // The first tenth of training would squeeze the rest into a line, so at first the frame is fitted to what follows it.
   function train(width) {
     const held = (runs) => runs.flatMap((run) => run.val_loss.filter(([, v]) => v !== null).map(([step, value]) => ({step, value, remedy: run.remedy, lr: run.lr})));
-    const domain = (points) => {
-      const last = Math.max(...points.map((p) => p.step));
-      const late = points.filter((p) => p.step >= 0.1 * last).map((p) => p.value);
-      return [Math.min(...late), Math.max(...late)];
+    const domain = (points, from) => {
+      const late = points.filter((p) => p.step >= from * Math.max(...points.map((q) => q.step))).map((p) => p.value);
+      return {domain: [Math.min(...late), Math.max(...late)]};
     };
-    return byRate("train", width, "train_loss", -Infinity,
-      (points) => ({label: `loss (${data.unit})`, grid: true, ticks: 5, domain: domain(points), nice: true}),
-      (runs, facet) => ascending(runs.map((run) => run.remedy)).map((i) => Plot.dot(held(runs).filter((p) => p.remedy === i), {
+    return byRate("train", width, "train_loss", {
+      label: `loss (${data.unit})`, log: false, least: 1e-9, more: domain, smooth: "5", lines: "mean", from: "0.1", what: (x) => x.toFixed(3),
+      extra: (runs, facet) => ascending(runs.map((run) => run.remedy)).map((i) => Plot.dot(held(runs).filter((p) => p.remedy === i), {
         x: "step", y: "value", ...facet, r: 2.2, fill: colour(i), opacity: faded("train", i), clip: true, ariaDescription: `${data.remedies[i]}, held out`
-      })),
-      (x) => x.toFixed(3));
+      }))
+    });
   }
 
   // ── Long texts: accuracy by position, one panel per post-hoc method ────────────────────────────────────────────
@@ -211,6 +223,8 @@
     const layout = panels(unique(points.map((p) => p.method)), width, 240);
     const facet = {fx: (p) => layout.at(p.method).fx, fy: (p) => layout.at(p.method).fy};
     const order = ascending(points.map((p) => p.remedy));
+    keep("lengths", points.map((p) => ({form: data.remedies[p.remedy], method: p.method, token: p.x, predicted_percent: p.value})));
+    const log = view("lengths", {scale: "linear"}).scale === "log";
     legend("lengths", order, false);
     const each = width / layout.columns, gap = 50, inner = each > 420 ? 270 : 220;
     return frame("lengths", width, (inner + gap) * layout.rows - gap + 76, {
@@ -218,7 +232,7 @@
       fx: {axis: null, paddingInner: layout.columns > 1 ? 0.12 : 0, paddingOuter: 0},
       fy: {axis: null, paddingInner: layout.rows > 1 ? gap / (inner + gap) : 0, paddingOuter: 0},
       x: {label: "tokens so far", ticks: Math.max(2, Math.floor(each / 90)), insetRight: 3},
-      y: {label: "next tokens predicted (%)", grid: true, ticks: 5, nice: true},
+      y: axis(points, "next tokens predicted (%)", log),
       color: {type: "identity"},
       marks: [
         panelTitle(unique(points.map((p) => p.method)).map((m) => ({...layout.at(m), text: m === "none" ? "as trained" : m}))),
@@ -256,6 +270,8 @@
     const steps = ascending(cells.map((c) => c.step));
     const every = Math.max(1, Math.round(steps.length / Math.max(2, Math.floor(width / layout.columns / 80))));
     const inner = Math.max(90, Math.min(22, Math.max(6, 420 / rows.length)) * rows.length);
+    keep("heads", shown.flatMap((run) => run.heads.rows.flatMap((row, i) => run.heads.step.map((step, j) => (
+      {remedy: data.remedies[run.remedy], lr: run.lr, seed: run.seed, head: row, step, [choice.field]: run.heads[choice.field][i][j]})))));
     ramp("heads", scale);
     return frame("heads", width, (inner + 46) * layout.rows - 46 + 70, {
       marginLeft: 44, marginRight: 4, marginTop: 34, marginBottom: 36,
@@ -270,7 +286,7 @@
         Plot.cell(cells.filter((c) => c.value !== null), {x: "step", y: "row", fx: "fx", fy: "fy", fill: "value", ariaDescription: "heads"}),
         Plot.tip(cells, Plot.pointer({
           x: "step", y: "row", fx: "fx", fy: "fy", fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25,
-          title: (c) => `${data.remedies[c.remedy]}, ${c.row}\nstep ${c.step.toLocaleString("en-US")}: ${human(c.value)}`
+          title: (c) => `${data.remedies[c.remedy]}, ${c.row.includes("·") ? `layer ${c.row.split("·")[0]}, head ${c.row.split("·")[1]}` : `layer ${c.row}`}\nstep ${c.step.toLocaleString("en-US")}: ${human(c.value)}`
         }))
       ]
     });
@@ -280,21 +296,13 @@
   function headScale(runs, field) {
     const values = finite(runs.flatMap((run) => (run.heads[field] ?? []).flat()));
     if (field === "max_logit") {
-      const high = Math.max(1, ...values);
+      const high = Math.max(data.alarm, ...values); // so that a harmless run never looks hot
       return {type: "log", domain: [Math.min(1, high / 10), high], clamp: true, scheme: "magma", label: FIELDS[field]};
     }
     return {type: "linear", domain: [0, Math.max(1e-3, ...values)], clamp: true, scheme: "viridis", reverse: false, label: FIELDS[field]};
   }
 
   // ── Legends and choices ────────────────────────────────────────────────────────────────────────────────────────
-  function key(i, dots) {
-    const marks = [Plot.line([[1, 7], [23, 7]], {stroke: colour(i), strokeWidth: 2, strokeDasharray: dash(i)})];
-    if (dots) marks.push(Plot.dot([[12, 7]], {r: 3.6, symbol: SYMBOLS[i % SYMBOLS.length], fill: colour(i), stroke: colour(i)}));
-    const svg = Plot.plot({width: 24, height: 14, margin: 0, axis: null, x: {type: "identity"}, y: {type: "identity"}, marks});
-    svg.setAttribute("aria-hidden", "true");
-    return svg;
-  }
-
   function legend(name, remedies, dots, notes = []) {
     const holder = document.querySelector(`[data-legend="${name}"]`);
     const keys = remedies.map((i) => {

@@ -35,7 +35,8 @@ const Kit = (() => {
   const logTicks = (low, high) => {
     const from = Math.ceil(Math.log10(low)), to = Math.floor(Math.log10(high));
     const tens = Array.from({length: Math.max(0, to - from + 1)}, (_, i) => Number(`1e${from + i}`));
-    if (tens.length > 1) return tens;
+    if (tens.length > 3) return tens;
+    if (tens.length > 1) return [from - 1, ...tens.map((_, i) => from + i)].flatMap((e) => [Number(`1e${e}`), Number(`3e${e}`)]).filter((x) => x >= low && x <= high);
     // Within one decade: round numbers about a quarter of the range apart.
     const rough = (high - low) / 4, unit = 10 ** Math.floor(Math.log10(rough));
     const gap = [1, 2, 5, 10].map((digit) => digit * unit).find((x) => x >= rough);
@@ -50,7 +51,7 @@ const Kit = (() => {
     holder.replaceChildren(Plot.plot({
       width: 300, height: 50, marginLeft: 12, marginRight: 24, marginTop: 18, marginBottom: 20,
       style: {fontSize: "11px", background: "none", overflow: "visible"}, ariaLabel: `Scale of colour: ${scale.label}`,
-      x: {type: scale.type, domain: scale.domain, label: null, ticks: log ? logTicks(low, high) : 5, tickFormat: (x) => human(x), tickSize: 3},
+      x: {type: log ? "log" : "linear", domain: scale.domain, label: null, ticks: log ? logTicks(low, high) : 5, tickFormat: (x) => human(x), tickSize: 3},
       color: {...scale, label: undefined},
       marks: [
         Plot.rect(Array.from({length: n}, (_, i) => i), {x1: (i) => at(i / n), x2: (i) => at((i + 1) / n), fill: (i) => at((i + 0.5) / n), insetLeft: -0.3, insetRight: -0.3}),
@@ -71,6 +72,69 @@ const Kit = (() => {
       label.append(`${title} `, select);
       holder.append(label);
     }
+  }
+
+  // ── Series: the colours of report.css; each further round of them has dashes and other symbols of its own ────────
+  const SYMBOLS = ["circle", "square", "triangle", "diamond2", "cross", "wye", "hexagon", "star"];
+  const DASHES = [null, "7 3", "2 2.5", "10 3 2 3"];
+  const COLOURS = 8;
+  const colour = (i) => `var(--series-${i % COLOURS})`;
+  const dash = (i) => DASHES[Math.floor(i / COLOURS) % DASHES.length];
+  const symbol = (i) => SYMBOLS[(i + Math.floor(i / COLOURS)) % SYMBOLS.length];
+
+  function key(i, dots = false) {
+    const marks = [Plot.line([[1, 7], [23, 7]], {stroke: colour(i), strokeWidth: 2, strokeDasharray: dash(i)})];
+    if (dots) marks.push(Plot.dot([[12, 7]], {r: 3.6, symbol: symbol(i), fill: colour(i), stroke: colour(i)}));
+    const svg = Plot.plot({width: 24, height: 14, margin: 0, axis: null, x: {type: "identity"}, y: {type: "identity"}, marks});
+    svg.setAttribute("aria-hidden", "true");
+    return svg;
+  }
+
+  // ── What the reader may choose of a chart, and the numbers behind it ───────────────────────────────────────────
+  const views = {}, tables = {};
+  const VIEWS = {
+    scale: ["Scale", [["log", "logarithmic"], ["linear", "linear"]]],
+    lines: ["Lines", [["each", "each run"], ["mean", "mean over seeds"]]],
+    smooth: ["Smoothing", [["1", "none"], ["5", "mean of 5 records"], ["15", "mean of 15 records"]]],
+    from: ["Frame", [["0", "all of training"], ["0.1", "after the first tenth"]]]
+  };
+
+  function view(name, start) {
+    views[name] ??= {...start};
+    controls(`${name}-view`, views[name], Object.keys(start).map((slot) => [VIEWS[slot][0], slot, VIEWS[slot][1]]), () => draw(name));
+    return views[name];
+  }
+
+  // Running means of `records` around each point of a line.
+  function smoothed(points, line, records) {
+    const half = (Number(records) - 1) / 2, lines = new Map();
+    if (!half) return points;
+    for (const p of points) lines.set(p[line], [...(lines.get(p[line]) ?? []), p]);
+    return [...lines.values()].flatMap((own) => own.map((p, i) => {
+      const near = own.slice(Math.max(0, i - half), i + half + 1);
+      return {...p, value: near.reduce((sum, q) => sum + q.value, 0) / near.length};
+    }));
+  }
+
+  // The y axis of points, logarithmic or linear; `also` are levels that lie inside, `more` is for the linear one.
+  function axis(points, label, log, also = [], more = {}) {
+    const values = finite([...points.map((p) => p.value), ...also]);
+    if (!log) return {label, grid: true, nice: true, ticks: 6, tickFormat: (x) => human(x), ...more};
+    const positive = values.filter((v) => v > 0);
+    if (!positive.length) positive.push(1);
+    const low = Math.min(...positive) / 1.15, high = 1.3 * Math.max(...positive);
+    return {type: "log", domain: [low, high], label, ticks: logTicks(low, high), tickFormat: (x) => human(x), grid: true, clamp: true};
+  }
+
+  // A logarithmic axis shows no zero: what is at or under `least` is drawn there.
+  const above = (points, log, least) => (log ? points.map((p) => ({...p, value: Math.max(least, p.value)})) : points);
+
+  const keep = (name, rows) => { tables[name] = rows; };
+
+  function csv(name) {
+    const rows = tables[name] ?? [], names = unique(rows.flatMap(Object.keys));
+    const cell = (x) => (x == null ? "" : /[",\n]/.test(String(x)) ? `"${String(x).replaceAll('"', '""')}"` : String(x));
+    return [names, ...rows.map((row) => names.map((n) => row[n]))].map((line) => line.map(cell).join(",")).join("\n") + "\n";
   }
 
   // ── Drawing ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -104,5 +168,5 @@ const Kit = (() => {
 
   const redraw = () => Object.keys(drawers).filter((name) => document.getElementById(`chart-${name}`)).forEach(draw);
 
-  return {data, human, finite, unique, ascending, logTicks, frame, controls, ramp, draw, redraw, start};
+  return {data, human, finite, unique, ascending, logTicks, frame, controls, ramp, draw, redraw, start, colour, dash, symbol, key, view, smoothed, axis, above, keep, csv};
 })();

@@ -1,4 +1,4 @@
-// What the page does besides charts: sort a table, copy a command, save a figure as SVG. Works without any of it.
+// What the page does besides charts: sort a table, copy a command, save a figure as SVG or PNG and its numbers as CSV. Works without any of it.
 (() => {
   "use strict";
 
@@ -108,12 +108,27 @@
     return new XMLSerializer().serializeToString(out);
   }
 
+  // Twice as many pixels as on the screen.
+  async function figurePng(svg) {
+    const image = new Image(), canvas = document.createElement("canvas");
+    image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
+    await image.decode();
+    [canvas.width, canvas.height] = [2 * image.width, 2 * image.height];
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    return new Promise((made) => canvas.toBlob(made, "image/png"));
+  }
+
+  const MAKERS = {
+    svg: async (button) => new Blob([figureSvg(button.closest("figure"))], {type: "image/svg+xml"}),
+    png: async (button) => figurePng(figureSvg(button.closest("figure"))),
+    csv: async (button) => new Blob([Kit.csv(button.dataset.save)], {type: "text/csv"})
+  };
   for (const button of document.querySelectorAll("button.save")) {
     button.hidden = false;
-    button.addEventListener("click", () => {
-      const link = document.createElement("a");
-      link.href = URL.createObjectURL(new Blob([figureSvg(button.closest("figure"))], {type: "image/svg+xml"}));
-      link.download = `qkeel-${button.dataset.save}.svg`;
+    button.addEventListener("click", async () => {
+      const {save, kind} = button.dataset, link = document.createElement("a");
+      link.href = URL.createObjectURL(await MAKERS[kind](button));
+      link.download = `qkeel-${save}.${kind}`;
       link.click();
       setTimeout(() => URL.revokeObjectURL(link.href), 10000);
     });

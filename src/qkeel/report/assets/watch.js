@@ -1,7 +1,7 @@
 // Draws the charts of a watched model from #report-data.
 (() => {
   "use strict";
-  const {human, finite, ascending, logTicks, frame, controls, ramp, redraw, start} = Kit;
+  const {human, finite, ascending, logTicks, frame, controls, ramp, redraw, start, colour, dash, key, view, smoothed, axis, above, keep} = Kit;
   let data = Kit.data();
   const FLOOR = 0.1; // a logarithmic axis cannot show a logit of 0
   const choice = {run: data.runs[0].name, map: "max_logit", more: null};
@@ -19,13 +19,18 @@
       x: "step", y: "value", ...more, title: text, fill: "var(--paper)", stroke: "var(--rule)", fontSize: 12, lineHeight: 1.25
     }));
 
-  function points(values, run, floor, more = {}) {
-    return run.step.map((step, i) => ({step, value: values[i], ...more}))
-      .filter((p) => p.value !== null && Number.isFinite(p.value)).map((p) => ({...p, value: Math.max(floor, p.value)}));
-  }
+  const points = (values, run, more = {}) => run.step.map((step, i) => ({step, value: values[i], ...more}))
+    .filter((p) => p.value !== null && Number.isFinite(p.value));
 
-  const byLayer = (run, name, floor = -Infinity, more = {}) =>
-    (run.lines[name] ?? []).flatMap((values, layer) => points(values, run, floor, {layer, ...more}));
+  const byLayer = (run, name, more = {}) => (run.lines[name] ?? []).flatMap((values, layer) => points(values, run, {layer, name, ...more}));
+
+  // Lines by layer as the reader chose to see them; the numbers as they were recorded are kept for the CSV.
+  function chosen(chart, start, run, layers, whole = [], least = -Infinity) {
+    const seen = view(chart, start), log = seen.scale === "log";
+    keep(chart, [...layers, ...whole].map((p) => ({run: run.name, layer: p.layer === undefined ? "whole model" : run.layers[p.layer], number: p.name ?? chart, step: p.step, value: p.value})));
+    const lines = layers.map((p) => ({...p, line: `${p.name} ${p.layer}`}));
+    return {log, layers: smoothed(above(lines, log, least), "line", seen.smooth), whole: smoothed(above(whole, log, least), "line", seen.smooth)};
+  }
 
   // A run of one sample has dots instead of lines.
   function layerLines(run, all, more = {}) {
@@ -38,7 +43,7 @@
   }
 
   const thick = (all) => Plot.line(all, {
-    x: "step", y: "value", stroke: "var(--ink)", strokeWidth: 2.2, strokeLinejoin: "round", ariaDescription: "whole model"
+    x: "step", y: "value", stroke: "var(--ink)", strokeWidth: 6, strokeOpacity: 0.16, strokeLinejoin: "round", ariaDescription: "whole model"
   });
 
   function depthLegend(name, run) {
@@ -63,15 +68,8 @@
     tickFormat: steps, ...(run.step.length === 1 ? {domain: [run.step[0] - 1, run.step[0] + 1]} : {})
   });
 
-  function logAxis(all, label, also = []) {
-    const values = [...all.map((p) => p.value), ...also].filter((v) => v > 0);
-    if (!values.length) values.push(1);
-    const low = Math.min(...values) / 1.15, high = 1.3 * Math.max(...values);
-    return {type: "log", domain: [low, high], label, ticks: logTicks(low, high), tickFormat: (x) => human(x), grid: true, clamp: true};
-  }
-
   const alarmLine = () => [
-    Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeDasharray: "5 4", strokeWidth: 1.2, ariaDescription: "alarm line"}),
+    Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeWidth: 1, ariaDescription: "alarm line"}),
     Plot.text([data.alarm], {
       y: (d) => d, text: (d) => `alarm ${human(d)}`, frameAnchor: "left", textAnchor: "start", dx: 4, dy: -7, fill: "var(--alarm)",
       stroke: "var(--paper)", strokeWidth: 3
@@ -84,35 +82,36 @@
   // ── The charts ─────────────────────────────────────────────────────────────────────────────────────────────────
   function runs(width) {
     const shown = data.runs.filter((run) => run.values.max_logit);
-    const all = shown.flatMap((run, i) => points(run.values.max_logit, run, FLOOR, {run: i}));
-    const holder = document.querySelector('[data-legend="runs"]');
-    holder.replaceChildren(...shown.map((run, i) => {
-      const key = document.createElement("span"), swatch = document.createElement("span"), name = document.createElement("span");
-      swatch.className = "swatch";
-      swatch.dataset.series = i % 8;
+    const seen = view("runs", {scale: "log", smooth: "1"}), log = seen.scale === "log";
+    const recorded = shown.flatMap((run, i) => points(run.values.max_logit, run, {run: i}));
+    const all = smoothed(above(recorded, log, FLOOR), "run", seen.smooth);
+    keep("runs", recorded.map((p) => ({run: shown[p.run].name, step: p.step, max_logit: p.value})));
+    document.querySelector('[data-legend="runs"]').replaceChildren(...shown.map((run, i) => {
+      const item = document.createElement("span"), name = document.createElement("span");
       name.className = "key-name";
       name.textContent = run.name;
-      key.className = "key";
-      key.append(swatch, name);
-      return key;
+      item.className = "key";
+      item.append(key(i), name);
+      return item;
     }));
     return frame("runs", width, tall(width), {
       marginLeft: 56, marginRight: 60, marginTop: 24, marginBottom: 36, color: {type: "identity"},
       x: {label: "step", ticks: Math.max(3, Math.floor(width / 110)), tickFormat: steps},
-      y: logAxis(all, "largest attention logit (nats)", [data.alarm]),
+      y: axis(all, "largest attention logit (nats)", log, [data.alarm]),
       marks: [
         ...alarmLine(),
-        Plot.line(all, {x: "step", y: "value", z: "run", stroke: (p) => `var(--series-${p.run % 8})`, strokeDasharray: null, strokeWidth: 1.8, ariaDescription: "runs"}),
-        Plot.dot(all, Plot.selectLast({x: "step", y: "value", z: "run", r: 3, fill: (p) => `var(--series-${p.run % 8})`})),
-        Plot.text(all, Plot.selectLast({x: "step", y: "value", z: "run", dx: 7, textAnchor: "start", fontWeight: 600, fill: (p) => `var(--series-${p.run % 8})`, text: (p) => human(p.value)})),
+        ...shown.map((run, i) => Plot.line(all.filter((p) => p.run === i), {x: "step", y: "value", stroke: colour(i), strokeDasharray: dash(i), strokeWidth: 1.8, ariaDescription: run.name})),
+        Plot.dot(all, Plot.selectLast({x: "step", y: "value", z: "run", r: 3, fill: (p) => colour(p.run)})),
+        Plot.text(all, Plot.selectLast({x: "step", y: "value", z: "run", dx: 7, textAnchor: "start", fontWeight: 600, fill: (p) => colour(p.run), text: (p) => human(p.value)})),
         tips(all, (p) => `${shown[p.run].name}\nstep ${steps(p.step)}: ${human(p.value)}`)
       ]
     });
   }
 
   function growth(width) {
-    const run = current(), layers = byLayer(run, "max_logit", FLOOR), whole = points(run.values.max_logit ?? [], run, FLOOR);
-    const evaluated = (run.eval.max_logit ?? []).map((value, i) => ({step: run.eval.step[i], value: Math.max(FLOOR, value)}));
+    const run = current();
+    const {log, layers, whole} = chosen("growth", {scale: "log", smooth: "1"}, run, byLayer(run, "max_logit"), points(run.values.max_logit ?? [], run), FLOOR);
+    const evaluated = above((run.eval.max_logit ?? []).map((value, i) => ({step: run.eval.step[i], value})), log, FLOOR);
     const near = (step) => whole.reduce((best, p) => (Math.abs(p.step - step) < Math.abs(best.step - step) ? p : best), whole[0]);
     const alarms = whole.length ? run.alarms.map((alarm) => ({...alarm, value: near(alarm.step).value})) : [];
     const room = width > 620, lead = run.leader;
@@ -121,11 +120,11 @@
     depthLegend("growth", run);
     return frame("growth", width, tall(width), {
       marginLeft: 56, marginRight: room ? 132 : 52, marginTop: 24, marginBottom: 36, color: {type: "identity"},
-      x: xAxis(width, run), y: logAxis([...layers, ...whole, ...evaluated], "largest attention logit (nats)", [data.alarm]),
+      x: xAxis(width, run), y: axis([...layers, ...whole, ...evaluated], "largest attention logit (nats)", log, [data.alarm]),
       marks: [
         ...alarmLine(),
-        ...layerLines(run, layers),
         thick(whole),
+        ...layerLines(run, layers),
         Plot.dot(evaluated, {x: "step", y: "value", r: 3, stroke: "var(--faint)", fill: "var(--paper)", ariaDescription: "evaluation mode"}),
         Plot.dot(alarms, {x: "step", y: "value", r: 4.5, fill: severity, stroke: "var(--paper)", strokeWidth: 1.5, ariaDescription: "alarms"}),
         Plot.ruleX(run.interventions, {x: "step", stroke: "var(--series-2)", strokeDasharray: "2 3", strokeWidth: 1.4, title: "text", ariaDescription: "interventions"}),
@@ -148,12 +147,12 @@
     controls("map", choice, [["Number", "map", names.map((name) => [name, name.replaceAll("_", " ")])]]);
     const cells = last.fields[choice.map].flatMap((row, layer) => row.map((value, head) => ({layer: run.layers[layer], head, value}))).filter((c) => c.value !== null);
     const values = cells.map((c) => c.value), low = Math.min(...values), high = Math.max(...values);
-    const log = low > 0 && high / low > 30;
-    const scale = {type: log ? "log" : "linear", domain: low < high ? [low, high] : [low, low + (Math.abs(low) || 1)], scheme: choice.map.includes("entropy") ? "viridis" : "magma", label: what(choice.map)};
+    keep("map", cells.map((c) => ({run: run.name, step: last.step, layer: c.layer, head: c.head, [choice.map]: c.value})));
+    const scale = {...mapScale(choice.map, low, high), label: what(choice.map)}, log = scale.type === "log";
     const heads = ascending(last.fields[choice.map].flatMap((row) => row.map((_, head) => head)));
     const rows = run.layers, left = Math.min(170, 14 + 6.5 * Math.max(...rows.map((name) => name.length)));
     const high1 = Math.max(8, Math.min(26, 640 / rows.length)), each = (width - left) / heads.length;
-    const place = (v) => (log ? Math.log(v / scale.domain[0]) / Math.log(scale.domain[1] / scale.domain[0]) : (v - scale.domain[0]) / (scale.domain[1] - scale.domain[0]));
+    const place = (v) => (scale.type === "diverging" ? 0.6 - Math.abs(v) / scale.domain[1] + 0.2 : log ? Math.log(v / scale.domain[0]) / Math.log(scale.domain[1] / scale.domain[0]) : (v - scale.domain[0]) / (scale.domain[1] - scale.domain[0]));
     ramp("map", scale);
     return frame("map", width, high1 * rows.length + 62, {
       marginLeft: left, marginRight: 4, marginTop: 8, marginBottom: 40, color: {...scale, label: undefined},
@@ -167,14 +166,26 @@
     });
   }
 
+  // Both signs: two colours from zero. Logits: up to the alarm line at least, so that a harmless run never looks hot.
+  function mapScale(name, low, high) {
+    if (low < 0 && high > 0) {
+      const most = Math.max(-low, high);
+      return {type: "diverging", scheme: "RdBu", reverse: true, domain: [-most, most]};
+    }
+    if (name === "max_logit" && low > 0) return {type: "log", domain: [Math.min(1, low), Math.max(data.alarm, high)], scheme: "magma"};
+    const ends = low < high ? [low, high] : [low, low + (Math.abs(low) || 1)];
+    return {type: low > 0 && high / low > 30 ? "log" : "linear", domain: ends, scheme: name.includes("entropy") ? "viridis" : "magma"};
+  }
+
   function entropy(width) {
-    const run = current(), layers = byLayer(run, "entropy"), whole = points(run.values.entropy ?? [], run, 0);
+    const run = current();
+    const {log, layers, whole} = chosen("entropy", {scale: "linear", smooth: "1"}, run, byLayer(run, "entropy"), points(run.values.entropy ?? [], run), 1e-3);
     depthLegend("entropy", run);
     return frame("entropy", width, tall(width) * 0.85, {
       marginLeft: 56, marginRight: 52, marginTop: 24, marginBottom: 36, color: {type: "identity"},
-      x: xAxis(width, run), y: {label: "attention entropy (nats)", grid: true, zero: true, ticks: 5},
+      x: xAxis(width, run), y: axis([...layers, ...whole], "attention entropy (nats)", log, [], {zero: true}),
       marks: [
-        Plot.ruleY([0], {stroke: "var(--rule)"}), ...layerLines(run, layers), thick(whole),
+        ...(log ? [] : [Plot.ruleY([0], {stroke: "var(--rule)"})]), thick(whole), ...layerLines(run, layers),
         Plot.text(whole, Plot.selectLast({x: "step", y: "value", dx: 7, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", text: (p) => human(p.value)})),
         tips([...layers, ...whole], layerTip(run))
       ]
@@ -184,14 +195,15 @@
   function norms(width) {
     const run = current(), wide = width > 640;
     const sides = ["query_norm", "key_norm"].filter((name) => run.lines[name]);
-    const all = sides.flatMap((name, i) => byLayer(run, name, -Infinity, {fx: wide ? i : 0, fy: wide ? 0 : i}));
+    const recorded = sides.flatMap((name, i) => byLayer(run, name, {fx: wide ? i : 0, fy: wide ? 0 : i}));
+    const {log, layers: all} = chosen("norms", {scale: "log", smooth: "1"}, run, recorded);
     const facet = {fx: "fx", fy: "fy"};
     depthLegend("norms", run);
     const height = wide ? tall(width) * 0.85 : 470;
     return frame("norms", width, height, {
       marginLeft: 56, marginRight: 16, marginTop: 40, marginBottom: 36, color: {type: "identity"},
       fx: {axis: null, paddingInner: 0.12, paddingOuter: 0}, fy: {axis: null, paddingInner: wide ? 0 : 0.2, paddingOuter: 0},
-      x: {...xAxis(wide ? width / 2 : width, run)}, y: logAxis(all, "mean length (L2)"),
+      x: {...xAxis(wide ? width / 2 : width, run)}, y: axis(all, "mean length (L2)", log),
       marks: [
         Plot.text(sides.map((name, i) => ({fx: wide ? i : 0, fy: wide ? 0 : i, text: name === "query_norm" ? "queries |q|" : "keys |k|"})), {...facet, text: "text", frameAnchor: "top-left", dy: -16, fontWeight: 600, fontSize: 12.5, fill: "var(--ink)"}),
         ...layerLines(run, all, facet),
@@ -210,6 +222,7 @@
     const ends = way.length > 1 ? [way[0], way[way.length - 1]] : [];
     const norms = [...dots, ...way].map((d) => d.step);
     if (!norms.length) return frame("angle", width, 40, {axis: null, marks: [Plot.text(["not measured in this run"], {frameAnchor: "left"})]});
+    keep("angle", dots.map((d) => ({run: run.name, layer: run.layers[d.layer], head: d.head, norm_product: d.step, cos_max: d.value, max_logit: d.logit})));
     const low = Math.min(...norms) / 1.2, high = Math.max(...norms) * 1.25;
     depthLegend("angle", run);
     return frame("angle", width, Math.max(300, tall(width)), {
@@ -234,24 +247,26 @@
     const run = current(), names = Object.keys(run.lines).filter((name) => !["max_logit", "entropy", "query_norm", "key_norm"].includes(name));
     if (!names.includes(choice.more)) choice.more = names[0];
     controls("more", choice, [["Number", "more", names.map((name) => [name, name.replaceAll("_", " ")])]]);
-    const all = byLayer(run, choice.more), values = all.map((p) => p.value);
-    const log = values.length && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 30;
+    const recorded = byLayer(run, choice.more), values = recorded.map((p) => p.value);
+    const wide = values.length && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 30;
+    const {log, layers: all} = chosen("more", {scale: wide ? "log" : "linear", smooth: "1"}, run, recorded);
     depthLegend("more", run);
     return frame("more", width, tall(width) * 0.85, {
       marginLeft: 56, marginRight: 16, marginTop: 24, marginBottom: 36, color: {type: "identity"},
-      x: xAxis(width, run), y: log ? logAxis(all, what(choice.more)) : {label: what(choice.more), grid: true, nice: true, ticks: 5},
+      x: xAxis(width, run), y: axis(all, what(choice.more), log && Math.min(...values) > 0),
       marks: [...layerLines(run, all), tips(all, layerTip(run))]
     });
   }
 
-  // The first tenth of training would squeeze the rest into a line, so the frame starts after it.
   function loss(width) {
-    const run = current(), all = points(run.values.train_loss ?? [], run, -Infinity), last = Math.max(...all.map((p) => p.step));
-    const held = points(run.values.val_loss ?? [], run, -Infinity);
-    const late = [...all, ...held].filter((p) => p.step >= 0.1 * last).map((p) => p.value);
+    const run = current(), seen = view("loss", {scale: "linear", smooth: "1", from: "0"}), log = seen.scale === "log";
+    const recorded = points(run.values.train_loss ?? [], run, {name: "train_loss"}), held = points(run.values.val_loss ?? [], run, {name: "val_loss"});
+    const all = smoothed(recorded, "name", seen.smooth), last = Math.max(...all.map((p) => p.step));
+    const late = [...all, ...held].filter((p) => p.step >= Number(seen.from) * last), values = finite(late.map((p) => p.value));
+    keep("loss", [...recorded, ...held].map((p) => ({run: run.name, number: p.name, step: p.step, loss: p.value})));
     return frame("loss", width, tall(width) * 0.8, {
       marginLeft: 56, marginRight: 52, marginTop: 24, marginBottom: 36,
-      x: xAxis(width, run), y: {label: "training loss", grid: true, nice: true, ticks: 5, ...(finite(late).length > 1 ? {domain: [Math.min(...late), Math.max(...late)]} : {})},
+      x: xAxis(width, run), y: axis(late, "training loss", log, [], values.length > 1 ? {domain: [Math.min(...values), Math.max(...values)]} : {}),
       marks: [
         run.step.length === 1 ? Plot.dot(all, {x: "step", y: "value", fill: "var(--series-1)"}) : Plot.line(all, {x: "step", y: "value", stroke: "var(--series-1)", strokeWidth: 1.5, clip: true, ariaDescription: "training loss"}),
         Plot.dot(held, {x: "step", y: "value", r: 2.2, fill: "var(--series-2)", clip: true, ariaDescription: "held out"}),

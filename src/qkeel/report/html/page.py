@@ -54,13 +54,19 @@ class Page:
     def _header(self) -> Markup:
         leads = [tag("p", {"class": "lead"}, self.mark(f.text)) for f in self.findings if f.kind == "lead"]
         rest = [f for f in self.findings if f.kind != "lead"]
+        both = " columns" if leads and rest else ""
         return tag(
             "header",
             {"data-live": "header"} if self.in_place else {},
             tag("p", {"class": "brand"}, "qkeel"),
             tag("h1", {}, self.title),
             tag("p", {"class": "meta"}, self.meta) if self.meta else "",
-            tag("div", {"class": "summary"}, tag("div", {}, *leads) if leads else "", finding_list(rest, self.mark)),
+            tag(
+                "div",
+                {"class": f"summary{both}"},
+                tag("div", {}, *leads) if leads else "",
+                finding_list(rest, self.mark),
+            ),
         )
 
     def _section(self, section: Section) -> Markup:
@@ -154,6 +160,9 @@ def _script(name: str) -> Markup:
     return Markup(f"<script>\n{_asset(name)}</script>")
 
 
+_SAVE: Mapping[str, str | None] = {"type": "button", "class": "save", "hidden": None}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chart:
     """One figure. `name` is what the script draws it by; `label` is read to those who cannot see it."""
@@ -165,14 +174,18 @@ class Chart:
 
     def figure(self, note: str = "") -> Markup:
         """Returns the figure, empty until the script fills it; `note` follows the caption."""
-        button = {"type": "button", "class": "save", "data-save": self.name, "hidden": None}
+        saves = [
+            tag("button", {**_SAVE, "data-save": self.name, "data-kind": kind, "title": title}, kind.upper())
+            for kind, title in (("svg", "The figure"), ("png", "The figure"), ("csv", "The numbers of the figure"))
+        ]
         title = tag("h3", {"id": f"{self.name}-title"}, self.title)
         frame = {"class": "chart", "id": f"chart-{self.name}", "data-chart": self.name, "data-label": self.label}
         return tag(
             "figure",
             {"class": "figure", "id": self.name, "aria-labelledby": f"{self.name}-title"},
-            tag("div", {"class": "figure-head"}, title, tag("button", button, "Download SVG")),
+            tag("div", {"class": "figure-head"}, title, tag("div", {"class": "saves"}, *saves)),
             choices(self.name),
+            choices(f"{self.name}-view"),
             tag("div", {"class": "legend", "data-legend": self.name}),
             tag("div", frame),
             tag("figcaption", {}, self.caption + note),

@@ -32,22 +32,22 @@ DRIFT = Chart(
     "drift",
     "Drift of the largest attention logit",
     "Largest attention logit over layers and heads, on a fixed held-out batch, at each logged step of the longer runs. "
-    "Logarithmic axis; the dashed line is the alarm line.",
+    "Logarithmic axis; the red line is the alarm line.",
     "Line chart: largest attention logit against step for the longer runs.",
 )
 LOSS = Chart(
     "loss",
     "Held-out loss against learning rate",
     "Lines join the means over seeds; dots are single seeds, bars their range. The flatter the line, the less the "
-    "learning rate matters. Remedies are drawn slightly apart, so that their dots do not hide each other. A hollow dot "
-    "marks a run whose attention collapsed.",
+    "learning rate matters. The dots of one learning rate stand side by side on its grey band, so that none hides "
+    "another. A hollow dot marks a run whose attention collapsed.",
     "Line chart: held-out loss against learning rate, one line per remedy.",
 )
 LOGITS = Chart(
     "logits",
     "Largest attention logit during training",
     "One panel per learning rate, one line per run (each seed its own), before the cap where a remedy has one. "
-    "Logarithmic axis, shared by the panels; the dashed line is the alarm line.",
+    "Logarithmic axis, shared by the panels; the red line is the alarm line.",
     "Line charts: largest attention logit against step, one panel per learning rate.",
 )
 ENTROPY = Chart(
@@ -68,14 +68,15 @@ TRAIN = Chart(
     "train",
     "Loss during training",
     "Loss of the training batch at each logged step (lines), and held-out loss where it was evaluated (dots). "
-    "The frame is fitted to what follows the first tenth of training.",
+    "As drawn first, lines are running means over the seeds of a remedy.",
     "Line charts: training loss against step, one panel per learning rate.",
 )
 HEADS = Chart(
     "heads",
     "Head by head",
-    "Each row is one head (layer·head), each column a logged step. All panels, and all choices, share one scale of "
-    f"colour. A model of more than {MAX_ROWS} heads shows the worst head of each layer instead.",
+    "Each row is one head: 1·3 is head 3 of layer 1. Each column is a logged step. All panels, and all choices, share "
+    "one scale of colour; black is its lower end, or less: a head whose largest logit is near zero or below it."
+    f" A model of more than {MAX_ROWS} heads shows the worst head of each layer instead.",
     "Heat maps: one row per head, one column per logged step.",
 )
 

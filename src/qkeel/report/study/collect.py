@@ -14,6 +14,7 @@ from qkeel.records import Heads, RunDirectory, RunStatus, read_json
 from qkeel.records.file_fields import check_parts
 from qkeel.records.regular_files import refuse_links, refuse_path
 from qkeel.records.rundir import note_checksums
+from qkeel.report.run_names import differences
 
 BASELINE = "none"
 
@@ -231,10 +232,13 @@ def _row(summary: Row, run: RunData) -> Row:
 
 
 def _distinct(runs: Sequence[RunData]) -> list[RunData]:
-    """Runs that share remedy, LR and seed, of unlike models for example, are labelled with their directory."""
-    for label in (lambda run: run.source, lambda run: run.run_id):
+    """Runs that share remedy, LR and seed are labelled by the settings in which they differ, else by directory."""
+    times = Counter(map(_cell, runs))
+    alike = [run for run in runs if times[_cell(run)] > 1]
+    said = dict(zip([run.path for run in alike], differences([run.config for run in alike])))
+    for label in (lambda run: said.get(run.path, ""), lambda run: run.source, lambda run: run.run_id):
         times = Counter(_cell(run) for run in runs)
-        runs = [_labelled(run, label(run)) if times[_cell(run)] > 1 else run for run in runs]
+        runs = [_labelled(run, name) if times[_cell(run)] > 1 and (name := label(run)) else run for run in runs]
     return list(runs)
 
 

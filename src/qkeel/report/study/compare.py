@@ -188,7 +188,7 @@ def stable_lrs(rows: Sequence[Row]) -> tuple[float, float] | None:
 
 
 def standings(study: StudyData) -> list[Standing]:
-    """Each remedy with a finished grid run, least sensitive to the LR first; those without a figure last."""
+    """Each remedy with a finished grid run: the largest LR without collapse first, then the least sensitive to it."""
     rows = study.rows()
     present = {row["remedy"] for row in rows}
     judged = gains(rows, study.remedies)
@@ -200,11 +200,12 @@ def standings(study: StudyData) -> list[Standing]:
     return sorted(lines, key=_rank)
 
 
-def _rank(line: Standing) -> tuple[float, float]:
+def _rank(line: Standing) -> tuple[float, float, float]:
     def last(value: float | None) -> float:
         return math.inf if value is None or math.isnan(value) else value
 
-    return last(line.sensitivity_clipped.mean if line.sensitivity_clipped else None), last(line.best_loss.mean)
+    clipped = last(line.sensitivity_clipped.mean if line.sensitivity_clipped else None)
+    return -(line.stable_lr or 0.0), clipped, last(line.best_loss.mean)
 
 
 def _standing(rows: Sequence[Row], remedy: str, lrs: Sequence[float], judged: Mapping[float, Gain]) -> Standing:

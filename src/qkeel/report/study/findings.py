@@ -13,6 +13,7 @@ from qkeel.report.html.formats import count, listing, loss, number, rate, signed
 from qkeel.report.html.page import Finding
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
 from qkeel.report.study.compare import MARGIN, Gain, collapses, gains, judge, losses, more_seeds, spread
+from qkeel.report.study.verdict import collapsed_at
 
 
 def findings(study: StudyData) -> list[Finding]:
@@ -186,14 +187,7 @@ def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Find
 
 
 def _collapse(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
-    fallen: dict[str, list[str]] = {}
-    for remedy in study.remedies:
-        for lr in study.lrs():
-            here = [row for row in rows if row["remedy"] == remedy and row["lr"] == lr]
-            bad = sum(row["collapsed"] for row in here)
-            if bad:
-                share = "" if bad == len(here) else f" ({bad} of {len(here)} seeds)"
-                fallen.setdefault(remedy, []).append(rate(lr) + share)
+    fallen = {remedy: lrs for remedy in study.remedies if (lrs := collapsed_at(rows, remedy))}
     test = f"mean entropy under {COLLAPSE_ENTROPY} nats, or no better than before training"
     if not fallen:
         return [Finding("note", f"No finished run collapsed ({test}).")]

@@ -51,6 +51,11 @@ def findings(study: StudyData) -> list[Finding]:
     if not found:
         return [Finding("caution", "No claim can be judged yet: too few of the runs have finished.")]
     held = [claim for claim in found if claim.held]
+    if all(len(claim.effect.values) < 2 for claim in found):
+        return [
+            Finding("lead", f"{_answer(study, found)}One seed: none of {count(len(found), 'claim')} is judged."),
+            *_cautions(study),
+        ]
     answer = _answer(study, found)
     text = f"Why do mixed modalities blow up? {answer}" if answer else ""
     tally = f"{len(held)} of {count(len(found), 'claim')} held, by intervals of 95 % for all at once (Holm)."
@@ -59,9 +64,6 @@ def findings(study: StudyData) -> list[Finding]:
 
 
 def _cautions(study: StudyData) -> Iterator[Finding]:
-    seeds = {run.seed for run in study.runs}
-    if len(seeds) == 1:
-        yield Finding("caution", "One seed: no interval, so no claim is judged.")
     left = sum(run.row is None for run in study.runs)
     if left:
         yield Finding("caution", f"{left} of {count(len(study.runs), 'run')} have no result; they are in no figure.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 
@@ -11,6 +12,7 @@ from qkeel.records import EXTRAPOLATION_COLUMNS, STEP_FIELDS, TABLE_COLUMNS, TAS
 from qkeel.report.html.formats import count, number
 from qkeel.report.html.markup import Markup, join, tag
 from qkeel.report.html.page import command_block, details, facts
+from qkeel.report.run_times import duration, written_times
 from qkeel.report.study.collect import RunData, StudyData
 from qkeel.report.study.compare import MARGIN
 from qkeel.report.study.tables import swatch
@@ -56,8 +58,10 @@ def provenance(study: StudyData) -> Markup:
     """Returns versions, machine, corpus, model, and the commands that make the page's runs again."""
     reads: list[tuple[str, Callable[[RunData], object]]] = [
         ("qkeel", lambda run: run.env.get("qkeel")),
+        ("Commit", lambda run: run.env.get("commit")),
         ("Python", lambda run: run.env.get("python")),
         ("torch", lambda run: run.env.get("torch")),
+        ("System", lambda run: run.env.get("system")),
         ("Processor", lambda run: run.env.get("cpu")),
         ("Compiled kernels", lambda run: run.env.get("compiled_kernels") and "yes"),
         ("Device", lambda run: " ".join(str(run.env[k]) for k in ("device", "dtype") if run.env.get(k))),
@@ -68,7 +72,9 @@ def provenance(study: StudyData) -> Markup:
         ("Optimizer", lambda run: _settings(run.config.get("optim"), leave=("lr",))),
         ("Steps", lambda run: f"{run.config['steps']:,}" if isinstance(run.config.get("steps"), int) else None),
     ]
-    found = {}
+    found: dict[str, str | list[str]] = dict(written_times(*(run.path for run in study.runs if run.row is not None)))
+    spent = sum(run.row["cpu_seconds"] for run in study.runs if run.row and math.isfinite(run.row["cpu_seconds"]))
+    found |= {"Processor time": duration(spent)} if spent else {}
     for name, read in reads:
         values = list(dict.fromkeys(str(value) for run in study.runs if (value := read(run))))
         if values:

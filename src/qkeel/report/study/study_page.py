@@ -13,6 +13,7 @@ from qkeel.report.study.charts import chart_data, charts, figures
 from qkeel.report.study.collect import StudyData
 from qkeel.report.study.findings import findings
 from qkeel.report.study.modality_table import by_modality
+from qkeel.report.study.verdict import verdict_table
 
 TITLES = {
     "extrapolation": "Length extrapolation",
@@ -50,6 +51,7 @@ def _sections(study: StudyData, present: Sequence[Chart]) -> list[Section]:
     choice = choices("part") if parts and present else ""
     return [
         Section("nothing", "Nothing to draw yet", Markup("") if present else _nothing(study)),
+        Section("verdict", "Verdict", Markup("") if parts else _verdict(study)),
         Section("charts", "Charts", join([choice, figures(study, present)])),
         Section(
             "modality", "By modality", by_modality(study) if modality_findings.is_multimodal(study) else Markup("")
@@ -130,7 +132,13 @@ def _meta(study: StudyData) -> str:
 def _part(part: StudyData) -> Markup:
     """One part of a study: its findings besides the lead, and its ranking."""
     mine = [f for f in _read(part) if f.kind != "lead"]
-    return join([finding_list(mine, lambda text: _named(text, part.remedies)), _ranking(part)])
+    return join([_verdict(part), finding_list(mine, lambda text: _named(text, part.remedies)), _ranking(part)])
+
+
+def _verdict(study: StudyData) -> Markup:
+    """The answer before every chart; studies of other questions than remedies have answers of their own."""
+    other = length_findings.is_long(study) or modality_findings.is_multimodal(study) or study.name == "chaos"
+    return Markup("") if other else verdict_table(study)
 
 
 def _ranking(study: StudyData) -> Markup:
@@ -138,7 +146,7 @@ def _ranking(study: StudyData) -> Markup:
         return Markup("") if study.parts() else length_findings.comparison(study)
     table = tables.ranking(study)
     text = (
-        "The table is sorted by LR sensitivity, clipped; press a heading to sort by it. "
+        "Sorted by the largest LR without collapse, then by LR sensitivity; press a heading to sort by it. "
         f"Losses and gains are in {study.loss_unit()}, means over seeds. Below gains and LR sensitivity stands the "
         "95 % interval; grey gains are equal, undecided, or of a remedy that collapsed."
     )

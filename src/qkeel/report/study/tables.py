@@ -18,7 +18,13 @@ SERIES = 8  # colours in assets/report.css
 def swatch(study: StudyData, remedy: str) -> Markup:
     """Returns the remedy's name next to its colour, the same on the whole page."""
     index = study.remedies.index(remedy)
-    return join([tag("span", {"class": "swatch", "data-series": str(index % SERIES), "aria-hidden": "true"}), remedy])
+    attributes = {
+        "class": "swatch",
+        "data-series": str(index % SERIES),
+        "data-round": str(index // SERIES),
+        "aria-hidden": "true",
+    }
+    return join([tag("span", attributes), remedy])
 
 
 def ranking(study: StudyData) -> Markup:
@@ -27,17 +33,18 @@ def ranking(study: StudyData) -> Markup:
     if not lines:
         return Markup()
     several = len(study.lrs()) > 1
+    clips = any(line.sensitivity != line.sensitivity_clipped for line in lines)
     gain_lrs = study.lrs() if any(line.gains for line in lines) else []
     head = columns("Remedy", kind="text")
-    head += columns("LR sensitivity", "… clipped at initial loss") if several else []
+    head += columns("LR sensitivity", *["… clipped at initial loss"] * clips) if several else []
     head += columns("Best held-out loss", *(f"Gain at LR\u00a0{rate(lr)}" for lr in gain_lrs))
     head += columns("Largest logit", "Alarm step", "Largest LR without collapse", "CPU, ×\u00a0none")
-    body = [_line(study, line, gain_lrs, several) for line in lines]
+    body = [_line(study, line, gain_lrs, several + several * clips) for line in lines]
     return table("Ranking of the remedies", head, body, sortable=True)
 
 
-def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], several: bool) -> Markup:
-    cells = [_loss(line.sensitivity), _loss(line.sensitivity_clipped)] if several else []
+def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], sensitivities: int) -> Markup:
+    cells = [_loss(line.sensitivity), _loss(line.sensitivity_clipped)][:sensitivities]
     best = f"at LR {rate(line.best_lr)}{', collapsed' if line.collapsed else ''}"
     cells.append(cell(loss(line.best_loss.mean), line.best_loss.mean, best))
     cells += [_gain(line.gains.get(lr), line.remedy) for lr in gain_lrs]

@@ -17,13 +17,13 @@ from qkeel.report.watch.watched_run import Watched, overall
 RUNS = Chart(
     "runs",
     "The runs side by side",
-    "The largest attention logit of each run. Logarithmic axis; the dashed line is the alarm line.",
+    "The largest attention logit of each run. Logarithmic axis; the red line is the alarm line.",
     "Line chart: largest attention logit against step, one line per run.",
 )
 GROWTH = Chart(
     "growth",
     "Largest attention logit",
-    "Thin lines: the largest logit of each layer, coloured by depth. Thick line: the largest of the model, with the "
+    "Thin lines: the largest logit of each layer, coloured by depth. Pale band: the largest of the model, with the "
     "head that leads now. Logarithmic axis; logits under 0.1 are drawn at its lower end. Dots are alarms, hollow dots "
     "are samples in evaluation mode; vertical lines are what an autopilot did, with its reasons under the pointer.",
     "Line chart: largest attention logit against step, one line per layer.",
@@ -31,14 +31,15 @@ GROWTH = Chart(
 MAP = Chart(
     "map",
     "Head by head, last sample",
-    "Each cell is one head. Empty cells were not measured, or the layer has fewer heads.",
+    "Each cell is one head. Empty cells were not measured, or the layer has fewer heads. "
+    "Where values have both signs, white is zero.",
     "Heat map: one row per layer, one column per head.",
 )
 ENTROPY = Chart(
     "entropy",
     "Attention entropy",
-    "Mean over query rows and heads. Zero means that attention has collapsed: every row attends to a single key. Thick "
-    "line: the mean of the model.",
+    "Mean over query rows and heads. Zero means that attention has collapsed: every row attends to a single key. Pale "
+    "band: the mean of the model.",
     "Line chart: attention entropy against step, one line per layer.",
 )
 NORMS = Chart(
@@ -57,8 +58,7 @@ ANGLE = Chart(
 LOSS = Chart(
     "loss",
     "Training loss",
-    "The loss of the training batch, as the training loop reported it. The frame is fitted to what follows the first "
-    "tenth of training.",
+    "The loss of the training batch, as the training loop reported it.",
     "Line chart: training loss against step.",
 )
 MORE = Chart(

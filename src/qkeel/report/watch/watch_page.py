@@ -12,6 +12,9 @@ from qkeel.records import fold_heads, head_field
 from qkeel.report.html.formats import count, listing, number
 from qkeel.report.html.markup import NOTHING, Markup, cell, columns, join, measured, table, table_row, tag, words
 from qkeel.report.html.page import Chart, Page, Section, choices, command_block, details, empty_note, facts
+from qkeel.report.run_times import written_times
+from qkeel.report.study.collect import StudyData
+from qkeel.report.study.verdict import advice
 from qkeel.report.watch.watch_charts import RUNS, chart_data, charts
 from qkeel.report.watch.watch_classes import class_tables
 from qkeel.report.watch.watch_findings import findings, movement, place
@@ -31,8 +34,8 @@ COLUMNS = {
 _FOLDS = {"max": "the largest head", "min": "the smallest head", "mean": "the mean over heads"}
 
 
-def watch_page(runs: Sequence[Watched]) -> Page:
-    """Returns the page about watched runs."""
+def watch_page(runs: Sequence[Watched], study: StudyData | None = None) -> Page:
+    """Returns the page about watched runs, with what a study says of the remedies if one is given."""
     present = charts(runs)
     empty = Markup("") if present else empty_note("Nothing is recorded yet: no forward pass in training mode was seen.")
     return Page(
@@ -42,6 +45,7 @@ def watch_page(runs: Sequence[Watched]) -> Page:
         sections=[
             Section("nothing", "Nothing to draw yet", empty),
             Section("alarms", "Alarms", _alarms(runs)),
+            Section("advice", "What a study says of the remedies", Markup("") if study is None else advice(study)),
             Section("interventions", "What the autopilot did", _interventions(runs)),
             Section("charts", "Charts", _charts(runs, present)),
             Section("compared", "The runs", _compared(runs)),
@@ -188,9 +192,15 @@ def _facts(runs: Sequence[Watched]) -> Markup:
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         versions = run.env.get("versions")
+        times = written_times(run.path)
         recorded = {k: v for k, v in run.about.items() if k not in ("kind", "sites", "missed", "fields")}
         recorded |= versions if isinstance(versions, dict) else {}
-        for name, value in {**recorded, "command": run.env.get("command"), "directory": str(run.path)}.items():
+        for name, value in {
+            **recorded,
+            **times,
+            **{name: run.env.get(name) for name in ("system", "commit", "command")},
+            "directory": str(run.path),
+        }.items():
             if value is not None and value != "":
                 found.setdefault(name.replace("_", " "), {})[_word(value)] = None
     return join([facts({name: list(values) for name, values in found.items()}), *(_sites(run) for run in runs)])

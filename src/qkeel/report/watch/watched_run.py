@@ -12,6 +12,7 @@ import numpy as np
 from qkeel.metrics import Row, growth_exponent
 from qkeel.records import Heads, RunDirectory, RunStatus, fold_heads
 from qkeel.records.rundir import note_checksums
+from qkeel.report.run_names import differences
 
 KIND = "watch"
 INTERVENTIONS = ("autopilot", "decision", "refused", "effect")
@@ -99,13 +100,15 @@ def is_watched(path: Path) -> bool:
 
 
 def read_watched(paths: Sequence[Path]) -> list[Watched]:
-    """Reads the runs; those of one name are called by their path.
+    """Reads the runs; those of one name are called by their path, and several also by what differs.
 
     Raises: RunDirectoryError if a file is damaged.
     """
     runs = [_read(path) for path in paths]
     times = Counter(run.name for run in runs)
-    return [dataclasses.replace(run, name=str(run.path)) if times[run.name] > 1 else run for run in runs]
+    apart = differences([{**run.about, **run.env} for run in runs]) if len(runs) > 1 else [""]
+    names = [str(run.path) if times[run.name] > 1 else run.name for run in runs]
+    return [dataclasses.replace(r, name=f"{n} ({d})" if d else n) for r, n, d in zip(runs, names, apart, strict=True)]
 
 
 def _read(path: Path) -> Watched:

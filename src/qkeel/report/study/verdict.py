@@ -1,0 +1,103 @@
+"""The verdict of a study as a table: each remedy's gain with its interval, largest logit, where it collapsed, cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from qkeel.errors import RunDirectoryError
+from qkeel.metrics import Row
+from qkeel.report.html.formats import count, listing, number, rate, signed
+from qkeel.report.html.markup import NOTHING, Markup, cell, columns, join, table, table_row, tag
+from qkeel.report.html.page import command_block, note
+from qkeel.report.study.collect import BASELINE, StudyData
+from qkeel.report.study.compare import Gain, Standing, standings
+from qkeel.report.study.tables import swatch
+
+_SAID = {"better": "better", "worse": "worse", "equal": "equal", "undecided": "undecided"}
+
+
+def verdict_table(study: StudyData) -> Markup:
+    """Returns one line per remedy, those that never collapsed first, the largest gain first among them; "" of one.
+
+    >>> verdict_table(StudyData(name="", command="", remedies=(), runs=()))
+    ''
+    """
+    lines, rows = standings(study), study.rows()
+    if len(lines) < 2:
+        return Markup("")
+    fallen = {line.remedy: collapsed_at(rows, line.remedy) for line in lines}
+    lines.sort(key=lambda line: (line.remedy == BASELINE, len(fallen[line.remedy]), -_shown(line)[1]))
+    head = [*columns("Remedy", f"Against {BASELINE}", kind="text"), *columns("Gain", "Largest logit", "Collapsed at")]
+    head += columns("Cost: CPU, ×\u00a0none")
+    return table("Verdict", head, [_line(study, line, fallen[line.remedy]) for line in lines], sortable=True)
+
+
+def advice(study: StudyData) -> Markup:
+    """Returns the verdict of a study for the page of a watched model: its table, and the line of what gained most.
+
+    Raises: RunDirectoryError if the study compares no remedies.
+    """
+    verdict = verdict_table(study)
+    if not verdict:
+        raise RunDirectoryError(
+            f"{study.name or study.runs[0].path} compares no remedies: expected a study with runs of several, such as "
+            "`qkeel study lr` writes. Leave it out, or make a page of its own."
+        )
+    rows = study.rows()
+    shown = [gain for line in standings(study) for gain in line.gains.values() if gain.praised]
+    best = max(shown, key=lambda gain: (not collapsed_at(rows, gain.remedy), gain.mean), default=None)
+    text = f"From {study.name or 'runs of the lab'}, {count(len(study.rows()), 'run')} of a small model: "
+    if best is None:
+        return join([note(f"{text}no remedy is shown to be better than {BASELINE}."), verdict])
+    text += f"{best.remedy} gains most, {signed(best.mean)} {study.loss_unit()} at LR {rate(best.lr)} ({best.over()})."
+    line = command_block(f'qkeel.apply("{best.remedy}", model, optimizer, example=batch)')
+    return join([note(text), tag("div", {"class": "remedy-line"}, line), verdict])
+
+
+def collapsed_at(rows: Sequence[Row], remedy: str) -> list[str]:
+    """Returns the learning rates at which attention collapsed with a remedy; in brackets, with how many of the seeds
+    unless with all."""
+    found = []
+    for lr in sorted({row["lr"] for row in rows}):
+        here = [row["collapsed"] for row in rows if row["remedy"] == remedy and row["lr"] == lr]
+        if any(here):
+            found.append(rate(lr) + ("" if all(here) else f" ({sum(here)} of {len(here)} seeds)"))
+    return found
+
+
+def _line(study: StudyData, line: Standing, fallen: Sequence[str]) -> Markup:
+    gain, mean = _shown(line)
+    shown = NOTHING if gain is None else cell(signed(mean), mean, f"at LR {rate(gain.lr)}: {gain.over()}", _faint(gain))
+    return table_row(
+        swatch(study, line.remedy),
+        tag("td", {"class": "text wide"}, _words(line)),
+        cell("", -math.inf) if line.remedy == BASELINE else shown,
+        cell(number(line.max_logit), line.max_logit),
+        cell(f"LR {listing(fallen)}" if fallen else "never", len(fallen)),
+        NOTHING if line.cpu_ratio is None else cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio),
+    )
+
+
+def _shown(line: Standing) -> tuple[Gain | None, float]:
+    """The gain that stands for a remedy: of the highest rate at which its attention works, and its mean."""
+    works = [gain for gain in line.gains.values() if not gain.collapsed and math.isfinite(gain.mean)]
+    best = max(works, key=lambda gain: gain.lr, default=None)
+    return best, -math.inf if best is None else best.mean
+
+
+def _faint(gain: Gain) -> str:
+    return "faint" if gain.verdict in ("equal", "undecided") else ""
+
+
+def _words(line: Standing) -> str:
+    """The verdicts by rate; where attention collapsed nothing is said of the loss."""
+    if line.remedy == BASELINE:
+        return "the baseline"
+    at = {
+        said: [rate(lr) for lr, gain in sorted(line.gains.items()) if not gain.collapsed and gain.verdict == verdict]
+        for verdict, said in _SAID.items()
+    }
+    parts = [f"{said} at LR {listing(lrs)}" for said, lrs in at.items() if lrs]
+    parts += ["collapsed elsewhere"] if parts and any(gain.collapsed for gain in line.gains.values()) else []
+    return "; ".join(parts) or ("collapsed wherever it was tried" if line.gains else "not compared: no seed has both")
