@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from claims..py import CORPUS
-
 from qkeel.errors import DataError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab.data.corpus import load
