@@ -12,7 +12,7 @@ OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md
 PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_made", "_build"} & set(page.parts))
 # Results and the notebook: written by programs, or dated.
 EVIDENCE = {"LOG", "zoo", "foreign", "compatibility", "claims", "processes", "gpu"}
-EVIDENCE |= {"autopilot", "autopilot-tutorial", "drift-law", "recommend"}
+EVIDENCE |= {"autopilot", "autopilot-results", "autopilot-tutorial", "drift-law", "recommend"}
 
 
 def is_evidence(page: Path) -> bool:
@@ -57,7 +57,7 @@ def sentences(page: Path) -> list[list[str]]:
 
 
 WORD = r"(?<![\w.\-/@])[A-Za-z][a-z]{2,}(?:[’'](?:s|t))?(?![\w@]|\.\w|[(/=])"
-NO_WORDS = r"\]\([^)]*\)|https?://\S+|`[^`\n]*`|\$[^$]*\$"  # targets, addresses, code, formulas
+NO_WORDS = r"\]\([^)]*\)|<[^>\n]*>|https?://\S+|`[^`\n]*`|\$[^$]*\$"  # targets, tags, addresses, code, formulas
 
 
 def words(page: Path) -> set[str]:

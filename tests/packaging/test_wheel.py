@@ -63,7 +63,7 @@ def test_one_version_everywhere() -> None:
 
 
 DISTRIBUTIONS = {"PIL": "pillow", "mlflow": "mlflow_skinny"}  # where the package that is imported has another name
-BROUGHT = {"triton", "_typeshed"}  # by torch; a stub for types
+BROUGHT = {"triton", "_typeshed", "IPython"}  # by torch; a stub for types; there in every notebook
 OURS = {"dev", "docs", "fuzz", "bench"}  # extras for work on qkeel itself
 
 
