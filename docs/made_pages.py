@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 MADE = HERE / "_made"
 PART = 40_000  # characters of the laboratory notebook on one page: about 110 kB of HTML
 
-RESULTS = ("results/", "drift-", "recommend", "autopilot-results")  # pages of results, which programs write
+RESULTS = ("results/", "recommend", "autopilot-results")  # pages of results, which programs write
 
 # What to do next, for pages that programs write and for those on results. Every other page says it in its last line.
 NEXT = {

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from claims.studies import CORPORA
+
 from qkeel.errors import DataError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab.data.corpus import load
@@ -21,8 +23,6 @@ from qkeel.lab.studies import edge_of_chaos, find_study, size_transfer
 from qkeel.lab.training.environment import computed_with
 from qkeel.records import read_json
 
-# SHA-256 of the text that all runs read: the standard library of CPython 3.11.7, as lab.data.corpus cuts it.
-CORPUS = "1233677bc7b342c4ce0cad4736fe6d15c55cc2615e07e3a0c54b1a9f59e6a4ad"
 Row = dict[str, Any]
 COLUMNS = ("val_loss", "init_loss", "max_abs_logit", "end_entropy", "collapsed", "cpu_seconds")
 # Parametrisation and number of layers -> widths. µP is the standard parametrisation at width 64.
@@ -161,7 +161,7 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is left of one study."""
     options = asked(sys.argv[1:] if arguments is None else arguments)
-    if load(RunConfig().data).sha256 != CORPUS:
+    if load(RunConfig().data).sha256 != CORPORA["stdlib"]:
         raise DataError("the predictions are of the text of the claims, see docs/claims.md; this is another one")
     print(json.dumps(computed_with(dataclasses.replace(RunConfig(), device="cpu"))))
     grid = find_study(options.study).grid

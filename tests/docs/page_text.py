@@ -12,7 +12,7 @@ OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md
 PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_made", "_build"} & set(page.parts))
 # Results and the notebook: written by programs, or dated.
 EVIDENCE = {"LOG", "zoo", "foreign", "compatibility", "claims", "processes", "gpu"}
-EVIDENCE |= {"autopilot", "autopilot-results", "autopilot-tutorial", "drift-law", "recommend"}
+EVIDENCE |= {"autopilot", "autopilot-results", "autopilot-tutorial", "recommend"}
 
 
 def is_evidence(page: Path) -> bool:

@@ -10,7 +10,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.records import read_json
 
-EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m benchmarks.drift_law`
+EVIDENCE = Path(__file__).with_name("evidence.json")  # written by `python -m predictions.drift_law`
 # Settings that decide nothing of what is learned, or nothing but for settings that were not measured either.
 _NO_MATTER = ("seed", "remedy", "device", "compile", "threads", "nudge", "accumulate", "log_every", "eval_every")
 _NO_MATTER += ("eval_sequences", "probe_sequences", "checkpoint_every", "model.n_heads", "model.base_width")

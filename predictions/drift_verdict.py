@@ -1,6 +1,6 @@
 """The frozen law of logit growth, judged on runs that it was not fitted on.
 
-    python -m benchmarks.drift_verdict    writes the tables and pictures of docs/drift-law.md
+    python -m predictions.drift_verdict    writes the tables and pictures of docs/results/drift-law.md
 
 Until drift-test.csv is there, the page has the prediction alone. What refutes the law: its intervals cover less than
 85 % of the held-out runs, or its error is not shown to be smaller than that of both rivals.
@@ -14,18 +14,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-
 from benchmarks.charts import COLOURS, Axes, picture, span
-from benchmarks.drift_law import FIT, TEST, Points, Row, gains, read_rows, recipe, size_of
+
+from predictions.drift_law import FIT, TEST, Points, Row, gains, read_rows, recipe, size_of
 from qkeel.lab.advice.law import Expected, expected_logit, predict, summed_rates
 from qkeel.lab.advice.measured import evidence
 from qkeel.lab.config import RunConfig
 from qkeel.lab.studies import find_study
 from qkeel.metrics import PairedEffect, paired_effect
 
-PAGE = Path(__file__).parents[1] / "docs" / "drift-law.md"
-PICTURE = PAGE.parent / "images" / "drift-law.svg"
-BEGIN, END = "<!-- written by benchmarks.drift_verdict: {} -->", "<!-- end of {} -->"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "drift-law.md"
+PICTURE = PAGE.parents[1] / "images" / "drift-law.svg"
+BEGIN, END = "<!-- written by predictions.drift_verdict: {} -->", "<!-- end of {} -->"
 RIVALS = ("power law", "Wortsman's quadratic")
 COVERED = 0.85  # the least share of held-out runs that intervals are to cover
 Cells = dict[tuple[object, ...], list[Row]]

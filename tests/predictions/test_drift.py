@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from benchmarks import drift, drift_law, drift_verdict
+from predictions import drift, drift_law, drift_verdict
 
 from qkeel.lab.advice.measured import EVIDENCE
 from qkeel.lab.config import ModelConfig, RunConfig
@@ -20,7 +20,7 @@ def fitted() -> list[drift_law.Row]:
 
 def test_the_table_of_the_package_follows_from_the_fitting_grid(fitted: list[drift_law.Row]) -> None:
     made, carried = drift_law.frozen(fitted), read_json(EVIDENCE)
-    assert made["law"]["form"] == carried["law"]["form"], "run python -m benchmarks.drift_law"
+    assert made["law"]["form"] == carried["law"]["form"], "run python -m predictions.drift_law"
     alike(made, carried)
 
 
@@ -40,7 +40,7 @@ def alike(made: object, carried: object) -> None:
 
 def test_the_page_says_what_the_tables_say() -> None:
     text = drift_verdict.PAGE.read_text(encoding="utf-8")
-    assert drift_verdict.page(text) == text, "run python -m benchmarks.drift_verdict"
+    assert drift_verdict.page(text) == text, "run python -m predictions.drift_verdict"
 
 
 def test_no_run_of_the_test_was_fitted_on(fitted: list[drift_law.Row]) -> None:

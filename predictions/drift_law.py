@@ -1,9 +1,9 @@
 """The law of logit growth: chosen and fitted on the fitting grid, frozen, and tested on sizes that it never saw.
 
-    python -m benchmarks.drift_law    from drift-fit.csv: writes the table that the package carries
+    python -m predictions.drift_law    from drift-fit.csv: writes the table that the package carries
 
 The form is chosen by the error on the largest width and depth, which are left out in turn: that is what the test asks
-of it. Nothing here reads the table of the test; `benchmarks.drift_test` does.
+of it. Nothing here reads the table of the test; `predictions.drift_verdict` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
 from qkeel.metrics import paired_effect
 from qkeel.records import read_json
 
-HERE = Path(__file__).parent / "results"
+HERE = Path(__file__).parents[1] / "benchmarks" / "results"
 COST_TABLE = HERE / "cpu-2026-11-21.json"
 FIT, TEST = HERE / "drift-fit.csv", HERE / "drift-test.csv"
 LEVEL = 0.9  # of the intervals; at least 0.85 is to be measured on runs that were not fitted on
