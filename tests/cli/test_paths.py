@@ -36,7 +36,10 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
     "config": {"recipe": ("config --recipe {}", False)},
     "report": {"runs": ("report {} -o page.html", False), "output": ("report study -o {}", True)},
     "merge": {"parts": ("merge study {} --out s", False), "out": ("merge study --out {}", True)},
-    "study drift": {"recipe": ("study drift --recipe {} --data topics --out s --dry-run", False)},
+    **{
+        f"study {name}": {"recipe": (f"study {name} --recipe {{}} --data topics --out s --dry-run", False)}
+        for name in ("drift", "edge", "transfer")
+    },
     "recommend": {"source": ("recommend {}", False)},
     "replay": {"run": ("replay {}", False)},
     "scan": {"checkpoint": ("scan {}", False)},
@@ -72,7 +75,7 @@ PATHS: dict[str, dict[str, tuple[str, bool]]] = {
 }
 # Other studies are made as the first is, other readers read as the second.
 QUICK = ("study lr", "report", "watch", "merge")
-NO_PATHS = ("explain", "presets", "remedies", "bench")
+NO_PATHS = ("explain", "presets", "remedies", "bench", "completion")
 
 
 SCRIPT = """

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import random
 import shutil
 import sys
@@ -147,6 +148,7 @@ def lay_out(files: Files, place: Path) -> Path:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+            os.utime(path, (0, 0))  # pages say when files were written
     return place / "out"
 
 

@@ -45,8 +45,10 @@ def test_an_example_on_another_device_is_refused_before_anything_runs() -> None:
         InvalidValueError, match=r"on the model's device, cpu; got a tensor of shape \(1, 3, 16\) on meta.*to\('cpu'\)"
     ):
         find_sites(model, torch.ones(1, 3, 16, device="meta"))
-    with pytest.raises(InvalidValueError, match=r"on the model's device, meta; got .* on cpu"):
-        find_sites(Plain().to("meta"), {"x": [torch.ones(1, 3, 16)]})
+    nested = {"x": [torch.ones(1, 3, 16, device="meta")]}
+    for wrong in (model, Plain().to("meta")):  # the second is searched in a copy on the CPU
+        with pytest.raises(InvalidValueError, match=r"on the model's device, cpu; got .* on meta"):
+            find_sites(wrong, nested)
     assert ran == []
 
 

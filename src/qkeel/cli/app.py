@@ -44,7 +44,7 @@ def _example(command: str) -> str:
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
-    """Print the script that completes commands and options in a shell.
+    """Print the script that completes commands and options in bash, zsh or fish.
 
     For bash: `qkeel completion bash > ~/.local/share/bash-completion/completions/qkeel`; for zsh a file `_qkeel` in a
     folder of $fpath; for fish ~/.config/fish/completions/qkeel.fish. A new shell knows it.

@@ -1,4 +1,4 @@
-"""The times at which runs were written, from their files; a copy of a directory may have other ones."""
+"""The times at which the files of runs were written, which those of a copied directory may be of the copy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ def duration(seconds: float) -> str:
 
 
 def written_times(*runs: Path) -> dict[str, str]:
-    """Returns when the first of the runs was begun, the last one was written to, and the time between; {} of none."""
-    begun, ended = [], []
-    for run in runs:
-        times = [file.stat().st_mtime for name in ("config.json", "metrics.jsonl") if (file := run / name).exists()]
-        begun += times[:1]
-        ended += times
-    if not begun:
+    """Returns when the first and the last file of the runs was written, and the time between; {} of none."""
+    files = [file for run in runs for name in ("config.json", "metrics.jsonl") if (file := run / name).exists()]
+    if not files:
         return {}
-    first, last = min(begun), max(ended)
-    said = [time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (first, last)]
-    return {"Date": f"{said[0]} to {said[1]}" if said[0] != said[1] else said[0], "Duration": duration(last - first)}
+    times = [file.stat().st_mtime for file in files]
+    said = [time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (min(times), max(times))]
+    if said[0] == said[1]:
+        return {"Files written": said[0]}
+    return {"Files written": f"{said[0]} to {said[1]}, in {duration(max(times) - min(times))}"}
