@@ -12,6 +12,7 @@ from pathlib import Path
 
 import benchmarks
 import pytest
+from tests.quick import quick
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 # What has no benchmark of its own to run, and why.
@@ -23,11 +24,14 @@ NOT_RUN = {
     "autopilot_page": "writes a page of committed results; a test compares, test_autopilot_page.py",
     "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }
+SLOW = {"retrofit", "autopilot", "transformers_attention", "theory"}  # more than three seconds, at toy size
 NEEDS_A_COMPILER = {"native", "attention", "decode", "modules", "transformers_attention"}
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in NOT_RUN])
+@pytest.mark.parametrize(
+    "name", quick([name for name in MODULES if name not in NOT_RUN], lambda name: name not in SLOW)
+)
 @pytest.mark.filterwarnings("ignore")  # what peers and torch warn of is not looked at here
 def test_a_benchmark_runs_at_toy_size(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -36,7 +36,7 @@ def test_a_mask_hides_whatever_its_number_and_a_bias_under_it_changes_nothing(lo
         assert torch.equal(hides(given), expected)
 
 
-@pytest.mark.parametrize("tokens", [2, 7, 4096])
+@pytest.mark.parametrize("tokens", [2, 7, pytest.param(4096, marks=pytest.mark.slow)])
 def test_a_bias_that_falls_with_the_distance_hides_nothing(tokens: int) -> None:
     for heads in (1, 4, 8, 32):
         # Down to -4000 · 0.84, a number at which every weight is 0.

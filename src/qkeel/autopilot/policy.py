@@ -32,7 +32,7 @@ class Records:
 
     @property
     def in_force(self) -> Held:
-        """By (remedy, site): the action and its heads."""
+        """The action and its heads, by remedy and site."""
         return in_force(self.decisions, self.refused)
 
     def refuses(self, action: Action, site: str | None) -> str:
