@@ -219,8 +219,8 @@ class Tap(Handle):
         elif not self.active:
             return
         elif isinstance(look, BracketMode):
-            if look.bound is not None:
-                self.visitor.bracket(look.bound)
+            if (bound := look.bound) is not None:
+                self.visitor.bracket(bound)
         elif look.error is not None:
             raise look.error
         else:
