@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Tests start a hundred processes that import qkeel: compiled modules are kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 CASES ?= 10000
 SEED ?= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -40,10 +41,19 @@ def _same_start() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    gc.disable()
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # extensions count at the end what was not taken down
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile what the tests will want, before one of them waits for it under its own time limit."""
+    # What was imported and collected stays: to search it for rubbish again and again is a tenth of the suite's time.
+    gc.freeze()
+    gc.enable()
     wanted = os.environ["QKEEL_NATIVE"] != "0" or any("native" in item.path.parts for item in session.items)
     if not session.items or session.config.option.collectonly or not wanted or shutil.which("c++") is None:
         return

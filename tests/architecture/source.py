@@ -6,15 +6,36 @@ import ast
 import functools
 import importlib
 import inspect
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "qkeel"
-MODULES: dict[str, tuple[Path, ast.Module]] = {
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): (path, ast.parse(path.read_text("utf-8")))
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+
+
+class Modules(Mapping[str, tuple[Path, ast.Module]]):
+    """Path and syntax tree of each module by its name; parsed when asked for, as every worker collects every test."""
+
+    def __init__(self) -> None:
+        files = sorted(PACKAGE.rglob("*.py"))
+        self.paths = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in files}
+        self.parsed: dict[str, ast.Module] = {}
+
+    def __getitem__(self, name: str) -> tuple[Path, ast.Module]:
+        path = self.paths[name]
+        if name not in self.parsed:
+            self.parsed[name] = ast.parse(path.read_text("utf-8"))
+        return path, self.parsed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+MODULES = Modules()
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Rooms that hold nothing but variants of one thing, one a file, and what their variants build on.
