@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -74,21 +73,19 @@ def _head(call: AttentionCall, truth: Attended, q: Tensor, h: int) -> dict[str, 
 
 def _relative(truth: Attended, h: int, threshold: float) -> dict[str, Tensor]:
     """Normalised entropy, sink share and share above, row by row."""
-    relative, sinks = [], []
-    for logits, weights in zip(truth.logits[:, h].flatten(0, 1), truth.weights[:, h].flatten(0, 1)):
-        seen = (logits > -torch.inf).nonzero().flatten()
-        if len(seen) < 2:
-            continue
-        p = weights[seen] / weights[seen].sum().clamp_min(torch.finfo(weights.dtype).tiny)
-        relative.append(torch.special.entr(p).sum() / math.log(len(seen)))
-        sinks.append(p[0])
-    z = truth.logits[:, h]
-    rows = torch.stack(relative) if relative else z.new_zeros(0), torch.stack(sinks) if sinks else z.new_zeros(0)
+    logits, weights = truth.logits[:, h].flatten(0, 1), truth.weights[:, h].flatten(0, 1)
+    seen = logits > -torch.inf
+    count, first = seen.sum(-1), seen.int().argmax(-1, keepdim=True)
+    p = weights.masked_fill(~seen, 0.0)
+    p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    free = count >= 2
+    relative = torch.special.entr(p).sum(-1)[free] / count[free].to(weights.dtype).log()
+    z = logits[seen]
     return {
-        "normalized_entropy": _mean(rows[0]),
-        "sink_share": _mean(rows[1]),
-        "share_above": _mean((z[z > -torch.inf] > threshold).to(z.dtype)),
-        "n_free": torch.tensor(len(relative)),
+        "normalized_entropy": _mean(relative),
+        "sink_share": _mean(p.gather(-1, first)[free]),
+        "share_above": _mean((z > threshold).to(z.dtype)),
+        "n_free": free.sum(),
     }
 
 
@@ -106,12 +103,12 @@ def _angles(truth: Attended, q: Tensor, k: Tensor, h: int) -> dict[str, Tensor]:
 
 
 def _by_position(norms: Tensor, visible: Tensor) -> dict[str, Tensor]:
-    bins: list[list[Tensor]] = [[] for _ in range(POSITION_BINS)]
-    for sequence, seen in zip(norms, visible):
+    bins: list[list[float]] = [[] for _ in range(POSITION_BINS)]
+    for sequence, seen in zip(norms.tolist(), visible):
         places = seen.nonzero().flatten().tolist()
         for j in places:
             bins[(j - places[0]).bit_length()].append(sequence[j])
-    means = [_mean(torch.stack(values)) if values else norms.new_zeros(()) for values in bins]
+    means = [_mean(norms.new_tensor(values)) for values in bins]
     return {
         "key_norm_by_position": torch.stack(means),
         "n_keys_by_position": torch.tensor([len(values) for values in bins]),

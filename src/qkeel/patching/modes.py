@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
@@ -19,6 +20,13 @@ Kwargs = Mapping[str, Any]
 
 # Operators that are called otherwise in torch's Python functions.
 _SAME = {"unsafe_view": "view", "to_copy": "to"}
+
+# What a tensor is asked about itself: nothing is computed, so nobody is asked whether to see it. Two calls of three.
+_GETTERS = ("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized")
+_GETTERS += ("is_sparse", "layout", "ndim", "requires_grad", "shape")
+_METHODS = ("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "numel", "size")
+_METHODS += ("storage_offset", "stride")
+_ASKED = {getattr(Tensor, name).__get__ for name in _GETTERS} | {getattr(Tensor, name) for name in _METHODS}
 
 
 class FunctionMode(TorchFunctionMode, abc.ABC):
@@ -51,8 +59,7 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        wanted = self.guard(self.wanted, func, args, kwargs)
-        if not wanted:
+        if func in _ASKED or not (wanted := self.guard(self.wanted, func, args, kwargs)):
             return func(*args, **kwargs)
         more = None
         self.inside += 1
