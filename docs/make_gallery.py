@@ -1,6 +1,7 @@
 """Makes the pictures of docs/gallery.md, of the first page and of the README: `make gallery`.
 
-Needs chromium, Pillow and matplotlib. With a folder as argument the runs are kept there, and what is there is not run again.
+Needs chromium, Pillow and matplotlib. With a folder as argument the runs
+are kept there, and what is there is not run again.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ SCHEMES = {"light": "1", "dark": "0"}  # as Chromium numbers the schemes that a 
 
 
 class Picture(NamedTuple):
-    """name of the files; title; what it shows; the commands that make it; the page, if it is not NAME.html; its rows."""
+    """name of the files; title; what it shows; the commands that make it; the page, else NAME.html; its rows."""
 
     name: str
     title: str
     shows: str
     commands: tuple[str, ...]
     page: str = ""
-    rows: tuple[int, int] = (0, 1200)
+    rows: tuple[int, int] = (0, 0)
 
 
 PAGES = (
@@ -50,6 +51,7 @@ PAGES = (
             "qkeel watch --out runs/gpt -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/gpt -o watch.html",
         ),
+        rows=(0, 1820),
     ),
     Picture(
         "autopilot",
@@ -59,6 +61,7 @@ PAGES = (
             "qkeel watch --out runs/pilot --autopilot -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/pilot -o autopilot.html",
         ),
+        rows=(0, 2730),
     ),
     Picture(
         "study",
@@ -69,6 +72,7 @@ PAGES = (
             "--seeds 0 1 2 --out runs/lr",
             "qkeel report runs/lr -o study.html",
         ),
+        rows=(0, 1550),
     ),
     Picture(
         "lengths",
@@ -78,6 +82,7 @@ PAGES = (
             "qkeel study extrapolation --forms baseline kna --posthoc none rerope --seeds 0 --out runs/lengths",
             "qkeel report runs/lengths -o lengths.html",
         ),
+        rows=(0, 910),
     ),
     Picture(
         "precision",
@@ -85,13 +90,14 @@ PAGES = (
         "The error of attention in each number format, over logits of growing size.",
         ("qkeel study precision --out runs/precision",),
         page="runs/precision/report.html",
+        rows=(0, 1040),
     ),
 )
 FIRST = Picture("drift", "", "", PAGES[0].commands, PAGES[0].page, rows=(1060, 1620))  # the picture of the first page
 PLOT = Picture(
     "plot",
     "A figure of your own",
-    "The largest logit of each head over the steps of the first run, by matplotlib.",
+    "The largest logit of each head at the last step of the watched script, by matplotlib.",
     ('qkeel.load("runs/gpt").plot("heads")',),
 )
 
@@ -103,8 +109,10 @@ def run(command: str, folder: Path) -> None:
 
 
 def save(image: Image.Image, path: Path) -> None:
-    """Writes a PNG of at most 128 colours, a third of the size."""
-    image.convert("RGB").quantize(128).save(path, optimize=True)
+    """Writes a PNG of at most 256 colours, a third of the size, in which small patches keep their colour."""
+    from PIL.Image import Quantize
+
+    image.convert("RGB").quantize(256, Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
 def photograph(page: Path, name: str, rows: tuple[int, int]) -> None:
