@@ -69,7 +69,9 @@ def notebook_page(path: Path) -> str:
         for output in cell["outputs"]:
             data = output.get("data", {})
             if "text/html" in data:
-                parts.append(f"```{{raw}} html\n<div class='table-wrapper'>{''.join(data['text/html'])}</div>\n```")
+                parts.append(
+                    f"```{{raw}} html\n<div class='table-wrapper container'>{''.join(data['text/html'])}</div>\n```"
+                )
             else:
                 parts.append("```text\n" + "".join(output.get("text") or data["text/plain"]).rstrip() + "\n```")
     where = f"This page is the notebook `docs/notebooks/{path.name}` with its output; the tests run it."
@@ -84,7 +86,7 @@ def sourced(value: object) -> list[str]:
         return []
     rule = value().written_rule()
     said = {"Spec string": f"`{value.name}`", "What it does": value.line, "Rule": rule, "Source": value.source}
-    return [line for title, text in said.items() if text for line in ("", f"**{title}:** {text}")]
+    return [line for title, text in said.items() if text for line in ("", f"{title}: {text}.")]
 
 
 def pruned(tree: str) -> str:
