@@ -86,6 +86,7 @@ check: lint  ## lint, types, import floors
 
 docs: $(VENV)/.dev
 	$(PIP) -e '.[docs]'
+	rm -rf docs/_build docs/reference/generated
 	$(BIN)/sphinx-build -E -W --keep-going -q docs docs/_build/html
 	$(BIN)/python docs/check_site.py docs/_build/html
 
