@@ -23,7 +23,6 @@ ROOMS = (
     ".report",
     ".integrations",
     ".autopilot",
-    ".metrics",
 )
 # Tables of names, which their functions list; and rooms, which have pages.
 TABLES = {"ALIASES", "DEFAULT", "POLICIES", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
@@ -69,7 +68,7 @@ def test_the_page_of_each_remedy_names_its_spec_string_and_source_and_the_sideba
     said = [pages.sourced(_found(name)) for name in _named() if re.match(r"qkeel\.remedies\.\w+\.", name)]
     assert len(said) > 20
     assert all(any(line.startswith("Source: ") for line in lines) for lines in said)
-    inside = '<a href="x">qkeel.nn</a><input id="1"/><label>v</label><ul><li>a</li></ul></li>'
+    inside = '<a href="x">qkeel.nn</a><input id="1"/><label for="1">v</label><ul><li>a</li></ul></li>'
     closed = f'<li class="toctree-l2 has-children">{inside}'
     mine = closed.replace("has-children", "current has-children")
     assert pages.pruned(closed + mine) == '<li class="toctree-l2"><a href="x">qkeel.nn</a></li>' + mine
