@@ -12,7 +12,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: claims setup demo pictures test slow fuzz crash mutation zoo foreign gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
+.PHONY: claims setup demo test slow fuzz crash mutation zoo foreign gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,13 +27,6 @@ setup: $(VENV)/.dev  ## the environment with all that tests need
 
 demo: $(VENV)/.lab  ## six remedies x three learning rates on real text, and a page that shows what happened
 	$(BIN)/qkeel demo --out demo --jobs $(JOBS)
-
-CHROMIUM ?= chromium
-SHOT = $(CHROMIUM) --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=2500 --window-size=1280,1480
-
-pictures: demo  ## README's pictures of the demo's page, light and dark (needs chromium)
-	$(SHOT) --blink-settings=preferredColorScheme=1 --screenshot=docs/images/demo.png file://$(CURDIR)/demo/report.html
-	$(SHOT) --blink-settings=preferredColorScheme=0 --screenshot=docs/images/demo-dark.png file://$(CURDIR)/demo/report.html
 
 test: $(VENV)/.dev  ## everything but slow and GPU tests
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu and not zoo'
@@ -95,6 +88,7 @@ check: lint  ## lint, types, import floors
 
 docs: $(VENV)/.dev
 	$(PIP) -e '.[docs]'
+	rm -rf docs/_build docs/reference/generated
 	$(BIN)/sphinx-build -E -W --keep-going -q docs docs/_build/html
 	$(BIN)/python docs/check_site.py docs/_build/html
 

@@ -12,12 +12,15 @@ import made_pages
 
 project = "qkeel"
 author = "The qkeel developers"
+copyright = "the qkeel developers, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.autosummary"]
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "qkeel"
 html_split_index = True  # one page of every name is longer than 200 kB
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 templates_path = ["_templates"]
 exclude_patterns = ["_build", "_templates", "_made/*-fields.md", "_made/table-columns.md"]
 
@@ -33,8 +36,14 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 
+def pruned(app: Any, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """Called with each page after the theme: in the sidebar, rooms of the reference are closed but the reader's own."""
+    context["furo_navigation_tree"] = made_pages.pruned(context.get("furo_navigation_tree", ""))
+
+
 def escaped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Lets |i - j|, z* and query_ in a docstring stand as they are: to Sphinx their signs are markup."""
+    lines += made_pages.sourced(obj)
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             lines[i] = re.sub(r"(`[^`]*`)|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], line)
@@ -55,4 +64,5 @@ def setup(app: Any) -> None:
     made_pages.write_pages()
     app.connect("autodoc-process-docstring", escaped)
     app.connect("source-read", read)
+    app.connect("html-page-context", pruned, priority=900)
     app.connect("build-finished", finished)

@@ -69,11 +69,30 @@ def notebook_page(path: Path) -> str:
         for output in cell["outputs"]:
             data = output.get("data", {})
             if "text/html" in data:
-                parts.append("```{raw} html\n" + "".join(data["text/html"]) + "\n```")
+                parts.append(
+                    f"```{{raw}} html\n<div class='table-wrapper container'>{''.join(data['text/html'])}</div>\n```"
+                )
             else:
                 parts.append("```text\n" + "".join(output.get("text") or data["text/plain"]).rstrip() + "\n```")
     where = f"This page is the notebook `docs/notebooks/{path.name}` with its output; the tests run it."
     return "\n\n".join([parts[0], where, *parts[1:]]) + "\n"
+
+
+def sourced(value: object) -> list[str]:
+    """What a remedy's class says of itself, as lines of its docstring: name, rule with the default options, source."""
+    from qkeel.remedies.base import Remedy
+
+    if not (isinstance(value, type) and issubclass(value, Remedy) and "source" in vars(value)):
+        return []
+    rule = value().written_rule()
+    said = {"Spec string": f"`{value.name}`", "What it does": value.line, "Rule": rule, "Source": value.source}
+    return [line for title, text in said.items() if text for line in ("", f"{title}: {text}.")]
+
+
+def pruned(tree: str) -> str:
+    """The tree of the sidebar without the third level, except where the reader is: it was two thirds of each page."""
+    deeper = r'(<li class="toctree-l2) has-children("><a [^>]*>[^<]*</a>)<input [^>]*/><label .*?</label><ul>.*?</ul>'
+    return re.sub(deeper, r"\1\2", tree, flags=re.S)
 
 
 def log_parts() -> list[str]:

@@ -1,4 +1,8 @@
-"""Makes the pictures of docs/gallery.md and the page itself: `make gallery`. Needs chromium, Pillow and matplotlib."""
+"""Makes the pictures of docs/gallery.md, of the first page and of the README: `make gallery`.
+
+Needs chromium, Pillow and matplotlib. With a folder as argument the runs
+are kept there, and what is there is not run again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images" / "gallery"
@@ -17,16 +24,25 @@ SCHEMES = {"light": "1", "dark": "0"}  # as Chromium numbers the schemes that a 
 
 
 class Picture(NamedTuple):
-    """name of the files; title; what it shows; the commands that make it; the page, if it is not NAME.html."""
+    """name of the files; title; what it shows; the commands that make it; the page, else NAME.html; its rows."""
 
     name: str
     title: str
     shows: str
     commands: tuple[str, ...]
     page: str = ""
+    rows: tuple[int, int] = (0, 0)
 
 
 PAGES = (
+    Picture(
+        "demo",
+        "Six remedies at three rates",
+        "The demo: what each remedy gained, with its interval, and the largest logit with and without QK-norm.",
+        ("qkeel demo --out demo",),
+        page="demo/report.html",
+        rows=(0, 1640),
+    ),
     Picture(
         "watch",
         "A training script under watch",
@@ -35,6 +51,7 @@ PAGES = (
             "qkeel watch --out runs/gpt -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/gpt -o watch.html",
         ),
+        rows=(0, 1820),
     ),
     Picture(
         "autopilot",
@@ -44,6 +61,7 @@ PAGES = (
             "qkeel watch --out runs/pilot --autopilot -- python examples/train_gpt.py --lr 3e-2 --steps 150",
             "qkeel report runs/pilot -o autopilot.html",
         ),
+        rows=(0, 2730),
     ),
     Picture(
         "study",
@@ -54,6 +72,7 @@ PAGES = (
             "--seeds 0 1 2 --out runs/lr",
             "qkeel report runs/lr -o study.html",
         ),
+        rows=(0, 1550),
     ),
     Picture(
         "lengths",
@@ -63,6 +82,7 @@ PAGES = (
             "qkeel study extrapolation --forms baseline kna --posthoc none rerope --seeds 0 --out runs/lengths",
             "qkeel report runs/lengths -o lengths.html",
         ),
+        rows=(0, 910),
     ),
     Picture(
         "precision",
@@ -70,12 +90,14 @@ PAGES = (
         "The error of attention in each number format, over logits of growing size.",
         ("qkeel study precision --out runs/precision",),
         page="runs/precision/report.html",
+        rows=(0, 1040),
     ),
 )
+FIRST = Picture("drift", "", "", PAGES[0].commands, PAGES[0].page, rows=(1060, 1620))  # the picture of the first page
 PLOT = Picture(
     "plot",
     "A figure of your own",
-    "The largest logit of each head over the steps of the first run, by matplotlib.",
+    "The largest logit of each head at the last step of the watched script, by matplotlib.",
     ('qkeel.load("runs/gpt").plot("heads")',),
 )
 
@@ -86,30 +108,33 @@ def run(command: str, folder: Path) -> None:
     subprocess.run([sys.executable, "-m", *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
-def save(picture: bytes, path: Path) -> None:
-    """Writes a PNG of at most 128 colours, a third of the size."""
+def save(image: Image.Image, path: Path) -> None:
+    """Writes a PNG of at most 256 colours, a third of the size, in which small patches keep their colour."""
+    from PIL.Image import Quantize
+
+    image.convert("RGB").quantize(256, Quantize.MAXCOVERAGE).save(path, optimize=True)
+
+
+def photograph(page: Path, name: str, rows: tuple[int, int]) -> None:
+    """Writes a picture of the page's rows in each scheme."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(picture)) as image:
-        image.convert("RGB").quantize(128).save(path, optimize=True)
-
-
-def photograph(page: Path, name: str) -> None:
-    """Writes a picture of the page in each scheme."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     for scheme, number in SCHEMES.items():
         shot = page.with_suffix(".png")
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=5000"]
-        flags += ["--window-size=1200,900", f"--blink-settings=preferredColorScheme={number}"]
+        flags += [f"--window-size=1200,{rows[1]}", f"--blink-settings=preferredColorScheme={number}"]
         with tempfile.TemporaryDirectory() as profile:
             flags += [f"--user-data-dir={profile}", f"--screenshot={shot}"]
             subprocess.run([browser, *flags, page.as_uri()], check=True, capture_output=True)
-        save(shot.read_bytes(), IMAGES / f"{name}-{scheme}.png")
+        with Image.open(shot) as whole:
+            save(whole.crop((0, rows[0], whole.width, rows[1])), IMAGES / f"{name}-{scheme}.png")
 
 
 def plot(folder: Path) -> None:
     """Writes the figure in each scheme."""
     import matplotlib.pyplot as plt
+    from PIL import Image
 
     import qkeel
 
@@ -119,7 +144,7 @@ def plot(folder: Path) -> None:
             drawn = io.BytesIO()
             figure.savefig(drawn, dpi=110, bbox_inches="tight")
             plt.close(figure)
-        save(drawn.getvalue(), IMAGES / f"{PLOT.name}-{scheme}.png")
+        save(Image.open(drawn), IMAGES / f"{PLOT.name}-{scheme}.png")
 
 
 def section(made: Picture, language: str) -> str:
@@ -146,12 +171,15 @@ def main() -> None:
     """Runs the commands, takes the pictures and writes the page."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        (folder / "examples").symlink_to(ROOT / "examples")
-        for made in PAGES:
-            for command in made.commands:
+        folder = Path(*sys.argv[1:] or [place]).resolve()
+        folder.mkdir(exist_ok=True)
+        if not (folder / "examples").exists():
+            (folder / "examples").symlink_to(ROOT / "examples")
+        for made in (*PAGES, FIRST):
+            made_page = folder / (made.page or f"{made.name}.html")
+            for command in made.commands if not made_page.exists() else ():
                 run(command, folder)
-            photograph(folder / (made.page or f"{made.name}.html"), made.name)
+            photograph(made_page, made.name, made.rows)
         plot(folder)
     (ROOT / "docs" / "gallery.md").write_text(page(), encoding="utf-8")
 

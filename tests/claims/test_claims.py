@@ -67,7 +67,7 @@ SENTENCES: tuple[tuple[str, str, str, str], ...] = (
         "reproduced",
     ),
     (
-        "docs/remedies.md",
+        "docs/remedies-steps.md",
         "did not help Kimi; here it is among the best",
         "Lowering only the rate of q and k does not help (LR 0.1)",
         "contradicted",

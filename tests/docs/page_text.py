@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -13,6 +15,16 @@ PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_made", "_build"} & 
 # Results and the notebook: written by programs, or dated.
 EVIDENCE = {"LOG", "zoo", "foreign", "compatibility", "claims", "processes", "gpu"}
 EVIDENCE |= {"autopilot", "autopilot-results", "autopilot-tutorial", "recommend"}
+
+
+def loaded(name: str) -> ModuleType:
+    """A program that lies with the pages."""
+    place = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert place is not None
+    assert place.loader is not None
+    module = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
+    return module
 
 
 def is_evidence(page: Path) -> bool:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from spellchecker import SpellChecker
 from tests.docs import page_text
-from tests.docs.page_text import DOCS, OUTSIDE, PAGES, ROOT, is_evidence
+from tests.docs.page_text import DOCS, OUTSIDE, PAGES, ROOT, is_evidence, loaded
 
 TUTORIALS = [page for page in PAGES if page.stem.endswith("-tutorial") or page.parent.name == "how-to"]
 WORDS_IN_A_SENTENCE = 20.0  # in the mean, in tutorials and guides
 WORDS_ELSEWHERE = 28.0
-
-
-def _loaded(name: str) -> ModuleType:
-    """A program that lies with the pages."""
-    place = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert place is not None
-    assert place.loader is not None
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    return module
 
 
 def _made() -> set[Path]:
@@ -54,7 +42,7 @@ def test_every_link_and_anchor_leads_somewhere() -> None:
 
 
 def test_what_made_pages_link_to_exists() -> None:
-    pages = _loaded("made_pages")
+    pages = loaded("made_pages")
     for name, text in pages.NEXT.items():
         assert (DOCS / f"{name}.md").exists(), name
         for target in re.findall(r"\]\(([^)#\s]+)", text):
@@ -87,7 +75,7 @@ def test_sentences_are_short() -> None:
 
 
 def test_each_page_says_what_to_do_next_and_names_its_sources() -> None:
-    pages = _loaded("made_pages")
+    pages = loaded("made_pages")
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         name = str(page.relative_to(DOCS).with_suffix(""))
@@ -120,7 +108,7 @@ def test_notebooks_hold_their_output() -> None:
 
 @pytest.mark.slow  # 11 s: shapes and types of every call are checked
 def test_notebooks_put_out_what_they_hold() -> None:
-    runner = _loaded("run_notebooks")
+    runner = loaded("run_notebooks")
     for path in sorted((DOCS / "notebooks").glob("*.ipynb")):
         kept = json.loads(path.read_text(encoding="utf-8"))
         assert _text(runner.executed(path)) == _text(kept), f"{path.name}: `make notebooks` writes what it puts out now"

@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+from tests.docs.page_text import loaded
+
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "reference"
 ROOMS = (
     "",
@@ -20,6 +22,7 @@ ROOMS = (
     ".audit",
     ".report",
     ".integrations",
+    ".autopilot",
 )
 # Tables of names, which their functions list; and rooms, which have pages.
 TABLES = {"ALIASES", "DEFAULT", "POLICIES", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
@@ -58,3 +61,14 @@ def test_every_public_name_is_in_the_reference_and_each_of_its_names_exists() ->
 def test_every_page_of_the_reference_is_in_its_index() -> None:
     index = (PAGES / "index.md").read_text().split()
     assert {page.stem for page in PAGES.glob("*.md")} - {"index"} <= set(index)
+
+
+def test_the_page_of_each_remedy_names_its_spec_string_and_source_and_the_sidebar_is_short() -> None:
+    pages = loaded("made_pages")
+    said = [pages.sourced(_found(name)) for name in _named() if re.match(r"qkeel\.remedies\.\w+\.", name)]
+    assert len(said) > 20
+    assert all(any(line.startswith("Source: ") for line in lines) for lines in said)
+    inside = '<a href="x">qkeel.nn</a><input id="1"/><label for="1">v</label><ul><li>a</li></ul></li>'
+    closed = f'<li class="toctree-l2 has-children">{inside}'
+    mine = closed.replace("has-children", "current has-children")
+    assert pages.pruned(closed + mine) == '<li class="toctree-l2"><a href="x">qkeel.nn</a></li>' + mine

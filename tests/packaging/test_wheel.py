@@ -38,6 +38,7 @@ def test_the_description_on_a_package_index_has_no_link_that_leads_nowhere(wheel
     metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("dist-info/METADATA"))).decode()
     assert "# qkeel" in metadata
     assert not re.findall(r"\]\((?!https?:)[^)]*\)", metadata)
+    assert not re.findall(r"(?:src|srcset|href)=\"(?!https?:)[^\"]*", metadata)
 
 
 def test_the_installed_wheel_imports_and_attends(wheel: Path, tmp_path: Path) -> None:
