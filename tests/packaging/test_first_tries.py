@@ -153,7 +153,7 @@ def test_a_notebook_that_plots_heads(folder: Path) -> None:
 
 
 def test_a_study_and_its_page(folder: Path) -> None:
-    grid = "--remedies none qk_norm --lrs 0.01 0.1 --seeds 0 1 --steps 20".split()
+    grid = ["--remedies", "none", "qk_norm", "--lrs", "0.01", "0.1", "--seeds", "0", "1", "--steps", "20"]
     out = ran("-m", "qkeel", "study", "lr", *grid, "--out", "runs/lr")
     assert "report runs/lr/report.html" in out
     ran("-c", LOOP.replace("SINKS", '"runs/a"'))
