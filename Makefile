@@ -12,7 +12,7 @@ CASES ?= 10000
 SEED ?= 0
 KILLS ?= 100
 
-.PHONY: claims setup demo test slow fuzz crash mutation zoo foreign gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
+.PHONY: claims setup demo test slow trackers fuzz crash mutation zoo foreign gpu gpu-train check lint docs notebooks gallery bench roofline assets clean
 
 $(VENV)/.lab: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,18 @@ slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on th
 	$(PIP) -e '.[ray,dask]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-trainers.txt
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
+	$(MAKE) trackers
+
+TRACKERS := .venv-trackers
+
+$(TRACKERS)/.done: pyproject.toml constraints.txt
+	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[dev,track,wandb,mlflow,frames,plot,lightning]' nbclient ipykernel
+	touch $@
+
+trackers: $(TRACKERS)/.done  ## the tests of trackers, trainers, tables and figures, and what a newcomer tries first, with all their libraries
+	$(ONE_THREAD) $(TRACKERS)/bin/pytest -n $(JOBS) --dist loadfile tests/integrations tests/frames tests/packaging
 
 fuzz: $(VENV)/.dev  ## CASES (10000) inputs of each class from SEED (0), then as many for the parsers by coverage (atheris)
 	$(PIP) -e '.[fuzz]'
@@ -114,4 +126,4 @@ assets:  ## rebuild the vendored chart library (needs Node); its result is commi
 	cd assets && npm ci --no-audit --no-fund && npm run build
 
 clean:
-	rm -rf $(VENV) $(FOREIGN) demo docs/_build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FOREIGN) $(TRACKERS) demo docs/_build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,13 +203,40 @@ def test_explain_prints_formula_and_source(capsys: Capture) -> None:
 
 def test_what_explain_says_of_a_preset_with_options_is_no_contradiction(capsys: Capture) -> None:
     assert main(["explain", "gemma2:cap=30"]) == 0
-    assert capsys.readouterr().out.startswith("gemma2:cap=30: gemma2 (no norm, logits softcapped at 50) with other opt")
+    assert capsys.readouterr().out.startswith("gemma2:cap=30: gemma2 with cap=30; as published: no norm, logits softca")
 
 
 def test_every_remedy_of_steps_has_a_rule_and_every_option_of_a_rule_is_there() -> None:
     for name, cls in REMEDIES.items():
         assert cls.rule or not cls.on_steps, name
         assert bool(cls().written_rule()) == bool(cls.rule), name
+
+
+TYPED = {
+    "qkeel stu": {"study"},
+    "qkeel study m": {"mla", "multimodal"},
+    "qkeel export --t": {"--to"},
+    "qkeel study lr --remedi": {"--remedies"},
+    "qkeel completion f": {"fish"},
+}
+
+
+@pytest.mark.slow
+def test_the_script_of_a_shell_completes_what_is_typed(tmp_path: Path, capsys: Capture) -> None:
+    scripts = {}
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        scripts[shell] = capsys.readouterr().out
+        if shutil.which(shell):
+            subprocess.run([shell, "-n"], input=scripts[shell], text=True, check=True)
+    assert scripts["zsh"].startswith("#compdef qkeel\n")
+    assert "complete -c qkeel " in scripts["fish"]
+    (tmp_path / "qkeel").write_text(scripts["bash"])
+    for line, expected in TYPED.items():
+        words = shlex.split(line)
+        ask = f"source ./qkeel; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _qkeel; echo ${{COMPREPLY[@]}}"
+        found = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True)
+        assert set(found.stdout.split()) == expected, (line, found)
 
 
 @pytest.mark.parametrize("command", ["presets", "remedies"])

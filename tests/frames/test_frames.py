@@ -48,6 +48,8 @@ def test_a_run_is_read_as_tables(run: Path) -> None:
     assert loaded.eval_heads["step"].tolist() == [20] * 5
     assert loaded.history.layers == ("h.0.attn", "h.1.attn")
     assert "<td>20</td>" in loaded._repr_html_()
+    assert Frame({"step": np.arange(13)})._repr_html_().count("<tr><td>5</td></tr><tr><td>…</td></tr><tr><td>7<") == 1
+    assert "…" not in Frame({"step": np.arange(12)})._repr_html_()
     with pytest.raises(RunDirectoryError, match=r"has no config\.json of one\. Give a directory that qkeel\.watch"):
         qkeel.load(run.parent)
     with pytest.raises(UnknownNameError, match=r"unknown column 'entropi'\. Did you mean 'entropy'"):
@@ -125,10 +127,13 @@ def test_figures_show_what_was_recorded(run: Path) -> None:
     assert [line.get_ydata().tolist() for line in loaded.plot("entropy").lines] == [[3.0] * 3, [1.5] * 3]
     (image,) = loaded.plot("heads").images
     assert image.get_array()[0].tolist() == [1.0, 2.0, 20.0]
-    assert loaded.plot("forecast").get_title() == "does not pass 1e4 if it goes on as now"
+    assert loaded.plot("forecast").get_title() == "3 records are too few for a forecast; it takes 6"
     steps = np.arange(100, 1100, 100)
     grows = History(steps=steps, values={}, heads={"max_logit": (2.0 * steps)[:, None, None] + np.zeros((1, 12, 1))})
     assert grows.plot("forecast").get_title().startswith("passes 1e4 at step 5,000")
+    for exponent, title in ((0.1, "does not pass 1e4 by step 10,000 if it goes on as now"), (2, "is over 1e4 already")):
+        values = (2.0 * steps**exponent)[:, None, None]
+        assert History(steps=steps, values={}, heads={"max_logit": values}).plot("forecast").get_title() == title
     assert grows.plot().get_title() == "from layer 0 (dark) to layer 11 (light)"
     assert grows.plot(ax=drift) is drift
     pyplot.close("all")
@@ -152,5 +157,5 @@ def test_what_is_shown_is_short() -> None:
     assert shown[2].startswith("<Sample of train step 1: 2 layers, ")
     assert shown[3] == "<AttentionSite 'blocks.0': 2 heads of 4, weights known>"
     monitor.close()
-    assert repr(monitor).endswith(", removed>")
+    assert repr(monitor).endswith(", closed>")
     assert repr(Handle(lambda: None)) == "<Handle: in force, remove() undoes it>"

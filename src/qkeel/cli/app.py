@@ -39,8 +39,8 @@ def make_app(words: Sequence[str]) -> App:
 
 
 def _example(command: str) -> str:
-    more = f" {HELP_ALL} shows every option." if command in ("run", "config", "demo") or " " in command else ""
-    return f"Example: {example(command)}{more}"
+    more = f"{HELP_ALL} shows every option.\n\n" if command in ("run", "config", "demo") or " " in command else ""
+    return f"{more}Example: {example(command)}"
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:

@@ -56,7 +56,8 @@ def explain(text: str) -> str:
     names = [term.name for term in terms]
     if len(names) == 1 and names[0] in PRESETS:
         row = PRESETS[names[0]]
-        line = f"{names[0]} ({row.line}) with other options" if terms[0].options else row.line
+        given = text.partition(":")[2]
+        line = f"{names[0]} with {given}; as published: {row.line}" if given else row.line
         return f"{text}: {line}\nsource: {row.source}\n\n{attention_spec(text).explain()}"
     for name in names:
         if name not in REMEDIES and name not in ALIASES:

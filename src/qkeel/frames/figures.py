@@ -51,13 +51,22 @@ def draw_heads(ax: Foreign, values: np.ndarray, names: Sequence[str], label: str
         ax.set_yticks(range(len(names)), names)
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set(xlabel="head", ylabel="layer")
+    ax.xaxis.get_major_locator().set_params(integer=True)
 
 
-def draw_forecast(ax: Foreign, threshold: float, now: tuple[float, float], ahead: tuple[float, float, float]) -> None:
-    """Draws the threshold and where it is passed: from `now`, step and value, to the steps low, likeliest, high."""
+def draw_forecast(
+    ax: Foreign, threshold: float, now: tuple[float, float], ahead: tuple[float, float, float], farthest: float
+) -> None:
+    """Draws the threshold and where it is passed: from `now`, step and value, to the steps low, likeliest, high.
+
+    Args:
+        ax: the Axes. threshold: the logit. now: step and value of the last record.
+        ahead: the steps, infinite where they are not in this run. farthest: the last step that the axis shows.
+    """
     low, step, high = ahead
     ax.axhline(threshold, color="0.5", linestyle=":")
     if np.isfinite(step):
         ax.plot([now[0], step], [now[1], threshold], color="C3", linestyle="--", label="forecast")
         ax.axvspan(low, high if np.isfinite(high) else step, color="C3", alpha=0.15, label="90 % interval")
+    ax.set_xlim(right=min(ax.get_xlim()[1], farthest))
     ax.legend()

@@ -57,9 +57,11 @@ class Frame:
         """The first and the last rows."""
         n = len(self)
         rows = [*range(min(n, _SHOWN)), *range(max(_SHOWN, n - _SHOWN), n)]
+        left_out = f"<tr>{'<td>…</td>' * len(self.columns)}</tr>" if n > len(rows) else ""
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
-        lines = ("".join(f"<td>{_cell(values[row])}</td>" for values in self.columns.values()) for row in rows)
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        lines = ["".join(f"<td>{_cell(values[row])}</td>" for values in self.columns.values()) for row in rows]
+        lines = [f"<tr>{line}</tr>" for line in lines]
+        body = "".join([*lines[:_SHOWN], left_out, *lines[_SHOWN:]])
         return f"<div><p>{n:,} rows</p><table><tr>{head}</tr>{body}</table></div>"
 
 

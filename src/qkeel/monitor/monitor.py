@@ -233,7 +233,7 @@ class Monitor(Handle):
         return self.history.plot(what, field=field, ax=ax)
 
     def __repr__(self) -> str:
-        state = "" if self.active else ", removed"
+        state = "" if self.active else ", closed"
         return (
             f"<Monitor of {type(self.model).__name__}: {len(self.sites)} attentions, {len(self.history):,} records, "
             f"{len(self.alarms)} alarms{state}>"

@@ -12,7 +12,7 @@ import numpy as np
 from qkeel.errors import ShapeError, unknown
 from qkeel.frames import Foreign, Frame, figures, heads_frame, steps_frame
 from qkeel.monitor.alarms import thresholds
-from qkeel.monitor.alarms.forecast import forecast
+from qkeel.monitor.alarms.forecast import LEAST_POINTS, WINDOW, forecast
 from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.records import Heads, RunDirectory, field_unit, fold_heads
 from qkeel.registry import lookup
@@ -131,10 +131,18 @@ class History:
         assert top is not None
         figures.draw_lines(ax, self.steps, top[:, None], ["largest of all heads"], label)
         found = forecast(self.steps, top, thresholds.DIVERGES, rates=self.rates, planned=self.planned)
-        ax.set_title("does not pass 1e4 if it goes on as now" if found is None else str(found), fontsize="medium")
-        if found is not None:
-            now = float(self.steps[-1]), float(top[-1])
-            figures.draw_forecast(ax, found.threshold, now, (found.low, found.step, found.high))
+        now, value = float(self.steps[-1]), float(top[-1])
+        farthest = WINDOW * now
+        if value >= thresholds.DIVERGES:
+            title = "is over 1e4 already"
+        elif len(self) < LEAST_POINTS:
+            title = f"{len(self)} records are too few for a forecast; it takes {LEAST_POINTS}"
+        elif found is None or farthest < found.step < np.inf:
+            title = f"does not pass 1e4 by step {farthest:,.0f} if it goes on as now"
+        else:
+            title = str(found)
+            figures.draw_forecast(ax, found.threshold, (now, value), (found.low, found.step, found.high), farthest)
+        ax.set_title(title, fontsize="medium")
 
     def __repr__(self) -> str:
         span = f", steps {self.steps[0]:,.0f} to {self.steps[-1]:,.0f}" if len(self) else ""
