@@ -254,7 +254,7 @@ def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]
             if number == 3 and case == "closed on one" and dist.rank() == 1 and monitor is not None:
                 monitor.close()
             if number == 3 and case == "fails on one" and dist.rank() == 1:
-                monitor._step_end._numbers = None  # type: ignore[union-attr,assignment]
+                monitor._step_end._models = None  # type: ignore[union-attr,assignment]
             with Collectives() as counted:
                 step(model, optimizer, setup, number)
             sizes.append(counted.sizes)
