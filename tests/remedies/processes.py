@@ -139,14 +139,17 @@ def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
     optimizer = adamw(stage)
     parts = dict(zip(range(dist.rank(), 9, 2), stage.children() if setup == INTERLEAVED else [stage]))
     hidden = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64)
-    handles = [
-        qkeel.apply(CALLS[name], part, optimizer, example=hidden if i else wrapped.batch(0)[:2])
-        for i, part in parts.items()
-    ]
+    examples = [hidden if i else wrapped.batch(0)[:2] for i in parts]
+    several = setup == INTERLEAVED
+    handle = qkeel.apply(
+        CALLS[name],
+        [*parts.values()] if several else stage,
+        optimizer,
+        example=examples if several else examples[0],
+    )
     for number in range(STEPS):
         run(stage, optimizer, number)
-    for handle in handles:
-        handle.remove()
+    handle.remove()
     return {
         n.replace("layers.0", f"model.layers.{i}"): p.detach()
         for i, part in parts.items()
