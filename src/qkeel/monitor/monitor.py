@@ -23,9 +23,10 @@ from qkeel.monitor.alarms.setup_rules import rules_for
 from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.measure.call_statistics import CallStatistics, Wanted
 from qkeel.monitor.measure.logit_changes import LogitChanges
+from qkeel.monitor.measure.query_mask import QueryMask
 from qkeel.monitor.measure.run_setting import SettingSeen
 from qkeel.monitor.measure.step_numbers import StepNumbers
-from qkeel.monitor.measure.token_classes import PassTokens
+from qkeel.monitor.measure.token_classes import Classes, PassTokens
 from qkeel.monitor.measure.watched_models import WatchedModels
 from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measured_steps import MeasuredSteps
@@ -68,24 +69,24 @@ class Monitor(Handle):
 
     def __init__(
         self,
-        models: Mapping[str, nn.Module],
+        model: Mapping[str, nn.Module],
         optimizer: Optimizer | None,
         *,
         every: Cadence,
         stats: Wanted,
         sinks: Sequence[Sink],
         rules: Sequence[Rule] | None,
-        tokens: Mapping[str, PassTokens],
+        query_mask: Mapping[str, QueryMask],
+        classes: Mapping[str, Classes],
         probe: Arguments | None,
         planned: PlannedRates | None,
         sites: Mapping[str, Sites | None],
         layout: Layout | None,
     ) -> None:
-        self._model = (
-            unwrapped(models[""]) if "" in models else nn.ModuleDict({n: unwrapped(m) for n, m in models.items()})
-        )
+        own = {name: unwrapped(one) for name, one in model.items()}
+        self._model = own[""] if "" in own else nn.ModuleDict(own)
         setting = SettingSeen()
-        self._steps = MeasuredSteps(every, models, by_optimizer=optimizer is not None)
+        self._steps = MeasuredSteps(every, model, by_optimizer=optimizer is not None)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
         self._guard = Guard(_OFF, self._switch_off)
@@ -94,7 +95,7 @@ class Monitor(Handle):
         # What a probe batch shows is known after all other hooks of the step, too late for who needs maxima there.
         early = optimizer is not None and probe is None and dist.world() > 1
         gather = dist.StepGather.of(optimizer) if early and optimizer is not None else dist.StepGather()
-        self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, models.values())) else "", gather)
+        self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "", gather)
         self._journal = Journal(
             sinks,
             lambda: fitted(rules_for(setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
@@ -103,15 +104,10 @@ class Monitor(Handle):
         )
         self._arrivals = Arrivals(self._group, self._journal)
         self._step_end = StepEnd(self._steps, self._models, self._group, self._arrivals)
-        for name, model in models.items():
-            calls = CallStatistics(tokens[name], setting, stats)
-            tap = Tap(
-                model,
-                due=functools.partial(self._steps.due, name),
-                measure=calls.call,
-                measure_rows=None if stats is True else calls.rows,
-                guard=self._guard,
-            )
+        for name, one in model.items():
+            calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, stats)
+            due, rows = functools.partial(self._steps.due, name), None if stats is True else calls.rows
+            tap = Tap(one, due=due, measure=calls.call, measure_rows=rows, guard=self._guard)
             known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
             changes = None if probe is None else LogitChanges(tap, probe)
             numbers = StepNumbers(self._steps, known, calls.tokens, changes, optimizer, guard=self._guard)

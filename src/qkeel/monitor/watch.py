@@ -17,12 +17,10 @@ from qkeel.monitor.alarms.rule import Rule
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.measure.call_statistics import Wanted
 from qkeel.monitor.measure.query_mask import Given, QueryMask
-from qkeel.monitor.measure.token_classes import Classes, GivenClasses, PassTokens
+from qkeel.monitor.measure.token_classes import Classes, GivenClasses
 from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.record import sink_table
 from qkeel.monitor.record.sinks import RunDirectorySink, Sink
-from qkeel.patching.forward_passes import unwrapped
-from qkeel.sites.bound import bound
 from qkeel.sites.example import arguments
 from qkeel.sites.named_models import Models, named_models, sites_of_each
 
@@ -121,19 +119,11 @@ def watch(
             for one in _sinks(given)
         ],
         rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
-        tokens={
-            name: PassTokens(
-                None if query_mask is None else QueryMask.on(one, query_mask),
-                None if classes is None else Classes.on(one, classes),
-            )
-            for name, one in models.items()
-        },
+        query_mask={} if query_mask is None else {n: QueryMask.on(one, query_mask) for n, one in models.items()},
+        classes={} if classes is None else {n: Classes.on(one, classes) for n, one in models.items()},
         probe=None if probe is None else arguments(probe, "probe batch"),
         planned=planned,
-        sites={
-            name: None if given is None else bound(given, unwrapped(models[name]))
-            for name, given in sites_of_each(sites, [*models]).items()
-        },
+        sites=sites_of_each(sites, models),
         layout=layout,
     )
 

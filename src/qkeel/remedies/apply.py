@@ -43,7 +43,6 @@ from qkeel.remedies.spectral_cap import SpectralCap
 from qkeel.remedies.steps.head_weights import check_weights
 from qkeel.remedies.swin_norm import SwinNorm
 from qkeel.remedies.z_loss import ZLoss
-from qkeel.sites.bound import bound
 from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
 from qkeel.sites.missed import Sites
@@ -185,12 +184,12 @@ def apply(
         says where and why. AlreadyAppliedError: it is on this model already. The model is then as it was.
     """
 
-    def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sequence[AttentionSite] | None]]]:
+    def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
         found = parse(named, **options)
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
         models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
-        shown, known = of_each(example, [*models], "examples"), sites_of_each(sites, [*models])
+        shown, known = of_each(example, [*models], "examples"), sites_of_each(sites, models)
         bare = [
             (
                 Target(
@@ -216,12 +215,9 @@ def apply(
 
     found, bare = dist.done_by_all(WHAT, asked, said, lambda _: None)
 
-    def on(target: Target, given: Sequence[AttentionSite] | None) -> Handle:
-        known = None if given is None else bound(given, target.model)
-        return compose_all(_apply_all(found, target, known, partial=partial))
-
     def applied() -> Handle:
-        return on(*bare[0]) if isinstance(model, nn.Module) else compose_all(on(*one) for one in bare)
+        handles = (compose_all(_apply_all(found, target, known, partial=partial)) for target, known in bare)
+        return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.done_by_all(WHAT, applied, lambda _: "applied", Handle.remove)
     return on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)

@@ -13,6 +13,7 @@ from torch import nn
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.patching.forward_passes import unwrapped
+from qkeel.sites.bound import bound
 from qkeel.sites.missed import Sites
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, NormGain
 
@@ -40,7 +41,7 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
     for name, model in models.items():
         if not isinstance(model, nn.Module):
             raise InvalidTypeError(f"expected a torch.nn.Module to {what} as {name!r}, got {type(model).__name__}")
-        if not re.fullmatch(r"[\w-]+", name) or hasattr(nn.ModuleDict, name):
+        if not re.fullmatch(r"[\w-]+", name) or name in dir(nn.ModuleDict):
             raise InvalidValueError(
                 f"expected names of models of letters, digits, _ and -, other than those of methods, got {name!r}"
             )
@@ -54,7 +55,7 @@ def named_models(given: object, what: str) -> dict[str, nn.Module]:
 
 
 def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]:
-    """What is given of one model, or of each of several, as a list or by their names; None is given of all.
+    """Takes what is given of one model, or of each of several, as a list or by their names; None stands for all.
 
     Raises: InvalidTypeError if it is neither, naming `what`.
     """
@@ -70,13 +71,14 @@ def of_each(given: object, names: Sequence[str], what: str) -> dict[str, object]
     )
 
 
-def sites_of_each(given: object, names: Sequence[str]) -> dict[str, Sequence[AttentionSite] | None]:
-    """The sites that were found earlier of each model; those of a whole model, of which each model is a part, of all.
+def sites_of_each(given: object, models: Mapping[str, nn.Module]) -> dict[str, Sites | None]:
+    """Takes the sites that were found earlier of each model, or those of a whole of which each model is a part.
 
-    Raises: InvalidTypeError if they are no sites of each.
+    Raises: InvalidTypeError if they are no sites of each, RefusedError if they are those of other models.
     """
     whole = isinstance(given, Sequence) and all(isinstance(site, AttentionSite) for site in given)
-    return dict.fromkeys(names, given) if whole else of_each(given, names, "sites")  # type: ignore[return-value,arg-type]
+    each = dict.fromkeys(models, given) if whole else of_each(given, [*models], "sites")
+    return {n: None if x is None else bound(x, unwrapped(models[n])) for n, x in each.items()}  # type: ignore[arg-type]
 
 
 def within(model: str, name: str) -> str:

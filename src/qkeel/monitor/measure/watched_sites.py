@@ -97,6 +97,6 @@ class WatchedSites:
             if self._group.records_jointly:
                 self._group.unseen, error = error, None  # others may have some
             else:
-                error = RefusedError(f"{self._name}: {error}")
+                error, self._silent = None if self._silent else RefusedError(f"{self._name}: {error}"), True
         if error is not None:
             caution(f"the weights behind the heads are unknown, so they are not watched: {error}")

@@ -98,7 +98,7 @@ class Member:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """What a process says of one of its models, "" of the only one; `last`: also what it says of the whole model."""
+    """One of the models of a process, "" for the only one; `last`: what it says of the whole model is this one's."""
 
     model: str
     last: bool
@@ -112,7 +112,7 @@ class _Part:
         return rest.removeprefix(".") if inside else None
 
     def only(self, by_site: Mapping[str, V]) -> dict[str, V]:
-        """What belongs to the model, by its own names."""
+        """Those by site that belong to the model, by its own names."""
         return {own: x for site, x in by_site.items() if (own := self.own(site)) is not None}
 
     def keys(self, by_key: Mapping[Key, V]) -> dict[Key, V]:
