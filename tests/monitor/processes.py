@@ -132,7 +132,7 @@ def off(result: tuple[nn.Module, Any, list[str]], words: str, steps: int = 0) ->
 def a_fault_on_one_process(at: int, home: Any, name: str) -> None:
     def during(step: int, monitor: Any) -> None:
         if step == at and dist.get_rank() == 1:
-            setattr(home if home is not None else monitor._tap, name, boom)
+            setattr(home if home is not None else monitor._models.taps[0], name, boom)
 
     original = None if home is None else getattr(home, name)
     try:
@@ -163,7 +163,7 @@ def a_fault_after_the_gather_switches_all_off_at_the_next() -> None:
 def faults_on_both_at_once() -> None:
     def during(step: int, monitor: Any) -> None:
         if step == 2:
-            monitor._tap.measure = boom
+            monitor._models.taps[0].measure = boom
 
     off(train(lambda m, o: watch(m, o, every=2), during=during), "boom", 1)
 
@@ -238,7 +238,7 @@ def a_fault_with_sharded_weights_switches_all_off() -> None:
 
     def during(step: int, monitor: Any) -> None:
         if step == 2 and dist.get_rank() == 1:
-            monitor._tap.measure = boom
+            monitor._models.taps[0].measure = boom
 
     _, monitor, warned = train(lambda m, o: watch(m, o, every=2), wrap=fully_shard, during=during)
     assert not monitor.active

@@ -65,9 +65,8 @@ SETUPS: dict[str, Setup] = {
     "pipeline": Setup(title="pipeline, GPipe", processes=2, quick=True, remedies=STAGES),
     "pipeline_1f1b": Setup(title="pipeline, 1F1B", processes=2, remedies=STAGES),
     "pipeline_interleaved": Setup(
-        title="pipeline, interleaved 1F1B, two stages a process, each with its monitor",
+        title="pipeline, interleaved 1F1B, two stages a process, watched as one",
         processes=2,
-        collectives=2,
         remedies=STAGES,
     ),
     "context": Setup(title="context parallel, keys gathered, layout given", processes=2, collectives_of_search=True),

@@ -53,23 +53,22 @@ def trained(model: nn.Module, step_of: Step, monitored: bool, **options: Any) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses: list[float] = []
     counts: list[int] = []
-    parts = [*model.children()] if isinstance(model, nn.ModuleList) else [model]
-    samples: list[list[Sample]] = [[] for _ in parts]
-    monitors: list[Monitor] = []
+    samples: list[Sample] = []
+    monitor: Monitor | None = None
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         if monitored:
-            monitors = [qkeel.watch(part, optimizer, **{"rules": [], **options}) for part in parts]
+            monitor = qkeel.watch(model, optimizer, **{"rules": [], **options})
         for step in range(STEPS):
             with Collectives() as counted:
                 losses.append(step_of(model, optimizer, step))
             counts.append(counted.n)
-            for own, monitor in zip(samples, monitors):
-                own += [] if monitor.sample is None else [monitor.sample]
+            if monitor is not None and monitor.sample is not None:
+                samples.append(monitor.sample)
     warned = [str(w.message) for w in record if isinstance(w.message, QkeelWarning)]
-    if not monitors:
+    if monitor is None:
         return Seen((), [], {}, {}, {}, warned, losses, counts, "")
-    return joined([seen_by(monitor, own, warned, losses, counts) for monitor, own in zip(monitors, samples)])
+    return seen_by(monitor, samples, warned, losses, counts)
 
 
 def seen_by(monitor: Monitor, samples: list[Sample], warned: list[str], losses: list[float], counts: list[int]) -> Seen:
@@ -90,23 +89,6 @@ def seen_by(monitor: Monitor, samples: list[Sample], warned: list[str], losses: 
         collectives=counts,
         table=table,
     )
-
-
-def joined(parts: list[Seen]) -> Seen:
-    """What the monitors of a process have recorded of the stages that it has, as that of one model; of the numbers of
-    the whole model those that only one of them has."""
-    first, *others = parts
-    for other in others:
-        both = {name for name in first.values.keys() & other.values.keys() if name not in ("step", "lr")}
-        first = dataclasses.replace(
-            first,
-            layers=first.layers + other.layers,
-            heads={name: np.concatenate([x, other.heads[name]], 1) for name, x in first.heads.items()},
-            values={name: x for name, x in {**first.values, **other.values}.items() if name not in both},
-            reads={**first.reads, **other.reads},
-            table=f"{first.table}\n{other.table}",
-        )
-    return first
 
 
 def loss_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:

@@ -139,14 +139,17 @@ def trained_stage(name: str, setup: str) -> dict[str, Tensor]:
     optimizer = adamw(stage)
     parts = dict(zip(range(dist.rank(), 9, 2), stage.children() if setup == INTERLEAVED else [stage]))
     hidden = torch.rand(2, wrapped.TOKENS, wrapped.WIDTH, dtype=torch.float64)
-    handles = [
-        qkeel.apply(CALLS[name], part, optimizer, example=hidden if i else wrapped.batch(0)[:2])
-        for i, part in parts.items()
-    ]
+    examples = [hidden if i else wrapped.batch(0)[:2] for i in parts]
+    several = setup == INTERLEAVED
+    handle = qkeel.apply(
+        CALLS[name],
+        [*parts.values()] if several else stage,
+        optimizer,
+        example=examples if several else examples[0],
+    )
     for number in range(STEPS):
         run(stage, optimizer, number)
-    for handle in handles:
-        handle.remove()
+    handle.remove()
     return {
         n.replace("layers.0", f"model.layers.{i}"): p.detach()
         for i, part in parts.items()
@@ -254,7 +257,7 @@ def with_clip(setup: str, case: str) -> tuple[dict[str, Tensor], list[list[int]]
             if number == 3 and case == "closed on one" and dist.rank() == 1 and monitor is not None:
                 monitor.close()
             if number == 3 and case == "fails on one" and dist.rank() == 1:
-                monitor._step_end._numbers = None  # type: ignore[union-attr,assignment]
+                monitor._step_end._models = None  # type: ignore[union-attr,assignment]
             with Collectives() as counted:
                 step(model, optimizer, setup, number)
             sizes.append(counted.sizes)

@@ -253,8 +253,8 @@ def test_what_acts_on_steps_asks_for_the_optimizer(name: str) -> None:
 
 def test_the_wrong_kind_of_argument_is_one_clear_error() -> None:
     model = decoder()
-    with pytest.raises(InvalidTypeError, match=r"expected a torch.nn.Module to apply remedies to, got dict"):
-        apply("lalr", {})  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match=r"expected a torch.nn.Module to apply remedies to, got int"):
+        apply("lalr", 3)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match=r"expected a torch.optim.Optimizer, got StepLR"):
         apply("lalr", model, torch.optim.lr_scheduler.StepLR(adamw(model), 1))  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="found no attention in this Linear"):

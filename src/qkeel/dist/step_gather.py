@@ -47,23 +47,30 @@ class StepGather:
             one.found = found.amax(0)
         return rows
 
+    def largest(self, wanted: StepMaxima) -> Tensor:
+        """The maxima over all processes, once a step; those that no gather took along, by one collective for all."""
+        if wanted.found is None:
+            left = [one for one in self.maxima if one.found is None]
+            own = [one.own() for one in left]
+            over_all = reduced(torch.cat([x.to(own[0]) for x in own]), "max")
+            for one, found in zip(left, over_all.split([len(x) for x in own])):
+                one.found = found
+        found, wanted.found = wanted.found, None
+        assert found is not None
+        return found
+
 
 @final
 class StepMaxima:
     """A vector of which each process knows some numbers at the end of a step, and whose maxima over all are wanted.
 
     `sent_with` is the name of the gather, agreed by all processes, that takes it along where one is made in a step;
-    else it is reduced by itself. None of the numbers is NaN.
+    else it is reduced; `own` is asked once a step. None of the numbers is NaN.
     """
 
     def __init__(self, own: Callable[[], Tensor], sent_with: str) -> None:
         self.own, self.sent_with = own, sent_with
         self.found: Tensor | None = None
-
-    def largest(self) -> Tensor:
-        """The maxima over all processes, once a step; `own` has been asked once."""
-        found, self.found = self.found, None
-        return reduced(self.own(), "max") if found is None else found
 
 
 _OF: WeakKeyDictionary[Optimizer, StepGather] = WeakKeyDictionary()

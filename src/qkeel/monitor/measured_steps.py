@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Iterable
+from typing import final, get_args
 
 import torch
 from torch import Tensor
@@ -17,43 +18,51 @@ LEAST = 1.0  # nats; bounds under it are all the same: a softmax does not care
 @final
 class MeasuredSteps:
     """Counts the passes and steps of a run and asks the cadence which of them are measured. Training passes belong
-    to an optimizer's step where there is an optimizer; each other pass is counted by itself.
+    to an optimizer's step where there is an optimizer; each other pass is counted by itself, that of each model apart.
     """
 
-    def __init__(self, cadence: Cadence, *, by_optimizer: bool) -> None:
+    def __init__(self, cadence: Cadence, models: Iterable[str] = ("",), *, by_optimizer: bool) -> None:
         self.done = 0  # optimizer steps
         self.closer: int | None = None  # besides what the cadence says, every so many steps
         self.besides: set[int] = set()  # training steps that are measured whatever the cadence says
-        self.passes: dict[Phase, int] = {"train": 0, "eval": 0}
+        self._passes: dict[tuple[Phase, str], int] = {(p, name): 0 for p in get_args(Phase) for name in models}
         self._cadence, self._by_optimizer = cadence, by_optimizer
-        self._last: dict[Phase, int | None] = {"train": None, "eval": None}
+        self._last: dict[tuple[Phase, str], int] = {}
         self._bound = BoundChange()
 
-    def due(self, training: bool, compiled: bool) -> Look:
-        """The readings of the pass that begins; asked once for each."""
+    def due(self, model: str, training: bool, compiled: bool) -> Look:
+        """The readings of the pass of a model that begins; asked once for each."""
         phase: Phase = "train" if training else "eval"
-        self.passes[phase] += 1
-        now = self.done if training and self._by_optimizer else self.passes[phase] - 1
-        if self._measures(now, phase):
+        self._passes[phase, model] += 1
+        now = self.done if training and self._by_optimizer else self._passes[phase, model] - 1
+        if self._measures(now, phase, "" if training else model):
             if not training:
-                self._last["eval"] = now
+                self._last["eval", model] = now
             return "statistics"
         return "bracket" if self._cadence.brackets and training and not compiled else "nothing"
+
+    def passed(self, phase: Phase) -> int:
+        """The passes of all models."""
+        return sum(n for (of, _), n in self._passes.items() if of == phase)
+
+    def rounds(self, phase: Phase) -> int:
+        """The passes that every model has made, so many or more."""
+        return min(n for (of, _), n in self._passes.items() if of == phase)
 
     @property
     def step_due(self) -> bool:
         """Returns whether the optimizer step that is under way is measured."""
         return self._measures(self.done, "train")
 
-    def _measures(self, step: int, phase: Phase) -> bool:
+    def _measures(self, step: int, phase: Phase, model: str = "") -> bool:
         if phase == "train" and (step in self.besides or (self.closer is not None and step % self.closer == 0)):
             return True
-        return self._cadence.due(step, self._last[phase], self._bound.factor if phase == "train" else 1.0)
+        return self._cadence.due(step, self._last.get((phase, model)), self._bound.factor if phase == "train" else 1.0)
 
     @property
     def last(self) -> int | None:
         """The training step that was measured last."""
-        return self._last["train"]
+        return self._last.get(("train", ""))
 
     def bounded(self, bound: Tensor) -> None:
         """Takes the bound on the largest logit of a training pass that was not measured in full."""
@@ -63,7 +72,7 @@ class MeasuredSteps:
 
     def measured(self, step: int) -> None:
         """Notes that this training step was measured."""
-        self._last["train"] = step
+        self._last["train", ""] = step
         self.besides.discard(step)
         self._bound.measured()
 

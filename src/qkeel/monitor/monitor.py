@@ -24,8 +24,10 @@ from qkeel.monitor.cadence import Cadence
 from qkeel.monitor.measure.call_statistics import CallStatistics, Wanted
 from qkeel.monitor.measure.logit_changes import LogitChanges
 from qkeel.monitor.measure.query_mask import QueryMask
+from qkeel.monitor.measure.run_setting import SettingSeen
 from qkeel.monitor.measure.step_numbers import StepNumbers
 from qkeel.monitor.measure.token_classes import Classes, PassTokens
+from qkeel.monitor.measure.watched_models import WatchedModels
 from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.processes.arrivals import Arrivals
@@ -43,7 +45,7 @@ from qkeel.patching.guard import Guard
 from qkeel.patching.optimizer_hooks import StepHooks
 from qkeel.patching.parallel_training import joined
 from qkeel.sites.example import Arguments
-from qkeel.sites.missed import Missed
+from qkeel.sites.missed import Missed, Sites
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.tap import Phase, Tap
 
@@ -67,53 +69,52 @@ class Monitor(Handle):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Mapping[str, nn.Module],
         optimizer: Optimizer | None,
         *,
         every: Cadence,
         stats: Wanted,
         sinks: Sequence[Sink],
         rules: Sequence[Rule] | None,
-        query_mask: QueryMask | None,
-        classes: Classes | None,
+        query_mask: Mapping[str, QueryMask],
+        classes: Mapping[str, Classes],
         probe: Arguments | None,
         planned: PlannedRates | None,
-        sites: Sequence[AttentionSite] | None,
+        sites: Mapping[str, Sites | None],
         layout: Layout | None,
     ) -> None:
-        calls = CallStatistics(PassTokens(query_mask, classes), stats)
-        self._steps = MeasuredSteps(every, by_optimizer=optimizer is not None)
+        own = {name: unwrapped(one) for name, one in model.items()}
+        self._model = own[""] if "" in own else nn.ModuleDict(own)
+        setting = SettingSeen()
+        self._steps = MeasuredSteps(every, model, by_optimizer=optimizer is not None)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
         self._guard = Guard(_OFF, self._switch_off)
-        self._tap = Tap(
-            model,
-            due=self._steps.due,
-            measure=calls.call,
-            measure_rows=None if stats is True else calls.rows,
-            guard=self._guard,
-        )
-        introduced = Introduction(self._tap.model, self._tap.sites, layout)
+        introduced = Introduction(self._model, lambda: self.sites, layout)
+        self._models = WatchedModels(introduced.stages)
         # What a probe batch shows is known after all other hooks of the step, too late for who needs maxima there.
         early = optimizer is not None and probe is None and dist.world() > 1
         gather = dist.StepGather.of(optimizer) if early and optimizer is not None else dist.StepGather()
-        self._group = ProcessGroup(introduced, lambda: JOINED if joined(model) else "", gather)
+        self._group = ProcessGroup(introduced, lambda: JOINED if any(map(joined, model.values())) else "", gather)
         self._journal = Journal(
             sinks,
-            lambda: fitted(rules_for(calls.setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
+            lambda: fitted(rules_for(setting.of(self.sites)) if rules is None else rules, self.model, self.sites),
             planned,
             lambda: {**about(self.model, self.sites, self.missed, optimizer, every), **self._group.about()},
         )
         self._arrivals = Arrivals(self._group, self._journal)
-        watched_sites = WatchedSites(self._tap.model, self._tap.sites, self._group, sites)
-        changes = None if probe is None else LogitChanges(self._tap, probe)
-        numbers = StepNumbers(self._steps, watched_sites, calls.tokens, changes, optimizer, guard=self._guard)
-        self._tap.visitor = numbers
-        self._step_end = StepEnd(self._steps, self._tap, numbers, self._group, self._arrivals)
+        self._step_end = StepEnd(self._steps, self._models, self._group, self._arrivals)
+        for name, one in model.items():
+            calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, stats)
+            due, rows = functools.partial(self._steps.due, name), None if stats is True else calls.rows
+            tap = Tap(one, due=due, measure=calls.call, measure_rows=rows, guard=self._guard)
+            known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
+            changes = None if probe is None else LogitChanges(tap, probe)
+            numbers = StepNumbers(self._steps, known, calls.tokens, changes, optimizer, guard=self._guard)
+            self._models.add(name, tap, numbers, self._step_end.pass_over if optimizer is None else None)
         self._hooks: StepHooks | None = None
         self._complete = False
         if optimizer is None:
-            numbers.pass_over = self._step_end.pass_over
             self._group.records_alone = True
         else:
             before, after = (functools.partial(self._guard, f) for f in (self._step_end.before, self._after_step))
@@ -124,18 +125,19 @@ class Monitor(Handle):
 
     @property
     def model(self) -> nn.Module:
-        """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel."""
-        return self._tap.model
+        """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel; of several models an
+        nn.ModuleDict, in which the sites have their names."""
+        return self._model
 
     @property
-    def sites(self) -> list[AttentionSite]:
+    def sites(self) -> Sites:
         """The attention sites of the model, found in the first measured pass."""
-        return self._tap.sites
+        return self._models.sites
 
     @property
     def missed(self) -> tuple[Missed, ...]:
         """The attentions that were seen but not understood: they are not watched."""
-        return self._tap.sites.missed
+        return self.sites.missed
 
     @property
     def steps(self) -> int:
@@ -144,7 +146,7 @@ class Monitor(Handle):
 
     @steps.setter
     def steps(self, done: int) -> None:
-        if done != self.steps and self._steps.step_due and self._tap.has("train"):
+        if done != self.steps and self._steps.step_due and self._models.has("train"):
             self._steps.besides.add(done)  # of a step that was skipped: what was measured counts for this one
         self._steps.done = done
 
@@ -153,7 +155,7 @@ class Monitor(Handle):
 
         For the last step of a training, or any that matters; where several processes train, all of them must.
         """
-        self._steps.besides.add(self._steps.passes["train"] if self._hooks is None else self.steps)
+        self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
 
     @property
     def closer(self) -> int | None:
@@ -171,7 +173,7 @@ class Monitor(Handle):
     @property
     def passes(self) -> int:
         """The number of forward passes that were seen, measured or not."""
-        return sum(self._steps.passes.values())
+        return self._steps.passed("train") + self._steps.passed("eval")
 
     def read(self, phase: Phase | None = None) -> Stats:
         """Returns, by site name, the statistics of all passes measured since the last read, on the CPU.
@@ -181,7 +183,7 @@ class Monitor(Handle):
         """
         self._settle()
         if phase is None:
-            phase = "train" if self._arrivals.has("train") or self._tap.has("train") else "eval"
+            phase = "train" if self._arrivals.has("train") or self._models.has("train") else "eval"
         return merged([self._arrivals.take(phase), self._step_end.take(phase)])
 
     def include(self, *sites: AttentionSite) -> Self:
@@ -194,7 +196,7 @@ class Monitor(Handle):
                 "expected sites from qkeel.sites.describe(model, name, ...) before the first forward pass; all others "
                 "are found by themselves"
             )
-        self.sites.extend(sites)
+        self._models.include(sites)
         return self
 
     @property
@@ -281,7 +283,8 @@ class Monitor(Handle):
 
     def _finish(self) -> None:
         # One by one, so that where one fails the others are done all the same.
-        self._guard(self._tap.remove)
+        for tap in self._models.taps:
+            self._guard(tap.remove)
         if not self._group.stopped:
             self._guard(self._step_end.evaluated)
             self._guard(self._settle_all)

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qkeel.errors import caution
-from qkeel.monitor.measure.step_numbers import StepNumbers
+from qkeel.monitor.measure.watched_models import WatchedModels
 from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.processes.arrivals import Arrivals
 from qkeel.monitor.processes.group import ProcessGroup
 from qkeel.monitor.processes.transfer import Measurement, Stats, merged, on_host
-from qkeel.sites.tap import Phase, Tap
+from qkeel.sites.tap import Phase
 
 NOT_SEEN = (
     "the optimizer stepped, but no forward pass of the watched model was seen. Call the model itself, model(...), not "
@@ -25,33 +25,31 @@ NOT_SEEN = (
 
 @final
 class StepEnd:
-    """Takes the statistics of a step from the tap, adds the other numbers, and sends them on."""
+    """Takes the statistics of a step from the taps, adds the other numbers, and sends them on."""
 
-    def __init__(
-        self, steps: MeasuredSteps, tap: Tap, numbers: StepNumbers, group: ProcessGroup, arrivals: Arrivals
-    ) -> None:
-        self._steps, self._tap, self._numbers, self._group, self._arrivals = steps, tap, numbers, group, arrivals
+    def __init__(self, steps: MeasuredSteps, models: WatchedModels, group: ProcessGroup, arrivals: Arrivals) -> None:
+        self._steps, self._models, self._group, self._arrivals = steps, models, group, arrivals
         self._taken: dict[Phase, list[Stats]] = {"train": [], "eval": []}  # read before their step was over
         self.rate: Tensor | None = None  # of the step done last
         self._warned = False
 
     def take(self, phase: Phase) -> Stats:
         """The statistics of the step under way so far, on the CPU, for a reader; they count for the step as well."""
-        recent = on_host(self._tap.read(phase))
+        recent = on_host(self._models.read(phase))
         if recent:
             self._taken[phase].append(recent)
         return self._group.placed(recent)
 
     def pass_over(self, phase: Phase) -> None:
-        """Ends a step that is one forward pass, where there is no optimizer."""
-        self._close(phase, self._steps.passes[phase] - 1, None, alone=True)
+        """Ends a step that is one forward pass of each model, where there is no optimizer."""
+        self._close(phase, self._steps.rounds(phase) - 1, None, alone=True)
 
     def before(self, optimizer: Optimizer) -> None:
         """Called before each step of the optimizer."""
         if self._steps.step_due and not self._group.stopped:
             # By what the gradients are still multiplied: GradScaler leaves that to a fused optimizer.
             scale = vars(optimizer).get("grad_scale")
-            self._numbers.before_step(scale if isinstance(scale, Tensor) else None)
+            self._models.before_step(scale if isinstance(scale, Tensor) else None)
 
     def after(self, optimizer: Optimizer) -> None:
         """Called after each step of the optimizer; of one that was skipped, what was measured counts for the next."""
@@ -80,25 +78,25 @@ class StepEnd:
 
     def evaluated(self) -> None:
         """Ends the evaluation passes since the last step, if there were any."""
-        if self._tap.has("eval") or self._taken["eval"]:
+        if self._models.has("eval") or self._taken["eval"]:
             self._close("eval", self._steps.done, None, alone=True)
 
     def _train_step(self, rate: Tensor) -> None:
-        if not self._steps.passes["train"] and not self._warned:
+        if not self._steps.passed("train") and not self._warned:
             self._warned = True
             caution(NOT_SEEN)
-        if self._tap.has("train"):
-            self._numbers.after_step()
+        if self._models.has("train"):
+            self._models.after_step()
         self._close("train", self._steps.done, rate, alone=False)
 
     def _close(self, phase: Phase, step: int, rate: Tensor | None, *, alone: bool) -> None:
         """Ends the phase; `alone`: it is recorded by this process only."""
-        fresh, taken = self._tap.read(phase), self._taken[phase]
+        fresh, taken = self._models.read(phase), self._taken[phase]
         self._taken[phase] = []
         if taken:
             fresh = on_host(fresh)
         stats = merged([*taken, fresh])
-        numbers = self._numbers.take(rate) if phase == "train" else {}
+        numbers = self._models.take(rate) if phase == "train" else {}
         if not alone:
             self._arrivals.settle(wait=self._group.several)  # a process that has stopped takes part in no gather
         transfer = self._group.send(Measurement(stats=stats, numbers=numbers) if stats else None, alone=alone)

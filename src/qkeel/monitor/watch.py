@@ -22,13 +22,13 @@ from qkeel.monitor.monitor import Monitor, watched
 from qkeel.monitor.record import sink_table
 from qkeel.monitor.record.sinks import RunDirectorySink, Sink
 from qkeel.sites.example import arguments
-from qkeel.sites.site import AttentionSite
+from qkeel.sites.named_models import Models, named_models, sites_of_each
 
 K = TypeVar("K")
 
 
 def watch(
-    model: nn.Module,
+    model: Models,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     every: int | Cadence = 1,
@@ -39,7 +39,7 @@ def watch(
     classes: GivenClasses | Classes | None = None,
     probe: object = None,
     planned: PlannedRates | None = None,
-    sites: Sequence[AttentionSite] | None = None,
+    sites: object = None,
     layout: Layout | None = None,
 ) -> Monitor:
     """Watch every attention of a model, per layer and head, without changing one bit of what it computes.
@@ -51,8 +51,11 @@ def watch(
 
     Args:
         model: any module; compiled, wrapped in DistributedDataParallel or sharded ones too, or a stage of a pipeline.
+            Or several of them as one, each of which is called by itself, such as all stages that this process has, or
+            an encoder and a decoder: a list, or a dict by name. Names of sites then begin with the model's place or
+            name; those of stages are numbered over all processes. The loss is that of the last model that has one.
         optimizer: what steps it. With one, a step is one of its steps and the weights behind the heads are read too;
-            without one, each forward pass is a step.
+            without one, each forward pass is a step, of several models a pass of each.
         every: n measures every n-th step; or a cadence: LogSpaced(per_decade=20), Adaptive(least=5, most=100).
         stats: True for everything in LogitStats, by a pass over the logits of each measured call. "entropy" for the
             largest logit and the entropy of each head (and entropy_min, n_queries), which the compiled attention of
@@ -70,11 +73,12 @@ def watch(
             tensor [b t]; see `monitor.Classes`, which gives names too. Statistics are also given split by them:
             `read()[site].classes`.
         probe: a batch, as a tensor, a tuple of the forward's arguments or a dict of its keyword arguments; with it the
-            change of its logits by each measured step is measured, by two passes of their own without gradients.
+            change of its logits by each measured step is measured, by two passes of their own without gradients. Not
+            of several models.
         planned: the learning rates of the run, if known; with them alarms come earlier and forecasts follow the
             schedule.
-        sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; None to
-            find them in the first measured pass.
+        sites: what `find_sites` found earlier, on this model before it was sharded or its heads were split; of
+            several models for each, as a list or a dict by name. None to find them in the first measured pass.
         layout: the place of this process among those of the run, where torch's own wrappers do not show it.
 
     Returns: the Monitor: `read()`, `table()`, `alarms`, `remove()`; a context manager.
@@ -82,16 +86,14 @@ def watch(
     Raises:
         InvalidTypeError: an argument is something else.
         InvalidValueError: the optimizer holds none of the model's parameters, the forward takes no `query_mask`,
-            classes are asked for with stats="entropy", the sites are those of another model.
-        RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1).
+            classes are asked for with stats="entropy", there is no model, or one is given twice.
+        RefusedError: the model is wrapped in FullyShardedDataParallel (FSDP1), the sites are those of another model, a
+            probe batch is given of several models.
         UnknownNameError: stats is something else, or no sink has this name.
         AlreadyAppliedError: the model is watched already.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(
-            f"expected a torch.nn.Module to watch, got {type(model).__name__}; give the model itself"
-        )
-    if any(map(dist.is_flat, dist.wrappers(model))):
+    models = named_models(model, "watch")
+    if any(dist.is_flat(wrapper) for one in models.values() for wrapper in dist.wrappers(one)):
         raise RefusedError(
             "expected fully_shard, DistributedDataParallel or a plain model; FullyShardedDataParallel (FSDP1) keeps "
             "flat pieces of weights that no head can be read from. Move to torch.distributed.fsdp.fully_shard"
@@ -102,11 +104,13 @@ def watch(
         raise InvalidValueError('expected stats=True with classes: what stats="entropy" measures is not split by class')
     if planned is not None and not isinstance(planned, PlannedRates):
         raise InvalidTypeError(f"expected PlannedRates.of(rates) as the plan, got {type(planned).__name__}")
-    if watched(model):
+    if probe is not None and "" not in models:
+        raise RefusedError("a probe batch shows the logits of one model: leave probe out, or watch that model alone")
+    if any(map(watched, models.values())):
         raise AlreadyAppliedError("this model is watched already; remove() the first monitor, or read from that one")
     return Monitor(
-        model,
-        None if optimizer is None else _optimizer(optimizer, model),
+        models,
+        None if optimizer is None else _optimizer(optimizer, [*models.values()]),
         every=cadence(every),
         stats=stats,
         sinks=[
@@ -115,11 +119,11 @@ def watch(
             for one in _sinks(given)
         ],
         rules=None if rules is None else _several(rules, (Rule,), "rules, such as qkeel.monitor.DEFAULT"),
-        query_mask=None if query_mask is None else QueryMask.on(model, query_mask),
-        classes=None if classes is None else Classes.on(model, classes),
+        query_mask={} if query_mask is None else {n: QueryMask.on(one, query_mask) for n, one in models.items()},
+        classes={} if classes is None else {n: Classes.on(one, classes) for n, one in models.items()},
         probe=None if probe is None else arguments(probe, "probe batch"),
         planned=planned,
-        sites=sites,
+        sites=sites_of_each(sites, models),
         layout=layout,
     )
 
@@ -143,7 +147,7 @@ def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
     return sink_table.sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
 
 
-def _optimizer(given: object, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(given: object, models: Sequence[nn.Module]) -> torch.optim.Optimizer:
     """The optimizer whose step hooks run: inside the wrapper that accelerate puts around it."""
     if not isinstance(given, torch.optim.Optimizer):
         raise InvalidTypeError(
@@ -151,7 +155,7 @@ def _optimizer(given: object, model: nn.Module) -> torch.optim.Optimizer:
         )
     inner = vars(given).get("optimizer")
     optimizer = inner if isinstance(inner, torch.optim.Optimizer) else given
-    own = {id(p) for p in model.parameters()}
+    own = {id(p) for model in models for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise InvalidValueError(
             "the optimizer holds none of the model's parameters; give the one that trains this model, "

@@ -43,10 +43,10 @@ from qkeel.remedies.spectral_cap import SpectralCap
 from qkeel.remedies.steps.head_weights import check_weights
 from qkeel.remedies.swin_norm import SwinNorm
 from qkeel.remedies.z_loss import ZLoss
-from qkeel.sites.bound import bound
 from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
 from qkeel.sites.missed import Sites
+from qkeel.sites.named_models import Models, named_models, of_each, sites_of_each
 from qkeel.sites.site import AttentionSite
 
 REMEDIES: dict[str, type[Remedy]] = {
@@ -144,11 +144,11 @@ def note(text: str) -> Note:
 
 def apply(
     named: Named,
-    model: nn.Module,
+    model: Models,
     optimizer: Optimizer | None = None,
     *,
     example: object = None,
-    sites: Sequence[AttentionSite] | None = None,
+    sites: object = None,
     train_length: int | None = None,
     partial: bool = False,
     **options: float | int | bool | str,
@@ -166,12 +166,15 @@ def apply(
 
     Args:
         named: "lalr", "lalr:tau=0.1+qk_clip", a Remedy, or a list.
-        model: one that has attention anywhere; a part of a model may be given too.
+        model: one that has attention anywhere; a part of a model may be given too. Or several as one, such as all
+            stages of a pipeline that this process has: a list, or a dict by name.
         optimizer: the one that steps the model's weights; remedies on steps need it, new parameters join it.
         example: a batch that shows where the attention of a model is that does not consist of qkeel's own modules: a
-            tensor, a tuple of the forward's arguments or a dict of its keyword arguments; one pass is run on it.
+            tensor, a tuple of the forward's arguments or a dict of its keyword arguments; one pass is run on it. Of
+            several models one for each, as a list or a dict by name.
         sites: what `find_sites` found in this model, in place of an example: before fully_shard or tensor parallel
-            split its weights, which can no longer be followed then. They are known again by their names.
+            split its weights, which can no longer be followed then. They are known again by their names. Of several
+            models for each, as examples are.
         train_length: tokens per training sequence, for formulas that need it (L2 norm with learned scale).
         partial: apply also where the model has attention that was seen but not understood, which stays as it is.
         options: those of a single remedy that is named by a string.
@@ -181,27 +184,40 @@ def apply(
         says where and why. AlreadyAppliedError: it is on this model already. The model is then as it was.
     """
 
-    def asked() -> tuple[tuple[Remedy, ...], Target]:
+    def asked() -> tuple[tuple[Remedy, ...], list[tuple[Target, Sites | None]]]:
         found = parse(named, **options)
-        if not isinstance(model, nn.Module):
-            raise InvalidTypeError(f"expected a torch.nn.Module to apply remedies to, got {type(model).__name__}")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        plain, shown = unwrapped(model), ((), {}) if example is None else arguments(example)
-        check_wrapper(plain)
-        bare = Target(model=plain, optimizer=optimizer, sites=[], example=shown, train_length=train_length)
+        models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
+        shown, known = of_each(example, [*models], "examples"), sites_of_each(sites, models)
+        bare = [
+            (
+                Target(
+                    model=unwrapped(one),
+                    optimizer=optimizer,
+                    sites=[],
+                    example=((), {}) if shown[name] is None else arguments(shown[name]),
+                    train_length=train_length,
+                ),
+                known[name],
+            )
+            for name, one in models.items()
+        ]
+        for target, _ in bare:
+            check_wrapper(target.model)
         return found, bare
 
-    def said(request: tuple[tuple[Remedy, ...], Target]) -> str:
+    def said(request: tuple[tuple[Remedy, ...], Sequence[object]]) -> str:
         given = {"optimizer": optimizer, "example": example, "sites": sites}
         parts = [name if x is not None else f"no {name}" for name, x in given.items()]
-        return f"{list(request[0])}, {', '.join(parts)}, train_length={train_length}, partial={partial}"
+        several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
+        return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
 
     found, bare = dist.done_by_all(WHAT, asked, said, lambda _: None)
 
     def applied() -> Handle:
-        known = None if sites is None else bound(sites, bare.model)
-        return compose_all(_apply_all(found, bare, known, partial=partial))
+        handles = (compose_all(_apply_all(found, target, known, partial=partial)) for target, known in bare)
+        return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.done_by_all(WHAT, applied, lambda _: "applied", Handle.remove)
     return on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)

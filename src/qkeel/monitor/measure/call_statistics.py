@@ -27,8 +27,8 @@ Wanted = Literal[True, "entropy"]
 class CallStatistics:
     """Statistics of calls over the tokens that count; what the calls have in common is noted in `setting`."""
 
-    def __init__(self, tokens: PassTokens, wanted: Wanted = True) -> None:
-        self.tokens, self.setting, self._wanted = tokens, SettingSeen(), wanted
+    def __init__(self, tokens: PassTokens, setting: SettingSeen, wanted: Wanted = True) -> None:
+        self.tokens, self.setting, self._wanted = tokens, setting, wanted
 
     def call(self, call: Seen) -> LogitStats:
         """Everything, by a pass of its own; where that is not wanted, on a GPU by the one that finds what is."""

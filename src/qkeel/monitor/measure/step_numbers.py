@@ -46,7 +46,7 @@ class StepNumbers(Visitor):
     ) -> None:
         self._steps, self._sites, self._tokens, self._changes = steps, sites, tokens, changes
         self._optimizer, self._guard = optimizer, guard
-        self.pass_over: Callable[[Phase], None] | None = None  # ends a step that is one pass with attention
+        self.pass_over: Callable[[Phase], None] | None = None  # after each pass that was measured
         self._means = Means()
         self._hidden: HiddenNorms | None = None  # from the first measured pass on
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known
@@ -73,7 +73,7 @@ class StepNumbers(Visitor):
             losses = [x for x in tensors(output) if x.ndim == 0 and x.is_floating_point() and not dist.is_split(x)]
             if len(losses) == 1:
                 self._means.add(("", "train_loss"), losses[0].detach(), 1)
-        if self.pass_over is not None and seen:
+        if self.pass_over is not None:
             self.pass_over(phase)
 
     def failed(self) -> None:
@@ -104,11 +104,10 @@ class StepNumbers(Visitor):
             for key, x in self._changes.after().items():
                 self._read[key] = Share(value=x, weight=torch.ones_like(x), own=True)
 
-    def take(self, rate: Tensor | None) -> Given:
-        """All numbers of the step, once; rate: its learning rate, where there is an optimizer."""
+    def take(self) -> Given:
+        """All numbers of the step, once."""
         read, self._read = self._read, {}
-        found = {**read, **self._means.read()}
-        return found if rate is None else {**found, ("", "lr"): rate}
+        return {**read, **self._means.read()}
 
 
 def _divided(x: Tensor | Share, by: Tensor) -> Tensor | Share:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import final
 
 from torch import nn
@@ -10,7 +10,6 @@ from torch import nn
 from qkeel import dist
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError, caution
 from qkeel.monitor.processes.group import ProcessGroup
-from qkeel.sites.bound import bound
 from qkeel.sites.find import find_sites
 from qkeel.sites.missed import Sites, share
 from qkeel.sites.site import AttentionSite
@@ -24,19 +23,17 @@ class WatchedSites:
     those whose weights can be read. `all.missed` were seen but not understood.
     """
 
-    def __init__(
-        self, model: nn.Module, described: Sites, group: ProcessGroup, given: Sequence[AttentionSite] | None
-    ) -> None:
-        """Takes `described`, which is extended in place, and the sites that were found earlier, if they were."""
-        self.model, self.all = model, described
+    def __init__(self, name: str, model: nn.Module, described: Sites, group: ProcessGroup, given: Sites | None) -> None:
+        """Takes the name of the model, "" where there is only one, `described`, which is extended in place, and the
+        sites that were found earlier, if they were."""
+        self._name, self.model, self.all = name, model, described
         self.weighed: list[AttentionSite] = []
         self._silent = False  # it was said that a measured pass showed no attention
         self._group = group
         self._given = given is not None
         if given is not None:
-            known = bound(given, model)
-            self.all += known
-            self.all.missed = known.missed
+            self.all += given
+            self.all.missed = given.missed
             self.weighed = self.all
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False
@@ -47,7 +44,7 @@ class WatchedSites:
         Raises: InvalidValueError if that takes a pass of all processes, and not all of them watch.
         """
         split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
-        self._group.begin(gathers=split)
+        self._group.begin(self._name, gathers=split)
         if split and not self._given and not self._group.several:
             raise InvalidValueError(
                 "expected every process of this run to watch the model: its weights are split, and the search for its "
@@ -82,7 +79,8 @@ class WatchedSites:
     def report(self, seen: bool) -> None:
         """After a pass that saw attention or not: warns once of sites whose weights are unknown, once if it saw none.
 
-        Raises: QkeelError if no attention was seen, in this pass or an earlier one, and no site was found.
+        Raises: QkeelError if no attention was seen, in this pass or an earlier one, and no site was found, in the only
+        model.
         """
         if not seen and (self._seen or self.all) and not self._silent:
             self._silent = True
@@ -94,8 +92,11 @@ class WatchedSites:
         error, self._error = self._error, None
         if not self._seen and (error is not None or not self.all):
             error = error or RefusedError("no attention was seen in this forward pass")
-            if not self._group.records_jointly:
+            if not self._group.records_jointly and not self._name:
                 raise error
-            self._group.unseen, error = error, None  # others may have some
+            if self._group.records_jointly:
+                self._group.unseen, error = error, None  # others may have some
+            else:
+                error, self._silent = None if self._silent else RefusedError(f"{self._name}: {error}"), True
         if error is not None:
             caution(f"the weights behind the heads are unknown, so they are not watched: {error}")

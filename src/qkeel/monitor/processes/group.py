@@ -69,12 +69,12 @@ class ProcessGroup:
         """Returns whether what is recorded is of several processes."""
         return self.several and not self.records_alone
 
-    def begin(self, *, gathers: bool) -> None:
-        """Called in the first pass that is measured, before anything is done that takes all processes.
+    def begin(self, model: str, *, gathers: bool) -> None:
+        """Called in the first pass of a model that is measured, before anything is done that takes all processes.
 
         gathers: a pass of the model is something that all processes do.
         """
-        self._introduced.stage = running_stage()
+        self._introduced.stages[model] = running_stage()
         if gathers or not self.records_alone:
             self.all_watch()
 
@@ -112,7 +112,7 @@ class ProcessGroup:
             return None if measured is None else Transfer.alone(measured)
         if measured is None:
             return self._gather(word(Flag.NOTHING, self._form), members)
-        if measured.form() != members.own.form:
+        if measured.form() != members.own_form:
             self.leave(known=False)
             raise InvalidValueError(
                 "what this process measures is not what it measured at first, as with layers that run in some steps "
@@ -140,7 +140,7 @@ class ProcessGroup:
     def _gather(self, packed: Tensor, members: Members) -> Transfer:
         self.gathers += 1
         gather = functools.partial(self._step_gather.gather, self._name)
-        return Transfer(packed, [m.form for m in members.all], members.merge, gather)
+        return Transfer(packed, members.forms, members.merge, gather)
 
     def _meet(self, measured: Measurement | None) -> None:
         self._form = () if measured is None else measured.form()
@@ -168,7 +168,7 @@ class ProcessGroup:
         except InvalidValueError:
             self.over = True
             raise
-        self._form = self.members.own.form
+        self._form = self.members.own_form
         self._step_gather.agree(self._name, {count for _, count, *_ in said})
 
     def _round(self) -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self, final
+from typing import Self, TypeVar, final
 
 from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError
 from qkeel.functional.statistics.logit_stats import LogitStats, merge
 from qkeel.monitor.processes.placing import Span, placed, put_in_place
-from qkeel.monitor.processes.share import Key, Numbers, Share
+from qkeel.monitor.processes.share import WHOLE_MODEL, Key, Numbers, Share
 from qkeel.monitor.processes.transfer import Form, Merged, Sent, Stats, shared
+from qkeel.sites.named_models import within
+
+V = TypeVar("V")
 
 UNLIKE = (
     "the processes of this run do not see the same attention, so nothing can be merged. Stages of a pipeline that are "
@@ -24,32 +27,63 @@ UNLIKE = (
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process: its place, what it sends, whose heads and key heads are split, and its part of the description."""
+    """One process: its place, what it sends, whose heads and key heads are split, and its part of the description.
+
+    `stages` are those of its models, by their names, with which the names of their sites begin; {} of one model.
+    """
 
     layout: Layout
     form: Form = ()
     split: Mapping[str, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    stages: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def words(self) -> tuple[str, str]:
         """Its place, and what is the same for many processes, as texts."""
-        return json.dumps(dataclasses.asdict(self.layout)), json.dumps([self.form, self.split, self.about])
+        own = dataclasses.asdict(self)
+        return json.dumps(own.pop("layout")), json.dumps([*own.values()])
 
     @classmethod
     def of(cls, place: str, text: str) -> Self:
         """The member that these texts describe."""
-        form, split, about = json.loads(text)
+        form, split, about, stages = json.loads(text)
         return cls(
             layout=Layout(**json.loads(place)),
             form=tuple((site, name, tuple(shape), how) for site, name, shape, how in form),
             split={site: (heads, keys) for site, (heads, keys) in split.items()},
             about=about,
+            stages=stages,
+        )
+
+    def parts(self) -> list[tuple[_Part, Self]]:
+        """Each of its stages as if a process of its own had it; numbers of the whole model are those of the last."""
+        stages = sorted(self.stages, key=lambda name: self.stages[name])
+        found = [_Part(name, name == stages[-1]) for name in stages]
+        return [(part, self._of(part)) for part in found] or [(_Part("", True), self)]
+
+    def _of(self, part: _Part) -> Self:
+        sites = {site["name"]: site for site in self.about["sites"]}  # type: ignore[attr-defined]
+        size = self.about["parameters"][part.model]  # type: ignore[index]
+        return dataclasses.replace(
+            self,
+            layout=dataclasses.replace(self.layout, stage=self.stages[part.model]),
+            form=tuple((own, *more) for site, *more in self.form if (own := part.own(site)) is not None),
+            split=part.only(self.split),
+            about={
+                "sites": [{**site, "name": own} for own, site in part.only(sites).items()],
+                "parameters": {part.model: size},
+            },
         )
 
     @property
     def stage(self) -> int:
         """The stage of a pipeline; 0 where there is none."""
         return self.layout.stage or 0
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """All stages that it has."""
+        return tuple(sorted(self.stages.values())) or (self.stage,)
 
     def heads(self, site: str, name: str = "max_logit") -> int:
         """The number of query heads of a site that it has, of "key_norm" of key heads."""
@@ -62,6 +96,31 @@ class Member:
 
 
 @final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """One of the models of a process, "" for the only one; `last`: what it says of the whole model is this one's."""
+
+    model: str
+    last: bool
+
+    def own(self, site: str) -> str | None:
+        """The name of a site inside the model; None of other models' sites."""
+        if not site or not self.model:
+            return site if self.last else None
+        rest = site.removeprefix(self.model)
+        inside = rest != site and (not rest or rest[0] in ".#")
+        return rest.removeprefix(".") if inside else None
+
+    def only(self, by_site: Mapping[str, V]) -> dict[str, V]:
+        """Those by site that belong to the model, by its own names."""
+        return {own: x for site, x in by_site.items() if (own := self.own(site)) is not None}
+
+    def keys(self, by_key: Mapping[Key, V]) -> dict[Key, V]:
+        """The same of numbers by site and name."""
+        return {(own, name): x for (site, name), x in by_key.items() if (own := self.own(site)) is not None}
+
+
+@final
 class Members:
     """All processes; numbers layers and heads over all of them.
 
@@ -71,9 +130,16 @@ class Members:
 
     def __init__(self, members: Sequence[Member], rank: int) -> None:
         """Raises: InvalidValueError if they are not the processes of one model."""
-        first = {m.stage: m for m in reversed(members) if m.form}
-        self.all = [m if m.form else dataclasses.replace(first.get(m.stage, m), layout=m.layout) for m in members]
-        self.own = self.all[rank]
+        known = {m.place: m for m in reversed(members) if m.form}
+        members = [m if m.form else dataclasses.replace(known.get(m.place, m), layout=m.layout) for m in members]
+        self.forms = [m.form for m in members]
+        self.own_form = self.forms[rank]
+        # Each stage of a process is counted like a process of its own: by its number among all of them.
+        every = [(i, *part) for i, m in enumerate(members) for part in m.parts()]
+        self.all = [m for _, _, m in every]
+        self._parts = [[(n, part) for n, (of, part, _) in enumerate(every) if of == i] for i in range(len(members))]
+        self._own = self._parts[rank]
+        first = {m.stage: m for m in reversed(self.all) if m.form}
         self._stages = sorted(first)
         for m in self.all:
             alike = first.get(m.stage, m)
@@ -83,7 +149,7 @@ class Members:
         twice = len(set(names)) < len(names)
         self._first = first
         self._names = {
-            (stage, site): f"stages.{stage}.{site}" if twice else site
+            (stage, site): within(f"stages.{stage}", site) if twice else site
             for stage in self._stages
             for site in first[stage].sites
         }
@@ -92,7 +158,6 @@ class Members:
             for rank, m in enumerate(self.all)
             for site in m.sites
         }
-        self._rank = rank
 
     @property
     def sites(self) -> list[str]:
@@ -105,7 +170,7 @@ class Members:
         for stage in self._stages:
             m = self._first[stage]
             rank = self.all.index(m)
-            size += int(str(m.about["parameters"]))
+            size += sum(m.about["parameters"].values())  # type: ignore[attr-defined]
             known = {site["name"]: site for site in m.about["sites"]}  # type: ignore[attr-defined]
             for site in m.sites:
                 heads, keys = self._spans[rank, site]
@@ -121,10 +186,19 @@ class Members:
 
     def placed(self, stats: Stats) -> Stats:
         """Statistics of this process alone, by the names and heads of the whole model."""
-        return {self._names[self.own.stage, site]: self._placed(self._rank, site, s) for site, s in stats.items()}
+        return {
+            self._names[self.all[n].stage, site]: self._placed(n, site, s)
+            for n, part in self._own
+            for site, s in part.only(stats).items()
+        }
 
     def merge(self, sent: Mapping[int, Sent]) -> Merged:
-        """The merged numbers of one model."""
+        """The merged numbers of one model, of what each process sent."""
+        sent = {
+            n: (part.only(stats), part.keys(numbers), part.keys(shares))
+            for rank, (stats, numbers, shares) in sent.items()
+            for n, part in self._parts[rank]
+        }
         stats: Stats = {}
         alike: Numbers = {}
         shares: list[dict[Key, Share]] = []
@@ -188,7 +262,7 @@ class Members:
         return found
 
     def _key(self, stage: int, key: Key) -> Key:
-        return self._names.get((stage, key[0]), key[0]), key[1]
+        return key if key[1] in WHOLE_MODEL else (self._names.get((stage, key[0]), key[0]), key[1])
 
     def _span(self, m: Member, site: str, name: str, which: int) -> Span:
         """The place of a process's heads among all heads of a site."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Key = tuple[str, str]  # the site, "" for the whole model, and the name of the number
+WHOLE_MODEL = ("lr", "train_loss", "final_hidden_norm")  # of no site
 How = Literal["mean", "root_mean", "root", "max"]
 
 

@@ -29,15 +29,16 @@ def about(
     """Model, sites, optimizer, cadence, versions and command, as plain data.
 
     Args:
-        model: what is watched.
+        model: what is watched; an nn.ModuleDict of several.
         sites: the attentions that are watched.
         missed: those that are not understood.
         optimizer: what steps the model, if that is known.
         cadence: which steps are measured.
     """
     parameters = list(model.parameters())
+    models = [*model.children()] if type(model) is nn.ModuleDict else [model]
     return {
-        "model": type(model).__name__,
+        "model": " and ".join(dict.fromkeys(type(one).__name__ for one in models)),
         "parameters": sum(p.numel() for p in parameters),
         "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
         "sites": site_facts(sites),

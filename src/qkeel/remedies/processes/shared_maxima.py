@@ -117,7 +117,7 @@ class SharedMaxima:
         row = self.row(self._maxima())
         if self._over_all is None:
             return row
-        found = self._over_all.largest()
+        found = self._gather.largest(self._over_all)
         return found[self._before : len(found) - self._behind].to(row)
 
     def _sent(self) -> Tensor:

@@ -1,0 +1,89 @@
+"""The models that a monitor watches as one; most often there is only one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+from torch import Tensor
+
+from qkeel.monitor.measure.step_numbers import StepNumbers
+from qkeel.monitor.processes.share import WHOLE_MODEL, Key, Share
+from qkeel.monitor.processes.transfer import Stats
+from qkeel.sites.missed import Sites
+from qkeel.sites.named_models import all_sites, within
+from qkeel.sites.site import AttentionSite
+from qkeel.sites.tap import Phase, Tap
+
+
+@final
+class WatchedModels:
+    """Takes what is measured of each model together, under names that begin with that of the model.
+
+    Numbers of the whole model, such as its loss, are those of the last model that has them.
+    """
+
+    def __init__(self, stages: Mapping[str, int | None]) -> None:
+        """Takes the stages of a pipeline that the models turn out to be, in whose order they are gone through."""
+        self._stages = stages
+        self._taps: dict[str, Tap] = {}
+        self._numbers: dict[str, StepNumbers] = {}
+        self._passed: dict[Phase, set[str]] = {"train": set(), "eval": set()}
+
+    def add(self, name: str, tap: Tap, numbers: StepNumbers, round_over: Callable[[Phase], None] | None) -> None:
+        """One more model; round_over ends a step that is one pass of each model, where there is no optimizer."""
+        self._taps[name], self._numbers[name], tap.visitor = tap, numbers, numbers
+        if round_over is not None:
+            numbers.pass_over = functools.partial(self._pass_over, name, round_over)
+
+    def _pass_over(self, name: str, round_over: Callable[[Phase], None], phase: Phase) -> None:
+        self._passed[phase].add(name)
+        if len(self._passed[phase]) == len(self._taps) and self.has(phase):
+            self._passed[phase].clear()
+            round_over(phase)
+
+    @property
+    def taps(self) -> list[Tap]:
+        """The tap of each model."""
+        return [*self._taps.values()]
+
+    @property
+    def sites(self) -> Sites:
+        """The sites of all models."""
+        return all_sites({name: self._taps[name].sites for name in self._order()})
+
+    def include(self, sites: Sequence[AttentionSite]) -> None:
+        """Adds sites that were described by hand, each to the model that it is in."""
+        for site in sites:
+            holders = (tap for tap in self.taps if any(m is site.module for m in tap.model.modules()))
+            next(holders, self.taps[0]).sites.append(site)
+
+    def has(self, phase: Phase) -> bool:
+        """Returns whether there are statistics to read."""
+        return any(tap.has(phase) for tap in self.taps)
+
+    def read(self, phase: Phase) -> Stats:
+        """The statistics of all sites since the last read."""
+        return {within(name, site): x for name in self._order() for site, x in self._taps[name].read(phase).items()}
+
+    def before_step(self, gradient_scale: Tensor | None) -> None:
+        """Reads weights and gradients before a step; gradients are divided by the scale that is still on them."""
+        for numbers in self._numbers.values():
+            numbers.before_step(gradient_scale)
+
+    def after_step(self) -> None:
+        """Reads what a step has changed."""
+        for numbers in self._numbers.values():
+            numbers.after_step()
+
+    def take(self, rate: Tensor | None) -> dict[Key, Tensor | Share]:
+        """All numbers of the step, once; rate: its learning rate, where there is an optimizer."""
+        found: dict[Key, Tensor | Share] = {} if rate is None else {("", "lr"): rate}
+        for name in self._order():
+            for (site, number), x in self._numbers[name].take().items():
+                found["" if number in WHOLE_MODEL else within(name, site), number] = x
+        return found
+
+    def _order(self) -> list[str]:
+        return sorted(self._taps, key=lambda name: self._stages.get(name) or 0)

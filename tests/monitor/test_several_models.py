@@ -1,0 +1,166 @@
+"""Several models watched as one: an encoder and a decoder apart, or all stages of a pipeline that a process has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.monitor.small import batch, small
+from torch import nn
+
+import qkeel
+from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, QkeelError, RefusedError
+from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.monitor import Layout, Sample
+from qkeel.monitor.monitor import Monitor
+from qkeel.monitor.processes.members import Member, Members
+from qkeel.monitor.processes.share import Share
+from qkeel.monitor.processes.transfer import Measurement
+from qkeel.report import write
+
+
+class Run:
+    """Two models in a row, one optimizer, three steps."""
+
+    def __init__(self) -> None:
+        self.models = {"encoder": small(0), "decoder": small(1)}
+        self.optimizer = torch.optim.AdamW(nn.ModuleDict(self.models).parameters(), lr=1e-2)
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        x = batch(len(self.losses))
+        for model in self.models.values():
+            x = model(x)
+        loss = x.square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+
+    def watched(self, *monitors: Monitor) -> list[list[Sample]]:
+        found = []
+        for _ in range(3):
+            self.step()
+            found.append([monitor.sample for monitor in monitors if monitor.sample is not None])
+        return [[*of] for of in zip(*found)]
+
+
+def test_one_monitor_records_what_one_of_each_model_does(tmp_path: Path) -> None:
+    plain, apart, joined = Run(), Run(), Run()
+    plain.watched()
+    one_each = apart.watched(*(qkeel.watch(model, apart.optimizer) for model in apart.models.values()))
+    monitor = qkeel.watch(joined.models, joined.optimizer, sinks=tmp_path / "run")
+    (samples,) = joined.watched(monitor)
+    assert joined.losses == plain.losses
+    weights = [torch.cat([p.flatten() for m in run.models.values() for p in m.parameters()]) for run in (plain, joined)]
+    assert torch.equal(*weights)
+    names = [f"{model}.blocks.{i}" for model in joined.models for i in (0, 1)]
+    assert [site.name for site in monitor.sites] == names
+    assert all(monitor.model.get_submodule(site.name) is site.module for site in monitor.sites)
+    assert all(monitor.model.get_parameter(s.parameter) is not None for site in monitor.sites for s in site.query)
+    for sample, first, second in zip(samples, *one_each, strict=True):
+        assert sample.layers == tuple(names)
+        assert sample.heads.keys() == first.heads.keys()
+        for field, found in sample.heads.items():
+            np.testing.assert_array_equal(found, np.concatenate([first.heads[field], second.heads[field]]))
+        assert sample.values["final_hidden_norm"] == second.values["final_hidden_norm"]
+        assert sample.values["block_output_norm/encoder.blocks.1"] == first.values["block_output_norm/blocks.1"]
+    assert [*monitor.read()] == names
+    monitor.close()
+    page = write(tmp_path / "run", tmp_path / "page.html").read_text(encoding="utf-8")
+    places = [page.index(f'<th scope="row">{name}<') for name in names]
+    assert places == sorted(places)
+    assert [len(model._forward_hooks) for model in joined.models.values()] == [0, 0]
+
+
+def test_without_an_optimizer_a_step_is_a_pass_of_each(recwarn: pytest.WarningsRecorder) -> None:
+    models = [small(0), small(1), nn.Linear(8, 8)]
+    with qkeel.watch(nn.ModuleList(models), every=2) as monitor:
+        for training in (True, False):
+            for i in range(4):
+                for model in models[:: 1 if i else -1]:  # in any order
+                    model.train(training)(batch(i))
+        assert monitor.history.steps.tolist() == [0, 2]
+        assert (
+            [*monitor.read("train")] == [*monitor.read("eval")] == [f"{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
+        )
+    said = [str(w.message) for w in recwarn if "are unknown" in str(w.message)]
+    assert [text.partition(" in a ")[0] for text in said] == [
+        "the weights behind the heads are unknown, so they are not watched: 2: saw no attention"
+    ]
+
+
+def test_what_cannot_be_watched_as_one_is_said_and_nothing_is_left() -> None:
+    model, other = small(0), small(1)
+    cases: list[tuple[object, dict[str, object], type[QkeelError], str]] = [
+        ([], {}, InvalidValueError, "at least one model"),
+        ([model, model], {}, InvalidValueError, "'0' inside '1'"),
+        ([model, model.blocks], {}, InvalidValueError, "'1' inside '0'"),
+        ([model, 3], {}, InvalidTypeError, "Module to watch as '1', got int"),
+        ({"a.b": model}, {}, InvalidValueError, "names of models of letters"),
+        ({"keys": model}, {}, InvalidValueError, "other than those of methods"),
+        ([model, other], {"probe": batch(0)}, RefusedError, "of one model"),
+        ([model, other], {"sites": [qkeel.find_sites(model, batch(0))]}, InvalidTypeError, "of each of the models"),
+        ([model, other], {"optimizer": torch.optim.SGD(small(2).parameters())}, InvalidValueError, "holds none"),
+    ]
+    for given, options, error, words in cases:
+        with pytest.raises(error, match=words):
+            qkeel.watch(given, **options)  # type: ignore[arg-type]
+    with qkeel.watch(other), pytest.raises(AlreadyAppliedError):
+        qkeel.watch([model, other])
+    assert not model._forward_hooks
+
+
+def test_stages_of_two_processes_are_one_model_in_order() -> None:
+    """A schedule in the form of a V: the first process has the first stage and the last."""
+    torch.manual_seed(0)
+    stages = [{"0": 0, "1": 3}, {"0": 1, "1": 2}, {"0": 1, "1": 2}]
+    measured = [Measurement(stats={f"{m}.attn": stats() for m in own}, numbers=numbers(own)) for own in stages]
+    members = [member(rank, own, of.form()) for rank, (own, of) in enumerate(zip(stages[:2], measured))]
+    silent = member(2, stages[2], ())  # it had nothing to send when they met
+    known = Members([Member.of(*m.words()) for m in (*members, silent)], rank=1)
+    assert known.forms[2] == known.forms[1] == measured[1].form()
+    assert known.sites == [f"stages.{i}.attn" for i in range(4)]
+    assert known.about() == {
+        "sites": [{"name": name, "n_heads": 2, "n_kv_heads": 2} for name in known.sites],
+        "parameters": 4,
+    }
+    sent = {
+        rank: (dict(of.stats), {k: x for k, x in of.numbers.items() if not isinstance(x, Share)}, shares(of))
+        for rank, of in enumerate(measured[:2])
+    }
+    found, others = known.merge(sent)
+    homes = [(0, "0.attn"), (1, "0.attn"), (1, "1.attn"), (0, "1.attn")]
+    for name, (rank, own) in zip(known.sites, homes, strict=True):
+        assert torch.equal(found[name].max_logit, measured[rank].stats[own].max_logit)
+        assert others[name, "query_weight_norm"] == measured[rank].numbers[own, "query_weight_norm"]
+    assert float(others["", "train_loss"]) == 3.0  # of the last stage
+    assert {*known.placed({"1.attn": measured[1].stats["1.attn"]})} == {"stages.2.attn"}
+
+
+def stats() -> LogitStats:
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    return qkeel.attention(q, k, v, spec=qkeel.AttentionSpec(), stats=True)[1]
+
+
+def numbers(stages: dict[str, int]) -> dict[tuple[str, str], torch.Tensor | Share]:
+    norms = {(f"{name}.attn", "query_weight_norm"): torch.rand(1) for name in stages}
+    loss = Share(value=torch.tensor(float(max(stages.values()))), weight=torch.ones(()))
+    return {("", "lr"): torch.tensor(1e-2), ("", "train_loss"): loss, **norms}
+
+
+def shares(of: Measurement) -> dict[tuple[str, str], Share]:
+    return {key: x for key, x in of.numbers.items() if isinstance(x, Share)}
+
+
+def member(rank: int, stages: dict[str, int], form: object) -> Member:
+    sites = [f"{name}.attn" for name in stages]
+    return Member(
+        layout=Layout(data=rank),
+        form=form,  # type: ignore[arg-type]
+        split=dict.fromkeys(sites, (False, False)),
+        about={"sites": [{"name": site} for site in sites], "parameters": dict.fromkeys(stages, 1)},
+        stages=stages,
+    )

@@ -1,0 +1,90 @@
+"""Remedies on several models as one: as if applied to each, with one state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.monitor.small import batch, small
+from torch import nn
+
+import qkeel
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
+
+REMEDIES = "lalr:tau=0.3+qk_weight_decay:decay=1+qk_clip:threshold=0.05"
+
+
+class Run:
+    """Two models in a row under remedies that are applied to both by one call, or to each."""
+
+    def __init__(self, how: str = "") -> None:
+        self.models = [small(0), small(1)]
+        self.optimizer = torch.optim.AdamW(nn.ModuleList(self.models).parameters(), lr=1e-2)
+        examples, sites = [batch(8), batch(9)], [qkeel.find_sites(m, batch(8)) for m in self.models]
+        self.monitor = qkeel.watch(self.models, self.optimizer, sites=sites)
+        if how == "each":
+            for model, example in zip(self.models, examples):
+                qkeel.apply(REMEDIES, model, self.optimizer, example=example)
+        elif how:
+            given: Any = dict(zip("ab", self.models)) if how == "by name" else self.models
+            shown: dict[str, Any] = {"example": examples} if how == "examples" else {"sites": sites}
+            shown = {"sites": dict(zip("ab", sites))} if how == "by name" else shown
+            self.handle = qkeel.apply(REMEDIES, given, self.optimizer, **shown)
+
+    def train(self, first: int, last: int) -> None:
+        for number in range(first, last):
+            self.models[1](self.models[0](batch(number))).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for model in self.models for p in model.parameters()])
+
+
+def test_one_call_does_what_one_of_each_model_does() -> None:
+    runs = {how: Run(how) for how in ("", "each", "examples", "sites", "by name")}
+    for run in runs.values():
+        run.train(0, 4)
+    assert not torch.equal(runs[""].weights, runs["each"].weights)
+    for how in ("examples", "sites", "by name"):
+        assert torch.equal(runs[how].weights, runs["each"].weights), how
+    runs["sites"].handle.remove()
+    assert not any("_qkeel_applied" in vars(m) for model in runs["sites"].models for m in model.modules())
+
+
+def test_a_checkpoint_has_the_state_of_all() -> None:
+    whole, again = Run("sites"), Run("sites")
+    whole.train(0, 3)
+    models, optimizer = copy.deepcopy((nn.ModuleList(whole.models).state_dict(), whole.optimizer.state_dict()))
+    states = [
+        {name: torch.as_tensor(x).clone() for name, x in of.state().items()} for of in (whole.handle, whole.monitor)
+    ]
+    again.train(5, 7)
+    nn.ModuleList(again.models).load_state_dict(models)
+    again.optimizer.load_state_dict(optimizer)
+    again.handle.load(states[0])
+    again.monitor.load(states[1])
+    for run in (whole, again):
+        run.train(3, 5)
+    assert torch.equal(again.weights, whole.weights)
+    ends = [run.monitor.sample for run in (whole, again)]
+    assert [end and (end.step, end.values) for end in ends[:1]] == [end and (end.step, end.values) for end in ends[1:]]
+
+
+def test_what_cannot_be_applied_as_one_changes_nothing() -> None:
+    run = Run()
+    before = run.weights
+    for given, options, error, words in [
+        ([], {}, InvalidValueError, "at least one model to apply remedies to"),
+        ([run.models[0], run.models[0]], {}, InvalidValueError, "give each once"),
+        (run.models, {"example": batch(0)}, InvalidTypeError, "examples of each of the models"),
+        (run.models, {"sites": qkeel.find_sites(run.models[0], batch(0))[:0]}, RefusedError, "none of the sites"),
+        ([run.models[0], nn.Linear(8, 8)], {"example": [batch(0), batch(0)]}, RefusedError, "no attention"),
+    ]:
+        with pytest.raises(error, match=words):
+            qkeel.apply(REMEDIES, given, run.optimizer, **options)  # type: ignore[arg-type]
+    assert torch.equal(run.weights, before)
+    assert not any("_qkeel_applied" in vars(m) for model in run.models for m in model.modules())
