@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkeel.dist.shards import local, shard
-from qkeel.functional.bounds import gram_interaction_norms
+from qkeel.functional.bounds import interaction_norm
 from qkeel.functional.norms import wide, widest
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Share
@@ -119,7 +119,7 @@ class SplitWeights:
             at = self._whole.to(self._device)
             a, b = (gram([getattr(t, side) for t in self.site.terms], self._heads) for side in ("query", "key"))
             n = len(at)
-            norms = gram_interaction_norms(a.expand(n, -1, -1), b.expand(n, -1, -1))[1]
+            norms = interaction_norm(a.expand(n, -1, -1), b.expand(n, -1, -1))
             value[at], weight[at] = norms.to(value.dtype), 1.0
         return Share(value=value, weight=weight, of="weights")
 
