@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
 from qkeel.functional.norms import wide
+from qkeel.monitor.processes.share import Key
+from qkeel.sites.site import AttentionSite
 
 STACKED = 128 * 2**20  # bytes of a stack, which is made when backward has freed the activations
+UNSTACKED = frozenset({"cpu"})  # types of devices where an operation costs less than a copy
 
 
 def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
     """The heads [n r m] of weights one after the other, [Σn r m], and the numbers of the weights that are in it.
 
     A stack has one shape, dtype and device. It is a copy of no more than STACKED bytes in float32; a weight that is
-    alone in one is taken as it is, as all are on a CPU, where an operation costs less than a copy.
+    alone in one is taken as it is, as all are on UNSTACKED.
     """
     alike: dict[Hashable, list[int]] = {}
     for i, x in enumerate(heads):
         alike.setdefault((x.shape[1:], x.dtype, x.device), []).append(i)
     for places in alike.values():
-        size = wide(heads[places[0]].dtype).itemsize
-        most = 0 if heads[places[0]].is_cpu else STACKED // size
+        first = heads[places[0]]
+        most = 0 if first.device.type in UNSTACKED else STACKED // wide(first.dtype).itemsize
         while places:
             n, numbers = 1, heads[places[0]].numel()
             while n < len(places) and (numbers := numbers + heads[places[n]].numel()) <= most:
@@ -43,10 +46,10 @@ class Joined:
         self._parts: list[Tensor] = []
         self._length = 0
 
-    def add(self, x: Tensor, lengths: Mapping[Hashable, int]) -> None:
+    def add(self, x: Tensor, lengths: Iterable[tuple[Hashable, int]]) -> None:
         """One more tensor, that holds so many numbers of each of these sources, in this order."""
         self._parts.append(x)
-        for source, n in lengths.items():
+        for source, n in lengths:
             self.sources[source] = range(self._length, self._length + n)
             self._length += n
 
@@ -61,7 +64,7 @@ class Joined:
         return _one([x.to(first.device, dtype) for x in self._parts])
 
 
-Place = tuple[Sequence[Tensor], float]  # the places [h] of each part that counts, and a factor
+Place = tuple[Sequence[Tensor], float | Tensor]  # the places [h] of each part that counts, and a factor, one or [h]
 
 
 @final
@@ -81,7 +84,7 @@ class Places:
             for i in range(max(len(parts) for parts, _ in wanted))
         ]
         self._index = torch.stack(rows).to(like.device)
-        factors = torch.cat([torch.full((len(parts[0]),), factor, dtype=like.dtype) for parts, factor in wanted])
+        factors = torch.cat([torch.as_tensor(f, dtype=like.dtype).expand(len(parts[0])) for parts, f in wanted])
         self._factors = None if bool((factors == 1).all()) else factors.to(like.device)
 
     def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> dict[Key, Tensor]:

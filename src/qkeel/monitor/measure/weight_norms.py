@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -78,15 +78,15 @@ class WeightNorms:
         sources = list(heads)
         for numbers, stack in stacks(list(heads.values())):
             lengths = {sources[i]: len(heads[sources[i]]) for i in numbers}
-            norms.add(torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide(stack.dtype)), lengths)
+            norms.add(torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide(stack.dtype)), lengths.items())
             weights = {part: n for (part, of_grad), n in lengths.items() if not of_grad}  # they come first
             if not self._plain.isdisjoint(weights):
                 rows = stack[: sum(weights.values())].to(wide(stack.dtype))
-                grams[rows.shape[1]].add(rows @ rows.mT, weights)
+                grams[rows.shape[1]].add(rows @ rows.mT, weights.items())
         for site in self._squared:
             for side, chains in () if _is_plain(site) else _sides(site):
                 product = gram(chains, self._weight)
-                grams[product.shape[-1]].add(product, {(site.name, side): len(product)})
+                grams[product.shape[-1]].add(product, [((site.name, side), len(product))])
 
     def _taken(
         self, joined: Joined, places: Callable[[Tensor, Joined], Places], made: Callable[[Tensor, Tensor], Tensor]
