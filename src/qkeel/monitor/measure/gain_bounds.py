@@ -132,7 +132,7 @@ def _gain(norm: NormGain) -> tuple[str, Tensor]:
 
 
 def _served(norms: tuple[NormGain, ...], heads: int, joined: Joined) -> tuple[Tensor, Tensor]:
-    """Where the longest vector of each head is, and by how much it is multiplied."""
+    """The place of the longest vector of each head, and the factor that it is multiplied by."""
     at, factors = torch.empty(heads, dtype=torch.long), torch.empty(heads, dtype=torch.float64)
     for norm in norms:
         mine, own = joined.sources[norm], torch.tensor(norm.heads)

@@ -69,7 +69,7 @@ Place = tuple[Sequence[Tensor], float | Tensor]  # the places [h] of each part t
 
 @final
 class Places:
-    """Where a tensor [n …] holds the numbers of each query head, by name; no step makes the host wait for it.
+    """The places of each query head's numbers in a tensor [n …], by name; no step makes the host wait for them.
 
     A number with several places is the root of the sum of their squares, times the factor.
     """

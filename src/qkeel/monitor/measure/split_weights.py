@@ -15,7 +15,7 @@ from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Share
 from qkeel.sites.site import AttentionSite, HeadSlice
 
-_NORMS = {"query": "query_weight_norm", "key": "key_weight_norm"}
+NORMS = {"query": "query_weight_norm", "key": "key_weight_norm"}
 
 
 @final
@@ -46,7 +46,7 @@ class SplitWeights:
         found: dict[str, Share] = {}
         grads = {}
         for side, rows in self._rows.items():
-            found[_NORMS[side]] = self._norm(rows, [self._parameters[s.parameter] for s, _, _ in rows])
+            found[NORMS[side]] = self._norm(rows, [self._parameters[s.parameter] for s, _, _ in rows])
             of = [self._parameters[s.parameter].grad for s, _, _ in rows]
             if all(grad is not None for grad in of):
                 grads[f"{side}_grad_rms"] = self._norm(rows, of, root_mean=True)  # type: ignore[arg-type]

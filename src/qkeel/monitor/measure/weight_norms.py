@@ -15,7 +15,7 @@ from qkeel.dist.layout import counted
 from qkeel.functional.bounds import interaction_norm
 from qkeel.functional.norms import wide
 from qkeel.monitor.measure.head_stacks import Joined, Place, Places, stacks
-from qkeel.monitor.measure.split_weights import SplitWeights
+from qkeel.monitor.measure.split_weights import NORMS, SplitWeights
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Key, Share
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
@@ -104,7 +104,7 @@ class WeightNorms:
             over_eps: list[Place] = []
             eps = self._eps_of(site)
             for side, own in self._own[site.name].items():
-                alone[site.name, f"{side}_weight_norm"] = [joined.at((part, False), site) for part in own], 1.0
+                alone[site.name, NORMS[side]] = [joined.at((part, False), site) for part in own], 1.0
                 if all((part, True) in joined.sources for part in own):
                     size = sum(p.index.shape[1] * self._columns(p) for p in own) ** 0.5
                     places = [joined.at((part, True), site) for part in own]
