@@ -22,12 +22,15 @@ from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.stats import logsumexp, per_head
 from qkeel.kernels.triton import available
 from qkeel.monitor.measure import call_statistics
+from qkeel.monitor.measure.gain_bounds import GainBounds
+from qkeel.monitor.measure.weight_norms import WeightNorms
 from qkeel.patching.private_operators import flash_on_cpu
 from qkeel.sites import find
 from qkeel.sites.see import bracket
 from qkeel.spec import AttentionCall
 
-LAYERS = (2, 4)
+LAYERS = (2, 4, 12)
+KINDS = {"llama": "num_hidden_layers", "qwen3": "num_hidden_layers", "gpt2": "n_layer"}
 
 
 class Fused(bracket.BracketMode):
@@ -83,6 +86,22 @@ def counted(layers: int) -> dict[str, dict[str, object]]:
     return found
 
 
+def read(kind: str, layers: int) -> int:
+    """The launches that weights, gains and gradients of a whole model take in a measured step."""
+    tokens = torch.randint(20, (2, 16)).to(DEVICE)
+    model = hf(kind, "sdpa", **{KINDS[kind]: layers}).to(DEVICE).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sites = find.find_sites(model, tokens)
+    out(model, tokens).square().mean().backward()
+    readers = WeightNorms(model, sites, optimizer), GainBounds(model, sites)
+    for _ in range(2):  # where the numbers are is looked up in the first
+        with Counts() as counts:
+            names = {name for reader in readers for _, name in reader.read()}
+    assert {"qk_spectral_norm", "query_weight_norm", "grad_over_eps"} <= names
+    assert not counts.waits
+    return counts.launches.total()
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     # The fused operator of a GPU that hands out its logsumexp, in one launch.
@@ -92,4 +111,6 @@ if __name__ == "__main__":
     call_statistics.row_statistics, per_head.head_numbers = rows_found, heads_found
     find.verified = lambda model, seen, *example: seen  # its experiment works on storages, which stand-ins have none of
     with Accelerator():
-        print(json.dumps({layers: counted(layers) for layers in LAYERS}, default=Counter))
+        steps = {layers: counted(layers) for layers in LAYERS}
+        weights = {kind: [read(kind, layers) for layers in LAYERS] for kind in KINDS}
+        print(json.dumps({**steps, "weights, gains, gradients": weights}, default=Counter))

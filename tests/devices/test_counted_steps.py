@@ -10,13 +10,11 @@ import pytest
 
 # Launches a layer, and those of the whole model, of a Llama on the stand-in; docs/gpu.md has them and the goals.
 MOST = {
-    "between measured steps": (1, 4),  # the largest logsumexp; all layers'; their way to the host
-    "measured, all statistics": (243, 74),
-    "measured, largest logit and entropy": (
-        18,
-        74,
-    ),  # 3 of them of logits, 2 of hidden states, 13 of weights, gradients
+    "between measured steps": (1, 2),  # the largest logsumexp; all layers'; their way to the host
+    "measured, all statistics": (231, 46),
+    "measured, largest logit and entropy": (6, 43),  # 3 of logits, 2 of hidden states, one joined for the host; weights
 }
+MOST_OF_WEIGHTS = 40  # of weights, gains and gradients of the whole model, whatever its layers
 
 
 @pytest.mark.slow
@@ -26,11 +24,13 @@ def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_n
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    for kind, launches in found["weights, gains, gradients"].items():
+        assert len(set(launches)) == 1, kind
+        assert 0 < launches[0] <= MOST_OF_WEIGHTS, kind
     for name, (each, whole) in MOST.items():
-        few, many = found["2"][name], found["4"][name]
-        assert 0 < many["launches"] - few["launches"] <= 2 * each, name
-        assert few["launches"] <= 2 * each + whole, name
-        for counts in (few, many):
+        for layers in (2, 4, 12):
+            counts = found[str(layers)][name]
+            assert 0 < counts["launches"] <= each * layers + whole, (name, layers)
             ((place, times),) = counts["waits"].items()
             assert times == 1, name
             # The copy of all numbers at once, which on CUDA goes into pinned memory and is not waited for.

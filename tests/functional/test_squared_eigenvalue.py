@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkeel.functional.bounds import squared_eigenvalue
 
-P = 2 * 2**10
+P = 2**11
 N = 6
 
 

@@ -63,23 +63,29 @@ def gram_interaction_norms(
 ) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
     """Frobenius and spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
-    ‖·‖_F² = Σ a ∘ b; ‖·‖₂² = the largest eigenvalue of a b. On a CPU that is computed on the symmetric matrix Lᵀ b L
-    with a = L Lᵀ: Cholesky's L, or a^½ where a is singular; elsewhere by `squared_eigenvalue`. NaN where a or b is not
-    finite.
+    ‖·‖_F² = Σ a ∘ b; see `interaction_norm`. NaN where a or b is not finite.
     """
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     frobenius = (a * b).sum((-2, -1)).clamp_min(0).sqrt()
+    return frobenius.masked_fill(~finite, torch.nan), interaction_norm(a, b)
+
+
+def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
+    """Spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN where one is not finite.
+
+    ‖·‖₂² = the largest eigenvalue of a b. On a CPU that is computed on the symmetric matrix Lᵀ b L with a = L Lᵀ:
+    Cholesky's L, or a^½ where a is singular; elsewhere by `squared_eigenvalue`.
+    """
     if not a.is_cpu:
-        return frobenius.masked_fill(~finite, torch.nan), squared_eigenvalue(a, b).sqrt().masked_fill(
-            ~finite, torch.nan
-        )
+        return squared_eigenvalue(a, b).sqrt()
+    finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     a, b = (x.masked_fill(~finite[..., None, None], 0.0) for x in (a, b))
     root, failed = torch.linalg.cholesky_ex(a)
     if failed.any():
         values, vectors = torch.linalg.eigh(a)
         root = vectors * values.clamp_min(0).sqrt()[..., None, :]
     spectral = torch.linalg.eigvalsh(root.mT @ b @ root)[..., -1].clamp_min(0).sqrt()
-    return frobenius.masked_fill(~finite, torch.nan), spectral.masked_fill(~finite, torch.nan)
+    return spectral.masked_fill(~finite, torch.nan)
 
 
 def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:
@@ -94,42 +100,30 @@ def gram_spectral_norm(gram: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
 
 
 def squared_eigenvalue(
-    a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"] | None = None, squarings: int = 10
+    a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"] | None = None, squarings: int = 11
 ) -> Float[Tensor, "*h"]:
-    """The largest eigenvalue λ of a b, both symmetric without negative eigenvalues; b None: of a.
+    """The largest eigenvalue λ of m = a b, both symmetric without negative eigenvalues; b None: of m = a.
 
-    X = (a b)^p, p = 2^squarings, scaled so that it neither overflows nor vanishes; then the largest Rayleigh quotient
-    xᵀ b a b x / xᵀ b x of its columns x. Products of batches of matrices only: on a GPU torch solves eigenvalue
-    problems matrix by matrix, and the host waits for each. What is returned lies in
-    [λ (1 - ln(tr a · tr b / λ) / 2p), λ], for b None in [λ (1 - ln d / 2p), λ]: at 10 squarings within 0.8 % where many
-    eigenvalues crowd just under the largest, and exact where they do not; ± 4 d u tr a · tr b by rounding, u that of
-    the dtype. 0 for a or b zero; NaN where they are not finite.
+    tr(mᵖ m) / tr mᵖ with p = 2^squarings, powers scaled to a trace of 1: they neither overflow nor vanish. Twelve
+    products of batches of matrices and sixteen other operations: on a GPU torch solves eigenvalue problems matrix by
+    matrix, and the host waits for each. What is returned is a mean of the eigenvalues with weights λᵢᵖ, so it lies in
+    [λ (1 - ln d / p), λ]: at 11 squarings within 0.4 % where many eigenvalues crowd just under the largest, and exact
+    where they do not; ± 4 d u tr a · tr b by rounding, u that of the dtype. 0 for a or b zero; NaN where they are not
+    finite.
 
     >>> a = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
     >>> round(float(squared_eigenvalue(a)), 5), round(float(squared_eigenvalue(a, torch.eye(3) / 2)), 5)
     (3.0, 1.5)
     """
-    a, size = _of_size_one(a)
-    x, scale = a, None
-    if b is not None:
-        b, other = _of_size_one(b)
-        size = size * other
-        # A similar matrix whose rows and columns are of one size, where those of a shrink and those of b grow.
-        grow, shrink = (m.diagonal(dim1=-2, dim2=-1).clamp_min(1e-20) for m in (b, a))
-        scale = (grow / shrink).pow(0.25)[..., None]
-        x = scale * (a @ b) / scale.mT
+    m = a if b is None else a @ b
+    x = m
     for i in range(squarings):
-        if i % 2 == 0:
-            x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+        if i % 3 == 0:  # of a trace of 1 the largest eigenvalue is 1 / d at least, its eighth power no less than 1e-25
+            x = x / _trace(x)[..., None, None]
         x = x @ x
-    x = x if scale is None else x / scale
-    y = x if b is None else b @ x
-    quotients = torch.linalg.vecdot(y, a @ y, dim=-2) / torch.linalg.vecdot(x, y, dim=-2)
-    # A column of zeros is 0 / 0, as all are of a zero matrix; that a matrix is not finite its size says.
-    return size * quotients.nan_to_num(0.0).amax(-1).clamp_min(0)
+    mean = (x * m.mT).sum((-2, -1)) / _trace(x)
+    return torch.fmax(mean, 0 * m.sum((-2, -1)))  # a zero matrix is 0 / 0
 
 
-def _of_size_one(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrices whose largest number is 1, and what they were divided by."""
-    size = torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1))
-    return x / size.clamp_min(torch.finfo(x.dtype).tiny)[..., None, None], size
+def _trace(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from qkeel import dist
 from qkeel.dist.shards import local, shard
 from qkeel.functional.norms import wide
+from qkeel.monitor.measure.head_stacks import Joined, Place, Places, stacks
 from qkeel.monitor.processes.share import Key, Share
 from qkeel.nn.spec_module import SpecModule
 from qkeel.sites.site import AttentionSite, NormGain
@@ -32,56 +33,85 @@ class GainBounds:
     def __init__(self, model: nn.Module, sites: Sequence[AttentionSite]) -> None:
         self._parameters = dict(model.named_parameters())
         self.sites = [site for site in sites if site.query_gains and site.key_gains and not self._unknown(site)]
-        self._places: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._placed: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._places: Places | None = None
 
     @torch.no_grad()
     def read(self) -> dict[Key, Tensor | Share]:
         """The bound of each site as the gains are now; of gains that are split over processes, the factors of query
         and key of which this one knows its part.
         """
-        found: dict[Key, Tensor | Share] = {}
+        if not self.sites:
+            return {}
+        joined = Joined()
+        norms = dict.fromkeys(norm for site in self.sites for norm in (*site.query_gains, *site.key_gains))
+        gained = [norm for norm in norms if _has_gain_alone(norm)]
+        for offset in dict.fromkeys(norm.offset for norm in gained):
+            alike = [norm for norm in gained if norm.offset == offset]
+            rows = [self._gains(*_gain(norm), offset)[..., None] for norm in alike]
+            for numbers, stack in stacks(rows):
+                gains = stack.to(wide(stack.dtype))
+                largest = torch.linalg.vector_norm(gains + offset if offset else gains, torch.inf, dim=(1, 2))
+                joined.add(largest, [(alike[i], len(rows[i])) for i in numbers])
+        for norm in norms:
+            if not _has_gain_alone(norm):
+                longest = self._longest(norm)
+                joined.add(longest, [(norm, len(longest))])
+        lengths = joined.whole()
+        self._places = self._places or self._looked_up(joined, lengths)
+        found = self._places.taken(lengths, torch.mul)
         for site in self.sites:
-            query = self._longest(site.query_gains, site.n_heads)
-            key = site.per_query_head(self._longest(site.key_gains, site.n_kv_heads))
-            query = _scale(site, query) * query
-            if any(self._is_split(norm) for norm in (*site.query_gains, *site.key_gains)):
-                found[site.name, "query_bound"], found[site.name, "key_bound"] = map(_largest, (query, key))
+            scaled = (site.name, "query_bound" if self._is_split(site) else "gain_bound")
+            if not _has_plain_scale(site):
+                found[scaled] = _scale(site, found[scaled]) * found[scaled]
+        return {key: _largest(x) if key[1] != "gain_bound" else x for key, x in found.items()}
+
+    def _looked_up(self, joined: Joined, like: Tensor) -> Places:
+        alone: dict[Key, Place] = {}
+        pairs: dict[Key, tuple[Place, Place]] = {}
+        for site in self.sites:
+            at, factor = _served(site.query_gains, site.n_heads, joined)
+            query: Place = [at], factor * (_scale(site, factor) if _has_plain_scale(site) else 1.0)
+            at, factor = _served(site.key_gains, site.n_kv_heads, joined)
+            used = site.used(site.n_kv_heads)
+            key: Place = [at[used]], factor[used]
+            if self._is_split(site):
+                alone |= {(site.name, "query_bound"): query, (site.name, "key_bound"): key}
             else:
-                found[site.name, "gain_bound"] = query * key
-        return found
+                pairs[site.name, "gain_bound"] = query, key
+        return Places(alone, pairs, like)
 
-    def _is_split(self, norm: NormGain) -> bool:
-        return norm.parameter is not None and dist.is_split(self._parameters[norm.parameter])
+    def _is_split(self, site: AttentionSite) -> bool:
+        norms = (*site.query_gains, *site.key_gains)
+        return any(n.parameter is not None and dist.is_split(self._parameters[n.parameter]) for n in norms)
 
-    def _longest(self, norms: tuple[NormGain, ...], heads: int) -> Tensor:
-        """‖x‖max [heads]."""
-        parts = [self._served(norm).expand(len(norm.heads)) for norm in norms]
-        order = [h for norm in norms for h in norm.heads]
-        longest = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return longest if order == list(range(heads)) else longest[torch.tensor(order).argsort().to(longest.device)]
-
-    def _served(self, norm: NormGain) -> Tensor:
+    def _longest(self, norm: NormGain) -> Tensor:
+        """‖x‖max [n] of a norm with a bias, or without a gain."""
         length = torch.full((1,), norm.length, device=next(iter(self._parameters.values())).device)
-        if norm.parameter is not None and norm.index is not None:
-            length = norm.length * self._gains(norm.parameter, norm.index, norm.offset).abs().amax(-1)
+        if norm.parameter is not None:
+            gains = self._gains(*_gain(norm), norm.offset)
+            length = norm.length * (norm.offset + gains.to(wide(gains.dtype))).abs().amax(-1)
         if norm.bias is not None and norm.bias_index is not None:
-            length = length + self._gains(norm.bias, norm.bias_index, 0.0).norm(dim=-1)
-        return norm.factor * length
+            bias = self._gains(norm.bias, norm.bias_index, 0.0)
+            length = length + bias.to(wide(bias.dtype)).norm(dim=-1)
+        return length
 
     def _gains(self, name: str, index: Tensor, offset: float) -> Tensor:
-        """A head's numbers of a parameter and `offset` [n r], float32 or wider; 0 where another process has them."""
+        """The numbers of each head [n r] of a parameter; -offset where another process has them."""
         p = self._parameters[name]
         x = local(p).detach().flatten()
+        part = shard(name, p)
+        if part is None and index.numel() == len(x) and index.flatten().equal(torch.arange(len(x))):
+            return x.view(index.shape)
         key = id(index), x.device
-        if key not in self._places:
-            part = shard(name, p)
+        if key not in self._placed:
             first, last = (0, p.numel()) if part is None else (n * (p.numel() // len(p)) for n in part.spans[0])
             at = index.to(x.device)
-            self._places[key] = (at - first).clamp(0, max(len(x) - 1, 0)), (at >= first) & (at < last)
-        at, here = self._places[key]
+            self._placed[key] = (at - first).clamp(0, max(len(x) - 1, 0)), (at >= first) & (at < last)
+        at, here = self._placed[key]
         if not len(x):
-            return torch.zeros(at.shape, dtype=wide(x.dtype), device=x.device)
-        return (offset + x[at].to(wide(x.dtype))).masked_fill(~here, 0.0)
+            return x.new_full(at.shape, -offset)
+        return x[at] if part is None else x[at].masked_fill(~here, -offset)
 
     def _unknown(self, site: AttentionSite) -> bool:
         """Returns whether no process knows the bound: a part of its scale, or of a bias, is with another."""
@@ -91,14 +121,37 @@ class GainBounds:
         return any(map(dist.is_split, (*learned, *(self._parameters[name] for name in biases))))
 
 
+def _has_gain_alone(norm: NormGain) -> bool:
+    return norm.parameter is not None and norm.bias is None
+
+
+def _gain(norm: NormGain) -> tuple[str, Tensor]:
+    assert norm.parameter is not None
+    assert norm.index is not None
+    return norm.parameter, norm.index
+
+
+def _served(norms: tuple[NormGain, ...], heads: int, joined: Joined) -> tuple[Tensor, Tensor]:
+    """The place of the longest vector of each head, and the factor that it is multiplied by."""
+    at, factors = torch.empty(heads, dtype=torch.long), torch.empty(heads, dtype=torch.float64)
+    for norm in norms:
+        mine, own = joined.sources[norm], torch.tensor(norm.heads)
+        at[own] = torch.arange(mine.start, mine.stop).expand(len(own))
+        factors[own] = norm.factor * (norm.length if _has_gain_alone(norm) else 1.0)
+    return at, factors
+
+
 def _largest(value: Tensor) -> Share:
     return Share(value=value, weight=torch.ones_like(value), how="max", of="weights")
 
 
+def _has_plain_scale(site: AttentionSite) -> bool:
+    return not isinstance(site.module, SpecModule) or isinstance(site.spec.scale, _PLAIN)
+
+
 def _scale(site: AttentionSite, like: Tensor) -> Tensor:
     """|scale|, one number or one for each head."""
-    own = isinstance(site.module, SpecModule) and not isinstance(site.spec.scale, _PLAIN)
-    params = site.module.spec_params() if own else {}  # type: ignore[operator]
+    params = {} if _has_plain_scale(site) else site.module.spec_params()  # type: ignore[operator]
     at = torch.full((1, 1), _position(site.spec.scale), device=like.device)
     factor = site.spec.scale.factor(at, site.head_dim, params)
     return torch.as_tensor(factor, dtype=like.dtype, device=like.device).abs().flatten()

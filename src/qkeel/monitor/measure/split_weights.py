@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from qkeel.dist.shards import local, shard
-from qkeel.functional.bounds import gram_interaction_norms
+from qkeel.functional.bounds import interaction_norm
 from qkeel.functional.norms import wide, widest
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Share
 from qkeel.sites.site import AttentionSite, HeadSlice
 
-_NORMS = {"query": "query_weight_norm", "key": "key_weight_norm"}
+NORMS = {"query": "query_weight_norm", "key": "key_weight_norm"}
 
 
 @final
@@ -46,7 +46,7 @@ class SplitWeights:
         found: dict[str, Share] = {}
         grads = {}
         for side, rows in self._rows.items():
-            found[_NORMS[side]] = self._norm(rows, [self._parameters[s.parameter] for s, _, _ in rows])
+            found[NORMS[side]] = self._norm(rows, [self._parameters[s.parameter] for s, _, _ in rows])
             of = [self._parameters[s.parameter].grad for s, _, _ in rows]
             if all(grad is not None for grad in of):
                 grads[f"{side}_grad_rms"] = self._norm(rows, of, root_mean=True)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ class SplitWeights:
             at = self._whole.to(self._device)
             a, b = (gram([getattr(t, side) for t in self.site.terms], self._heads) for side in ("query", "key"))
             n = len(at)
-            norms = gram_interaction_norms(a.expand(n, -1, -1), b.expand(n, -1, -1))[1]
+            norms = interaction_norm(a.expand(n, -1, -1), b.expand(n, -1, -1))
             value[at], weight[at] = norms.to(value.dtype), 1.0
         return Share(value=value, weight=weight, of="weights")
 

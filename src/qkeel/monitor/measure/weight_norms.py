@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.dist.layout import counted
-from qkeel.functional.bounds import gram_interaction_norms
+from qkeel.functional.bounds import interaction_norm
 from qkeel.functional.norms import wide
-from qkeel.monitor.measure.split_weights import SplitWeights
+from qkeel.monitor.measure.head_stacks import Joined, Place, Places, stacks
+from qkeel.monitor.measure.split_weights import NORMS, SplitWeights
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Key, Share
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm
@@ -47,6 +49,10 @@ class WeightNorms:
             for s in split
             if counts is not None
         ]
+        self._own = {site.name: {side: own_rows(chains) for side, chains in _sides(site)} for site in self.sites}
+        self._squared = [site for site in self.sites if all(map(self._multiplies, site.terms))]
+        self._plain = {part for site in self._squared if _is_plain(site) for part in (*site.query, *site.key)}
+        self._places: dict[Hashable, Places] = {}
 
     @torch.no_grad()
     def read(self) -> dict[Key, Tensor | Share]:
@@ -54,29 +60,68 @@ class WeightNorms:
         found: dict[Key, Tensor | Share] = {}
         for split in self._split:
             found |= {(split.site.name, name): share for name, share in split.shares().items()}
-        spectral = self._spectral_norms()
-        for i, site in enumerate(self.sites):
-            for name, value in self._site(site).items():
-                found[site.name, name] = value
-            if i in spectral:
-                found[site.name, "qk_spectral_norm"] = spectral[i]
+        norms, grams = Joined(), defaultdict[int, Joined](Joined)
+        self._read(norms, grams)
+        if norms.sources:
+            found |= self._taken(norms, self._norms, torch.minimum)
+        for joined in grams.values():
+            found |= self._taken(joined, self._products, interaction_norm)
         return found
 
-    def _spectral_norms(self) -> dict[int, Tensor]:
-        """Of each site [h], by its number; those of one size in one call: operations after a step find cold caches."""
-        found: dict[int, Tensor] = {}
-        alike: dict[tuple[object, ...], list[tuple[int, Tensor, Tensor]]] = {}
-        for i, site in enumerate(self.sites):
-            if not all(map(self._multiplies, site.terms)):
-                continue
-            grams = (gram([t.query for t in site.terms], self._weight), gram([t.key for t in site.terms], self._weight))
-            a, b = (site.per_query_head(gram) for gram in grams)
-            alike.setdefault((a.shape[-1], a.dtype, a.device), []).append((i, a, b))
-        for group in alike.values():
-            places, a, b = zip(*group)
-            norms = gram_interaction_norms(torch.cat(a), torch.cat(b))[1]
-            found |= zip(places, norms.split([len(x) for x in a]))
-        return found
+    def _read(self, norms: Joined, grams: Mapping[int, Joined]) -> None:
+        """Reads the norms of the rows of weights and gradients, and Gram matrices, by their size."""
+        parts = [part for sides in self._own.values() for own in sides.values() for part in own]
+        heads = {(part, False): part.heads(self._parameters[part.parameter].detach()) for part in parts}
+        for part in parts:
+            if (grad := self._parameters[part.parameter].grad) is not None:
+                heads[part, True] = part.heads(grad.detach())
+        sources = list(heads)
+        for numbers, stack in stacks(list(heads.values())):
+            lengths = {sources[i]: len(heads[sources[i]]) for i in numbers}
+            norms.add(torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide(stack.dtype)), lengths.items())
+            weights = {part: n for (part, of_grad), n in lengths.items() if not of_grad}  # they come first
+            if not self._plain.isdisjoint(weights):
+                rows = stack[: sum(weights.values())].to(wide(stack.dtype))
+                grams[rows.shape[1]].add(rows @ rows.mT, weights.items())
+        for site in self._squared:
+            for side, chains in () if _is_plain(site) else _sides(site):
+                product = gram(chains, self._weight)
+                grams[product.shape[-1]].add(product, [((site.name, side), len(product))])
+
+    def _taken(
+        self, joined: Joined, places: Callable[[Tensor, Joined], Places], made: Callable[[Tensor, Tensor], Tensor]
+    ) -> dict[Key, Tensor]:
+        """The numbers of the query heads; where they are is looked up once for each arrangement."""
+        whole, arranged = joined.whole(), tuple(joined.sources)
+        if arranged not in self._places:
+            self._places[arranged] = places(whole, joined)
+        return self._places[arranged].taken(whole, made)
+
+    def _norms(self, like: Tensor, joined: Joined) -> Places:
+        alone: dict[Key, Place] = {}
+        pairs: dict[Key, tuple[Place, Place]] = {}
+        for site in self.sites:
+            over_eps: list[Place] = []
+            eps = self._eps_of(site)
+            for side, own in self._own[site.name].items():
+                alone[site.name, NORMS[side]] = [joined.at((part, False), site) for part in own], 1.0
+                if all((part, True) in joined.sources for part in own):
+                    size = sum(p.index.shape[1] * self._columns(p) for p in own) ** 0.5
+                    places = [joined.at((part, True), site) for part in own]
+                    alone[site.name, f"{side}_grad_rms"] = places, 1 / size
+                    over_eps += [(places, 1 / size / eps)] if eps else []
+            if len(over_eps) == 2:
+                pairs[site.name, "grad_over_eps"] = over_eps[0], over_eps[1]
+        return Places(alone, pairs, like)
+
+    def _products(self, like: Tensor, joined: Joined) -> Places:
+        pairs: dict[Key, tuple[Place, Place]] = {}
+        for site in self._squared:
+            sources = [own[0] if _is_plain(site) else (site.name, side) for side, own in self._own[site.name].items()]
+            if sources[0] in joined.sources:
+                query, key = ([joined.at(source, site)] for source in sources)
+                pairs[site.name, "qk_spectral_norm"] = (query, 1.0), (key, 1.0)
+        return Places({}, pairs, like)
 
     def _multiplies(self, term: LogitTerm) -> bool:
         """True if the weights of a product are matrices with a row for each feature, one after the other."""
@@ -86,23 +131,8 @@ class WeightNorms:
         if any(p.ndim > 2 and s.axis == 0 and s.index.shape[1] == 1 for s, p in parts.items()):
             return False  # the row is a matrix
         pairs = [pair for path in (term.query, term.key) for pair in itertools.pairwise(path)]
-        widths = [(a.index.shape[1], parts[b].numel() // _lines(b, parts[b])) for a, b in pairs if parts[b].ndim > 1]
+        widths = [(a.index.shape[1], self._columns(b)) for a, b in pairs if parts[b].ndim > 1]
         return all(rows == width for rows, width in widths)
-
-    def _site(self, site: AttentionSite) -> dict[str, Tensor]:
-        query, key = [t.query for t in site.terms], [t.key for t in site.terms]
-        found = {
-            "query_weight_norm": self._norm(query, site, self._weight),
-            "key_weight_norm": self._norm(key, site, self._weight),
-        }
-        grads = [self._rms(chains, site) for chains in (query, key)]
-        for name, rms in zip(("query_grad_rms", "key_grad_rms"), grads):
-            if rms is not None:
-                found[name] = rms
-        eps = self._eps_of(site)
-        if eps and all(g is not None for g in grads):
-            found["grad_over_eps"] = torch.minimum(*grads) / eps  # type: ignore[arg-type]
-        return found
 
     def _eps_of(self, site: AttentionSite) -> float | None:
         return self._eps.get(id(self._parameters[site.terms[0].query[-1].parameter]))
@@ -110,29 +140,23 @@ class WeightNorms:
     def _is_split(self, part: HeadSlice) -> bool:
         return dist.is_split(self._parameters[part.parameter])
 
-    def _norm(self, chains: Sequence[Chain], site: AttentionSite, of: Callable[[HeadSlice], Tensor]) -> Tensor:
-        norms = [site.per_query_head(torch.linalg.vector_norm(of(part), dim=(1, 2))) for part in own_rows(chains)]
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
-
-    def _rms(self, chains: Sequence[Chain], site: AttentionSite) -> Tensor | None:
-        parts = own_rows(chains)
-        if any(self._parameters[part.parameter].grad is None for part in parts):
-            return None
-        size = sum(self._weight(part)[0].numel() for part in parts)
-        return self._norm(chains, site, self._grad) / size**0.5
-
     def _weight(self, part: HeadSlice) -> Tensor:
-        return _whole(part, self._parameters[part.parameter])
+        """The heads' rows [n r m] in float32 or wider."""
+        x = self._parameters[part.parameter].detach()
+        return part.heads(x).to(wide(x.dtype))
 
-    def _grad(self, part: HeadSlice) -> Tensor:
-        grad = self._parameters[part.parameter].grad
-        assert grad is not None
-        return _whole(part, grad)
+    def _columns(self, part: HeadSlice) -> int:
+        p = self._parameters[part.parameter]
+        return p.numel() // _lines(part, p)
 
 
-def _whole(part: HeadSlice, x: Tensor) -> Tensor:
-    """The heads' rows [n r m] in float32 or wider."""
-    return part.heads(x.detach()).to(wide(x.dtype))
+def _sides(site: AttentionSite) -> tuple[tuple[str, list[Chain]], tuple[str, list[Chain]]]:
+    return ("query", [t.query for t in site.terms]), ("key", [t.key for t in site.terms])
+
+
+def _is_plain(site: AttentionSite) -> bool:
+    """True if q and k are products of one weight each."""
+    return len(site.terms) == 1 and len(site.terms[0].query) == len(site.terms[0].key) == 1
 
 
 def _lines(part: HeadSlice, x: Tensor) -> int:

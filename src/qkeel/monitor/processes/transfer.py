@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
@@ -40,10 +41,15 @@ class Measurement:
         """All of it as one vector, a Flag in front."""
         dtype = widest(device)  # exact for counts under 2^53
         parts = [torch.full((1,), Flag.WELL, dtype=dtype, device=device)]
-        parts += [_on(device, dtype, x.detach()) for _, _, x, _ in self._tensors()]
-        return torch.cat(parts)  # in the widest of their dtypes, which is that of the first
+        for _, alike in itertools.groupby(self._tensors(), lambda tensor: tensor[2].dtype):
+            parts.append(torch.cat([_on(device, dtype, x.detach()) for _, _, x, _ in alike]).to(dtype))
+        return torch.cat(parts)
 
-    def _tensors(self) -> Iterable[tuple[str, str, Tensor, str]]:
+    def _tensors(self) -> list[tuple[str, str, Tensor, str]]:
+        """By dtype: where dtypes differ, a GPU joins tensors one by one."""
+        return sorted(self._named(), key=lambda tensor: str(tensor[2].dtype))
+
+    def _named(self) -> Iterable[tuple[str, str, Tensor, str]]:
         for site, stats in self.stats.items():
             yield from ((site, name, x, "") for name, x in _tensors(stats))
         for (site, name), x in self.numbers.items():
@@ -164,7 +170,7 @@ def _size(form: Form) -> int:
 
 
 def _unpacked(form: Form, row: Tensor) -> Sent:
-    found, shares, numbers = {}, {}, {}
+    found, parts, numbers = {}, {}, {}
     sizes = [1, *(math.prod(shape) for _, _, shape, _ in form)]
     _, *values = row[: sum(sizes)].split(sizes)
     for (site, name, shape, how), value in zip(form, values):
@@ -172,11 +178,13 @@ def _unpacked(form: Form, row: Tensor) -> Sent:
         if how == "alike":
             numbers[site, name] = value
         elif how:
-            rule, of, heads = how.split()
-            weight = found.pop((site, _WEIGHT + name))
-            shares[site, name] = Share(value=value, weight=weight, how=rule, of=of, own=heads == "own")  # type: ignore[arg-type]
+            parts[site, name] = value, how.split()
         else:
             found[site, name] = value
+    shares = {
+        (site, name): Share(value=x, weight=found.pop((site, _WEIGHT + name)), how=rule, of=of, own=heads == "own")
+        for (site, name), (x, (rule, of, heads)) in parts.items()
+    }
     sites = dict.fromkeys(site for site, name, _, _ in form if name == TENSORS[0])
     stats = {
         site: LogitStats(

@@ -1,0 +1,105 @@
+"""The heads of many weights in few operations: those of one shape are one tensor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from qkeel.functional.norms import wide
+from qkeel.monitor.processes.share import Key
+from qkeel.sites.site import AttentionSite
+
+STACKED = 128 * 2**20  # bytes of a stack, which is made when backward has freed the activations
+UNSTACKED = frozenset({"cpu"})  # types of devices where an operation costs less than a copy
+
+
+def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """The heads [n r m] of weights one after the other, [Σn r m], and the numbers of the weights that are in it.
+
+    A stack has one shape, dtype and device. It is a copy of no more than STACKED bytes in float32; a weight that is
+    alone in one is taken as it is, as all are on UNSTACKED.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for i, x in enumerate(heads):
+        alike.setdefault((x.shape[1:], x.dtype, x.device), []).append(i)
+    for places in alike.values():
+        first = heads[places[0]]
+        most = 0 if first.device.type in UNSTACKED else STACKED // wide(first.dtype).itemsize
+        while places:
+            n, numbers = 1, heads[places[0]].numel()
+            while n < len(places) and (numbers := numbers + heads[places[n]].numel()) <= most:
+                n += 1
+            chunk, places = places[:n], places[n:]
+            yield chunk, _one([heads[i] for i in chunk])
+
+
+@final
+class Joined:
+    """Tensors [n …] one after the other, and what each of their sources has among the numbers of all."""
+
+    def __init__(self) -> None:
+        self.sources: dict[Hashable, range] = {}
+        self._parts: list[Tensor] = []
+        self._length = 0
+
+    def add(self, x: Tensor, lengths: Iterable[tuple[Hashable, int]]) -> None:
+        """One more tensor, that holds so many numbers of each of these sources, in this order."""
+        self._parts.append(x)
+        for source, n in lengths:
+            self.sources[source] = range(self._length, self._length + n)
+            self._length += n
+
+    def at(self, source: Hashable, site: AttentionSite) -> Tensor:
+        """The places [h] of what each query head of the site uses of a source."""
+        mine = self.sources[source]
+        return mine.start + site.used(len(mine))
+
+    def whole(self) -> Tensor:
+        """All of it on the device of the first, in the widest of their dtypes."""
+        first, dtype = self._parts[0], functools.reduce(torch.promote_types, (x.dtype for x in self._parts))
+        return _one([x.to(first.device, dtype) for x in self._parts])
+
+
+Place = tuple[Sequence[Tensor], float | Tensor]  # the places [h] of each part that counts, and a factor, one or [h]
+
+
+@final
+class Places:
+    """The places of each query head's numbers in a tensor [n …], by name; no step makes the host wait for them.
+
+    A number with several places is the root of the sum of their squares, times the factor.
+    """
+
+    def __init__(self, alone: Mapping[Key, Place], pairs: Mapping[Key, tuple[Place, Place]], like: Tensor) -> None:
+        """Takes names that have numbers of their own, those whose numbers two make, and the tensor or one like it."""
+        self._alone = {name: len(parts[0]) for name, (parts, _) in alone.items()}
+        self._pairs = {name: len(parts[0]) for name, ((parts, _), _) in pairs.items()}
+        wanted = [*alone.values(), *(first for first, _ in pairs.values()), *(second for _, second in pairs.values())]
+        rows = [
+            torch.cat([parts[i] if i < len(parts) else torch.full_like(parts[0], len(like)) for parts, _ in wanted])
+            for i in range(max(len(parts) for parts, _ in wanted))
+        ]
+        self._index = torch.stack(rows).to(like.device)
+        factors = torch.cat([torch.as_tensor(f, dtype=like.dtype).expand(len(parts[0])) for parts, f in wanted])
+        self._factors = None if bool((factors == 1).all()) else factors.to(like.device)
+
+    def taken(self, x: Tensor, made: Callable[[Tensor, Tensor], Tensor]) -> dict[Key, Tensor]:
+        """The numbers [h] by name, from the tensor as it is now; `made` of both of a pair, all pairs at once."""
+        if len(self._index) == 1:
+            found = x[self._index[0]]
+        else:
+            found = torch.linalg.vector_norm(torch.nn.functional.pad(x, (0, 1))[self._index], dim=0)
+        found = found if self._factors is None else found * self._factors
+        alone, pairs = found.tensor_split([sum(self._alone.values())])
+        named = dict(zip(self._alone, alone.split([*self._alone.values()])))
+        if self._pairs:
+            named |= zip(self._pairs, made(*pairs.chunk(2)).split([*self._pairs.values()]))
+        return named
+
+
+def _one(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
