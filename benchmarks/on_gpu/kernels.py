@@ -15,7 +15,7 @@ call; --only norm, statistics or weights leaves the others out:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -25,8 +25,10 @@ from benchmarks.measure import Bench, Cases
 from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
+from qkeel.kernels import prepare
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.triton import available, norm_rope
+from qkeel.kernels.triton import sampled as sampled_kernels
 from qkeel.kernels.triton import statistics as row_kernels
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
@@ -82,6 +84,13 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         pair = attend_with_logsumexp(call)
         return None if pair is None else bracket(call, pair[1], "max")
 
+    def largest() -> object:
+        pair = attend_with_logsumexp(call)
+        if pair is None:
+            return None
+        bars = sampled_kernels.bracket_of(pair[1], sizes.tokens, causal=True)[0]
+        return sampled_kernels.extremes(*bare[:2], scale, causal=True, known=(pair[1], bars))
+
     def train() -> object:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return torch.autograd.grad(out, (q, k, v), above)
@@ -97,12 +106,22 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         "the same, bracket from its logsumexp": with_lse,
         "the same, certified maximum": certified,
         "statistics alone, Triton": lambda: row_kernels.row_statistics(*bare[:2], scale, causal=True),
+        "largest and smallest logit alone": lambda: sampled_kernels.extremes(*bare[:2], scale, causal=True),
+        **{f"entropy of 1/{rate} of the rows alone": sampled_entropy(bare[:2], scale, rate) for rate in (16, 32)},
+        "the same, largest logit from its logsumexp": largest,
+        "extremes and entropy of 1/32, without a logsumexp": lambda: prepare.sampled_numbers(call, 32),
     }
     if compiled:
         mask = flex_maxima.visible(call)
         forward["FlexAttention"] = lambda: flex_maxima.compiled()(*bare, block_mask=mask, enable_gqa=True)
         forward["FlexAttention, maxima and logsumexp"] = lambda: flex_maxima.attend_with_maxima(call)
     return forward, {BOTH: train, "the same, bracket from its logsumexp": train_with_lse}
+
+
+def sampled_entropy(qk: Sequence[torch.Tensor], scale: float, rate: int) -> Callable[[], object]:
+    """The pass over one of so many rows."""
+    strata = max(1, qk[0].shape[2] // (2 * rate))
+    return lambda: row_kernels.rows_of(qk[0], qk[1], scale, causal=True, sample=(strata, 0))
 
 
 def heads_cases(sizes: Sizes, device: str) -> Cases:

@@ -12,18 +12,37 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
-from qkeel.kernels.triton import heads, norm_rope, statistics
+from qkeel.kernels.triton import heads, norm_rope, sampled, statistics
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
-FLOATS = (*FLOATS, "numbers", "old", "sums", "norms", "factors", "keeps")
+FLOATS = (*FLOATS, "numbers", "bars", "tops", "lows", "ends", "old", "sums", "norms", "factors", "keeps")
 STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
-WHOLE = {"weights": "*i64", "plan": "*i32", "starts": "*i32", "keys": "*u8", "counted": "*u8", "counts": "*i64"}
+WHOLE = {
+    "weights": "*i64",
+    "plan": "*i32",
+    "starts": "*i32",
+    "keys": "*u8",
+    "counted": "*u8",
+    "counts": "*i64",
+    "picked": "*i32",
+}
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
-SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True, "WINDOW": False, "MASK": False, "CAP": False}
+SEEN = {
+    "D": 128,
+    "WIDE": 128,
+    "ROWS": 128,
+    "KEYS": 64,
+    "CAUSAL": True,
+    "WINDOW": False,
+    "MASK": False,
+    "CAP": False,
+    "SAMPLED": False,
+}
 ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
 APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
+EXTREME = {"COUNTED": False, "BARS": False}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("forward", norm_rope._forward, {**HEAD, "KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}, 4),
@@ -34,6 +53,11 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("backward of one token", norm_rope._backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
     ("statistics of one token", statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
     ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
+    ("statistics of a sample", statistics._rows, {**SEEN, "ROWS": 64, "SAMPLED": True}, 8),
+    ("extremes", sampled._extremes, {**SEEN, **EXTREME}, 8),
+    ("extremes of tiles", sampled._extremes, {**SEEN, "MASK": True, "COUNTED": True, "BARS": True}, 8),
+    ("bracket", sampled._bracket, {"CAUSAL": True, "COUNTED": True, "BLOCK": 1024}, 4),
+    ("numbers of heads from a sample", sampled._sampled_heads, {"MASK": True, "BLOCK": 512}, 4),
     ("numbers of heads", statistics._heads, {"MASK": True, "BLOCK": 1024}, 4),
     ("heads copied and summed", heads._copy, {**ALL, "SUMS": True}, 8),
     ("norms of heads", heads._norms, {"BLOCK": 256}, 1),
@@ -49,7 +73,9 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     for i, name in enumerate(kernel.arg_names):
         pointer = {**WHOLE, **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(name)
         types[name] = (
-            "constexpr" if name in constants else pointer or ("fp32" if name in ("eps", "scale", "cap") else "i32")
+            "constexpr"
+            if name in constants
+            else pointer or ("fp32" if name in ("eps", "scale", "cap", "widest") else "i32")
         )
         if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", name):
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -72,12 +98,12 @@ def spilled(ptx: str) -> tuple[int, int]:
     return int(registers[1]), int(spills[1])
 
 
-def of_a_logit(size: int) -> float:
+def of_a_logit(kernel: Any, size: int) -> float:
     """Instructions of a thread for each logit of a tile that every row sees whole: those of the shortest loop."""
     rows, keys, warps = statistics._TILES[size]
     tile = {"D": size, "WIDE": size, "ROWS": rows, "KEYS": keys}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made(statistics._rows, {**SEEN, **tile}, warps).asm["cubin"])
+        file.write(made(kernel, {**SEEN, **EXTREME, **tile}, warps).asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -92,7 +118,9 @@ def of_a_logit(size: int) -> float:
 
 
 if __name__ == "__main__":
-    print(*(f"a logit at head_dim {size}: instructions {of_a_logit(size):.1f}" for size in (64, 128)), sep="\n")
+    for told, kernel in (("all statistics", statistics._rows), ("extremes", sampled._extremes)):
+        for size in (64, 128):
+            print(f"{told}, a logit at head_dim {size}: instructions {of_a_logit(kernel, size):.1f}")
     for told, kernel, constants, warps in CASES:
         compiled = made(kernel, constants, warps)
         used, spills = spilled(compiled.asm["ptx"])
