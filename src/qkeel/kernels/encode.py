@@ -28,6 +28,10 @@ _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
 Table = tuple[Tensor, Tensor]
 KeyParts = Float[Tensor, "b g s r"]  # keys, or the part of them that is rotated
 Operator = Callable[[Tensor, Tensor | None, Table | None, int, float, bool], Tensor]
+BothOperator = Callable[
+    [Tensor, Tensor, tuple[Tensor | None, Tensor | None], Table | None, tuple[int, int], float, tuple[bool, bool]],
+    tuple[Tensor, Tensor],
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,10 +124,18 @@ def fused(
     gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
     kinds = plan.kind_q, plan.kind_k
-    at_once = operator is norm_rope and table_q is table_k and (table_q is not None or all(kinds))
-    if at_once and not torch.is_grad_enabled():
+    at_once = table_q is table_k and (table_q is not None or all(kinds))
+    if at_once and operator is norm_rope and not torch.is_grad_enabled():
         cos, sin = (None, None) if table_q is None else table_q
         return torch.ops.qkeel_native.norm_rope_two(q, k, gain_q, gain_k, cos, sin, *kinds, plan.eps)
+    two = both_operator(device) if at_once else None
+    if (
+        two is not None
+        and q.dtype == k.dtype
+        and q.shape[-1] == k.shape[-1]
+        and (kinds[0] == NONE) == (kinds[1] == NONE)
+    ):
+        return two(q, k, (gain_q, gain_k), table_q, kinds, plan.eps, (_keeps(q, gain_q), _keeps(k, gain_k)))
     return (
         _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
         _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),
@@ -165,6 +177,15 @@ def operator_for(device: torch.device) -> Operator | None:
     return triton_norm_rope.norm_rope
 
 
+def both_operator(device: torch.device) -> BothOperator | None:
+    """The operator that norms and rotates q and k in one launch, with a gradient too; None where there is none."""
+    if device.type == "cpu" or not available.usable(device):
+        return None
+    from qkeel.kernels.triton import norm_rope_two
+
+    return norm_rope_two.norm_rope_two
+
+
 def _tables(plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Table | None, Table | None]:
     """The cos and sin that turn q and those that turn k, one object where they are the same."""
     position = plan.position
@@ -174,7 +195,9 @@ def _tables(plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> 
     if whole and pos_q is pos_k and not torch.compiler.is_compiling():
         found = _of_place(plan, q.shape[-1], q.dtype, int(pos_q))
         return found, found
-    return tuple(_turned(position, table) for table in position.tables(q, k, pos_q, pos_k))  # type: ignore[return-value]
+    theirs, keys = position.tables(q, k, pos_q, pos_k)
+    turned = _turned(position, keys)
+    return (turned if theirs is keys else _turned(position, theirs)), turned
 
 
 @functools.lru_cache(maxsize=16)  # the layers of a model ask for the same one, one after the other

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
-from qkeel.kernels.triton import heads, norm_rope, sampled, statistics
+from qkeel.kernels.triton import heads, norm_rope, norm_rope_two, sampled, statistics
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
 FLOATS = (*FLOATS, "numbers", "bars", "tops", "lows", "ends", "old", "sums", "norms", "factors", "keeps")
@@ -28,6 +28,7 @@ WHOLE = {
 }
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2}
+FORTH = {"KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {
     "D": 128,
@@ -44,13 +45,22 @@ ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
 APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
 EXTREME = {"COUNTED": False, "BARS": False}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
+
+
+def both(constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants of a kernel for q and k."""
+    return {f"{name}_{side}": value for side in "QK" for name, value in constants.items()}
+
+
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
-    ("forward", norm_rope._forward, {**HEAD, "KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}, 4),
-    ("a part forward", norm_rope._forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
-    ("backward, x made anew", norm_rope._backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
-    ("backward, gains by head", norm_rope._backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
+    ("forward", norm_rope.forward, {**HEAD, **FORTH}, 4),
+    ("a part forward", norm_rope.forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
+    ("backward, x made anew", norm_rope.backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
+    ("backward, gains by head", norm_rope.backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
     # Triton's launcher makes constants of whole numbers that are 1.
-    ("backward of one token", norm_rope._backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
+    ("forward of both", norm_rope_two._forward_two, both({**HEAD, **FORTH}), 4),
+    ("backward of both", norm_rope_two._backward_two, both({**HEAD, **BACK}), 4),
+    ("backward of one token", norm_rope.backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
     ("statistics of one token", statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
     ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
     ("statistics of a sample", statistics._rows, {**SEEN, "ROWS": 64, "SAMPLED": True}, 8),
@@ -71,13 +81,14 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     """The kernel compiled as Triton's launcher would for aligned bfloat16 tensors."""
     types, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        pointer = {**WHOLE, **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(name)
+        plain = re.sub("(?<=.)_[qk]$", "", name)  # of q or of k in a kernel for both
+        pointer = {**WHOLE, **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(plain)
         types[name] = (
             "constexpr"
             if name in constants
-            else pointer or ("fp32" if name in ("eps", "scale", "cap", "widest") else "i32")
+            else pointer or ("fp32" if plain in ("eps", "scale", "cap", "widest") else "i32")
         )
-        if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", name):
+        if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", plain):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -72,11 +72,12 @@ def usable(device: torch.device) -> bool:
 def loaded() -> bool:
     """Returns whether Triton can be imported; registers the operators the first time."""
     try:
-        from qkeel.kernels.triton import norm_rope
+        from qkeel.kernels.triton import norm_rope, norm_rope_two
     except ImportError as error:
         caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
         return False
     norm_rope.register()
+    norm_rope_two.register()
     return True
 
 

@@ -6,7 +6,7 @@ program takes some heads of some tokens. Not measured on a GPU yet: the sizes of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # not on every system
@@ -113,14 +113,15 @@ def _inverse(a, b, c, ok, eps, D: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _forward(
-    x, y, inverse, gain, cos, sin, eps, heads, times, outer, blocks,
+def forward(
+    before, x, y, inverse, gain, cos, sin, eps, heads, times, outer, blocks,
     x_b, x_h, x_t, y_b, y_h, y_t, gain_h, gain_d, cos_b, cos_t,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr,
 ):  # fmt: skip
-    n, head, time, ok = _rows(tl.program_id(0), heads, times, outer, blocks, HEADS, TOKENS)
+    """One tensor there, by the programs of a launch from number `before` on."""
+    n, head, time, ok = _rows(tl.program_id(0) - before, heads, times, outer, blocks, HEADS, TOKENS)
     a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL)
     if KIND == LAYER:
         a, b, c = _centred(a, b, c, ok, D, HALF, WIDE, TAIL)
@@ -159,14 +160,16 @@ def _hat(
 
 
 @triton.jit
-def _backward(
-    dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, each,
+def backward(
+    before, dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, each,
     u_b, u_h, u_t, k_b, k_h, k_t, x_b, x_h, x_t, gain_h, gain_d, cos_b, cos_t,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, BY_HEAD: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
 ):  # fmt: skip
-    chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    """One tensor back, by the programs of a launch from number `before` on."""
+    pid = tl.program_id(0) - before
+    chunk, block = pid // blocks, pid % blocks
     da = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     db = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     dc = tl.zeros([HEADS * TOKENS, TAIL], tl.float32)
@@ -192,12 +195,12 @@ def _backward(
         a, b, c = k * (ua - mean - a * along), k * (ub - mean - b * along), k * (uc - mean - c * along)
         _store(dx, n * x_b + head * x_h + time * x_t, ok, a, b, c, D, HALF, WIDE, TAIL)
     if GAIN:
-        _keep_sums(parts, da, db, dc, chunk, block, heads, D, HALF, WIDE, TAIL, HEADS, BY_HEAD)
+        _keep_sums(pid, parts, da, db, dc, chunk, block, heads, D, HALF, WIDE, TAIL, HEADS, BY_HEAD)
 
 
 @triton.jit
 def _keep_sums(
-    parts, da, db, dc, chunk, block, heads,
+    pid, parts, da, db, dc, chunk, block, heads,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
     HEADS: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +211,7 @@ def _keep_sums(
     else:
         one = tl.zeros([1], tl.int32)
         a, b, c = tl.sum(da, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True), tl.sum(dc, 0, keep_dims=True)
-        _store(parts, (one + tl.program_id(0)) * D, one == 0, a, b, c, D, HALF, WIDE, TAIL)
+        _store(parts, (one + pid) * D, one == 0, a, b, c, D, HALF, WIDE, TAIL)
 
 
 def norm_rope(
@@ -251,9 +254,19 @@ def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int
     return per_head, per_dim, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2) if cos.shape[2] > 1 else 0
 
 
-def _run(
+class Launch(NamedTuple):
+    """What a kernel writes for one tensor, its programs, its arguments and its constants."""
+
+    out: tuple[Tensor, Tensor]
+    programs: int
+    arguments: tuple[Tensor | float, ...]
+    constants: dict[str, int]
+
+
+def there(
     x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, inverses: bool
-) -> tuple[Tensor, Tensor]:
+) -> Launch:
+    """The launch for norm and rotation of x, and its inverse norms if they are wanted."""
     x = _dense(x)
     y = torch.empty_like(x)
     b, h, t, _ = x.shape
@@ -261,15 +274,18 @@ def _run(
     sizes = _sizes(x, cos, False)
     blocks, groups = triton.cdiv(h, sizes["HEADS"]), triton.cdiv(b * t, sizes["TOKENS"])
     flags = {"KIND": kind, "GAIN": gain is not None, "TURN": cos is not None, "INVERSES": inverse.numel() > 0}
+    given = tuple(x if one is None else one for one in (gain, cos, sin))
     steps = (*x.stride()[:3], *y.stride()[:3], *_steps(x, gain, cos))
-    kernel: Any = _forward
-    with torch.cuda.device_of(x):
-        kernel[(blocks * groups,)](
-            x, y, inverse if flags["INVERSES"] else x, x if gain is None else gain,
-            x if cos is None else cos, x if sin is None else sin,
-            eps, h, t, b * t, blocks, *steps, **sizes, **flags,
-        )  # fmt: skip
-    return y, inverse
+    arguments = (x, y, inverse if flags["INVERSES"] else x, *given, eps, h, t, b * t, blocks, *steps)
+    return Launch((y, inverse), blocks * groups, arguments, {**sizes, **flags})
+
+
+def _run(*how: Any) -> tuple[Tensor, Tensor]:
+    launch = there(*how)
+    kernel: Any = forward
+    with torch.cuda.device_of(launch.out[0]):
+        kernel[(launch.programs,)](0, *launch.arguments, **launch.constants)
+    return launch.out
 
 
 def _run_alone(x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float) -> Tensor:
@@ -282,11 +298,11 @@ def _run_tracked(
     return _run(x, gain, cos, sin, kind, eps, True)
 
 
-def _run_back(
+def back(
     dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     *how: int | float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns gradients of x, and of the gain as [h or 1 d]; sums over tokens in an order that only shapes decide."""
+) -> Launch:  # fmt: skip
+    """The launch for the gradients of x, and of the gain in parts."""
     kind, eps, kept_x = how
     dy, kept = _dense(dy), _dense(kept)
     dx = torch.empty_like(kept)
@@ -300,15 +316,23 @@ def _run_back(
     shape = (0, 1, d) if gain is None else (chunks, h, d) if by_head else (chunks * blocks, 1, d)
     parts = kept.new_empty(shape, dtype=torch.float32)
     flags = {"KIND": kind, "GAIN": gain is not None, "BY_HEAD": by_head, "TURN": cos is not None, "KEPT_X": kept_x}
+    given = tuple(kept if one is None else one for one in (gain, cos, sin))
     steps = (*dy.stride()[:3], *kept.stride()[:3], *dx.stride()[:3], *_steps(kept, gain, cos))
-    kernel: Any = _backward
-    with torch.cuda.device_of(kept):
-        kernel[(chunks * blocks,)](
-            dy, kept, inverse, kept if gain is None else gain, kept if cos is None else cos,
-            kept if sin is None else sin, dx, kept if gain is None else parts,
-            eps, h, t, b * t, blocks, groups, each, *steps, **sizes, **flags,
-        )  # fmt: skip
-    return dx, parts.new_empty(0) if gain is None else parts.sum(0)
+    own = (dx, kept if gain is None else parts, eps, h, t, b * t, blocks, groups, each)
+    return Launch((dx, parts), chunks * blocks, (dy, kept, inverse, *given, *own, *steps), {**sizes, **flags})
+
+
+def summed(parts: Tensor) -> Tensor:
+    """The gain's gradient [h or 1 d] of its parts, in an order that only shapes decide; empty where there is none."""
+    return parts.sum(0) if parts.numel() else parts.new_empty(0)
+
+
+def _run_back(*how: Any) -> tuple[Tensor, Tensor]:
+    launch = back(*how)
+    kernel: Any = backward
+    with torch.cuda.device_of(launch.out[0]):
+        kernel[(launch.programs,)](0, *launch.arguments, **launch.constants)
+    return launch.out[0], summed(launch.out[1])
 
 
 def _forward_shapes(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -334,7 +358,8 @@ def _derivative(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     return dx, dgain, *[None] * 5
 
 
-def _once(*_: object) -> None:
+def once(*_: object) -> None:
+    """Refuses a second derivative."""
     raise RuntimeError("the fused norm and rotation can be differentiated once; QKEEL_TRITON=0 does not fuse them")
 
 
@@ -357,4 +382,4 @@ def register() -> None:
         torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
         torch.library.register_fake(f"qkeel_triton::{name}", shapes)
     torch.library.register_autograd("qkeel_triton::norm_rope", _derivative, setup_context=_setup)
-    torch.library.register_autograd("qkeel_triton::norm_rope_backward", _once)
+    torch.library.register_autograd("qkeel_triton::norm_rope_backward", once)
