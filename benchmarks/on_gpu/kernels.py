@@ -25,15 +25,17 @@ from benchmarks.measure import Bench, Cases
 from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
+from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels import prepare
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.triton import available, norm_rope
+from qkeel.kernels.triton import available, norm_rope, norm_rope_two
 from qkeel.kernels.triton import sampled as sampled_kernels
 from qkeel.kernels.triton import statistics as row_kernels
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
 ATTENTION, BOTH = "attention forward", "attention forward and backward"
+ONE_LAUNCH = "qkeel, Triton, q and k in one launch"
 HEADS = "copy of all heads"
 PARTS = ("norm", "statistics", "weights")
 
@@ -62,6 +64,21 @@ def norm_rope_passes(sizes: Sizes, device: str, compiled: bool) -> Passes:
     }
     shape = (1, sizes.tokens, sizes.heads, sizes.key_heads, sizes.head_dim)
     return Passes(shape, compiled, own, (device, sizes.dtype))
+
+
+def in_one_launch(passes: Passes, sizes: Sizes, back: bool) -> Callable[[], object]:
+    """q and k together, and the way back."""
+    q, k = (x.detach().requires_grad_() for x in passes.x)
+    gains = passes.gain.clone().requires_grad_(), passes.gain.clone().requires_grad_()
+    positions = torch.arange(sizes.tokens, device=q.device)[None, None]
+    table = rope_table(positions, rope_frequencies(sizes.head_dim), torch.float32)
+
+    def call() -> object:
+        with torch.set_grad_enabled(back):
+            out = norm_rope_two.norm_rope_two(q, k, gains, table, (1, 1), 1e-6, (True, True))
+        return torch.autograd.grad(out, (q, k, *gains), passes.above) if back else out
+
+    return call
 
 
 def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, Cases]:
@@ -153,8 +170,12 @@ def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases
     weights = f"{sizes.layers} layers, {sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, width {sizes.dim}"
     model, size = f"{sizes.layers} layers, width {sizes.dim}", (sizes.layers, sizes.heads, sizes.dim)
     if part == "norm":
-        passes = pass_cases(norm_rope_passes(sizes, device, bench.compiled))
-        return {f"norm and rotation, {kind}; {shape}": cases for kind, cases in passes.items()}
+        passes = norm_rope_passes(sizes, device, bench.compiled)
+        kinds = zip(pass_cases(passes).items(), (False, True))
+        return {
+            f"norm and rotation, {kind}; {shape}": {**cases, ONE_LAUNCH: in_one_launch(passes, sizes, back)}
+            for (kind, cases), back in kinds
+        }
     if part == "statistics":
         forward, both = statistics_cases(sizes, device, bench.compiled)
         return {f"statistics; {shape}": forward, f"logsumexp only; {shape}": both}

@@ -28,10 +28,7 @@ _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
 Table = tuple[Tensor, Tensor]
 KeyParts = Float[Tensor, "b g s r"]  # keys, or the part of them that is rotated
 Operator = Callable[[Tensor, Tensor | None, Table | None, int, float, bool], Tensor]
-BothOperator = Callable[
-    [Tensor, Tensor, tuple[Tensor | None, Tensor | None], Table | None, tuple[int, int], float, tuple[bool, bool]],
-    tuple[Tensor, Tensor],
-]
+BothOperator = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +40,7 @@ class _Plan:
     kind_q: int
     kind_k: int
     eps: float
+    interleaved: bool
 
 
 def _planned(norm: Norm, position: Position) -> _Plan | None:
@@ -54,7 +52,9 @@ def _plan(norm: Norm, position: Position) -> _Plan | None:
     if norm.kind not in KINDS or position.kind not in ("none", "rope") or not _takes(norm, position):
         return None
     kind_q, kind_k = (KINDS[norm.kind] if part in norm.sides else NONE for part in "qk")
-    return _Plan(norm=norm, position=position.rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps)
+    rope = position.rope
+    pairs = rope is not None and rope.pairing == "interleaved"
+    return _Plan(norm=norm, position=rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps, interleaved=pairs)
 
 
 _plan_once = functools.lru_cache(maxsize=256)(_plan)
@@ -102,8 +102,8 @@ def fused(
 ) -> tuple[Queries, KeyParts] | None:
     """The q and k of `spec.encode`, rounded to their own dtype; None where the operators do not apply.
 
-    They are for a norm over heads without bias, before RoPE with half pairs or none, or after it where norm and
-    rotation commute; float32, bfloat16 and float16 on a CPU or a CUDA device; head_dim a multiple of 8.
+    They are for a norm over heads without bias, before RoPE or none, or after it where norm and rotation commute, with
+    half pairs, on a CUDA device with interleaved ones too; float32, bfloat16 and float16; head_dim a multiple of 8.
     """
     plan = _planned(spec.norm, spec.position)
     if plan is None:
@@ -119,8 +119,9 @@ def fused(
         if x.device != device:
             return None  # torch's own error
     operator = operator_for(device)
-    if operator is None:
+    if operator is None or (plan.interleaved and operator is norm_rope):
         return None
+    step = {"step": 2} if plan.interleaved else {}
     gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
     kinds = plan.kind_q, plan.kind_k
@@ -128,14 +129,11 @@ def fused(
     if at_once and operator is norm_rope and not torch.is_grad_enabled():
         cos, sin = (None, None) if table_q is None else table_q
         return torch.ops.qkeel_native.norm_rope_two(q, k, gain_q, gain_k, cos, sin, *kinds, plan.eps)
-    two = both_operator(device) if at_once else None
-    if (
-        two is not None
-        and q.dtype == k.dtype
-        and q.shape[-1] == k.shape[-1]
-        and (kinds[0] == NONE) == (kinds[1] == NONE)
-    ):
-        return two(q, k, (gain_q, gain_k), table_q, kinds, plan.eps, (_keeps(q, gain_q), _keeps(k, gain_k)))
+    alike = q.dtype == k.dtype and q.shape[-1] == k.shape[-1] and (kinds[0] == NONE) == (kinds[1] == NONE)
+    two = both_operator(device) if at_once and alike else None
+    if two is not None:
+        return two(q, k, (gain_q, gain_k), table_q, kinds, plan.eps, (_keeps(q, gain_q), _keeps(k, gain_k)), **step)
+    operator = functools.partial(operator, **step) if step else operator
     return (
         _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
         _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),
@@ -148,7 +146,9 @@ def _directly(
     """Without torch's dispatcher, which is most of the price of a token."""
     if pos_q is not pos_k and plan.position is not None:
         return None
-    if not (q.is_cpu and q.dtype in _SPREADS and (plan.position is not None or (plan.kind_q and plan.kind_k))):
+    if plan.interleaved or not (
+        q.is_cpu and q.dtype in _SPREADS and (plan.position is not None or (plan.kind_q and plan.kind_k))
+    ):
         return None
     native = functions()
     if native is None:
@@ -219,7 +219,7 @@ def _takes(norm: Norm, position: Position) -> bool:
     if rope is None:
         return norm.kind != "none"
     before = rope.order == "norm_then_rotate" or norm.commutes_with_rotation
-    return before and rope.pairing != "interleaved"
+    return before
 
 
 def _one(operator: Operator, x: Tensor, gain: Tensor | None, table: Table | None, kind: int, eps: float) -> Tensor:

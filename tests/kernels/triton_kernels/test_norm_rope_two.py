@@ -13,7 +13,7 @@ from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope
 from qkeel.spec.norm import NoNorm
 from qkeel.spec.position.rotary import NoPosition
 
-from ..native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, given
+from ..native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, check, given
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     seen: list[str] = []
 
-    def two(*how: object) -> tuple[Tensor, Tensor]:
+    def two(*how: object, **step: int) -> tuple[Tensor, Tensor]:
         seen.append("two")
-        return norm_rope_two.norm_rope_two(*how)  # type: ignore[arg-type]
+        return norm_rope_two.norm_rope_two(*how, **step)  # type: ignore[arg-type]
 
-    def one(*how: object) -> Tensor:
+    def one(*how: object, **step: int) -> Tensor:
         seen.append("one")
-        return norm_rope.norm_rope(*how)  # type: ignore[arg-type]
+        return norm_rope.norm_rope(*how, **step)  # type: ignore[arg-type]
 
     monkeypatch.setattr(encode, "operator_for", lambda device: one)
     monkeypatch.setattr(encode, "both_operator", lambda device: two)
@@ -65,6 +65,16 @@ def test_the_bits_are_those_of_two_launches(launches: list[str]) -> None:
         if not mixed and not isinstance(position, NoPosition):
             for a, b in zip(ours, found(case, apart=True), strict=True):
                 assert torch.equal(a, b), (norm, position)
+
+
+def test_interleaved_pairs_have_the_numbers_of_the_definition(launches: list[str]) -> None:
+    for turn, norm in enumerate(NORMS):
+        position = Rope(pairing="interleaved", rotary=(1.0, 0.5)[turn % 2])
+        case = given(norm, position, (5, 1)[turn % 2], (24, 16)[turn % 2], torch.float32, list(LAYOUTS)[turn % 5])
+        check(case, torch.float32, f"{norm} {position.formula()}")
+        for a, b in zip(found(case), found(case, apart=True), strict=True):
+            assert torch.equal(a, b), (norm, position)
+    assert {"one", "two"} == set(launches)
 
 
 def test_nan_stays_in_its_row_and_other_widths_and_types_take_two_launches(launches: list[str]) -> None:
@@ -104,11 +114,24 @@ def test_torch_accepts_the_operators(launches: list[str]) -> None:
     q, k = torch.randn(1, 2, 2, 16, requires_grad=True), torch.randn(1, 1, 2, 16, requires_grad=True)
     gains = [torch.rand(16).add(0.5).requires_grad_() for _ in "qk"]
     table = torch.rand(1, 1, 2, 8), torch.rand(1, 1, 2, 8)
-    torch.library.opcheck(ops.norm_rope_two.default, (q, k, *gains, *table, 1, 1, 1e-6, True, False, True))
-    torch.library.opcheck(ops.norm_rope_two.default, (q, k, None, None, *table, 0, 0, 0.0, False, False, True))
+    torch.library.opcheck(ops.norm_rope_two.default, (q, k, *gains, *table, 1, 1, 1e-6, 1, True, False, True))
+    torch.library.opcheck(ops.norm_rope_two.default, (q, k, None, None, *table, 0, 0, 0.0, 2, False, False, True))
     plain = [x.detach() for x in (q, k, *gains)]
-    y, z, *inverses = ops.norm_rope_two(*plain, *table, 1, 1, 1e-6, True, True, True)
-    back = (torch.randn_like(y), torch.randn_like(z), *plain[:2], *inverses, *plain[2:], *table, 1, 1, 1e-6, True, True)
+    y, z, *inverses = ops.norm_rope_two(*plain, *table, 1, 1, 1e-6, 1, True, True, True)
+    back = (
+        torch.randn_like(y),
+        torch.randn_like(z),
+        *plain[:2],
+        *inverses,
+        *plain[2:],
+        *table,
+        1,
+        1,
+        1e-6,
+        1,
+        True,
+        True,
+    )
     torch.library.opcheck(ops.norm_rope_two_backward.default, back)
 
 

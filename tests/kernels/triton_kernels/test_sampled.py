@@ -201,26 +201,25 @@ def test_tiles_that_the_logsumexps_rule_out_are_not_read_and_the_largest_logit_i
 ) -> None:
     from qkeel.kernels.triton import sampled
 
-    for size in (1.0, 40.0):
-        for causal in (True, False):
-            call = call_of(AttentionSpec(), 150, 150, torch.float32, size, causal=causal)
-            counted = torch.rand(2, 150) < 0.7
-            for one in (call, with_query_mask(call, counted)):
-                pair = attend_with_logsumexp(one)
-                assert pair is not None
-                lse, true = pair[1], logit_stats(one)
-                ends = prepare.lse_bounds(one, lse)
-                plain = bracket(one, lse, "max")
-                assert ends is not None
-                assert (ends[0] <= true.max_logit * (1 + 1e-6)).all()
-                assert (true.max_logit <= ends[1] * (1 + 1e-6)).all()
-                assert (ends[1] >= plain.upper * (1 - 1e-6)).all()
-                heads = prepare.sampled_numbers(one, 16, lse)
-                assert heads is not None
-                torch.testing.assert_close(heads.largest, true.max_logit, rtol=1e-5, atol=1e-5)
-            q, k = one.q, one.k
-            tops, _ = sampled.extremes(q, k, q.shape[-1] ** -0.5, causal=causal, known=(lse, ends[0]))
-            assert (tops == -torch.inf).any() == (size == 40.0)
+    for size, causal in ((1.0, True), (40.0, False)):
+        call = call_of(AttentionSpec(), 150, 150, torch.float32, size, causal=causal)
+        counted = torch.rand(2, 150) < 0.7
+        for one in (call, with_query_mask(call, counted)):
+            pair = attend_with_logsumexp(one)
+            assert pair is not None
+            lse, true = pair[1], logit_stats(one)
+            ends = prepare.lse_bounds(one, lse)
+            plain = bracket(one, lse, "max")
+            assert ends is not None
+            assert (ends[0] <= true.max_logit * (1 + 1e-6)).all()
+            assert (true.max_logit <= ends[1] * (1 + 1e-6)).all()
+            assert (ends[1] >= plain.upper * (1 - 1e-6)).all()
+            heads = prepare.sampled_numbers(one, 16, lse)
+            assert heads is not None
+            torch.testing.assert_close(heads.largest, true.max_logit, rtol=1e-5, atol=1e-5)
+        q, k = one.q, one.k
+        tops, _ = sampled.extremes(q, k, q.shape[-1] ** -0.5, causal=causal, known=(lse, ends[0]))
+        assert (tops == -torch.inf).any() == (size == 40.0)
 
 
 def test_a_foreign_model_is_watched_by_a_sample_with_its_error_on_record(through_triton: list[Any]) -> None:
