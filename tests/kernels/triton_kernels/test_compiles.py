@@ -13,6 +13,7 @@ import pytest
 
 NARROW = (
     "norms of heads",
+    "bracket",
     "numbers of heads",
     "numbers of heads from a sample",
     "heads in columns moved",
