@@ -15,7 +15,7 @@ call; --only norm, statistics or weights leaves the others out:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -25,13 +25,17 @@ from benchmarks.measure import Bench, Cases
 from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
+from qkeel.functional.rope import rope_frequencies, rope_table
+from qkeel.kernels import prepare
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
-from qkeel.kernels.triton import available, norm_rope
+from qkeel.kernels.triton import available, norm_rope, norm_rope_two
+from qkeel.kernels.triton import sampled as sampled_kernels
 from qkeel.kernels.triton import statistics as row_kernels
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import make_call
 
 ATTENTION, BOTH = "attention forward", "attention forward and backward"
+ONE_LAUNCH = "qkeel, Triton, q and k in one launch"
 HEADS = "copy of all heads"
 PARTS = ("norm", "statistics", "weights")
 
@@ -62,6 +66,21 @@ def norm_rope_passes(sizes: Sizes, device: str, compiled: bool) -> Passes:
     return Passes(shape, compiled, own, (device, sizes.dtype))
 
 
+def in_one_launch(passes: Passes, sizes: Sizes, back: bool) -> Callable[[], object]:
+    """q and k together, and the way back."""
+    q, k = (x.detach().requires_grad_() for x in passes.x)
+    gains = passes.gain.clone().requires_grad_(), passes.gain.clone().requires_grad_()
+    positions = torch.arange(sizes.tokens, device=q.device)[None, None]
+    table = rope_table(positions, rope_frequencies(sizes.head_dim), torch.float32)
+
+    def call() -> object:
+        with torch.set_grad_enabled(back):
+            out = norm_rope_two.norm_rope_two(q, k, gains, table, (1, 1), 1e-6, (True, True))
+        return torch.autograd.grad(out, (q, k, *gains), passes.above) if back else out
+
+    return call
+
+
 def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, Cases]:
     """Returns statistics next to attention forward; the bracket from the logsumexp next to forward and backward."""
     shapes = [(1, n, sizes.tokens, sizes.head_dim) for n in (sizes.heads, sizes.key_heads, sizes.key_heads)]
@@ -82,6 +101,13 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         pair = attend_with_logsumexp(call)
         return None if pair is None else bracket(call, pair[1], "max")
 
+    def largest() -> object:
+        pair = attend_with_logsumexp(call)
+        if pair is None:
+            return None
+        bars = sampled_kernels.bracket_of(pair[1], sizes.tokens, causal=True)[0]
+        return sampled_kernels.extremes(*bare[:2], scale, causal=True, known=(pair[1], bars))
+
     def train() -> object:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return torch.autograd.grad(out, (q, k, v), above)
@@ -97,12 +123,22 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         "the same, bracket from its logsumexp": with_lse,
         "the same, certified maximum": certified,
         "statistics alone, Triton": lambda: row_kernels.row_statistics(*bare[:2], scale, causal=True),
+        "largest and smallest logit alone": lambda: sampled_kernels.extremes(*bare[:2], scale, causal=True),
+        **{f"entropy of 1/{rate} of the rows alone": sampled_entropy(bare[:2], scale, rate) for rate in (16, 32)},
+        "the same, largest logit from its logsumexp": largest,
+        "extremes and entropy of 1/32, without a logsumexp": lambda: prepare.sampled_numbers(call, 32),
     }
     if compiled:
         mask = flex_maxima.visible(call)
         forward["FlexAttention"] = lambda: flex_maxima.compiled()(*bare, block_mask=mask, enable_gqa=True)
         forward["FlexAttention, maxima and logsumexp"] = lambda: flex_maxima.attend_with_maxima(call)
     return forward, {BOTH: train, "the same, bracket from its logsumexp": train_with_lse}
+
+
+def sampled_entropy(qk: Sequence[torch.Tensor], scale: float, rate: int) -> Callable[[], object]:
+    """The pass over one of so many rows."""
+    strata = max(1, qk[0].shape[2] // (2 * rate))
+    return lambda: row_kernels.rows_of(qk[0], qk[1], scale, causal=True, sample=(strata, 0))
 
 
 def heads_cases(sizes: Sizes, device: str) -> Cases:
@@ -134,8 +170,12 @@ def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases
     weights = f"{sizes.layers} layers, {sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, width {sizes.dim}"
     model, size = f"{sizes.layers} layers, width {sizes.dim}", (sizes.layers, sizes.heads, sizes.dim)
     if part == "norm":
-        passes = pass_cases(norm_rope_passes(sizes, device, bench.compiled))
-        return {f"norm and rotation, {kind}; {shape}": cases for kind, cases in passes.items()}
+        passes = norm_rope_passes(sizes, device, bench.compiled)
+        kinds = zip(pass_cases(passes).items(), (False, True))
+        return {
+            f"norm and rotation, {kind}; {shape}": {**cases, ONE_LAUNCH: in_one_launch(passes, sizes, back)}
+            for (kind, cases), back in kinds
+        }
     if part == "statistics":
         forward, both = statistics_cases(sizes, device, bench.compiled)
         return {f"statistics; {shape}": forward, f"logsumexp only; {shape}": both}

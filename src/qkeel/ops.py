@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from qkeel.spec.shapes import Keys, Logits, Outputs, Queries, Values
 from qkeel.spec.slot import Params
 
 # What `stats` may say besides True.
-PRICES: dict[str, Price] = {"bracket": "bracket", "max": "max", "entropy": "entropy"}
+PRICES: dict[str, Price] = {price: price for price in get_args(Price)}
 
 
 @overload
@@ -107,8 +107,10 @@ def attention(
         impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
         stats: True also returns LogitStats, exact, without a T×T matrix, detached. "bracket" returns bounds on
             the largest logit (LogitBracket), free where the kernel returns the logsumexp; "max" adds, for most
-            heads with logits over 12 to 20, the certified maximum, "entropy" that and the entropy. Where no
-            logsumexp is to be had, all are exact, by a pass of their own; LogitBracket.note then says which, and why.
+            heads with logits over 12 to 20, the certified maximum, "entropy" that and the entropy;
+            "entropy:sample=16" or 32, on a GPU, exact maxima and the entropy of one of so many rows, with its error.
+            Where no logsumexp is to be had, all are exact, by a pass of their own; LogitBracket.note then says which,
+            and why.
 
     Returns:
         out [b h t d'] in q's dtype; with `stats`, (out, LogitStats) or (out, LogitBracket).
@@ -131,7 +133,7 @@ def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, Lo
     if pair is not None:
         return pair[0], bracket(call, pair[1], price)
     why = no_logsumexp(call) if isinstance(kernel, Sdpa) else "the kernel that computes this call returns no logsumexp"
-    return kernel(call), exact_bracket(call, why)
+    return kernel(call), exact_bracket(call, why, price)
 
 
 def run(call: AttentionCall, impl: str = "auto") -> Outputs:

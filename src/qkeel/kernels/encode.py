@@ -28,6 +28,7 @@ _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
 Table = tuple[Tensor, Tensor]
 KeyParts = Float[Tensor, "b g s r"]  # keys, or the part of them that is rotated
 Operator = Callable[[Tensor, Tensor | None, Table | None, int, float, bool], Tensor]
+BothOperator = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +40,7 @@ class _Plan:
     kind_q: int
     kind_k: int
     eps: float
+    interleaved: bool
 
 
 def _planned(norm: Norm, position: Position) -> _Plan | None:
@@ -50,7 +52,9 @@ def _plan(norm: Norm, position: Position) -> _Plan | None:
     if norm.kind not in KINDS or position.kind not in ("none", "rope") or not _takes(norm, position):
         return None
     kind_q, kind_k = (KINDS[norm.kind] if part in norm.sides else NONE for part in "qk")
-    return _Plan(norm=norm, position=position.rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps)
+    rope = position.rope
+    pairs = rope is not None and rope.pairing == "interleaved"
+    return _Plan(norm=norm, position=rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps, interleaved=pairs)
 
 
 _plan_once = functools.lru_cache(maxsize=256)(_plan)
@@ -98,8 +102,8 @@ def fused(
 ) -> tuple[Queries, KeyParts] | None:
     """The q and k of `spec.encode`, rounded to their own dtype; None where the operators do not apply.
 
-    They are for a norm over heads without bias, before RoPE with half pairs or none, or after it where norm and
-    rotation commute; float32, bfloat16 and float16 on a CPU or a CUDA device; head_dim a multiple of 8.
+    They are for a norm over heads without bias, before RoPE or none, or after it where norm and rotation commute, with
+    half pairs, on a CUDA device with interleaved ones too; float32, bfloat16 and float16; head_dim a multiple of 8.
     """
     plan = _planned(spec.norm, spec.position)
     if plan is None:
@@ -115,15 +119,21 @@ def fused(
         if x.device != device:
             return None  # torch's own error
     operator = operator_for(device)
-    if operator is None:
+    if operator is None or (plan.interleaved and operator is norm_rope):
         return None
+    step = {"step": 2} if plan.interleaved else {}
     gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
     kinds = plan.kind_q, plan.kind_k
-    at_once = operator is norm_rope and table_q is table_k and (table_q is not None or all(kinds))
-    if at_once and not torch.is_grad_enabled():
+    at_once = table_q is table_k and (table_q is not None or all(kinds))
+    if at_once and operator is norm_rope and not torch.is_grad_enabled():
         cos, sin = (None, None) if table_q is None else table_q
         return torch.ops.qkeel_native.norm_rope_two(q, k, gain_q, gain_k, cos, sin, *kinds, plan.eps)
+    alike = q.dtype == k.dtype and q.shape[-1] == k.shape[-1] and (kinds[0] == NONE) == (kinds[1] == NONE)
+    two = both_operator(device) if at_once and alike else None
+    if two is not None:
+        return two(q, k, (gain_q, gain_k), table_q, kinds, plan.eps, (_keeps(q, gain_q), _keeps(k, gain_k)), **step)
+    operator = functools.partial(operator, **step) if step else operator
     return (
         _one(operator, q, gain_q, table_q, plan.kind_q, plan.eps),
         _one(operator, k, gain_k, table_k, plan.kind_k, plan.eps),
@@ -136,7 +146,9 @@ def _directly(
     """Without torch's dispatcher, which is most of the price of a token."""
     if pos_q is not pos_k and plan.position is not None:
         return None
-    if not (q.is_cpu and q.dtype in _SPREADS and (plan.position is not None or (plan.kind_q and plan.kind_k))):
+    if plan.interleaved or not (
+        q.is_cpu and q.dtype in _SPREADS and (plan.position is not None or (plan.kind_q and plan.kind_k))
+    ):
         return None
     native = functions()
     if native is None:
@@ -165,6 +177,15 @@ def operator_for(device: torch.device) -> Operator | None:
     return triton_norm_rope.norm_rope
 
 
+def both_operator(device: torch.device) -> BothOperator | None:
+    """The operator that norms and rotates q and k in one launch, with a gradient too; None where there is none."""
+    if device.type == "cpu" or not available.usable(device):
+        return None
+    from qkeel.kernels.triton import norm_rope_two
+
+    return norm_rope_two.norm_rope_two
+
+
 def _tables(plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> tuple[Table | None, Table | None]:
     """The cos and sin that turn q and those that turn k, one object where they are the same."""
     position = plan.position
@@ -174,7 +195,9 @@ def _tables(plan: _Plan, q: Tensor, k: Tensor, pos_q: Tensor, pos_k: Tensor) -> 
     if whole and pos_q is pos_k and not torch.compiler.is_compiling():
         found = _of_place(plan, q.shape[-1], q.dtype, int(pos_q))
         return found, found
-    return tuple(_turned(position, table) for table in position.tables(q, k, pos_q, pos_k))  # type: ignore[return-value]
+    theirs, keys = position.tables(q, k, pos_q, pos_k)
+    turned = _turned(position, keys)
+    return (turned if theirs is keys else _turned(position, theirs)), turned
 
 
 @functools.lru_cache(maxsize=16)  # the layers of a model ask for the same one, one after the other
@@ -196,7 +219,7 @@ def _takes(norm: Norm, position: Position) -> bool:
     if rope is None:
         return norm.kind != "none"
     before = rope.order == "norm_then_rotate" or norm.commutes_with_rotation
-    return before and rope.pairing != "interleaved"
+    return before
 
 
 def _one(operator: Operator, x: Tensor, gain: Tensor | None, table: Table | None, kind: int, eps: float) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool
@@ -12,9 +15,12 @@ from qkeel.functional.norms import unrounded, wide
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.triton import available
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.shapes import Keys, Logits, Outputs, Queries, Values
+from qkeel.spec.shapes import Keys, Logits, Outputs, PerRow, Queries, Values
 
 LEAST_UNDER_WINDOW = 128  # rows at once under a narrower window: fewer make poor matrix products
+# Of samples of rows: another one for each call, the same ones in every run. For 1 and multiples of 16 Triton compiles
+# kernels of their own.
+_SEEDS = itertools.count(3, 2)
 
 
 def row_blocks(call: AttentionCall, elements: int, least: int = 1) -> Iterator[slice]:
@@ -45,12 +51,19 @@ def without_pairs(q: Queries, k: Keys, v: Values) -> Outputs:
     return (q @ k.repeat_interleave(share, 1).mT) @ v.repeat_interleave(share, 1)
 
 
-def row_statistics(call: AttentionCall) -> available.Rows | None:
-    """Largest and smallest logit, lse and entropy of every query row [b h t], float32, by a pass of its own on a GPU.
+class _Read(NamedTuple):
+    """The q, k and scale of a call whose products are its logits before a cap, and the mask of its keys."""
 
-    Rows that the call's `query_mask` leaves out are as if they saw nothing. None where that does not do: other devices,
-    biases, masks of pairs, positions of the caller's own, subclasses. q and k are those that the definition takes, in
-    float32; where the spec leaves them as they are, in their own precision, which makes the same products.
+    q: Tensor
+    k: Tensor
+    scale: float
+    keys: Tensor | None
+
+
+def _read(call: AttentionCall) -> _Read | None:
+    """None where Triton's kernels do not read a call: other devices, biases, masks of pairs, positions of the caller's
+    own, subclasses. q and k are those that the definition takes, in float32; where the spec leaves them as they are, in
+    their own precision, which makes the same products.
     """
     if type(call) is not AttentionCall:
         return None  # which keys are visible, and what is added, are functions of a subclass
@@ -65,15 +78,71 @@ def row_statistics(call: AttentionCall) -> available.Rows | None:
     q, k = (call.q, call.k) if bare else call.encoded()
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
-    keys = None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2])
+    return _Read(q, k, scale, None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2]))
+
+
+def row_statistics(call: AttentionCall) -> available.Rows | None:
+    """Largest and smallest logit, lse and entropy of every query row [b h t], float32, by a pass of its own on a GPU.
+
+    Rows that the call's `query_mask` leaves out are as if they saw nothing. None where that does not do.
+    """
+    read = _read(call)
+    if read is None:
+        return None
     from qkeel.kernels.triton import statistics
 
-    cap, window = spec.cap.limit, call.window
+    q, k, scale, keys = read
+    cap, window = call.spec.cap.limit, call.window
     found = statistics.row_statistics(q, k, scale, causal=call.causal, window=window, cap=cap, keys=keys)
     if call.query_mask is None:
         return found
     out, nothing = ~call.query_mask[:, None], (-torch.inf, torch.inf, -torch.inf, 0.0)
     return available.Rows(*(x.masked_fill(out, empty) for x, empty in zip(found, nothing)))
+
+
+def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+    """The largest and smallest logit [h] by a pass of two comparisons a logit on a GPU; None where that does not do."""
+    read = _read(call)
+    if read is None:
+        return None
+    from qkeel.kernels.triton import sampled
+
+    q, k, scale, keys = read
+    top, low = sampled.extremes(q, k, scale, causal=call.causal, window=call.window, keys=keys, counted=call.query_mask)
+    return top.amax((0, 2)), low.amin((0, 2))
+
+
+def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -> available.HeadNumbers | None:
+    """Statistics of heads on a GPU, the entropy from every `rate`-th row in the mean, the largest logit from all.
+
+    lse: the logsumexps of a call without mask and window, if they are known; then tiles of rows in which none can hold
+    the largest logit are not read. None where that does not do, or where a sequence has fewer than two strata of
+    2 · rate rows: then all rows cost no more.
+    """
+    t = call.q.shape[2]
+    strata = t // (2 * rate)
+    read = _read(call) if strata > 1 else None
+    if read is None:
+        return None
+    from qkeel.kernels.triton import sampled, statistics
+
+    q, k, scale, keys = read
+    s, counted = k.shape[2], call.query_mask
+    causal, window, cap = call.causal, call.window, call.spec.cap.limit
+    known = None if lse is None else (lse, sampled.bracket_of(lse, s, causal=causal, counted=counted)[0])
+    tops = sampled.extremes(q, k, scale, causal=causal, window=window, keys=keys, counted=counted, known=known)
+    sample = strata, next(_SEEDS)
+    rows, picked = statistics.rows_of(q, k, scale, causal=causal, window=window, cap=cap, keys=keys, sample=sample)
+    return sampled.head_numbers(tops, (rows.lse, rows.entropy, picked), t, math.log(s), counted)
+
+
+def lse_bounds(call: AttentionCall, lse: PerRow) -> Tensor | None:
+    """Bounds [2 h] on the largest logits from logsumexps of a whole call, in one launch of a GPU; None elsewhere."""
+    if lse.dtype != torch.float32 or not lse.numel() or not available.usable(lse.device):
+        return None
+    from qkeel.kernels.triton import sampled
+
+    return sampled.bracket_of(lse, call.k.shape[2], causal=call.causal, counted=call.query_mask)
 
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> available.HeadNumbers | None:

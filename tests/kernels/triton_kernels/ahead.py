@@ -12,28 +12,62 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
-from qkeel.kernels.triton import heads, norm_rope, statistics
+from qkeel.kernels.triton import heads, norm_rope, norm_rope_two, sampled, statistics
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
-FLOATS = (*FLOATS, "numbers", "old", "sums", "norms", "factors", "keeps")
+FLOATS = (*FLOATS, "numbers", "bars", "tops", "lows", "ends", "old", "sums", "norms", "factors", "keeps")
 STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
-WHOLE = {"weights": "*i64", "plan": "*i32", "starts": "*i32", "keys": "*u8", "counted": "*u8", "counts": "*i64"}
-HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1}
-PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2}
+WHOLE = {
+    "weights": "*i64",
+    "plan": "*i32",
+    "starts": "*i32",
+    "keys": "*u8",
+    "counted": "*u8",
+    "counts": "*i64",
+    "picked": "*i32",
+}
+HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1}
+PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2}
+FORTH = {"KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
-SEEN = {"D": 128, "WIDE": 128, "ROWS": 128, "KEYS": 64, "CAUSAL": True, "WINDOW": False, "MASK": False, "CAP": False}
+SEEN = {
+    "D": 128,
+    "WIDE": 128,
+    "ROWS": 128,
+    "KEYS": 64,
+    "CAUSAL": True,
+    "WINDOW": False,
+    "MASK": False,
+    "CAP": False,
+    "SAMPLED": False,
+}
 ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
 APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
+EXTREME = {"COUNTED": False, "BARS": False}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
+
+
+def both(constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants of a kernel for q and k."""
+    return {f"{name}_{side}": value for side in "QK" for name, value in constants.items()}
+
+
 CASES: list[tuple[str, Any, dict[str, Any], int]] = [
-    ("forward", norm_rope._forward, {**HEAD, "KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}, 4),
-    ("a part forward", norm_rope._forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
-    ("backward, x made anew", norm_rope._backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
-    ("backward, gains by head", norm_rope._backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
+    ("forward", norm_rope.forward, {**HEAD, **FORTH}, 4),
+    ("a part forward", norm_rope.forward, {**PART, "KIND": 2, "GAIN": False, "TURN": True, "INVERSES": 0}, 4),
+    ("backward, x made anew", norm_rope.backward, {**HEAD, **BACK, "KEPT_X": False}, 4),
+    ("backward, gains by head", norm_rope.backward, {**HEAD, **BACK, "KIND": 3, "BY_HEAD": True}, 4),
     # Triton's launcher makes constants of whole numbers that are 1.
-    ("backward of one token", norm_rope._backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
+    ("forward of both", norm_rope_two._forward_two, both({**HEAD, **FORTH}), 4),
+    ("backward of both", norm_rope_two._backward_two, both({**HEAD, **BACK}), 4),
+    ("backward of one token", norm_rope.backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
     ("statistics of one token", statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
     ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),
+    ("statistics of a sample", statistics._rows, {**SEEN, "ROWS": 64, "SAMPLED": True}, 8),
+    ("extremes", sampled._extremes, {**SEEN, **EXTREME}, 8),
+    ("extremes of tiles", sampled._extremes, {**SEEN, "MASK": True, "COUNTED": True, "BARS": True}, 8),
+    ("bracket", sampled._bracket, {"CAUSAL": True, "COUNTED": True, "BLOCK": 1024}, 4),
+    ("numbers of heads from a sample", sampled._sampled_heads, {"MASK": True, "BLOCK": 512}, 4),
     ("numbers of heads", statistics._heads, {"MASK": True, "BLOCK": 1024}, 4),
     ("heads copied and summed", heads._copy, {**ALL, "SUMS": True}, 8),
     ("norms of heads", heads._norms, {"BLOCK": 256}, 1),
@@ -47,11 +81,14 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     """The kernel compiled as Triton's launcher would for aligned bfloat16 tensors."""
     types, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        pointer = {**WHOLE, **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(name)
+        plain = re.sub("(?<=.)_[qk]$", "", name)  # of q or of k in a kernel for both
+        pointer = {**WHOLE, **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(plain)
         types[name] = (
-            "constexpr" if name in constants else pointer or ("fp32" if name in ("eps", "scale", "cap") else "i32")
+            "constexpr"
+            if name in constants
+            else pointer or ("fp32" if plain in ("eps", "scale", "cap", "widest") else "i32")
         )
-        if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", name):
+        if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", plain):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -72,12 +109,12 @@ def spilled(ptx: str) -> tuple[int, int]:
     return int(registers[1]), int(spills[1])
 
 
-def of_a_logit(size: int) -> float:
+def of_a_logit(kernel: Any, size: int) -> float:
     """Instructions of a thread for each logit of a tile that every row sees whole: those of the shortest loop."""
     rows, keys, warps = statistics._TILES[size]
     tile = {"D": size, "WIDE": size, "ROWS": rows, "KEYS": keys}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made(statistics._rows, {**SEEN, **tile}, warps).asm["cubin"])
+        file.write(made(kernel, {**SEEN, **EXTREME, **tile}, warps).asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -92,7 +129,9 @@ def of_a_logit(size: int) -> float:
 
 
 if __name__ == "__main__":
-    print(*(f"a logit at head_dim {size}: instructions {of_a_logit(size):.1f}" for size in (64, 128)), sep="\n")
+    for told, kernel in (("all statistics", statistics._rows), ("extremes", sampled._extremes)):
+        for size in (64, 128):
+            print(f"{told}, a logit at head_dim {size}: instructions {of_a_logit(kernel, size):.1f}")
     for told, kernel, constants, warps in CASES:
         compiled = made(kernel, constants, warps)
         used, spills = spilled(compiled.asm["ptx"])

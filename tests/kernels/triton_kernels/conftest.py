@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from importlib.metadata import version
+from typing import Any
 
 import numpy
 import pytest
+from torch import Tensor
+
+from qkeel.kernels.triton import available
 
 
 def _why_not() -> str | None:
@@ -32,3 +36,22 @@ def _interpreter() -> None:
 def _no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors stand for CUDA's here, which the kernels compiled for CPUs never see."""
     monkeypatch.setenv("QKEEL_NATIVE", "0")
+
+
+@pytest.fixture
+def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """CPU tensors take the way of CUDA tensors; the dtypes of the passes over q and k that were made there."""
+    monkeypatch.setattr(available, "usable", lambda device: available.loaded())
+    seen: list[Any] = []
+    from qkeel.kernels.triton import sampled, statistics
+
+    def counted(inner: Any) -> Any:
+        def call(q: Tensor, k: Tensor, scale: float, **how: Any) -> Any:
+            seen.append(q.dtype)
+            return inner(q, k, scale, **how)
+
+        return call
+
+    for module, name in ((statistics, "rows_of"), (sampled, "extremes")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    return seen

@@ -135,12 +135,14 @@ def test_torch_accepts_every_operator() -> None:
     ops = torch.ops.qkeel_triton
     x, gain = torch.randn(1, 2, 1, 16, requires_grad=True), torch.rand(16).add(0.5).requires_grad_()
     cos, sin = torch.rand(1, 1, 1, 8), torch.rand(1, 1, 1, 8)
-    for args in [(x, gain, cos, sin, 1, 1e-6, False), (x, None, cos, sin, 0, 0.0, False)]:
+    for args in [(x, gain, cos, sin, 1, 1e-6, 1, False), (x, None, cos, sin, 0, 0.0, 2, False)]:
         torch.library.opcheck(ops.norm_rope.default, args)
     plain = [a.detach() for a in (x, gain, cos, sin)]
-    torch.library.opcheck(ops.norm_rope_alone.default, (*plain, 1, 1e-6))
-    y, inverse = ops.norm_rope(*plain, 2, 1e-6, False)
-    torch.library.opcheck(ops.norm_rope_backward.default, (torch.randn_like(y), y, inverse, *plain[1:], 2, 1e-6, False))
+    torch.library.opcheck(ops.norm_rope_alone.default, (*plain, 1, 1e-6, 1))
+    y, inverse = ops.norm_rope(*plain, 2, 1e-6, 1, False)
+    torch.library.opcheck(
+        ops.norm_rope_backward.default, (torch.randn_like(y), y, inverse, *plain[1:], 2, 1e-6, 1, False)
+    )
 
 
 def test_a_module_takes_it_and_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

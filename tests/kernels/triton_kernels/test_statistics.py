@@ -22,23 +22,6 @@ from qkeel.spec import ALiBi, AttentionCall, AttentionSpec, Rope, SlidingWindow,
 from qkeel.spec.call import make_call, with_query_mask
 
 
-@pytest.fixture
-def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """CPU tensors take the way of CUDA tensors; what was computed there."""
-    monkeypatch.setattr(available, "usable", lambda device: available.loaded())
-    seen: list[Any] = []
-    from qkeel.kernels.triton import statistics
-
-    inner = statistics.row_statistics
-
-    def counted(q: Tensor, k: Tensor, scale: float, **how: Any) -> available.Rows:
-        seen.append(q.dtype)
-        return inner(q, k, scale, **how)
-
-    monkeypatch.setattr(statistics, "row_statistics", counted)
-    return seen
-
-
 def truth(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Largest, smallest, lse, entropy of every row, from the T×T matrix in float64."""
     rows, keys = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])

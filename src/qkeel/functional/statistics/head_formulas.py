@@ -19,15 +19,15 @@ class HeadFormula:
     """A statistic per head, and how it merges: the mean weighted by query rows, the largest, or the smallest.
 
     of: a function of q [b h t d] and k [b g s d] as they enter the dot product, h a multiple of g, and of which query
-        rows count, [b t] or None for all; it gives [h].
+        rows count, [b t] or None for all; it gives [h]. None for what a kernel finds with its own statistics.
     """
 
-    of: Formula
+    of: Formula | None
     merge: Literal["mean", "max", "min"]
 
 
 # By recorded name; the same name has a row in records.HEAD_FIELDS.
-HEAD_FORMULAS: dict[str, HeadFormula] = {}
+HEAD_FORMULAS: dict[str, HeadFormula] = {"entropy_error": HeadFormula(None, "mean")}
 
 
 def merge_formulas(

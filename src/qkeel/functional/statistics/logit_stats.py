@@ -161,7 +161,8 @@ class LogitBracket:
     """Bounds on the largest logit per head, from row logsumexps that a kernel gave for free.
 
     `lower <= max_logit <= upper`. `entropy` is there when it was asked for; it tightens the lower bound
-    from lse - ln n to lse - H, so the bracket closes exactly when attention collapses. `certified` marks
+    from lse - ln n to lse - H, so the bracket closes exactly when attention collapses. `entropy_error` is half the
+    width of a 95 % interval of an entropy from a sample of rows; None where it is of all rows. `certified` marks
     heads whose `lower` is the exact maximum; never a head with a logit that is NaN or infinite. `note` says what was
     computed, and why, where the bounds did not come from a kernel that attended: then they cost a pass of their own.
     """
@@ -169,10 +170,15 @@ class LogitBracket:
     lower: PerHead
     upper: PerHead
     entropy: PerHead | None = None
+    entropy_error: PerHead | None = None
     certified: Tensor | None = None
     note: str = ""
 
     @classmethod
-    def exact(cls, top: PerHead, entropy: PerHead | None, note: str = "") -> LogitBracket:
+    def exact(
+        cls, top: PerHead, entropy: PerHead | None, note: str = "", entropy_error: PerHead | None = None
+    ) -> LogitBracket:
         """The bracket that an exact maximum closes."""
-        return cls(lower=top, upper=top, entropy=entropy, certified=top.isfinite(), note=note)
+        return cls(
+            lower=top, upper=top, entropy=entropy, entropy_error=entropy_error, certified=top.isfinite(), note=note
+        )

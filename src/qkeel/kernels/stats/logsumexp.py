@@ -14,15 +14,20 @@ from qkeel.functional.statistics.logit_stats import LogitBracket
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.encode import folded
 from qkeel.kernels.native import logit_pass
-from qkeel.kernels.prepare import row_statistics
+from qkeel.kernels.prepare import lse_bounds, row_statistics, sampled_numbers
 from qkeel.kernels.stats.per_head import logit_stats, stats_of_rows
 from qkeel.patching.private_operators import cudnn, flash, flash_on_cpu, kernel_choice, memory_efficient
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs, PerRow
 
-Price = Literal["bracket", "max", "entropy"]
+Price = Literal["bracket", "max", "entropy", "entropy:sample=16", "entropy:sample=32"]
 
 GUIDED_ROWS = 4  # rows per sequence and head whose logits are computed to find, and certify, the maximum
+
+
+def sample_rate(wanted: str) -> int:
+    """One of how many rows is to be in the sample for the entropy; 0 for all of them."""
+    return int(wanted.partition("sample=")[2] or 0)
 
 
 def attend_with_logsumexp(call: AttentionCall) -> tuple[Outputs, PerRow] | None:
@@ -58,8 +63,12 @@ def _no_fused_call(call: AttentionCall) -> str:
 
 
 @torch.no_grad()
-def exact_bracket(call: AttentionCall, why: str) -> LogitBracket:
+def exact_bracket(call: AttentionCall, why: str, price: Price = "entropy") -> LogitBracket:
     """The exact largest logit and the entropy of each head by a pass of their own, where no logsumexp is had."""
+    heads = sampled_numbers(call, rate) if (rate := sample_rate(price)) else None
+    if heads is not None:
+        note = f"by one pass over q and k, the entropies by a sample of rows: {why}"
+        return LogitBracket.exact(heads.largest, heads.entropy, note, heads.error)
     rows = row_statistics(call)
     if rows is None:
         exact = logit_stats(call)
@@ -102,13 +111,19 @@ def bracket(call: AttentionCall, lse: PerRow, price: Price) -> LogitBracket:
     in the rows of largest lse: if it is at least the next largest lse, no other row can beat it. At the price
     "entropy" also H_i = lse_i - E_p[z_i], E_p[z_i] from attention with keys in place of values; then
     lse_i - H_i <= max_j z_ij. The entropy cancels at large logits: its error is about 1e-7 · lse in float32, ten times
-    that in sum; on a GPU a pass of its own gives maximum and entropy at that price, without cancelling. Rows that the
-    call's `query_mask` leaves out count nowhere.
+    that in sum; on a GPU a pass of its own gives maximum and entropy at that price, without cancelling, and with a
+    sample of rows the entropy of those, the maximum from the tiles of rows that the logsumexps do not rule out. Rows
+    that the call's `query_mask` leaves out count nowhere.
     """
     if price == "bracket":
         ends = logit_pass.bracket_of(lse.detach(), call)
+        if ends is None:
+            ends = lse_bounds(call, lse.detach())
         if ends is not None:
             return LogitBracket(lower=ends[0], upper=ends[1])
+    heads = sampled_numbers(call, rate, lse.detach()) if (rate := sample_rate(price)) else None
+    if heads is not None:
+        return LogitBracket.exact(heads.largest, heads.entropy, entropy_error=heads.error)
     return _bracket(call, lse, price)
 
 
@@ -122,14 +137,15 @@ def _bracket(call: AttentionCall, lse: Tensor, price: Price) -> LogitBracket:
     lower, upper = (best - n).amax(-1), best.amax(-1)
     if price == "bracket":
         return LogitBracket(lower=lower, upper=upper)
+    wants_entropy = price != "max"
     n_rows = lse[:, 0].numel() if call.query_mask is None else call.query_mask.sum().clamp_min(1)
-    rows = row_statistics(call) if price == "entropy" else None
+    rows = row_statistics(call) if wants_entropy else None
     if rows is not None:
         top, entropy = rows.largest.amax((0, 2)), rows.entropy.sum((0, 2)) / n_rows
         return LogitBracket.exact(top, entropy)
     q, k, _, scale = folded(call)
     entropy = None
-    if price == "entropy":
+    if wants_entropy:
         entropies = _entropies(call, lse)
         entropies = entropies if out is None else entropies.masked_fill(out, 0.0)
         lower = torch.maximum(lower, (lse - entropies).amax((0, 2)))

@@ -33,7 +33,8 @@ from qkeel.functional.statistics.rows import (
     softmax_rows,
 )
 from qkeel.kernels.native import logit_pass
-from qkeel.kernels.prepare import head_numbers, row_blocks, row_statistics
+from qkeel.kernels.prepare import extremes, head_numbers, row_blocks, sampled_numbers
+from qkeel.kernels.triton.available import HeadNumbers
 from qkeel.metrics import ALARM_THRESHOLD
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.position.rotary import NoPosition
@@ -110,9 +111,9 @@ def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor
     fast = logit_pass.extremes_of(call)
     if fast is not None:
         return fast
-    rows = row_statistics(call)
-    if rows is not None:
-        return rows.largest.amax((0, 2)), rows.smallest.amin((0, 2))
+    found = extremes(call)
+    if found is not None:
+        return found
     q, k = call.encoded()
     top = q.new_full((q.shape[1],), -torch.inf)
     low = -top
@@ -133,17 +134,36 @@ def stats_of_rows(call: AttentionCall, rows: KernelRows) -> LogitStats:
     The logits are those of q and k in the precision in which the kernel took them.
     """
     heads = head_numbers(rows, call.query_mask)
-    if heads is None:
-        found = reduce_kernel_rows(rows, call.query_mask, call.k.shape[1])
-    else:
-        empty = LogitStats.of_numbers(len(heads.n), call.k.shape[1], lambda value, count: heads.neutral[value, count])
-        found = dataclasses.replace(
-            empty,
-            max_logit=heads.largest,
-            entropy=heads.entropy,
-            entropy_min=heads.least_entropy,
-            n_queries=heads.n,
-        )
+    if heads is not None:
+        return _of_heads(call, heads)
+    return _with_capped(call, reduce_kernel_rows(rows, call.query_mask, call.k.shape[1]))
+
+
+@torch.no_grad()
+def sampled_stats(call: AttentionCall, rate: int) -> LogitStats | None:
+    """The same with entropies from a sample of rows, every `rate`-th in the mean, and exact largest logits.
+
+    `formulas` holds entropy_error, half the width of a 95 % interval; entropy_min is NaN, and n_queries an estimate
+    where rows are left out or see nothing. None where no kernel does it, or all rows cost as little.
+    """
+    heads = sampled_numbers(call, rate)
+    return None if heads is None else _of_heads(call, heads)
+
+
+def _of_heads(call: AttentionCall, heads: HeadNumbers) -> LogitStats:
+    found = LogitStats.of_numbers(len(heads.n), call.k.shape[1], lambda value, count: heads.neutral[value, count])
+    found = dataclasses.replace(
+        found,
+        max_logit=heads.largest,
+        entropy=heads.entropy,
+        entropy_min=heads.least_entropy,
+        n_queries=heads.n,
+        formulas={} if heads.error is None else {"entropy_error": heads.error},
+    )
+    return _with_capped(call, found)
+
+
+def _with_capped(call: AttentionCall, found: LogitStats) -> LogitStats:
     top = found.max_logit
     capped = top if call.spec.cap.kind == "none" else torch.where(top == -torch.inf, top, call.spec.cap.apply(top))
     return dataclasses.replace(found, capped_max_logit=capped)

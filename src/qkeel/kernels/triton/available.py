@@ -36,7 +36,8 @@ class Rows(NamedTuple):
 
 class HeadNumbers(NamedTuple):
     """Statistics of heads over the rows that see a key and count: `largest` logit, mean and least entropy [h], how many
-    rows that are; and the numbers -inf, inf, 0 and a count of 0, which come with them.
+    rows that are; the numbers -inf, inf, 0 and a count of 0, which come with them; and half the width of a 95 %
+    interval of the mean entropy, where it is of a sample of rows.
     """
 
     largest: Float[Tensor, " h"]
@@ -44,6 +45,14 @@ class HeadNumbers(NamedTuple):
     least_entropy: Float[Tensor, " h"]
     n: Int64[Tensor, " h"]
     neutral: dict[tuple[float, bool], Tensor]
+    error: Float[Tensor, " h"] | None = None
+
+    @classmethod
+    def of(cls, numbers: Tensor, counts: Tensor, error: Tensor | None = None) -> HeadNumbers:
+        """Returns what a kernel wrote into numbers [6+ h]: the three, -inf, inf, 0; and counts [2 h]: the rows, 0."""
+        low, high, nothing = (numbers[i, 0] for i in (3, 4, 5))
+        neutral = {(-torch.inf, False): low, (torch.inf, False): high, (0.0, False): nothing, (0.0, True): counts[1, 0]}
+        return cls(numbers[0], numbers[1], numbers[2], counts[0], neutral, error)
 
 
 @constant_when_compiled
@@ -63,11 +72,12 @@ def usable(device: torch.device) -> bool:
 def loaded() -> bool:
     """Returns whether Triton can be imported; registers the operators the first time."""
     try:
-        from qkeel.kernels.triton import norm_rope
+        from qkeel.kernels.triton import norm_rope, norm_rope_two
     except ImportError as error:
         caution(f"qkeel computes without its Triton kernels: {error}. QKEEL_TRITON=0 silences this.")
         return False
     norm_rope.register()
+    norm_rope_two.register()
     return True
 
 

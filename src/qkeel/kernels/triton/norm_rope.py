@@ -6,7 +6,7 @@ program takes some heads of some tokens. Not measured on a GPU yet: the sizes of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # not on every system
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkeel.kernels.native.norm_rope import NONE, backward_shapes, same_shape
 
+Foreign = Any  # a kernel of Triton, a context of autograd, arguments that torch's dispatcher passes on
 # The kinds of norms besides NONE.
 RMS = tl.constexpr(1)
 L2 = tl.constexpr(2)
@@ -41,34 +42,42 @@ def _rows(pid, heads, times, outer, blocks, HEADS: tl.constexpr, TOKENS: tl.cons
 
 
 @triton.jit
-def _pieces(p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr):
-    """Loads x_i and x_{i+half} of pairs and the unrotated rest of the rows from `at` on, in float32; else 0."""
+def _pieces(p, at, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr):
+    """Loads the two numbers of pairs and the unrotated rest of the rows from `at` on, in float32; else 0. At STEP 1
+    pairs are x_i and x_{i+half}, at STEP 2 x_2i and x_{2i+1}.
+    """
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
-    a = tl.load(row + i, mask=pair, other=0.0).to(tl.float32)
-    b = tl.load(row + HALF + i, mask=pair, other=0.0).to(tl.float32)
+    a = tl.load(row + STEP * i, mask=pair, other=0.0).to(tl.float32)
+    b = tl.load(row + STEP * i + (HALF if STEP == 1 else 1), mask=pair, other=0.0).to(tl.float32)
     c = tl.load(row + 2 * HALF + j, mask=rest, other=0.0).to(tl.float32)
     return a, b, c
 
 
 @triton.jit
-def _store(p, at, ok, a, b, c, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr):
+def _store(
+    p, at, ok, a, b, c,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Puts three pieces where `_pieces` finds them."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (p + at)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
     kind = p.dtype.element_ty
-    tl.store(row + i, a.to(kind), mask=pair)
-    tl.store(row + HALF + i, b.to(kind), mask=pair)
+    tl.store(row + STEP * i, a.to(kind), mask=pair)
+    tl.store(row + STEP * i + (HALF if STEP == 1 else 1), b.to(kind), mask=pair)
     tl.store(row + 2 * HALF + j, c.to(kind), mask=rest)
 
 
 @triton.jit
-def _gains(gain, head, ok, gain_h, gain_d, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr):
+def _gains(
+    gain, head, ok, gain_h, gain_d,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """The gain of each number of the rows, whatever it is shared by; 1 where there is no number."""
     i, j, row = tl.arange(0, WIDE)[None, :], tl.arange(0, TAIL)[None, :], (gain + head * gain_h)[:, None]
     pair, rest = ok[:, None] & (i < HALF), ok[:, None] & (j < D - 2 * HALF)
-    a = tl.load(row + i * gain_d, mask=pair, other=1.0).to(tl.float32)
-    b = tl.load(row + (HALF + i) * gain_d, mask=pair, other=1.0).to(tl.float32)
+    a = tl.load(row + STEP * i * gain_d, mask=pair, other=1.0).to(tl.float32)
+    b = tl.load(row + (STEP * i + (HALF if STEP == 1 else 1)) * gain_d, mask=pair, other=1.0).to(tl.float32)
     c = tl.load(row + (2 * HALF + j) * gain_d, mask=rest, other=1.0).to(tl.float32)
     return a, b, c
 
@@ -113,15 +122,16 @@ def _inverse(a, b, c, ok, eps, D: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _forward(
-    x, y, inverse, gain, cos, sin, eps, heads, times, outer, blocks,
+def forward(
+    before, x, y, inverse, gain, cos, sin, eps, heads, times, outer, blocks,
     x_b, x_h, x_t, y_b, y_h, y_t, gain_h, gain_d, cos_b, cos_t,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr,
 ):  # fmt: skip
-    n, head, time, ok = _rows(tl.program_id(0), heads, times, outer, blocks, HEADS, TOKENS)
-    a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL)
+    """One tensor there, by the programs of a launch from number `before` on."""
+    n, head, time, ok = _rows(tl.program_id(0) - before, heads, times, outer, blocks, HEADS, TOKENS)
+    a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL, STEP)
     if KIND == LAYER:
         a, b, c = _centred(a, b, c, ok, D, HALF, WIDE, TAIL)
     if KIND != 0:
@@ -130,12 +140,12 @@ def _forward(
             tl.store(inverse + (n * times + time) * heads + head, k, mask=ok)
         a, b, c = a * k[:, None], b * k[:, None], c * k[:, None]
     if GAIN:
-        ga, gb, gc = _gains(gain, head, ok, gain_h, gain_d, D, HALF, WIDE, TAIL)
+        ga, gb, gc = _gains(gain, head, ok, gain_h, gain_d, D, HALF, WIDE, TAIL, STEP)
         a, b, c = a * ga, b * gb, c * gc
     if TURN:
         cosine, sine = _angles(cos, sin, n * cos_b + time * cos_t, ok, HALF, WIDE)
         a, b = _turn(a, b, cosine, sine)
-    _store(y, n * y_b + head * y_h + time * y_t, ok, a, b, c, D, HALF, WIDE, TAIL)
+    _store(y, n * y_b + head * y_h + time * y_t, ok, a, b, c, D, HALF, WIDE, TAIL, STEP)
 
 
 @triton.jit
@@ -159,25 +169,27 @@ def _hat(
 
 
 @triton.jit
-def _backward(
-    dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, each,
+def backward(
+    before, dy, kept, inverse, gain, cos, sin, dx, parts, eps, heads, times, outer, blocks, groups, each,
     u_b, u_h, u_t, k_b, k_h, k_t, x_b, x_h, x_t, gain_h, gain_d, cos_b, cos_t,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, BY_HEAD: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
 ):  # fmt: skip
-    chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    """One tensor back, by the programs of a launch from number `before` on."""
+    pid = tl.program_id(0) - before
+    chunk, block = pid // blocks, pid % blocks
     da = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     db = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     dc = tl.zeros([HEADS * TOKENS, TAIL], tl.float32)
     ga, gb, gc, cosine, sine = da, da, dc, da, da  # read only where they are loaded
     for group in range(chunk * each, tl.minimum(chunk * each + each, groups)):
         n, head, time, ok = _rows(group * blocks + block, heads, times, outer, blocks, HEADS, TOKENS)
-        ua, ub, uc = _pieces(dy, n * u_b + head * u_h + time * u_t, ok, D, HALF, WIDE, TAIL)
-        a, b, c = _pieces(kept, n * k_b + head * k_h + time * k_t, ok, D, HALF, WIDE, TAIL)
+        ua, ub, uc = _pieces(dy, n * u_b + head * u_h + time * u_t, ok, D, HALF, WIDE, TAIL, STEP)
+        a, b, c = _pieces(kept, n * k_b + head * k_h + time * k_t, ok, D, HALF, WIDE, TAIL, STEP)
         k = tl.load(inverse + (n * times + time) * heads + head, mask=ok, other=1.0)
         if GAIN:
-            ga, gb, gc = _gains(gain, head, ok, gain_h, gain_d, D, HALF, WIDE, TAIL)
+            ga, gb, gc = _gains(gain, head, ok, gain_h, gain_d, D, HALF, WIDE, TAIL, STEP)
         if TURN:
             cosine, sine = _angles(cos, sin, n * cos_b + time * cos_t, ok, HALF, WIDE)
             ua, ub = _turn(ua, ub, cosine, -sine)
@@ -190,25 +202,25 @@ def _backward(
         mean = (_total(ua, ub, uc) / D if KIND == LAYER else along * 0.0)[:, None]
         k, along = k[:, None], along[:, None]
         a, b, c = k * (ua - mean - a * along), k * (ub - mean - b * along), k * (uc - mean - c * along)
-        _store(dx, n * x_b + head * x_h + time * x_t, ok, a, b, c, D, HALF, WIDE, TAIL)
+        _store(dx, n * x_b + head * x_h + time * x_t, ok, a, b, c, D, HALF, WIDE, TAIL, STEP)
     if GAIN:
-        _keep_sums(parts, da, db, dc, chunk, block, heads, D, HALF, WIDE, TAIL, HEADS, BY_HEAD)
+        _keep_sums(pid, parts, da, db, dc, chunk, block, heads, D, HALF, WIDE, TAIL, STEP, HEADS, BY_HEAD)
 
 
 @triton.jit
 def _keep_sums(
-    parts, da, db, dc, chunk, block, heads,
-    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
+    pid, parts, da, db, dc, chunk, block, heads,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr,
     HEADS: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the gain's gradient into parts: [chunks h d], or [programs d] where heads share it."""
     if BY_HEAD:  # a tile is then of one token
         head = block * HEADS + tl.arange(0, HEADS)
-        _store(parts, (chunk * heads + head) * D, head < heads, da, db, dc, D, HALF, WIDE, TAIL)
+        _store(parts, (chunk * heads + head) * D, head < heads, da, db, dc, D, HALF, WIDE, TAIL, STEP)
     else:
         one = tl.zeros([1], tl.int32)
         a, b, c = tl.sum(da, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True), tl.sum(dc, 0, keep_dims=True)
-        _store(parts, (one + tl.program_id(0)) * D, one == 0, a, b, c, D, HALF, WIDE, TAIL)
+        _store(parts, (one + pid) * D, one == 0, a, b, c, D, HALF, WIDE, TAIL, STEP)
 
 
 def norm_rope(
@@ -218,13 +230,17 @@ def norm_rope(
     kind: int,
     eps: float,
     keep_x: bool,
+    step: int = 1,
 ) -> Float[Tensor, "b h t d"]:
-    """Returns rotation(gain · norm(x)), in x's dtype and layout; arguments as of `kernels.native.norm_rope`."""
+    """Returns rotation(gain · norm(x)), in x's dtype and layout; arguments as of `kernels.native.norm_rope`.
+
+    step: 1 where pairs are x_i and x_{i+half}, 2 where they are x_2i and x_{2i+1}.
+    """
     cos, sin = (None, None) if table is None else (table[0].contiguous(), table[1].contiguous())
     own = torch.ops.qkeel_triton
     if not (torch.is_grad_enabled() and (x.requires_grad or (gain is not None and gain.requires_grad))):
-        return own.norm_rope_alone(x, gain, cos, sin, kind, eps)
-    return own.norm_rope(x, gain, cos, sin, kind, eps, keep_x)[0]
+        return own.norm_rope_alone(x, gain, cos, sin, kind, eps, step)
+    return own.norm_rope(x, gain, cos, sin, kind, eps, step, keep_x)[0]
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -251,9 +267,20 @@ def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int
     return per_head, per_dim, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2) if cos.shape[2] > 1 else 0
 
 
-def _run(
-    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, inverses: bool
-) -> tuple[Tensor, Tensor]:
+class Launch(NamedTuple):
+    """The launch of a kernel for one tensor: what it writes, its programs, arguments and constants."""
+
+    out: tuple[Tensor, Tensor]
+    programs: int
+    arguments: tuple[Tensor | float, ...]
+    constants: dict[str, int]
+
+
+def there(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    kind: int, eps: float, step: int, inverses: bool,
+) -> Launch:  # fmt: skip
+    """The launch for norm and rotation of x, and its inverse norms if they are wanted."""
     x = _dense(x)
     y = torch.empty_like(x)
     b, h, t, _ = x.shape
@@ -261,33 +288,35 @@ def _run(
     sizes = _sizes(x, cos, False)
     blocks, groups = triton.cdiv(h, sizes["HEADS"]), triton.cdiv(b * t, sizes["TOKENS"])
     flags = {"KIND": kind, "GAIN": gain is not None, "TURN": cos is not None, "INVERSES": inverse.numel() > 0}
+    flags["STEP"] = step
+    given = tuple(x if one is None else one for one in (gain, cos, sin))
     steps = (*x.stride()[:3], *y.stride()[:3], *_steps(x, gain, cos))
-    kernel: Any = _forward
-    with torch.cuda.device_of(x):
-        kernel[(blocks * groups,)](
-            x, y, inverse if flags["INVERSES"] else x, x if gain is None else gain,
-            x if cos is None else cos, x if sin is None else sin,
-            eps, h, t, b * t, blocks, *steps, **sizes, **flags,
-        )  # fmt: skip
-    return y, inverse
+    arguments = (x, y, inverse if flags["INVERSES"] else x, *given, eps, h, t, b * t, blocks, *steps)
+    return Launch((y, inverse), blocks * groups, arguments, {**sizes, **flags})
 
 
-def _run_alone(x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float) -> Tensor:
-    return _run(x, gain, cos, sin, kind, eps, False)[0]
+def _run(*how: Foreign) -> tuple[Tensor, Tensor]:
+    launch = there(*how)
+    kernel: Foreign = forward
+    with torch.cuda.device_of(launch.out[0]):
+        kernel[(launch.programs,)](0, *launch.arguments, **launch.constants)
+    return launch.out
 
 
-def _run_tracked(
-    x: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, kind: int, eps: float, _keep_x: bool
-) -> tuple[Tensor, Tensor]:
-    return _run(x, gain, cos, sin, kind, eps, True)
+def _run_alone(*how: Foreign) -> Tensor:
+    return _run(*how, False)[0]
 
 
-def _run_back(
+def _run_tracked(*how: Foreign) -> tuple[Tensor, Tensor]:
+    return _run(*how[:-1], True)  # the last says what backward is to keep
+
+
+def back(
     dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     *how: int | float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns gradients of x, and of the gain as [h or 1 d]; sums over tokens in an order that only shapes decide."""
-    kind, eps, kept_x = how
+) -> Launch:  # fmt: skip
+    """The launch for the gradients of x, and of the gain in parts."""
+    kind, eps, step, kept_x = how
     dy, kept = _dense(dy), _dense(kept)
     dx = torch.empty_like(kept)
     b, h, t, d = kept.shape
@@ -300,15 +329,24 @@ def _run_back(
     shape = (0, 1, d) if gain is None else (chunks, h, d) if by_head else (chunks * blocks, 1, d)
     parts = kept.new_empty(shape, dtype=torch.float32)
     flags = {"KIND": kind, "GAIN": gain is not None, "BY_HEAD": by_head, "TURN": cos is not None, "KEPT_X": kept_x}
+    flags["STEP"] = step
+    given = tuple(kept if one is None else one for one in (gain, cos, sin))
     steps = (*dy.stride()[:3], *kept.stride()[:3], *dx.stride()[:3], *_steps(kept, gain, cos))
-    kernel: Any = _backward
-    with torch.cuda.device_of(kept):
-        kernel[(chunks * blocks,)](
-            dy, kept, inverse, kept if gain is None else gain, kept if cos is None else cos,
-            kept if sin is None else sin, dx, kept if gain is None else parts,
-            eps, h, t, b * t, blocks, groups, each, *steps, **sizes, **flags,
-        )  # fmt: skip
-    return dx, parts.new_empty(0) if gain is None else parts.sum(0)
+    own = (dx, kept if gain is None else parts, eps, h, t, b * t, blocks, groups, each)
+    return Launch((dx, parts), chunks * blocks, (dy, kept, inverse, *given, *own, *steps), {**sizes, **flags})
+
+
+def summed(parts: Tensor) -> Tensor:
+    """The gain's gradient [h or 1 d] of its parts, in an order that only shapes decide; empty where there is none."""
+    return parts.sum(0) if parts.numel() else parts.new_empty(0)
+
+
+def _run_back(*how: Foreign) -> tuple[Tensor, Tensor]:
+    launch = back(*how)
+    kernel: Foreign = backward
+    with torch.cuda.device_of(launch.out[0]):
+        kernel[(launch.programs,)](0, *launch.arguments, **launch.constants)
+    return launch.out[0], summed(launch.out[1])
 
 
 def _forward_shapes(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -316,31 +354,32 @@ def _forward_shapes(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return same_shape(x), x.new_empty((b, t, h) if rest[3] != NONE else (0,), dtype=torch.float32)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, gain, cos, sin, ctx.kind, ctx.eps, ctx.keep_x = inputs
+def _setup(ctx: Foreign, inputs: tuple[Foreign, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, gain, cos, sin, ctx.kind, ctx.eps, ctx.step, ctx.keep_x = inputs
     y, inverse = output
     ctx.save_for_backward(None if ctx.kind == NONE else x if ctx.keep_x else y, inverse, gain, cos, sin)
     ctx.mark_non_differentiable(inverse)
 
 
-def _derivative(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _derivative(ctx: Foreign, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     kept, inverse, gain, cos, sin = ctx.saved_tensors
     own = torch.ops.qkeel_triton
     if ctx.kind == NONE:  # a rotation is undone by the one back, which is differentiable in its turn
         back = None if sin is None else -sin
-        return own.norm_rope(dy, None, cos, back, NONE, ctx.eps, False)[0], *[None] * 6
-    dx, over = own.norm_rope_backward(dy, kept, inverse, gain, cos, sin, ctx.kind, ctx.eps, ctx.keep_x)
+        return own.norm_rope(dy, None, cos, back, NONE, ctx.eps, ctx.step, False)[0], *[None] * 7
+    dx, over = own.norm_rope_backward(dy, kept, inverse, gain, cos, sin, ctx.kind, ctx.eps, ctx.step, ctx.keep_x)
     dgain = None if gain is None else over.sum_to_size(gain.shape).to(gain.dtype)
-    return dx, dgain, *[None] * 5
+    return dx, dgain, *[None] * 6
 
 
-def _once(*_: object) -> None:
+def once(*_: object) -> None:
+    """Refuses a second derivative."""
     raise RuntimeError("the fused norm and rotation can be differentiated once; QKEEL_TRITON=0 does not fuse them")
 
 
 def register() -> None:
     """Registers the operators with torch: what runs them, their shapes, their derivative."""
-    given = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps"
+    given = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, int step"
     schemas = {
         "norm_rope": f"(Tensor x, {given}, bool keep_x) -> (Tensor, Tensor)",
         "norm_rope_alone": f"(Tensor x, {given}) -> Tensor",
@@ -357,4 +396,4 @@ def register() -> None:
         torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
         torch.library.register_fake(f"qkeel_triton::{name}", shapes)
     torch.library.register_autograd("qkeel_triton::norm_rope", _derivative, setup_context=_setup)
-    torch.library.register_autograd("qkeel_triton::norm_rope_backward", _once)
+    torch.library.register_autograd("qkeel_triton::norm_rope_backward", once)

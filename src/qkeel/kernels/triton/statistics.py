@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # not on every system
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.functional.statistics.rows import KernelRows
@@ -22,6 +22,7 @@ from qkeel.kernels.triton.available import HeadNumbers, Rows
 # Rows, keys and warps of a tile by head size: what fits in the registers of Ampere and Hopper in 16 bits.
 _TILES = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8), 256: (64, 64, 8)}
 _TILES_FLOAT32 = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
+_SAMPLED_ROWS = 64
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _YES, _NO = tl.constexpr(True), tl.constexpr(False)
 
@@ -61,49 +62,95 @@ def _more(q, k, scale, cap, seen, top, low, most, mass, along, CAP: tl.constexpr
 
 
 @triton.jit
+def stratum(u, times, strata):
+    """The first row of stratum `u` and its number of rows; strata differ by one row at most."""
+    size, more = times // strata, times % strata
+    return u * size + tl.minimum(u, more), size + (u < more).to(tl.int32)
+
+
+@triton.jit
+def _sampled(r, n, times, strata, seed):
+    """The row of number `r` in the sample of sequence `n`: two different ones of each stratum, by Philox's numbers."""
+    u = r // 2
+    begin, size = stratum(u, times, strata)
+    at = (n.to(tl.int32) * strata + u) * 2
+    one = tl.minimum((tl.rand(seed, at) * size).to(tl.int32), size - 1)
+    other = one + 1 + tl.minimum((tl.rand(seed, at + 1) * (size - 1)).to(tl.int32), size - 2)
+    return begin + tl.where(r % 2 == 0, one, other) % size
+
+
+@triton.jit
+def reach(
+    first, last, length, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr
+):
+    """Returns where the keys of rows at positions `first` to `last` begin, up to where all rows see all of them, in
+    whole tiles, and where they end.
+    """
+    stop = tl.minimum(length, tl.maximum(last + 1, 0)) if CAUSAL else length
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // KEYS * KEYS
+        stop = tl.minimum(stop, tl.maximum(last + window, 0))
+    whole = begin
+    if not (WINDOW or MASK):
+        whole = (tl.minimum(length, tl.maximum(first + 1, 0)) if CAUSAL else length) // KEYS * KEYS
+    return begin, whole, stop
+
+
+@triton.jit
+def visible(keys, key, at, ok, length, window, keys_s, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr):
+    """Returns which keys of a tile the rows at positions `at` see; `keys`: the mask of their sequence."""
+    inside, away = key < length, at[:, None] - key[None, :]
+    seen = inside[None, :] & ok[:, None]
+    if CAUSAL:
+        seen = seen & (away >= 0)
+    if WINDOW:
+        seen = seen & (away < window) & (away > -window)
+    if MASK:
+        seen = seen & (tl.load(keys + key * keys_s, mask=inside, other=0) != 0)[None, :]
+    return seen
+
+
+@triton.jit
 def _rows(
-    q, k, keys, largest, smallest, lse, entropy, scale, cap, heads, share, times, length, window, tiles,
-    q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
+    q, k, keys, largest, smallest, lse, entropy, picked, scale, cap, heads, share, times, length, window, tiles,
+    seed, count, strata, q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
     D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
     of = (tl.program_id(0) // tiles).to(tl.int64)  # which sequence and head
     n, h = of // heads, of % heads
     start = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # under a causal mask the longest rows first
-    row, i = start + tl.arange(0, ROWS), tl.arange(0, WIDE)
-    at = row + length - times  # queries are aligned to the end of the keys
+    r, i = start + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    ok = r < count
+    row, first, last = r, start, start + ROWS - 1
+    if SAMPLED:
+        row = _sampled(r, n, times, strata, seed)
+        first, _ = stratum(start // 2, times, strata)
+        last, size = stratum(tl.minimum((start + ROWS - 1) // 2, strata - 1), times, strata)
+        last += size - 1
+        if h == 0:
+            tl.store(picked + n * count + r, row, mask=ok)
+    past_keys = length - times  # queries are aligned to the end of the keys
+    at = row + past_keys
     own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
-    x = tl.load(own, mask=(row[:, None] < times) & (i[None, :] < D), other=0.0)
-    first = start + length - times
-    stop = tl.minimum(length, tl.maximum(first + ROWS, 0)) if CAUSAL else length
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(first - window + 1, 0) // KEYS * KEYS
-        stop = tl.minimum(stop, tl.maximum(first + ROWS + window, 0))
+    x = tl.load(own, mask=ok[:, None] & (i[None, :] < D), other=0.0)
+    begin, whole, stop = reach(first + past_keys, last + past_keys, length, window, KEYS, CAUSAL, WINDOW, MASK)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     low, most, mass, along = -top, top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
-    whole = begin  # up to where every row sees every key, in whole tiles: half of the instructions
-    if not (WINDOW or MASK):
-        whole = (tl.minimum(length, tl.maximum(first + 1, 0)) if CAUSAL else length) // KEYS * KEYS
-    for past in range(begin, whole, KEYS):
+    for past in range(begin, whole, KEYS):  # half of the instructions
         key = past + tl.arange(0, KEYS)
         y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=i[:, None] < D, other=0.0)
         top, low, most, mass, along = _more(x, y, scale, cap, True, top, low, most, mass, along, CAP, _YES)
     for past in range(whole, stop, KEYS):
         key = past + tl.arange(0, KEYS)
-        inside = key < length
-        y = tl.load(theirs + key.to(tl.int64)[None, :] * k_t, mask=inside[None, :] & (i[:, None] < D), other=0.0)
-        away = at[:, None] - key[None, :]
-        seen = inside[None, :] & (row[:, None] < times)
-        if CAUSAL:
-            seen = seen & (away >= 0)
-        if WINDOW:
-            seen = seen & (away < window) & (away > -window)
-        if MASK:
-            seen = seen & (tl.load(keys + n * keys_b + key * keys_s, mask=inside, other=0) != 0)[None, :]
+        y = tl.load(
+            theirs + key.to(tl.int64)[None, :] * k_t, mask=(key[None, :] < length) & (i[:, None] < D), other=0.0
+        )
+        seen = visible(keys + n * keys_b, key, at, ok, length, window, keys_s, CAUSAL, WINDOW, MASK)
         top, low, most, mass, along = _more(x, y, scale, cap, seen, top, low, most, mass, along, CAP, _NO)
-    _put(largest, smallest, lse, entropy, of * times + row, row < times, top, low, most, mass, along)
+    _put(largest, smallest, lse, entropy, of * count + r, ok, top, low, most, mass, along)
 
 
 @triton.jit
@@ -153,7 +200,7 @@ def _heads(
     tl.store(counts + heads + h, rows.to(tl.int64) * 0)
 
 
-_LAUNCHED: dict[str, Any] = {"rows": _rows, "heads": _heads}
+LAUNCHED: dict[str, Any] = {"rows": _rows, "heads": _heads}
 
 
 def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> HeadNumbers:
@@ -165,12 +212,27 @@ def head_numbers(rows: KernelRows, counted: Bool[Tensor, "b t"] | None) -> HeadN
     numbers, counts = rows.lse.new_empty((6, h)), rows.lse.new_empty((2, h), dtype=torch.int64)
     mask = rows.lse if counted is None else counted.contiguous().to(torch.uint8)
     with torch.cuda.device_of(rows.lse):
-        _LAUNCHED["heads"][(h,)](
+        LAUNCHED["heads"][(h,)](
             rows.largest, rows.lse, rows.entropy, mask, numbers, counts, b, h, t, MASK=counted is not None, BLOCK=1024
         )
-    low, high, nothing = (numbers[i, 0] for i in (3, 4, 5))
-    neutral = {(-torch.inf, False): low, (torch.inf, False): high, (0.0, False): nothing, (0.0, True): counts[1, 0]}
-    return HeadNumbers(numbers[0], numbers[1], numbers[2], counts[0], neutral)
+    return HeadNumbers.of(numbers, counts)
+
+
+def tile_sizes(q: Float[Tensor, "b h t d"]) -> tuple[int, tuple[int, int, int]]:
+    """The width of q as a power of two; rows, keys and warps of a tile."""
+    wide = max(16, triton.next_power_of_2(q.shape[-1]))
+    return wide, (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
+
+
+def key_mask(q: Tensor, keys: Bool[Tensor, "_ s"] | None) -> tuple[Tensor, tuple[int, int]]:
+    """The mask of keys as kernels read it, any tensor where there is none, and its strides."""
+    mask = q if keys is None else keys.to(torch.uint8)
+    return mask, (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
+
+
+def dense(x: Tensor) -> Tensor:
+    """The tensor with the numbers of each row in order, one after the other."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def row_statistics(
@@ -195,20 +257,45 @@ def row_statistics(
         cap: of a softcap; largest and smallest are before it, lse and entropy after.
         keys: True where a key may be visible, for all sequences or each.
     """
+    found, _ = rows_of(q, k, scale, causal=causal, window=window, cap=cap, keys=keys)
+    return found
+
+
+def rows_of(
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
+    cap: float | None = None,
+    keys: Bool[Tensor, "_ s"] | None = None,
+    sample: tuple[int, int] = (0, 0),
+) -> tuple[Rows, Int[Tensor, "b r"]]:
+    """Returns the same of a sample of rows, and which ones those are.
+
+    Args:
+        q, k, scale, causal, window, cap, keys: as of `row_statistics`.
+        sample: the number of strata of consecutive rows, of which two each are taken, the same ones in all heads of a
+            sequence, and the seed of the choice. Each has t / strata rows, at least two; 0 strata: all rows.
+    """
+    strata, seed = sample
     b, h, t, d = q.shape
     g, s = k.shape[1:3]
-    q, k = (x if x.stride(-1) == 1 or d == 1 else x.contiguous() for x in (q, k))
-    wide = max(16, triton.next_power_of_2(d))
-    tile = (_TILES_FLOAT32 if q.dtype == torch.float32 else _TILES)[wide]
-    largest, smallest, lse, entropy = (q.new_empty((b, h, t), dtype=torch.float32) for _ in range(4))
-    mask = q if keys is None else keys.to(torch.uint8)
-    over = (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
-    tiles = triton.cdiv(t, tile[0])
+    q, k = dense(q), dense(k)
+    wide, tile = tile_sizes(q)
+    if strata:  # a tile of sampled rows spans many more, and what lies between its first and its last is masked
+        tile = min(tile[0], _SAMPLED_ROWS), *tile[1:]
+    count = 2 * strata or t
+    largest, smallest, lse, entropy = (q.new_empty((b, h, count), dtype=torch.float32) for _ in range(4))
+    picked = q.new_empty((b, 2 * strata), dtype=torch.int32)
+    mask, over = key_mask(q, keys)
+    tiles = triton.cdiv(count, tile[0])
     with torch.cuda.device_of(q):
-        _LAUNCHED["rows"][(tiles * b * h,)](
-            q, k, mask, largest, smallest, lse, entropy, scale, cap or 1.0, h, h // g, t, s, window or 0, tiles,
-            *q.stride()[:3], *k.stride()[:3], *over,
+        LAUNCHED["rows"][(tiles * b * h,)](
+            q, k, mask, largest, smallest, lse, entropy, picked, scale, cap or 1.0, h, h // g, t, s, window or 0, tiles,
+            seed, count, strata, *q.stride()[:3], *k.stride()[:3], *over,
             D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
-            MASK=keys is not None, CAP=cap is not None, num_warps=tile[2],
+            MASK=keys is not None, CAP=cap is not None, SAMPLED=strata > 0, num_warps=tile[2],
         )  # fmt: skip
-    return Rows(largest, smallest, lse, entropy)
+    return Rows(largest, smallest, lse, entropy), picked

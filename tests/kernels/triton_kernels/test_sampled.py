@@ -1,0 +1,266 @@
+"""Extremes of all rows are exact; the entropy of a sample is that of its rows, and its interval holds the truth."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.test_non_finite import BROKEN, broken_call
+from torch import Tensor, nn
+
+import qkeel
+from qkeel import attention
+from qkeel.functional.statistics.logit_stats import LogitStats, merge
+from qkeel.kernels import prepare
+from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
+from qkeel.kernels.stats.per_head import logit_stats, sampled_stats
+from qkeel.kernels.triton import available
+from qkeel.records import explain_field
+from qkeel.spec import AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
+from qkeel.spec.call import make_call, with_query_mask
+
+from .test_statistics import call_of, truth, wide
+
+STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 5: 2.5706, 10: 2.2281, 30: 2.0423}
+CASES: dict[str, tuple[AttentionSpec, int, int, dict[str, Any]]] = {
+    "causal": (AttentionSpec(), 201, 201, {}),
+    "fewer queries than keys": (AttentionSpec(position=Rope()), 70, 133, {}),
+    "more queries than keys": (AttentionSpec(), 70, 40, {}),
+    "full": (AttentionSpec(), 64, 90, {"causal": False}),
+    "padding": (AttentionSpec(), 70, 70, {"mask": torch.arange(70) >= torch.tensor([[0], [25]])}),
+    "softcap": (AttentionSpec(cap=Softcap(5.0)), 66, 66, {}),
+    "window": (AttentionSpec(position=SlidingWindow(window=9)), 150, 150, {}),
+}
+
+
+def of_rows(call: AttentionCall, strata: int, seed: int) -> tuple[available.Rows, Tensor]:
+    from qkeel.kernels.triton import statistics
+
+    read = prepare._read(call)
+    assert read is not None
+    how: dict[str, Any] = {"causal": call.causal, "window": call.window, "cap": call.spec.cap.limit}
+    return statistics.rows_of(*read[:3], **how, keys=read.keys, sample=(strata, seed))
+
+
+def edges(t: int, strata: int) -> np.ndarray:
+    size, more = divmod(t, strata)
+    u = np.arange(strata + 1)
+    return u * size + np.minimum(u, more)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sample_has_the_statistics_of_its_rows_and_the_extremes_those_of_all(
+    name: str, through_triton: list[Any]
+) -> None:
+    spec, t, s, how = CASES[name]
+    call, strata = call_of(spec, t, s, torch.float32, **how), t // 9
+    true = truth(wide(call))
+    found, picked = of_rows(call, strata, 3)
+    index = picked.long()[:, None].expand(-1, 4, -1)
+    for field, ours, rows in zip(available.Rows._fields, found, true):
+        there = rows.gather(2, index)
+        assert (((ours - there).abs() <= 5e-6 * (1 + there.abs())) | (ours == there)).all(), field
+    first, last = (np.repeat(edges(t, strata)[i : i + strata], 2) for i in (0, 1))
+    assert ((picked.numpy() >= first) & (picked.numpy() < last)).all()
+    assert (picked[:, ::2] != picked[:, 1::2]).all()
+    assert not torch.equal(picked, of_rows(call, strata, 4)[1])
+    extremes = prepare.extremes(call)
+    assert extremes is not None
+    for ours, all_rows in zip(extremes, (true[0].amax((0, 2)), true[1].amin((0, 2)))):
+        torch.testing.assert_close(ours.double(), all_rows, rtol=1e-5, atol=1e-5)
+
+
+def test_each_row_of_a_stratum_is_taken_as_often(through_triton: list[Any]) -> None:
+    n = 1500
+    q, k = torch.zeros(1, 1, 9 * n, 16), torch.zeros(1, 1, 1, 16)
+    _, picked = of_rows(make_call(AttentionSpec(), q, k, k, causal=False), n, 11)
+    one, other = (picked[0].view(n, 2) % 9).T
+    pairs = np.bincount((9 * one + other).numpy(), minlength=81).reshape(9, 9)
+    off = pairs[~np.eye(9, dtype=bool)]
+    assert ((off - n / 72) ** 2 / (n / 72)).sum() < 130  # chi-square with 71 degrees of freedom: 1 in 30,000
+
+
+def test_an_entropy_lies_in_its_interval_and_the_largest_logit_is_exact(through_triton: list[Any]) -> None:
+    for spec, causal, masked in ((AttentionSpec(), True, False), (AttentionSpec(cap=Softcap(9.0)), False, True)):
+        call = call_of(spec, 201, 201, torch.float32, 3.0, causal=causal)
+        if masked:
+            call = with_query_mask(call, torch.arange(201) < torch.tensor([[201], [130]]))
+        ours, exact = sampled_stats(call, 4), logit_stats(call)
+        assert ours is not None
+        for name in ("max_logit", "capped_max_logit"):
+            torch.testing.assert_close(getattr(ours, name), getattr(exact, name), rtol=1e-5, atol=1e-5)
+        error = ours.formulas["entropy_error"]
+        assert ((ours.entropy - exact.entropy).abs() <= error).all()
+        assert (error < 0.5).all()
+        assert ours.entropy_min.isnan().all()
+        assert (abs(ours.n_queries - exact.n_queries) <= (16 if masked else 0)).all()
+        twice = merge(ours, sampled_stats(call, 4) or ours)
+        assert twice.formulas["entropy_error"].shape == error.shape
+        assert merge(ours, exact).formulas["entropy_error"].equal(error)
+
+
+def interval(y: Tensor, counted: Tensor, sizes: np.ndarray, widest: float) -> tuple[np.ndarray, np.ndarray]:
+    """Means and errors from the entropies of two rows of each stratum, [draws n 2], and whether they count."""
+    d = counted.double().numpy()
+    values = y.double().numpy() * d
+    n, rows = (sizes * d.sum(-1)).sum(-1) / 2, d.sum((-1, -2))
+    mean = (sizes * values.sum(-1)).sum(-1) / 2 / n
+    apart = (values - d * mean[..., None, None]) @ np.array([1, -1])
+    v = sizes * (sizes - 2) * apart**2 / 4
+    df = np.maximum(1.0, v.sum(-1) ** 2 / np.maximum((v**2).sum(-1), 1e-30))
+    t = np.interp(1 / df, [0, *(1 / n for n in reversed(STUDENT))], [1.96, *reversed(STUDENT.values())])
+    rare = (1 - rows / n) * np.minimum(1.0, 2.9957 / rows)
+    return mean, t * np.sqrt(v.sum(-1)) / n + rare * np.maximum(mean, widest - mean)
+
+
+def populations(t: int) -> dict[str, Tensor]:
+    """Entropies of t rows, [t], of at most ln t."""
+    n, draw = torch.arange(1, t + 1.0), torch.Generator().manual_seed(5)
+    high, some = math.log(t), torch.rand(t, generator=draw)
+    return {
+        "as a causal mask makes them": n.log() * (0.6 + 0.4 * some),
+        "rare rows are flat": torch.where(some < 0.01, high, 0.05 * some),
+        "rare rows collapse": torch.where(some < 0.01, 0.0, 0.8 * high + 0.1 * some),
+        "heavy tails": (0.01 / (1 - some)).clamp_max(high),
+        "two kinds": torch.where(some < 0.5, 0.1, high),
+        "one of 300 rows": torch.where(n % 300 == 7, high, 0.0),
+        "a step": torch.where(n > 0.7 * t, high, 0.5),
+    }
+
+
+def test_95_of_100_intervals_hold_the_truth_on_heavy_tails_and_rare_rows_too(through_triton: list[Any]) -> None:
+    from qkeel.kernels.triton import sampled
+
+    draw, draws = np.random.default_rng(1), 2000
+    for t, rate in ((1024, 16), (4096, 32)):
+        strata, rows = t // (2 * rate), 2 * rate
+        one = draw.integers(rows, size=(draws, strata))
+        other = (one + 1 + draw.integers(rows - 1, size=one.shape)) % rows
+        picked = torch.from_numpy(np.stack([one, other], -1) + edges(t, strata)[:-1, None])
+        for name, population in populations(t).items():
+            y = population[picked]
+            mean, error = interval(y, torch.ones_like(y), np.full(strata, rows), math.log(t))
+            covered = (abs(mean - float(population.double().mean())) <= error).mean()
+            assert covered >= 0.94, (name, covered)
+            few, tops = y[None, :3].flatten(2).float(), torch.zeros(1, 3, 1)
+            empty = torch.zeros(1, 2 * strata, dtype=torch.int32)
+            found = sampled.head_numbers((tops, tops), (torch.zeros_like(few), few, empty), t, math.log(t), None)
+            assert found.error is not None
+            np.testing.assert_allclose(found.entropy.numpy(), mean[:3], rtol=1e-4)
+            np.testing.assert_allclose(found.error.numpy(), error[:3], rtol=0.03)
+
+
+def test_intervals_with_rows_that_do_not_count(through_triton: list[Any]) -> None:
+    from qkeel.kernels.triton import sampled
+
+    t, strata = 205, 20
+    picked = torch.stack([torch.from_numpy(edges(t, strata)[:-1] + i) for i in (0, 1)], 1).flatten()
+    picked = picked.expand(2, -1).to(torch.int32).contiguous()
+    y, lse, counted = torch.rand(2, 3, 40), torch.zeros(2, 3, 40), torch.rand(2, t) < 0.6
+    lse[:, 1, 7] = -torch.inf  # sees no key
+    tops = torch.zeros(2, 3, 4)
+    found = sampled.head_numbers((tops, tops), (lse, y, picked), t, 3.0, counted)
+    over = counted.gather(1, picked.long())[:, None] & (lse != -torch.inf)
+    sizes = np.tile(np.diff(edges(t, strata)), 2)
+    assert found.error is not None
+    values, seen = (x.transpose(0, 1).reshape(3, -1, 2) for x in (y, over))
+    mean, error = interval(values, seen, sizes, 3.0)
+    np.testing.assert_allclose(found.entropy.numpy(), mean, rtol=1e-5)
+    np.testing.assert_allclose(found.error.numpy(), error, rtol=0.03)
+    nothing = sampled.head_numbers((tops, tops), (torch.full_like(lse, -torch.inf), y, picked), t, 3.0, counted)
+    assert nothing.entropy.tolist() == [0, 0, 0]
+    assert nothing.n.tolist() == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, which multiplies for the interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_no_number_reaches_every_statistic_though_its_row_is_not_in_the_sample(
+    kind: str, through_triton: list[Any]
+) -> None:
+    call, told = broken_call(kind, AttentionSpec()), torch.tensor([h in BROKEN[kind] for h in range(4)])
+    for _ in range(4):  # other rows each time
+        found = sampled_stats(call, 4)
+        assert found is not None
+        assert torch.equal(~found.entropy.isfinite(), told)
+        assert torch.equal(~found.formulas["entropy_error"].isfinite(), told)
+        assert torch.equal(found.non_finite == 1, told)
+    pair = attend_with_logsumexp(call)
+    assert pair is not None
+    ends = prepare.lse_bounds(call, pair[1])
+    assert ends is not None
+    assert not ends[:, told].isfinite().all()
+    assert ends[:, ~told].isfinite().all()
+
+
+def test_tiles_that_the_logsumexps_rule_out_are_not_read_and_the_largest_logit_is_the_same(
+    through_triton: list[Any],
+) -> None:
+    from qkeel.kernels.triton import sampled
+
+    for size, causal in ((1.0, True), (40.0, False)):
+        call = call_of(AttentionSpec(), 150, 150, torch.float32, size, causal=causal)
+        counted = torch.rand(2, 150) < 0.7
+        for one in (call, with_query_mask(call, counted)):
+            pair = attend_with_logsumexp(one)
+            assert pair is not None
+            lse, true = pair[1], logit_stats(one)
+            ends = prepare.lse_bounds(one, lse)
+            plain = bracket(one, lse, "max")
+            assert ends is not None
+            assert (ends[0] <= true.max_logit * (1 + 1e-6)).all()
+            assert (true.max_logit <= ends[1] * (1 + 1e-6)).all()
+            assert (ends[1] >= plain.upper * (1 - 1e-6)).all()
+            heads = prepare.sampled_numbers(one, 16, lse)
+            assert heads is not None
+            torch.testing.assert_close(heads.largest, true.max_logit, rtol=1e-5, atol=1e-5)
+        q, k = one.q, one.k
+        tops, _ = sampled.extremes(q, k, q.shape[-1] ** -0.5, causal=causal, known=(lse, ends[0]))
+        assert (tops == -torch.inf).any() == (size == 40.0)
+
+
+def test_a_foreign_model_is_watched_by_a_sample_with_its_error_on_record(through_triton: list[Any]) -> None:
+    model = nn.TransformerEncoderLayer(32, 4, dim_feedforward=32, dropout=0.0, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for t in (80, 40):  # of 40 tokens, all rows
+        x, found = torch.randn(2, t, 32), []
+        for stats in (True, "entropy:sample=16"):
+            with qkeel.watch(model, optimizer, stats=stats, rules=[]) as monitor:  # type: ignore[arg-type]
+                for _ in range(2):
+                    model(x).sum().backward()
+                    optimizer.step()
+                found.append(monitor.read())
+                sample = monitor.sample
+        exact, ours = (next(iter(one.values())) for one in found)
+        assert isinstance(exact, LogitStats)
+        torch.testing.assert_close(ours.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
+        assert sample is not None
+        assert ("entropy_error" in sample.heads) == (t == 80)
+        if t == 80:
+            error = torch.from_numpy(sample.heads["entropy_error"][0])
+            assert ((ours.entropy - exact.entropy).abs() <= error).all()
+            assert np.isnan(sample.heads["entropy_min"]).all()
+    assert "[nats]" in explain_field("entropy_error")
+
+
+def test_attention_gives_a_sample_and_its_error_and_says_so(
+    through_triton: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mask in (None, torch.ones(2, 80, dtype=torch.bool)):
+        call = call_of(AttentionSpec(position=Rope()), 80, 80, torch.float32, mask=mask)
+        given = {"spec": call.spec, "mask": mask}
+        _, found = attention(call.q, call.k, call.v, **given, stats="entropy:sample=16")  # type: ignore[call-overload]
+        exact = logit_stats(call)
+        torch.testing.assert_close(found.upper, exact.max_logit, rtol=1e-5, atol=1e-5)
+        assert found.entropy_error is not None
+        assert found.entropy is not None
+        assert ((found.entropy - exact.entropy).abs() <= found.entropy_error).all()
+        assert ("by a sample of rows" in found.note) == (mask is not None)
+    monkeypatch.setattr(available, "usable", lambda device: False)
+    _, plain = attention(call.q, call.k, call.v, spec=call.spec, stats="entropy:sample=16")
+    assert plain.entropy_error is None
+    assert plain.entropy is not None
+    torch.testing.assert_close(plain.entropy, exact.entropy, rtol=1e-4, atol=1e-5)
