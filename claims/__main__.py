@@ -13,7 +13,7 @@ from typing import Any
 from claims.claim import OF_ALL_RATES, Cell
 from claims.judge import HERE, PAGE, page
 from claims.measures import MEASURES
-from claims.studies import CORPORA, SEEDS, STUDIES
+from claims.studies import CORPORA, STUDIES
 from claims.table import FAMILIES
 from qkeel.errors import DataError, QkeelError
 from qkeel.lab import Execution, RunConfig, make_plan, run_plan
@@ -29,7 +29,7 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m claims", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="directory of the studies")
     parser.add_argument("--only", nargs="*", choices=list(STUDIES), default=list(STUDIES), help="studies to run")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds [{SEEDS}]")
+    parser.add_argument("--seeds", type=int, help="number of seeds [of each study, see claims.studies]")
     parser.add_argument("--steps", type=int, help="steps of each run, where not the study's own: for a trial")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once [2]")
     parser.add_argument("--results", type=Path, default=HERE / "results.json", help="file of results")
@@ -37,7 +37,7 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def plan_of(name: str, seeds: int = SEEDS, steps: int | None = None) -> Plan:
+def plan_of(name: str, seeds: int | None = None, steps: int | None = None) -> Plan:
     """The plan of a study of the table; raises DataError where this Python has another text."""
     about = STUDIES[name]
     own = find_study(about.study)
@@ -50,7 +50,7 @@ def plan_of(name: str, seeds: int = SEEDS, steps: int | None = None) -> Plan:
             f"the claims are tested on the text of SHA-256 {CORPORA[source][:12]}…, and {source} is another one here "
             "(it comes with the running Python): use CPython 3.11.7"
         )
-    grid = dataclasses.replace(own.grid, **about.grid, seeds=range(seeds))
+    grid = dataclasses.replace(own.grid, **about.grid, seeds=range(seeds or about.seeds))
     contexts = dataclasses.replace(own.contexts, posthoc=about.posthoc) if own.contexts else None
     return make_plan(about.study, base, grid, contexts)
 
