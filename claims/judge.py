@@ -124,7 +124,7 @@ def page(results: Results) -> str:
         lines.append("")
     found = "\n".join(_about(study, results.get(study)) for study in STUDIES)
     spent = sum(results[study].get("cpu_seconds", 0) for study in STUDIES if study in results)
-    fewer = ", ".join(f"{about.seeds} of `{name}`" for name, about in STUDIES.items() if about.seeds != SEEDS)
+    fewer = ", ".join(f"{about.seeds} in `{name}`" for name, about in STUDIES.items() if about.seeds != SEEDS)
     read = {"seeds": SEEDS, "fewer": fewer, "minutes": round(spent / 60), "margin": MARGIN, "studies": len(STUDIES)}
     head = (HERE / "head.md").read_text(encoding="utf-8").format(**read, **CORPORA)
     earlier = (HERE / "earlier.md").read_text(encoding="utf-8")

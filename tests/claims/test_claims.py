@@ -110,6 +110,30 @@ SENTENCES: tuple[tuple[str, str, str, str], ...] = (
         "reproduced",
     ),
     (
+        "docs/multimodal.md",
+        "a z-loss is not shown to gain",
+        "A z-loss with QK-norm trains better than QK-norm alone (LR 0.1)",
+        "undecided",
+    ),
+    (
+        "docs/multimodal.md",
+        "Behind norms before attention they lower it, to {times:.2f} times.",
+        "… behind norms before attention too (LR 0.01)",
+        "contradicted",
+    ),
+    (
+        "docs/precision.md",
+        "With {n} seeds on the default path ([claims](claims.md)) {mean:.0f} of 150 steps are skipped in the mean",
+        "Without a remedy fp16 overflows: steps are skipped (LR 0.3)",
+        "reproduced",
+    ),
+    (
+        "docs/precision.md",
+        "that QK-norm spares them is not shown",
+        "QK-norm spares fp16 skipped steps (LR 0.3)",
+        "undecided",
+    ),
+    (
         "docs/vision.md",
         "it does not rise again, as that of the published 8B model did",
         "Without a norm the loss of a vision transformer falls, then rises (LR 0.1, last two thirds of training)",
@@ -178,7 +202,8 @@ def test_sentences_of_other_documents_follow_from_verdicts() -> None:
         assert found.verdict.strip("*").partition(",")[0] == verdict, f"{file} says: {sentence}"
         assert found.effect is not None
         size = abs(found.effect.mean)
-        sentence = sentence.format(mean=size, points=100 * size, n=found.effect.n)
+        figures = {"mean": size, "points": 100 * size, "times": math.exp(found.effect.mean), "n": found.effect.n}
+        sentence = sentence.format(**figures)
         assert sentence in text_of(file), f"{file} no longer says: {sentence}"
 
 
