@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import final
 
@@ -16,6 +17,7 @@ from qkeel.lab.config_fields import Json
 
 THRESHOLDS = (30.0, 100.0, 1000.0)  # nats; above the last, Wortsman et al. 2023 see losses suffer
 _STEPS = 5  # at which logits are said
+_ENDS = tuple(map(attrgetter, ("value", "high", "low")))
 _NEAREST = 2  # rows of evidence that are said where none is of the very size and rate
 
 
@@ -151,20 +153,8 @@ def _distance(config: RunConfig, row: Json) -> float:
 
 def _passes(logit: float, course: Sequence[tuple[int, Expected]]) -> tuple[float, int | None, int | None, int | None]:
     """A logit with the steps at which the expected course, its upper and its lower end pass it."""
-    ends = [next((step for step, z in course if end(z) > logit), None) for end in (_value, _high, _low)]
+    ends = [next((step for step, z in course if end(z) > logit), None) for end in _ENDS]
     return logit, ends[0], ends[1], ends[2]
-
-
-def _value(z: Expected) -> float:
-    return z.value
-
-
-def _high(z: Expected) -> float:
-    return z.high
-
-
-def _low(z: Expected) -> float:
-    return z.low
 
 
 def _row(row: Json) -> str:
