@@ -134,6 +134,18 @@ SENTENCES: tuple[tuple[str, str, str, str], ...] = (
         "undecided",
     ),
     (
+        "docs/translation.md",
+        "with {n} seeds, judged by intervals ([claims](claims.md)), the first paper's form gains {mean:.2f} nats",
+        "… and at a high rate (LR 0.1)",
+        "reproduced",
+    ),
+    (
+        "docs/translation.md",
+        "at LR 0.01 it is not decided whether either norm gains",
+        "RMS QK-norm translates better (1,000 pairs, LR 0.01)",
+        "undecided",
+    ),
+    (
         "docs/vision.md",
         "it does not rise again, as that of the published 8B model did",
         "Without a norm the loss of a vision transformer falls, then rises (LR 0.1, last two thirds of training)",
