@@ -138,7 +138,7 @@ def predictions() -> str:
             )
             said = [predict(config, about["gain"], 1.0) for about in from_table.values()]
             cells = [f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})" for gain in said]
-            lines.append(f"| width {width}, {depth} blocks | {lr:g} | {' | '.join(cells)} |")
+            lines.append(f"| width {width}, blocks {depth} | {lr:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -150,7 +150,7 @@ def covered(rows: Sequence[Row], remedy: str) -> dict[str, list[bool]]:
         config = pairs.rows[number].config
         gain = predict(config, law, 1.0)
         bands = ("rates up to 0.02", "rates 0.02 to 0.05", "rates above 0.05")
-        names = (f"width {config.model.d_model}, {config.model.n_layers} blocks", bands[band(config, law)], "all")
+        names = (f"width {config.model.d_model}, blocks {config.model.n_layers}", bands[band(config, law)], "all")
         for name in names:
             found.setdefault(name, []).append(gain.low <= value <= gain.high)
     return found

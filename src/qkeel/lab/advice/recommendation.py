@@ -159,7 +159,7 @@ def _passes(logit: float, course: Sequence[tuple[int, Expected]]) -> tuple[float
 
 def _row(row: Json) -> str:
     return (
-        f"width {row['width']}, {row['depth']} blocks, rate {row['lr']:g}: {row['mean']:+.3f} ({row['low']:+.3f} to "
+        f"width {row['width']}, blocks {row['depth']}, rate {row['lr']:g}: {row['mean']:+.3f} ({row['low']:+.3f} to "
         f"{row['high']:+.3f}), {row['seeds']} seeds"
     )
 
