@@ -93,7 +93,7 @@ def rows_of_evidence(points: Points) -> list[dict[str, Any]]:
     return found
 
 
-def box(part: str) -> dict[str, list[float]]:
+def box(part: str) -> dict[str, Sequence[float]]:
     """Returns what a part spans, by setting: lowest and highest."""
     sizes, lrs, _ = GAINS[part]
     widths, depths = zip(*sizes)
