@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import itertools
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +15,9 @@ from typing import Any
 from claims.claim import OF_ALL_RATES, Cell
 from claims.judge import HERE, PAGE, page
 from claims.measures import MEASURES
-from claims.studies import CORPORA, SEEDS, STUDIES
+from claims.studies import CORPORA, STUDIES
 from claims.table import FAMILIES
-from qkeel.errors import DataError, QkeelError
+from qkeel.errors import DataError, QkeelError, RunDirectoryError
 from qkeel.lab import Execution, RunConfig, make_plan, run_plan
 from qkeel.lab.data.corpus import load
 from qkeel.lab.plan import Plan
@@ -29,7 +31,12 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m claims", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="directory of the studies")
     parser.add_argument("--only", nargs="*", choices=list(STUDIES), default=list(STUDIES), help="studies to run")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds [{SEEDS}]")
+    parser.add_argument("--seeds", type=int, help="number of seeds [of each study, see claims.studies]")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep the rows of seeds that the results have whole; the last of them is run again, and must be the same",
+    )
     parser.add_argument("--steps", type=int, help="steps of each run, where not the study's own: for a trial")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once [2]")
     parser.add_argument("--results", type=Path, default=HERE / "results.json", help="file of results")
@@ -37,8 +44,9 @@ def asked(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def plan_of(name: str, seeds: int = SEEDS, steps: int | None = None) -> Plan:
-    """The plan of a study of the table; raises DataError where this Python has another text."""
+def plan_of(name: str, seeds: Sequence[int] = (), steps: int | None = None) -> Plan:
+    """The plan of a study of the table, on all its seeds where none are given; raises DataError where this Python has
+    another text."""
     about = STUDIES[name]
     own = find_study(about.study)
     base = configured(
@@ -50,7 +58,7 @@ def plan_of(name: str, seeds: int = SEEDS, steps: int | None = None) -> Plan:
             f"the claims are tested on the text of SHA-256 {CORPORA[source][:12]}…, and {source} is another one here "
             "(it comes with the running Python): use CPython 3.11.7"
         )
-    grid = dataclasses.replace(own.grid, **about.grid, seeds=range(seeds))
+    grid = dataclasses.replace(own.grid, **about.grid, seeds=seeds or range(about.seeds))
     contexts = dataclasses.replace(own.contexts, posthoc=about.posthoc) if own.contexts else None
     return make_plan(about.study, base, grid, contexts)
 
@@ -64,22 +72,48 @@ def configured(base: RunConfig, settings: Mapping[str, object]) -> RunConfig:
     return RunConfig.from_dict(values)
 
 
-def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs what is left of one study; returns its part of the results."""
-    plan = plan_of(name, options.seeds, options.steps)
+def whole_seeds(rows: Sequence[Mapping[str, Any]]) -> int:
+    """How many seeds, from 0 on, have as many rows as any has."""
+    counts = collections.Counter(row["seed"] for row in rows)
+    return next(seed for seed in itertools.count() if counts[seed] < max(counts.values(), default=1))
+
+
+def joined(name: str, before: Mapping[str, Any], now: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """The rows of `before` of seeds under `first`, and those that were run now, where seed `first` is as it was."""
+    texts = [sorted(json.dumps(row, sort_keys=True) for row in _of(about, first)) for about in (before, now)]
+    if before["identity"] != now["identity"] or texts[0] != texts[1]:
+        raise RunDirectoryError(
+            f"seed {first} of {name}, run again, is not as it was: the rows of earlier seeds are of another machine or "
+            "code and are not mixed with these. Run without --keep"
+        )
+    kept = [row for row in before["rows"] if row["seed"] < first]
+    spent = now["cpu_seconds"] + round(before["cpu_seconds"] * len(kept) / len(before["rows"]))
+    return {**now, "cpu_seconds": spent, "kept_seeds": first, "rows": [*kept, *now["rows"]]}
+
+
+def _of(about: Mapping[str, Any], seed: int) -> list[Mapping[str, Any]]:
+    return [row for row in about["rows"] if row["seed"] == seed]
+
+
+def run(name: str, options: argparse.Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs what is left of one study; returns its part of the results. `before` is that part as it stands."""
+    first = max(0, whole_seeds(before.get("rows", ())) - 1) if options.keep else 0
+    plan = plan_of(name, range(first, options.seeds or STUDIES[name].seeds), options.steps)
     out = options.out / name
     result = run_plan(plan, out, Execution(workers=options.jobs, stack="auto", command="make claims"))
     for failure in result.failures:
         print(f"{failure.directory}: {failure.error}", file=sys.stderr)
-    done = [row for row in result.table if row["status"] == "done"]
+    done = [row for row in result.table if row["status"] == "done" and row["seed"] >= first]
     if plan.contexts is None:
         for row in done:
             place = RunDirectory(out / "runs" / row["run_id"])
             row |= {column: MEASURES[column](place) for column in columns(name) if column in MEASURES}
-    table = [row for row in result.long_table if row["accuracy_train"] is not None] if plan.contexts else done
+    long = [row for row in result.long_table if row["accuracy_train"] is not None and row["seed"] >= first]
+    table = long if plan.contexts else done
     rows = [{key: row[key] for key in columns(name) if row.get(key) is not None} for row in table]
     spent = round(sum(row["cpu_seconds"] for row in done))
-    return {"identity": computed_with(plan.runs[0].config), "cpu_seconds": spent, "rows": rows}
+    now = {"identity": computed_with(plan.runs[0].config), "cpu_seconds": spent, "rows": rows}
+    return joined(name, before, now, first) if first else now
 
 
 def columns(name: str) -> list[str]:
@@ -102,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = read_json(options.results) if options.results.exists() else {}
     try:
         for name in options.only:
-            results[name] = run(name, options)
+            results[name] = run(name, options, results.get(name, {}))
             write_json(options.results, results)
             write_text(options.page, page(results))
             print(f"{name}: {len(results[name]['rows'])} rows")

@@ -123,8 +123,10 @@ def page(results: Results) -> str:
             )
         lines.append("")
     found = "\n".join(_about(study, results.get(study)) for study in STUDIES)
-    read = {"seeds": SEEDS, "margin": MARGIN, "studies": len(STUDIES), **CORPORA}
-    head = (HERE / "head.md").read_text(encoding="utf-8").format(**read)
+    spent = sum(results[study].get("cpu_seconds", 0) for study in STUDIES if study in results)
+    fewer = ", ".join(f"{about.seeds} in `{name}`" for name, about in STUDIES.items() if about.seeds != SEEDS)
+    read = {"seeds": SEEDS, "fewer": fewer, "minutes": round(spent / 60), "margin": MARGIN, "studies": len(STUDIES)}
+    head = (HERE / "head.md").read_text(encoding="utf-8").format(**read, **CORPORA)
     earlier = (HERE / "earlier.md").read_text(encoding="utf-8")
     published = _published(results)
     return "\n".join([head, *lines, *published, "## Where the results come from", "", found, "", earlier])
@@ -167,7 +169,8 @@ def _about(study: str, about: Mapping[str, Any] | None) -> str:
         return f"- {study}: not run yet."
     identity = ", ".join(f"{name} {value}" for name, value in about["identity"].items())
     spent = f"; {about['cpu_seconds']:,.0f} CPU seconds of training" if "cpu_seconds" in about else ""
-    return f"- {study}: {len(about['rows'])} rows{spent}; {identity}."
+    kept = f" Seeds under {about['kept_seeds']} are of earlier runs." if about.get("kept_seeds") else ""
+    return f"- {study}: {len(about['rows'])} rows{spent}; {identity}.{kept}"
 
 
 def _signed(value: float) -> str:

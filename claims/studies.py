@@ -9,7 +9,7 @@ from typing import Any
 from qkeel.lab.plan import FULL_GRID
 from qkeel.lab.studies.extrapolation import FORMS, continued
 
-SEEDS = 8
+SEEDS = 16  # of a study whose runs are cheap; the dear ones name a smaller number
 # SHA-256 of the texts that runs read, by source: as lab.data.corpus cuts them in CPython 3.11.7.
 CORPORA = {
     "stdlib": "1233677bc7b342c4ce0cad4736fe6d15c55cc2615e07e3a0c54b1a9f59e6a4ad",
@@ -42,6 +42,7 @@ class Runs:
     """Settings of its runs, those of a section as "data.task"."""
     posthoc: Sequence[str] = ()
     """Post-hoc methods of a study of lengths."""
+    seeds: int = SEEDS
 
 
 STUDIES: dict[str, Runs] = {
@@ -57,11 +58,13 @@ STUDIES: dict[str, Runs] = {
             "blocks": ("mla",),
             "optimizers": ("adamw", "muon"),
         },
+        seeds=8,
     ),
     "lengths": Runs(
         "extrapolation",
         {"remedies": (*FORMS, "kna+nope", "cosa:gain=true")},
         posthoc=("none", *(f"{form}/{method}" for form in FORMS for method in METHODS.values()), *continued(512)),
+        seeds=8,
     ),
     "mixed": Runs("multimodal", {"remedies": MIXED, "lrs": (0.1,), "mixes": ("mix",)}),
     "modalities": Runs("multimodal", {"remedies": ("none",), "lrs": (0.01, 0.1), "mixes": ("text", "mix")}),
@@ -80,6 +83,6 @@ STUDIES: dict[str, Runs] = {
         {"data.task": "vision", "eval_every": 10},
     ),
     "bf16": Runs("lr", {"remedies": ("none", "qk_norm"), "lrs": (0.1,)}, {"dtype": "bf16"}),
-    "translation": Runs("translation", {"remedies": ("none", L2, "qk_norm"), "lrs": (0.01, 0.1)}),
+    "translation": Runs("translation", {"remedies": ("none", L2, "qk_norm"), "lrs": (0.01, 0.1)}, seeds=8),
     "fp16": Runs("lr", {"remedies": ("none", "qk_norm"), "lrs": (0.3,)}, {"dtype": "fp16"}),
 }

@@ -1,6 +1,6 @@
-"""The runs of the drift study as one compact table: what the law of logit growth is fitted and tested on.
+"""The runs of the drift study as one compact table: what the laws of logits and of gains are fitted and tested on.
 
-    python -m predictions.drift fit|test --out FOLDER --jobs 6 --seeds 0 1 2
+    python -m predictions.drift fit|test|gain-fit|gain-test --out FOLDER --jobs 6 --seeds 0 1 2
 
 Each process appends to FOLDER/rows-*.csv as runs end, one seed of all cells before the next, so that what is there
 when it is stopped is balanced; started again it does what is left.
@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qkeel.lab.config import RunConfig
+from qkeel.lab.plan import Grid, PlannedRun, product
 from qkeel.lab.studies import find_study
+from qkeel.lab.studies.drift import REMEDIES, variant
 from qkeel.lab.train_runs import train_runs
 from qkeel.lab.training.environment import identity
 from qkeel.records import RunDirectory
@@ -28,15 +30,33 @@ COLUMNS = (
     *("part", *KEY),
     *("init_loss", "val_loss", "cpu_seconds", "at", "max_logit"),
 )
+# Where gains are fitted, and where the fit is tested: widths with blocks, rates, seeds. Heads are of 16.
+GAINS = {
+    "gain-fit": (
+        ((32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (128, 1), (128, 2), (128, 4)),
+        (0.01, 0.03, 0.1),
+        range(200, 204),
+    ),
+    "gain-test": (((48, 3), (96, 2), (64, 6), (192, 1)), (0.01, 0.03, 0.055, 0.1), range(300, 304)),
+}
+
+
+def planned(part: str, base: RunConfig, seeds: Sequence[int]) -> Sequence[PlannedRun]:
+    """Returns the runs of a part, on its own seeds where none are given."""
+    if part in GAINS:
+        sizes, lrs, own = GAINS[part]
+        grid = Grid(remedies=REMEDIES, lrs=lrs, seeds=tuple(seeds or own))
+        return [run for size in sizes for run in product(variant(base, (*size, 16)), grid, str(size))]
+    study = find_study("drift")
+    study = study.instead["held_out"] if part == "test" else study
+    return study.plan("drift", base, dataclasses.replace(study.grid, seeds=tuple(seeds) or study.grid.seeds)).runs
 
 
 def cells(part: str, seeds: Sequence[int]) -> list[list[RunConfig]]:
     """Returns the runs of a part in units that train as one, one seed after the other."""
-    study = find_study("drift")
-    study = study.instead["held_out"] if part == "test" else study
-    base = dataclasses.replace(study.base or RunConfig(), device="cpu", dtype="fp32")
+    base = dataclasses.replace(find_study("drift").base or RunConfig(), device="cpu", dtype="fp32")
     units: dict[tuple[int, str, str], list[RunConfig]] = {}
-    for run in study.plan("drift", base, dataclasses.replace(study.grid, seeds=tuple(seeds) or study.grid.seeds)).runs:
+    for run in planned(part, base, seeds):
         units.setdefault((run.config.seed, run.role, run.config.remedy), []).append(run.config)
     ordered = sorted(units, key=lambda unit: (unit[0], unit[2] != "none"))
     return [units[unit] for unit in ordered]
@@ -101,7 +121,7 @@ def merged(out: Path, part: str, units: Sequence[Sequence[RunConfig]], table: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("fit", "test"))
+    parser.add_argument("part", choices=("fit", "test", *GAINS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="+", default=())

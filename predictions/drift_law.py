@@ -21,11 +21,9 @@ import numpy as np
 from qkeel.lab.advice.law import FIRST_STEP, band, monomials, sizes, summed_rates
 from qkeel.lab.advice.measured import EVIDENCE
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.metrics import paired_effect
 from qkeel.records import read_json
 
 HERE = Path(__file__).parents[1] / "benchmarks" / "results"
-COST_TABLE = HERE / "cpu-2026-11-21.json"
 FIT, TEST = HERE / "drift-fit.csv", HERE / "drift-test.csv"
 LEVEL = 0.9  # of the intervals; at least 0.85 is to be measured on runs that were not fitted on
 BANDS = (0.02, 0.05)  # peak rates between which errors are of different size
@@ -191,67 +189,6 @@ def fit(points: Points, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-# The forms of a remedy's gain, in the same letters; Σ lr is part of none.
-GAIN_FORMS: dict[str, tuple[str, ...]] = {
-    "of rate": ("", "r"),
-    "of rate and width": ("", "r", "w"),
-    "of rate and sizes": ("", "r", "w", "l"),
-    "of rate times sizes": ("", "r", "w", "l", "rw", "rl"),
-}
-
-
-def gains(rows: Sequence[Row], remedy: str) -> Points:
-    """Returns the gain of a remedy over none, pair by pair; a loss that is not finite is left out."""
-    none = {(row.cell, row.config.seed): row for row in rows if row.config.remedy == "none"}
-    found = [
-        (i, none[row.cell, row.config.seed].val_loss - row.val_loss)
-        for i, row in enumerate(rows)
-        if row.config.remedy == remedy and (row.cell, row.config.seed) in none
-    ]
-    found = [(i, gain) for i, gain in found if math.isfinite(gain)]
-    number, values = map(np.array, zip(*found))
-    return Points(rows, number, values, np.ones(len(found)), np.ones(len(found), dtype=bool))
-
-
-# What a remedy's cost is a ratio of, measured apart from the study: its runs are too small and share stacks.
-COSTS = {
-    "qk_norm": (
-        "an attention module, forward and backward",
-        "attention modules, forward + backward",
-        "qkeel rope + norm",
-    ),
-    "lalr:tau=0.1": ("the optimizer step, by torch's operations", "optimizer step", "AdamW, fused + lalr"),
-}
-CLIP = {"value": 1.0146, "low": 1.0009, "high": 1.0185, "of": "the optimizer step, with up to 17 % of heads clipped"}
-
-
-def cost(remedy: str) -> dict[str, Any]:
-    """Returns the ratio of processor time to that without the remedy, median and span, of what, and where it stands."""
-    if remedy not in COSTS:
-        return {**CLIP, "source": "docs/benchmarks.md, the optimizer step"}
-    of, name, case = COSTS[remedy]
-    table = next(rows for title, rows in read_json(COST_TABLE)["tables"].items() if title.startswith(name))
-    ratios = {row["case"]: row["ratio"] for row in table}
-    base = ratios.get("qkeel rope", [1.0] * 3)[1]
-    low, value, high = (round(ratio / base, 3) for ratio in ratios[case])
-    return {"value": value, "low": low, "high": high, "of": of, "source": f"benchmarks/results/{COST_TABLE.name}"}
-
-
-def rows_of_evidence(points: Points) -> list[dict[str, Any]]:
-    """Returns a row for each size and rate: the mean gain over the seeds with its 95 % interval."""
-    cells: dict[tuple[object, ...], list[int]] = {}
-    for place, number in enumerate(points.number):
-        cells.setdefault(points.rows[number].cell, []).append(place)
-    found = []
-    for places in cells.values():
-        config = points.rows[points.number[places[0]]].config
-        effect = paired_effect(points.values[places])
-        about = {"width": config.model.d_model, "depth": config.model.n_layers, "lr": config.optim.lr}
-        said = {"mean": effect.mean, "low": effect.low, "high": effect.high}
-        found.append({**about, **{k: round(v, 4) for k, v in said.items()}, "seeds": effect.n})
-    return found
-
-
 # Rivals. Each maps the end of runs to ln z; N is the number of parameters of blocks, 12 · depth · width².
 
 
@@ -295,31 +232,21 @@ FITTED_BOX = {
 }
 HEAD = {"model.head_dim": [16, 16]}
 TESTED_BOX = {"model.d_model": [64, 256], "model.n_layers": [2, 8], **HEAD, "optim.lr": [0.01, 0.1]}
-GAIN_FITTED = {"model.d_model": [32, 128], "model.n_layers": [1, 4], **HEAD, "optim.lr": [0.03, 0.1]}
-GAIN_TESTED = {"model.d_model": [64, 96], "model.n_layers": [2, 8], **HEAD, "optim.lr": [0.03, 0.1]}
 
 
 def frozen(rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns the table that the package carries, from the fitting grid alone."""
+    """Returns the law as the package carries it, from the fitting grid alone."""
     points = Points.of(rows)
     errors = choose(points, FORMS)
     form = next(iter(errors))
-    remedies = {}
-    for remedy in dict.fromkeys(row.config.remedy for row in rows if row.config.remedy != "none"):
-        pairs = gains(rows, remedy)
-        gain_form = next(iter(choose(pairs, GAIN_FORMS)))
-        table = {"form": gain_form, **fit(pairs, GAIN_FORMS[gain_form])}
-        remedies[remedy] = {"cost": cost(remedy), "gain": table, "rows": rows_of_evidence(pairs)}
     tried = {name: round(error, 4) for name, error in errors.items()}
     law = {"form": form, "tried": tried, "level": LEVEL, **fit(points, FORMS[form])}
     return {
         "law": {**law, "boxes": [FITTED_BOX, TESTED_BOX]},
-        "gain_boxes": [GAIN_FITTED, GAIN_TESTED],
-        "remedies": remedies,
         "power_law": power_law(points),
         "wortsman": wortsman(points),
     }
 
 
 if __name__ == "__main__":
-    EVIDENCE.write_text(json.dumps(frozen(read_rows(FIT)), indent=1) + "\n")
+    EVIDENCE.write_text(json.dumps({**read_json(EVIDENCE), **frozen(read_rows(FIT))}, indent=1) + "\n")

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from benchmarks.charts import COLOURS, Axes, picture, span
 
-from predictions.drift_law import FIT, TEST, Points, Row, gains, read_rows, recipe, size_of
-from qkeel.lab.advice.law import Expected, expected_logit, predict, summed_rates
+from predictions.drift_law import FIT, TEST, Points, Row, read_rows, recipe, size_of
+from qkeel.lab.advice.law import Expected, expected_logit, summed_rates
 from qkeel.lab.advice.measured import evidence
 from qkeel.lab.config import RunConfig
 from qkeel.lab.studies import find_study
@@ -25,7 +25,7 @@ from qkeel.metrics import PairedEffect, paired_effect
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "drift-law.md"
 PICTURE = PAGE.parents[1] / "images" / "drift-law.svg"
-BEGIN, END = "<!-- written by predictions.drift_verdict: {} -->", "<!-- end of {} -->"
+BEGIN, END = "<!-- written by predictions: {} -->", "<!-- end of {} -->"
 RIVALS = ("power law", "Wortsman's quadratic")
 COVERED = 0.85  # the least share of held-out runs that intervals are to cover
 Cells = dict[tuple[object, ...], list[Row]]
@@ -74,7 +74,7 @@ def against(cells: Cells, rival: str) -> tuple[float, float, PairedEffect]:
 
 
 def coverage(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
-    """Returns how many intervals hold the measured number, and of how many: ends of runs, all steps, gains."""
+    """Returns how many intervals hold the measured number, and of how many: ends of runs, all steps."""
     law, found = evidence()["law"], {}
     points = Points.of(rows)
     inside = []
@@ -84,11 +84,6 @@ def coverage(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
     covered = np.array(inside)
     found["largest logit at the end of a run"] = (int(covered[points.last].sum()), int(points.last.sum()))
     found["largest logit at each recorded step"] = (int(covered.sum()), len(covered))
-    for remedy, table in evidence()["remedies"].items():
-        pairs = gains(rows, remedy)
-        ends = [predict(pairs.rows[i].config, table["gain"], 1.0) for i in pairs.number]
-        held = [z.low <= gain <= z.high for z, gain in zip(ends, pairs.values)]
-        found[f"gain of `{remedy}`"] = (sum(held), len(held))
     return found
 
 
@@ -216,13 +211,10 @@ def _conclusions(
     held: Mapping[str, tuple[int, int]], effects: Mapping[str, tuple[float, float, PairedEffect]]
 ) -> list[str]:
     (n, m), *_ = held.values()
-    gained = [pair for name, pair in held.items() if name.startswith("gain")]
-    right, of = map(sum, zip(*gained))
-    logits, all_gains = n / m >= COVERED, right / of >= COVERED
+    logits = n / m >= COVERED
     lines = [
         f"- Intervals of logits cover {n / m:.0%} of the held-out runs: {_enough(logits)}, so the law is "
         f"{'not refuted' if logits else '**refuted**'} by its coverage.",
-        f"- Intervals of gains cover {right} of {of} ({right / of:.0%}): {_enough(all_gains)}.",
     ]
     words = {"better": "smaller", "worse": "larger", "undecided": "not shown to differ", "equal": "equal"}
     for name, (_, _, effect) in effects.items():

@@ -1,4 +1,4 @@
-"""The law of logit growth: what the package carries and what the page says follow from the committed tables."""
+"""The laws of logits and gains: what the package carries and what the pages say follow from the committed tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from predictions import drift, drift_law, drift_verdict
+from predictions import drift, drift_law, drift_verdict, gains
 
 from qkeel.lab.advice.measured import EVIDENCE
 from qkeel.lab.config import ModelConfig, RunConfig
@@ -18,10 +18,14 @@ def fitted() -> list[drift_law.Row]:
     return drift_law.read_rows(drift_law.FIT)
 
 
-def test_the_table_of_the_package_follows_from_the_fitting_grid(fitted: list[drift_law.Row]) -> None:
-    made, carried = drift_law.frozen(fitted), read_json(EVIDENCE)
-    assert made["law"]["form"] == carried["law"]["form"], "run python -m predictions.drift_law"
-    alike(made, carried)
+def test_the_table_of_the_package_follows_from_the_fitting_grids(fitted: list[drift_law.Row]) -> None:
+    law, remedies, carried = (
+        drift_law.frozen(fitted),
+        gains.frozen(drift_law.read_rows(gains.GAIN_FIT)),
+        read_json(EVIDENCE),
+    )
+    assert law["law"]["form"] == carried["law"]["form"], "run python -m predictions.drift_law"
+    alike({**law, **remedies}, {name: carried[name] for name in (*law, *remedies)})
 
 
 def alike(made: object, carried: object) -> None:
@@ -38,15 +42,17 @@ def alike(made: object, carried: object) -> None:
         assert made == (pytest.approx(carried, abs=2e-4) if isinstance(carried, float) else carried)
 
 
-def test_the_page_says_what_the_tables_say() -> None:
-    text = drift_verdict.PAGE.read_text(encoding="utf-8")
-    assert drift_verdict.page(text) == text, "run python -m predictions.drift_verdict"
+def test_the_pages_say_what_the_tables_say() -> None:
+    for made in (drift_verdict, gains):
+        text = made.PAGE.read_text(encoding="utf-8")
+        assert made.page(text) == text, f"run python -m {made.__name__}"
 
 
-def test_no_run_of_the_test_was_fitted_on(fitted: list[drift_law.Row]) -> None:
-    cells = [{drift.key(config)[:-2] for unit in drift.cells(part, ()) for config in unit} for part in ("fit", "test")]
-    assert not cells[0] & cells[1]
-    assert {drift.key(row.config)[:-2] for row in fitted} <= cells[0]
+def test_no_run_of_the_tests_was_fitted_on(fitted: list[drift_law.Row]) -> None:
+    for rows, parts in ((fitted, ("fit", "test")), (drift_law.read_rows(gains.GAIN_FIT), ("gain-fit", "gain-test"))):
+        cells = [{drift.key(config)[:-2] for unit in drift.cells(part, ()) for config in unit} for part in parts]
+        assert not cells[0] & cells[1]
+        assert {drift.key(row.config)[:-2] for row in rows} <= cells[0]
 
 
 def test_a_unit_of_runs_becomes_rows_once(tmp_path: Path) -> None:
@@ -66,3 +72,9 @@ def test_intervals_of_logits_cover_at_least_85_percent_of_the_runs_that_they_wer
     for name in ("largest logit at the end of a run", "largest logit at each recorded step"):
         n, m = held[name]
         assert n / m >= drift_verdict.COVERED, name
+
+
+def test_intervals_of_gains_cover_at_least_85_percent_of_the_pairs_that_they_were_not_fitted_on() -> None:
+    assert gains.holds(gains.coverage(drift_law.read_rows(gains.GAIN_TEST))), (
+        "then recommend may give no gain elsewhere"
+    )

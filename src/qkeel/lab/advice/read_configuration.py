@@ -46,6 +46,8 @@ def read_configuration(path: Path) -> Known:
 
 def _transformers(values: Json, file: Path) -> Known:
     """The sizes and attention of a model of transformers; what trains it is that of the studies."""
+    text = values.get("text_config")  # a model of several modalities
+    values = text if isinstance(text, dict) else values
     kind = str(values.get("model_type", "unknown"))
     attention = "baseline" if kind in _PLAIN else kind if kind in PRESETS else ""
     extra = () if attention else (f"attention is that of model type {kind}; measured: baseline",)

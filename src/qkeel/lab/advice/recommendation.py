@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import final
 
-from qkeel.lab.advice.law import FIRST_STEP, Expected, expected_logit, sizes, summed_rates
+from qkeel.lab.advice.law import FIRST_STEP, Expected, expected_logit, predict, sizes, summed_rates
 from qkeel.lab.advice.measured import evidence, outside
 from qkeel.lab.advice.read_configuration import read_configuration
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 
 THRESHOLDS = (30.0, 100.0, 1000.0)  # nats; above the last, Wortsman et al. 2023 see losses suffer
-ELSEWHERE = "gains were not measured at this width, depth and rate, and a fit between those measured failed its test"
 _STEPS = 5  # at which logits are said
+_ENDS = tuple(map(attrgetter, ("value", "high", "low")))
+_NEAREST = 2  # rows of evidence that are said where none is of the very size and rate
 
 
 @final
@@ -26,13 +28,14 @@ class RemedyAdvice:
 
     remedy: str
     gain: Expected | None
-    """Held-out loss without it minus that with it, nats per byte: mean, 95 % interval; None where unknown."""
+    """Held-out loss without it minus that with it, nats per byte, with its interval for one pair of runs; None where
+    unknown."""
     cost: Expected
     """Processor time with it over that without, measured apart: of `cost_of`."""
     cost_of: str
     """What that is a share of, and where the measurement stands."""
     rows: Sequence[Json]
-    """The measurements at this size and rate: sizes, rate, mean gain, its 95 % interval, seeds."""
+    """The nearest measurements: sizes, rate, mean gain, its 95 % interval, seeds."""
 
 
 @final
@@ -45,7 +48,7 @@ class Recommendation:
     outside_gain: Sequence[str]
     """The same for gains."""
     level: float
-    """Coverage that the intervals of logits are made for, of single runs."""
+    """Coverage that intervals are made for, of the logits of single runs and the gains of single pairs."""
     logits: Sequence[tuple[int, Expected]]
     """The step, and the largest logit to expect then (nats)."""
     passes: Sequence[tuple[float, int | None, int | None, int | None]]
@@ -82,7 +85,9 @@ class Recommendation:
         if self.outside_gain:
             said = ["remedy: not known, outside of what gains were measured on:"]
             return said + [f"  {line}" for line in self.outside_gain]
-        said = [f"remedy: {self.remedy or 'none: no gain is shown here'}"]
+        said = [
+            f"remedy: {self.remedy or 'none: no gain is shown here'} (intervals of {self.level:.0%} of single pairs)"
+        ]
         for advice in self.remedies:
             gain, cost = advice.gain, advice.cost
             if gain:
@@ -97,7 +102,7 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
     """Returns what logits to expect of a configuration, and which remedy, from runs that were measured.
 
     ln z = Σ coefficient · monomial of ln Σ lr and of the logarithms of sizes; the fit, its test on sizes that it never
-    saw, and the coverage of its intervals are in docs/results/drift-law.md.
+    saw, and the coverage of its intervals are in docs/results/drift-law.md; those of gains in docs/results/gains.md.
 
     Args:
         source: a configuration, or a path: of a config.json of transformers or the folder with it, of a recipe, or of
@@ -117,7 +122,6 @@ def recommend(source: RunConfig | str | Path) -> Recommendation:
     sums = summed_rates(config) if not beyond else [0.0]
     course = [(step, expected_logit(config, law, sums[step])) for step in range(FIRST_STEP, len(sums))]
     advice = [_advice(config, remedy, table, known=not gains) for remedy, table in known["remedies"].items()]
-    gains = gains or (() if any(one.gain for one in advice) else (ELSEWHERE,))
     advice.sort(key=lambda one: -(one.gain.value if one.gain else 0.0))
     return Recommendation(
         outside=beyond,
@@ -133,9 +137,9 @@ def _advice(config: RunConfig, remedy: str, table: Json, *, known: bool) -> Reme
     """Of one remedy; `known` says whether gains were measured on configurations like this one."""
     cost = Expected(**{end: table["cost"][end] for end in ("value", "low", "high")})
     of = f"{table['cost']['of']} ({table['cost']['source']})"
-    # A fit between the measured sizes failed its test: a gain is known only where it was measured.
-    rows = [row for row in table["rows"] if known and _distance(config, row) == 0]
-    gain = next((Expected(value=row["mean"], low=row["low"], high=row["high"]) for row in rows), None)
+    gain = predict(config, table["gain"], 1.0) if known else None
+    rows = sorted(table["rows"], key=lambda row: _distance(config, row))[:_NEAREST] if known else []
+    rows = rows[:1] if rows and not _distance(config, rows[0]) else rows
     return RemedyAdvice(remedy=remedy, gain=gain, cost=cost, cost_of=of, rows=rows)
 
 
@@ -149,25 +153,13 @@ def _distance(config: RunConfig, row: Json) -> float:
 
 def _passes(logit: float, course: Sequence[tuple[int, Expected]]) -> tuple[float, int | None, int | None, int | None]:
     """A logit with the steps at which the expected course, its upper and its lower end pass it."""
-    ends = [next((step for step, z in course if end(z) > logit), None) for end in (_value, _high, _low)]
+    ends = [next((step for step, z in course if end(z) > logit), None) for end in _ENDS]
     return logit, ends[0], ends[1], ends[2]
-
-
-def _value(z: Expected) -> float:
-    return z.value
-
-
-def _high(z: Expected) -> float:
-    return z.high
-
-
-def _low(z: Expected) -> float:
-    return z.low
 
 
 def _row(row: Json) -> str:
     return (
-        f"width {row['width']}, {row['depth']} blocks, rate {row['lr']:g}: {row['mean']:+.3f} ({row['low']:+.3f} to "
+        f"width {row['width']}, blocks {row['depth']}, rate {row['lr']:g}: {row['mean']:+.3f} ({row['low']:+.3f} to "
         f"{row['high']:+.3f}), {row['seeds']} seeds"
     )
 
