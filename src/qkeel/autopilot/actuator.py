@@ -16,7 +16,7 @@ from qkeel.patching.compiler_state import is_compiled
 from qkeel.remedies import apply, parse
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.qk_clip import QKClip
-from qkeel.remedies.retrofit import retrofit
+from qkeel.remedies.retrofit import Fitting, retrofit
 from qkeel.sites.site import AttentionSite
 
 Key = tuple[str, int]  # a remedy with its options, and the number of the optimizer that it acts on
@@ -82,6 +82,9 @@ class Actuator:
 
     def set(self, held: Held, optimizer: int) -> Refusals:
         """Brings into force what acts on this optimizer, and no more; returns what was refused."""
+        norm = next((spec for (spec, _), (action, _) in held.items() if action is Action.NORM), "")
+        if refused := self.set_norm(norm):
+            return refused
         wanted: dict[Key, Heads] = {}
         actions: dict[Key, Action] = {}
         for (spec, site), (action, heads) in held.items():
@@ -90,15 +93,10 @@ class Actuator:
                 actions[spec, optimizer] = action
         for key in [key for key in self.handles if key[1] == optimizer and key not in wanted]:
             self.handles.pop(key)[0].remove()
-        refused: Refusals = []
         for key, heads in wanted.items():
             if key not in self.handles or self.handles[key][1] != heads:
                 self._say(actions[key])
                 refused += [(actions[key], site, why) for site, why in self._exchange(key, heads)]
-        if optimizer == 0:
-            refused += self.set_norm(
-                next((spec for (spec, _), (action, _) in held.items() if action is Action.NORM), "")
-            )
         return refused
 
     def _exchange(self, key: Key, wanted: Heads) -> Iterator[tuple[str, str]]:
@@ -142,15 +140,29 @@ class Actuator:
         return apply(remedy, self.model, self.optimizers[key[1]], sites=self.sites, partial=True)
 
     def set_norm(self, spec: str) -> Refusals:
-        """Puts a norm with fitted gains into the whole model, once; "" for none."""
+        """Puts a norm with fitted gains into the whole model in place of all else, once; "" for none.
+
+        The gains join the first optimizer that takes them. The weights of q and k are not balanced against each other:
+        what undoes that would bring back those of now, without what they have learned since.
+        """
         if not spec or self.norm is not None:
             return []
         self._say(Action.NORM)
+        before = [(key, heads, handle.state()) for key, (handle, heads) in self.handles.items()]
+        self.remove()
+        reason = ""
         try:
-            self.norm = spec, retrofit(self.model, spec, [self.example], self.optimizers[0])
-        except QkeelError as error:
-            return [(Action.NORM, None, str(error))]
-        return []
+            for optimizer in self.optimizers:
+                try:
+                    norm = retrofit(self.model, spec, [self.example], optimizer, fitting=Fitting(balance=False))
+                    self.norm = spec, norm
+                    return []
+                except QkeelError as error:
+                    reason = reason or str(error)
+        finally:
+            for one in before if self.norm is None else ():
+                self.put_on(*one)
+        return [(Action.NORM, None, reason)]
 
     def _say(self, action: Action) -> None:
         if action in _COMPILED and action not in self._said and any(map(is_compiled, self.model.modules())):
