@@ -1,4 +1,4 @@
-"""An autopilot in processes of its own: python -m tests.autopilot.processes CASE FOLDER [RANK WORLD]."""
+"""An autopilot in processes of its own: python -m tests.autopilot.processes CASE FOLDER [NUMBER NUMBER [POLICY]]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, foreign
+from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, batches, foreign, run
 from torch import distributed, nn
 
 import qkeel
@@ -28,11 +28,11 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     optimizer = adamw(model)
     place = folder / "run" if rank == 0 else ()
     pilot = qkeel.autopilot(wrapped, optimizer, policy=EAGER, every=2, planned=PLANNED, sinks=place)
-    run = Run(model, optimizer, pilot)
-    run.train(call=lambda part: wrapped(part.chunk(world)[rank]).repeat(world, 1, 1))
+    one = Run(model, optimizer, pilot)
+    one.train(call=lambda part: wrapped(part.chunk(world)[rank]).repeat(world, 1, 1))
     # The loss is over the whole batch, with one's own part in the place of each: any gradient will do here.
     (folder / f"decisions {rank}").write_text(json.dumps([str(d) for d in pilot.decisions]))
-    torch.save(run.bits(), folder / f"bits {rank}")
+    torch.save(one.bits(), folder / f"bits {rank}")
     assert pilot.actuator is not None
     assert pilot.actuator.handles
     pilot.remove()
@@ -61,10 +61,27 @@ def compiled(_folder: Path) -> None:
     assert top[-1] < 60
 
 
+def part(folder: Path, first: int, last: int, policy: str) -> None:
+    """A training from one step to another: from the checkpoint of the one, if there is any, to that of the other."""
+    one = run(foreign(first), policy=policy, example=next(batches())[:, :-1])
+    parts = (one.pilot, one.model, one.optimizer)
+    if first:
+        for part, state in zip(parts, torch.load(folder / f"checkpoint {first}"), strict=True):
+            part.load_state_dict(state)
+    one.train(first, last)
+    torch.save([part.state_dict() for part in parts], folder / f"checkpoint {last}")
+    alarms = [str(alarm) for alarm in one.pilot.monitor.alarms]
+    known = json.dumps([one.losses, one.pilot.events, list(map(str, one.pilot.decisions)), alarms])
+    torch.save([one.bits(), known], folder / f"from {first} to {last}")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.setdefault("QKEEL_NATIVE", "0")
-    if sys.argv[1] == "parallel":
-        parallel(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    case, place, *numbers = sys.argv[1:]
+    if case == "parallel":
+        parallel(Path(place), *map(int, numbers))
+    elif case == "part":
+        part(Path(place), *map(int, numbers[:2]), *numbers[2:])
     else:
-        compiled(Path(sys.argv[2]))
+        compiled(Path(place))

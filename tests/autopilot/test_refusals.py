@@ -163,19 +163,19 @@ class Once(Asks):
 def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_off(tmp_path: Path) -> None:
     whole = run(policy=BOUNDLESS, example=EXAMPLE)
     kept = len(whole.optimizer.param_groups[0]["params"])
-    whole.train(0, 8)
-    first = next(d for d in whole.train(8, 11).pilot.decisions if d.action is NORM)
-    assert first.step == 8
-    norm = whole.pilot.actuator.norm[1]
+    decision = next(d for d in whole.train(0, 10).pilot.decisions if d.action is NORM)
+    assert (decision.step, decision.site, "under lalr" in decision.reason) == (8, None, True)
     assert not whole.pilot.actuator.handles
-    assert "under lalr" in first.reason
-    # The loss when it was put in: it moved by less than from one batch to the next.
+    before = run(policy=BOUNDLESS, example=EXAMPLE).train(0, 10)
+    before.pilot.remove()
+    assert equal(*({"logits": one.model.eval()(EXAMPLE)} for one in (whole, before)))  # blended in from nothing
+    whole.model.train()
     gains = {name: p for name, p in whole.model.named_parameters() if "norm" in name}
     assert set(gains) == {"q_norm.weight", "k_norm.weight"}
     assert {id(p) for p in gains.values()} <= {id(p) for p in whole.optimizer.param_groups[0]["params"]}
-    print(norm.report)
     start = {name: p.detach().clone() for name, p in gains.items()}
-    whole.train(11, 16)
+    whole.train(10, 13)
+    assert whole.pilot.actuator.norm[1].share == 0.6
     assert not any(torch.equal(p, start[name]) for name, p in gains.items())
     file = tmp_path / "checkpoint"
     torch.save([whole.model.state_dict(), whole.optimizer.state_dict(), whole.pilot.state_dict()], file)
@@ -184,8 +184,11 @@ def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_of
     again.pilot.load_state_dict(pilot)
     again.model.load_state_dict(model)
     again.optimizer.load_state_dict(optimizer)
-    assert again.train(16).losses == whole.train(16).losses[16:]
+    assert again.train(13).losses == whole.train(13).losses[13:]
     assert equal(again.bits(), whole.bits())
+    assert whole.pilot.events == again.pilot.events
+    effect = next(e for e in whole.pilot.events if e["event"] == "effect" and e["action"] == NORM)
+    assert effect["after"] < 5 < effect["before"]
     for one in (whole, again):
         trained = one.bits()
         one.pilot.remove()

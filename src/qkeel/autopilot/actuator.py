@@ -16,16 +16,17 @@ from qkeel.patching.compiler_state import is_compiled
 from qkeel.remedies import apply, parse
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.qk_clip import QKClip
-from qkeel.remedies.retrofit import Fitting, retrofit
+from qkeel.remedies.retrofit import Fitting, Retrofit, retrofit
 from qkeel.sites.site import AttentionSite
 
 Key = tuple[str, int]  # a remedy with its options, and the number of the optimizer that it acts on
 Heads = dict[str, tuple[int, ...]]  # by site, () for all
+BLEND = 5  # optimizer steps from the model without a norm to that with it
 Refusals = list[tuple[Action, str | None, str]]
 
 _COMPILED = {
     Action.CLIP: "qk_clip reads the logits of a compiled model by one more pass without gradients before each pass",
-    Action.NORM: "a norm is put into a compiled model: its next pass compiles again",
+    Action.NORM: "a norm is put into a compiled model: its next passes compile again",
 }
 
 
@@ -42,7 +43,7 @@ class Actuator:
     ) -> None:
         self.model, self.optimizers, self.example = model, list(optimizers), example
         self.handles: dict[Key, tuple[Handle, Heads]] = {}
-        self.norm: tuple[str, Handle] | None = None
+        self.norm: tuple[str, Retrofit] | None = None
         self._said: set[Action] = set()
         self.know(sites)
 
@@ -142,8 +143,7 @@ class Actuator:
     def set_norm(self, spec: str) -> Refusals:
         """Puts a norm with fitted gains into the whole model in place of all else, once; "" for none.
 
-        The gains join the first optimizer that takes them. The weights of q and k are not balanced against each other:
-        what undoes that would bring back those of now, without what they have learned since.
+        The gains join the first optimizer that takes them; its steps blend the norm in, so the loss does not jump.
         """
         if not spec or self.norm is not None:
             return []
@@ -154,7 +154,7 @@ class Actuator:
         try:
             for optimizer in self.optimizers:
                 try:
-                    norm = retrofit(self.model, spec, [self.example], optimizer, fitting=Fitting(balance=False))
+                    norm = retrofit(self.model, spec, [self.example], optimizer, fitting=Fitting(anneal=BLEND))
                     self.norm = spec, norm
                     return []
                 except QkeelError as error:
@@ -178,9 +178,7 @@ class Actuator:
             self.norm = None
 
     def state(self) -> State:
-        """Returns what the remedies in force remember, by their numbers in the order of `handles`."""
-        return {
-            f"{i}.{name}": value
-            for i, (handle, _) in enumerate(self.handles.values())
-            for name, value in handle.state().items()
-        }
+        """Returns what the remedies in force remember, by their numbers in the order of `handles`, and the norm."""
+        parts = {str(i): handle for i, (handle, _) in enumerate(self.handles.values())}
+        parts |= {} if self.norm is None else {"norm": self.norm[1]}
+        return {f"{i}.{name}": value for i, handle in parts.items() for name, value in handle.state().items()}

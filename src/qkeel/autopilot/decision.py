@@ -88,7 +88,7 @@ class Decision:
 
     def row(self) -> Row:
         """The decision as a line of events.jsonl."""
-        return {"event": "decision", **dataclasses.asdict(self), "action": str(self.action), "text": str(self)}
+        return _row("decision", self)
 
     @classmethod
     def of(cls, row: Row) -> Self:
@@ -125,7 +125,13 @@ class Effect:
 
     def row(self) -> Row:
         """The effect as a line of events.jsonl."""
-        return {"event": "effect", **dataclasses.asdict(self), "action": str(self.action), "text": str(self)}
+        return _row("effect", self)
+
+
+def _row(event: str, one: Decision | Effect) -> Row:
+    """As JSON gives it back, so that events are equal after a resume."""
+    plain = dataclasses.asdict(one) | {"action": str(one.action), "heads": list(one.heads)}
+    return {"event": event, **plain, "text": str(one)}
 
 
 Held = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
