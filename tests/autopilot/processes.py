@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, batches, foreign, run
+from tests.autopilot.test_refusals import Asks
 from torch import distributed, nn
+from torch._dynamo.utils import counters
 
 import qkeel
-from qkeel.autopilot import Action
+from qkeel.autopilot import Action, actuator
 from qkeel.monitor import PlannedRates
 
 PLANNED = PlannedRates.of([RATE] * STEPS)
@@ -40,7 +42,9 @@ def parallel(folder: Path, rank: int, world: int) -> None:
 
 
 def compiled(_folder: Path) -> None:
-    """Bits of a compiled training until the first action, and what it says of what it costs."""
+    """Bits of a compiled training until the first action; what an action costs is said before it is paid."""
+    said: list[tuple[str, int]] = []
+    actuator.caution = lambda text: said.append((text, counters["frames"]["total"]))  # type: ignore[attr-defined]
 
     def made() -> tuple[nn.Module, nn.Module]:
         torch._dynamo.reset()
@@ -59,6 +63,17 @@ def compiled(_folder: Path) -> None:
     top = pilot.monitor.history.top("max_logit")
     assert top is not None
     assert top[-1] < 60
+    assert [text for text, _ in said if "one more pass without gradients before each pass" in text] == [said[0][0]]
+    model, call = made()
+    pilot = qkeel.autopilot(call, optimizer := adamw(model), policy=Asks(), every=1, example=next(batches())[:, :-1])
+    Run(model, optimizer, pilot).train(0, 10, call=call)
+    text, frames = said[-1]
+    assert "next passes compile again" in text
+    assert counters["frames"]["total"] > frames
+    assert pilot.actuator is not None
+    assert pilot.actuator.norm is not None
+    pilot.remove()
+    Run(model, optimizer).train(10, 12, call=call)
 
 
 def part(folder: Path, first: int, last: int, policy: str) -> None:

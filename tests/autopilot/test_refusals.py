@@ -188,7 +188,7 @@ def test_a_calibrated_norm_is_announced_trained_kept_in_checkpoints_and_comes_of
     assert equal(again.bits(), whole.bits())
     assert whole.pilot.events == again.pilot.events
     effect = next(e for e in whole.pilot.events if e["event"] == "effect" and e["action"] == NORM)
-    assert effect["after"] < 5 < effect["before"]
+    assert 5 * effect["after"] < effect["before"]
     for one in (whole, again):
         trained = one.bits()
         one.pilot.remove()

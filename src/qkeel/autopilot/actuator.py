@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from qkeel.autopilot.decision import Action, Held
 from qkeel.errors import QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State
-from qkeel.patching.compiler_state import is_compiled
 from qkeel.remedies import apply, parse
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.qk_clip import QKClip
@@ -44,6 +43,7 @@ class Actuator:
         self.model, self.optimizers, self.example = model, list(optimizers), example
         self.handles: dict[Key, tuple[Handle, Heads]] = {}
         self.norm: tuple[str, Retrofit] | None = None
+        self.compiled = False  # whether the model runs compiled code, as far as it has been seen
         self._said: set[Action] = set()
         self.know(sites)
 
@@ -165,7 +165,7 @@ class Actuator:
         return [(Action.NORM, None, reason)]
 
     def _say(self, action: Action) -> None:
-        if action in _COMPILED and action not in self._said and any(map(is_compiled, self.model.modules())):
+        if self.compiled and action in _COMPILED and action not in self._said:
             self._said.add(action)
             caution(_COMPILED[action])
 

@@ -173,6 +173,7 @@ class Autopilot(Handle):
         if not self._pending[number] or known is None or actuator is None:
             return
         self._pending[number] = False
+        actuator.compiled = self.monitor.compiled
         for action, site, reason in actuator.set(in_force(known.decisions, known.refused), number):
             refused = Refused(step=known.decisions[-1].step, action=str(action), site=site, reason=reason)
             known.refuse(refused)

@@ -138,6 +138,11 @@ class Monitor(Handle):
         return self._tap.sites.missed
 
     @property
+    def compiled(self) -> bool:
+        """Returns whether a pass that was seen ran compiled code."""
+        return self._tap.compiled
+
+    @property
     def steps(self) -> int:
         """The number of optimizer steps done; set it to go on counting where an earlier training stopped."""
         return self._steps.done
