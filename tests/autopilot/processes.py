@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tests.autopilot.runs import EAGER, RATE, STEPS, Run, adamw, batches, foreign, run
 from tests.autopilot.test_refusals import Asks
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch._dynamo.utils import counters
 
 import qkeel
@@ -31,13 +31,23 @@ def parallel(folder: Path, rank: int, world: int) -> None:
     place = folder / "run" if rank == 0 else ()
     pilot = qkeel.autopilot(wrapped, optimizer, policy=EAGER, every=2, planned=PLANNED, sinks=place)
     one = Run(model, optimizer, pilot)
-    one.train(call=lambda part: wrapped(part.chunk(world)[rank]).repeat(world, 1, 1))
+
+    def own(batch: Tensor) -> Tensor:
+        return wrapped(batch.chunk(world)[rank]).repeat(world, 1, 1)
+
+    one.train(call=own)
     # The loss is over the whole batch, with one's own part in the place of each: any gradient will do here.
     (folder / f"decisions {rank}").write_text(json.dumps([str(d) for d in pilot.decisions]))
     torch.save(one.bits(), folder / f"bits {rank}")
     assert pilot.actuator is not None
     assert pilot.actuator.handles
     pilot.remove()
+    # A norm's gains would not be averaged over processes: each says so, and what it would have replaced stays.
+    one.pilot = qkeel.autopilot(wrapped, optimizer, policy=Asks(), every=1, example=next(batches())[:, :-1])
+    one.train(0, 6, call=own)
+    reasons = [event["reason"] for event in one.pilot.events if event["event"] == "refused"]
+    assert ["spread over processes" in str(reason) for reason in reasons] == [True]
+    assert [key[0] for key in one.pilot.actuator.handles] == ["qk_clip:threshold=20"]
     distributed.destroy_process_group()
 
 
