@@ -130,7 +130,7 @@ def test_an_autopilot_acts_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None
         L.seed_everything(1, verbose=False)
         module = Module(0.3)
         module.net.attention.dropout = 0.0
-        every = L.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=7, save_top_k=-1, filename="{step}")
+        every = L.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=8, save_top_k=-1, filename="{step}")
         callback = QkeelCallback(
             every=1, autopilot="ladder:threshold=2,patience=1", example=torch.arange(16).reshape(2, 8)
         )
@@ -138,8 +138,10 @@ def test_an_autopilot_acts_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None
         return fitted(callback, tmp_path, resume=resume, more=[every], **options), callback
 
     whole, first = held()
-    again, second = held(str(tmp_path / "kept" / "step=7.ckpt"))
+    again, second = held(str(tmp_path / "kept" / "step=8.ckpt"))
     assert any(d.remedy.startswith("qk_clip") and d.step < 5 for d in first.pilot.decisions)  # type: ignore[union-attr]
+    for a, b in zip(first.pilot.events, second.pilot.events):  # type: ignore[union-attr]
+        assert a == b, (a["text"][:150], b["text"][:150])
     assert second.pilot.events == first.pilot.events  # type: ignore[union-attr]
     a, b = whole.lightning_module.state_dict(), again.lightning_module.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
