@@ -42,8 +42,8 @@ which round otherwise: the losses of untouched runs differ from those of none by
 _BEHIND = """## Where it falls behind: latent attention at 0.1
 
 What it did at seed 40: clips on heads of the first layer at step 3, of the second from step 5 on, lalr at steps 8 and
-12. The largest logit was 13 at step 3, 53 at step 8 all the same, and 23 at step 16; under the lalr that is always on it
-was 4.9 at step 8 and 9.4 at step 16. To tell the reasons apart, the same model was trained with both remedies always
+12. The largest logit was 13 at step 3, 53 at step 8 all the same, and 23 at step 16; under the lalr that is always on
+it was 4.9 at step 8 and 9.4 at step 16. To tell the reasons apart, the same model was trained with both remedies always
 on, and with a policy that puts both on all heads at one step (seeds 40 to 43, held-out loss in the mean):
 
 | | loss | less lalr |

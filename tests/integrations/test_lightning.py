@@ -35,32 +35,24 @@ class Net(nn.Module):
 
 
 class Module(L.LightningModule):
-    def __init__(self, rate: float = 1e-2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.rate = Net(), rate
+        self.net = Net()
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[0].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.rate)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fitted(
-    callback: QkeelCallback | None,
-    folder: Path,
-    *,
-    resume: str | None = None,
-    module: Module | None = None,
-    more: Any = (),
-    **options: Any,
-) -> Any:
+def fitted(callback: QkeelCallback | None, folder: Path, *, resume: str | None = None, **options: Any) -> Any:
     L.seed_everything(0, verbose=False)
-    module = module or Module()
+    module = Module()
     data = torch.utils.data.TensorDataset(torch.randint(0, 32, (16, 8)))
     given = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **options}
     trainer = L.Trainer(
-        accelerator="cpu", callbacks=[*([callback] if callback else []), *more], default_root_dir=folder,
+        accelerator="cpu", callbacks=[callback] if callback else [], default_root_dir=folder,
         enable_progress_bar=False, enable_model_summary=False, **given,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2), ckpt_path=resume)
@@ -123,27 +115,3 @@ def test_a_resumed_training_goes_on_at_its_steps(tmp_path: Path) -> None:
 def test_a_module_is_chosen_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="has no module 'nett'; its children: net"):
         fitted(QkeelCallback(module="nett"), tmp_path)
-
-
-def test_an_autopilot_acts_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    def held(resume: str | None = None) -> tuple[Any, QkeelCallback]:
-        L.seed_everything(1, verbose=False)
-        module = Module(0.3)
-        module.net.attention.dropout = 0.0
-        every = L.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=8, save_top_k=-1, filename="{step}")
-        callback = QkeelCallback(
-            every=1, autopilot="ladder:threshold=2,patience=1", example=torch.arange(16).reshape(2, 8)
-        )
-        options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, "module": module}
-        return fitted(callback, tmp_path, resume=resume, more=[every], **options), callback
-
-    whole, first = held()
-    again, second = held(str(tmp_path / "kept" / "step=8.ckpt"))
-    assert any(d.remedy.startswith("qk_clip") and d.step < 5 for d in first.pilot.decisions)  # type: ignore[union-attr]
-    for a, b in zip(first.pilot.events, second.pilot.events):  # type: ignore[union-attr]
-        assert a == b, (a["text"][:150], b["text"][:150])
-    assert second.pilot.events == first.pilot.events  # type: ignore[union-attr]
-    a, b = whole.lightning_module.state_dict(), again.lightning_module.state_dict()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    with pytest.raises(InvalidValueError, match="without allow_new_parameters"):
-        QkeelCallback(autopilot="ladder:allow_new_parameters=true")
