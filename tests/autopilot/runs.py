@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,24 +27,41 @@ def decoder(seed: int = 0) -> Decoder:
 
 
 class Foreign(nn.Module):
-    """Attention by torch's function, in a model that is not qkeel's: sites must be seen."""
+    """Attention by torch's function, in a model that is not qkeel's: sites must be seen.
 
-    def __init__(self) -> None:
+    kind: "", or what is different: "fused", "grouped", "tied", "normed" or "frozen" queries and keys.
+    """
+
+    def __init__(self, kind: str = "") -> None:
         super().__init__()
+        self.kind = kind
         self.embed = nn.Embedding(32, 32)
         self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
         self.drop = nn.Dropout(0.1)
+        if kind == "fused":
+            self.q, self.k, self.v = nn.Linear(32, 96), None, None
+        elif kind == "grouped":
+            self.k, self.v = nn.Linear(32, 16), nn.Linear(32, 16)
+        elif kind == "tied":
+            self.k = self.q
+        elif kind == "normed":
+            self.norms = nn.ModuleList([nn.RMSNorm(8), nn.RMSNorm(8)])
+        elif kind == "frozen":
+            self.q.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        q, k, v = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        x = x + self.drop(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return self.out(x) @ self.embed.weight.mT
+        made = self.q(x).chunk(3, -1) if self.kind == "fused" else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in made)
+        if self.kind == "normed":
+            q, k = self.norms[0](q), self.norms[1](k)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kind == "grouped")
+        return self.out(x + self.drop(attended.transpose(1, 2).flatten(2))) @ self.embed.weight.mT
 
 
-def foreign(seed: int = 0) -> Foreign:
+def foreign(seed: int = 0, kind: str = "") -> Foreign:
     torch.manual_seed(seed)
-    return Foreign()
+    return Foreign(kind)
 
 
 def batches(first: int = 0, last: int = STEPS) -> Iterator[Tensor]:
@@ -73,14 +91,21 @@ class Run:
             warnings.simplefilter("ignore", qkeel.errors.QkeelWarning)
             for step, tokens in enumerate(batches(first, last), first):
                 torch.manual_seed(1000 + step)  # dropout
-                for part in tokens.chunk(parts):
-                    logits = (self.model if call is None else call)(part[:, :-1])
-                    loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / parts
-                    loss.backward()
-                    self.losses.append(loss.item())
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                if isinstance(self.optimizer, torch.optim.LBFGS):
+                    self.optimizer.step(functools.partial(self._gradients, tokens, parts, call))
+                else:
+                    self._gradients(tokens, parts, call)
+                    self.optimizer.step()
         return self
+
+    def _gradients(self, tokens: Tensor, parts: int, call: Callable[..., Tensor] | None) -> Tensor:
+        self.optimizer.zero_grad()
+        for part in tokens.chunk(parts):
+            logits = (self.model if call is None else call)(part[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / parts
+            loss.backward()
+            self.losses.append(loss.item())
+        return loss
 
     def bits(self) -> dict[str, Tensor]:
         found = {name: p.detach().clone() for name, p in self.model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The callback of the Trainer with an autopilot, by the events that a Trainer sends."""
+"""The callback of the Trainer with an autopilot, by the events that a Trainer sends and in a Trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from qkeel.errors import QkeelWarning, UnknownNameError
+from qkeel.errors import InvalidValueError, QkeelWarning, UnknownNameError
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,6 +56,8 @@ def go_on(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
 def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError):
         QkeelCallback(autopilot="lader")
+    with pytest.raises(InvalidValueError, match="without allow_new_parameters"):
+        QkeelCallback(autopilot="ladder:allow_new_parameters=true")
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
     callback, args, state = begun(tmp_path, 0, model, optimizer)
@@ -75,3 +77,26 @@ def test_a_training_resumed_from_a_checkpoint_goes_on_with_what_was_in_force(tmp
     second, *_ = begun(tmp_path, 12, again, other)
     assert go_on(again, other, 12, 16) == whole
     assert second.pilot.decisions == callback.pilot.decisions  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_a_trainer_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+
+    def trained(resume: str | None = None) -> tuple[Any, QkeelCallback]:
+        callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1")
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=12, save_steps=7, learning_rate=0.3, per_device_train_batch_size=2, report_to=[],
+            use_cpu=True, lr_scheduler_type="constant", logging_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        data: Any = [{"input_ids": ids, "labels": ids} for ids in DATA]
+        trainer = transformers.Trainer(tiny(), args, train_dataset=data, callbacks=[callback])
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model, callback
+
+    whole, first = trained()
+    again, second = trained(str(tmp_path / "checkpoint-7"))
+    assert any(d.remedy.startswith("qk_clip") and d.step < 5 for d in first.pilot.decisions)  # type: ignore[union-attr]
+    assert second.pilot.events == first.pilot.events  # type: ignore[union-attr]
+    a, b = whole.state_dict(), again.state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)

@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from qkeel.autopilot.decision import Action, Held
 from qkeel.errors import QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State
-from qkeel.patching.compiler_state import is_compiled
 from qkeel.remedies import apply, parse
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.qk_clip import QKClip
-from qkeel.remedies.retrofit import retrofit
+from qkeel.remedies.retrofit import Fitting, Retrofit, retrofit
 from qkeel.sites.site import AttentionSite
 
 Key = tuple[str, int]  # a remedy with its options, and the number of the optimizer that it acts on
 Heads = dict[str, tuple[int, ...]]  # by site, () for all
+BLEND = 5  # optimizer steps from the model without a norm to that with it
 Refusals = list[tuple[Action, str | None, str]]
 
 _COMPILED = {
     Action.CLIP: "qk_clip reads the logits of a compiled model by one more pass without gradients before each pass",
-    Action.NORM: "a norm is put into a compiled model: its next pass compiles again",
+    Action.NORM: "a norm is put into a compiled model: its next passes compile again",
 }
 
 
@@ -42,7 +42,8 @@ class Actuator:
     ) -> None:
         self.model, self.optimizers, self.example = model, list(optimizers), example
         self.handles: dict[Key, tuple[Handle, Heads]] = {}
-        self.norm: tuple[str, Handle] | None = None
+        self.norm: tuple[str, Retrofit] | None = None
+        self.compiled = False  # whether the model runs compiled code, as far as it has been seen
         self._said: set[Action] = set()
         self.know(sites)
 
@@ -82,6 +83,9 @@ class Actuator:
 
     def set(self, held: Held, optimizer: int) -> Refusals:
         """Brings into force what acts on this optimizer, and no more; returns what was refused."""
+        norm = next((spec for (spec, _), (action, _) in held.items() if action is Action.NORM), "")
+        if refused := self.set_norm(norm):
+            return refused
         wanted: dict[Key, Heads] = {}
         actions: dict[Key, Action] = {}
         for (spec, site), (action, heads) in held.items():
@@ -90,15 +94,10 @@ class Actuator:
                 actions[spec, optimizer] = action
         for key in [key for key in self.handles if key[1] == optimizer and key not in wanted]:
             self.handles.pop(key)[0].remove()
-        refused: Refusals = []
         for key, heads in wanted.items():
             if key not in self.handles or self.handles[key][1] != heads:
                 self._say(actions[key])
                 refused += [(actions[key], site, why) for site, why in self._exchange(key, heads)]
-        if optimizer == 0:
-            refused += self.set_norm(
-                next((spec for (spec, _), (action, _) in held.items() if action is Action.NORM), "")
-            )
         return refused
 
     def _exchange(self, key: Key, wanted: Heads) -> Iterator[tuple[str, str]]:
@@ -142,18 +141,31 @@ class Actuator:
         return apply(remedy, self.model, self.optimizers[key[1]], sites=self.sites, partial=True)
 
     def set_norm(self, spec: str) -> Refusals:
-        """Puts a norm with fitted gains into the whole model, once; "" for none."""
+        """Puts a norm with fitted gains into the whole model in place of all else, once; "" for none.
+
+        The gains join the first optimizer that takes them; its steps blend the norm in, so the loss does not jump.
+        """
         if not spec or self.norm is not None:
             return []
         self._say(Action.NORM)
+        before = [(key, heads, handle.state()) for key, (handle, heads) in self.handles.items()]
+        self.remove()
+        reason = ""
         try:
-            self.norm = spec, retrofit(self.model, spec, [self.example], self.optimizers[0])
-        except QkeelError as error:
-            return [(Action.NORM, None, str(error))]
-        return []
+            for optimizer in self.optimizers:
+                try:
+                    norm = retrofit(self.model, spec, [self.example], optimizer, fitting=Fitting(anneal=BLEND))
+                    self.norm = spec, norm
+                    return []
+                except QkeelError as error:
+                    reason = reason or str(error)
+        finally:
+            for one in before if self.norm is None else ():
+                self.put_on(*one)
+        return [(Action.NORM, None, reason)]
 
     def _say(self, action: Action) -> None:
-        if action in _COMPILED and action not in self._said and any(map(is_compiled, self.model.modules())):
+        if self.compiled and action in _COMPILED and action not in self._said:
             self._said.add(action)
             caution(_COMPILED[action])
 
@@ -166,9 +178,7 @@ class Actuator:
             self.norm = None
 
     def state(self) -> State:
-        """Returns what the remedies in force remember, by their numbers in the order of `handles`."""
-        return {
-            f"{i}.{name}": value
-            for i, (handle, _) in enumerate(self.handles.values())
-            for name, value in handle.state().items()
-        }
+        """Returns what the remedies in force remember, by their numbers in the order of `handles`, and the norm."""
+        parts = {str(i): handle for i, (handle, _) in enumerate(self.handles.values())}
+        parts |= {} if self.norm is None else {"norm": self.norm[1]}
+        return {f"{i}.{name}": value for i, handle in parts.items() for name, value in handle.state().items()}

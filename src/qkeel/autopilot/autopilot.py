@@ -173,9 +173,11 @@ class Autopilot(Handle):
         if not self._pending[number] or known is None or actuator is None:
             return
         self._pending[number] = False
+        actuator.compiled = self.monitor.compiled
         for action, site, reason in actuator.set(in_force(known.decisions, known.refused), number):
             refused = Refused(step=known.decisions[-1].step, action=str(action), site=site, reason=reason)
             known.refuse(refused)
+            self._pending[number] |= action is Action.NORM  # what was decided with it follows after the next step
             self._note({"event": "refused", **dataclasses.asdict(refused), "text": f"refused {action}: {reason}"})
 
     def _see(self, sample: Sample) -> None:

@@ -16,6 +16,7 @@ from qkeel.monitor import Cadence, PlannedRates, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch
+from qkeel.patching.forward_passes import unwrapped
 from qkeel.remedies.steps.mixed_precision import innermost
 from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
@@ -68,7 +69,7 @@ def autopilot(
     sites = None
     if example is not None:
         args, kwargs = arguments(example)
-        sites = find_sites(model, *args, **kwargs)
+        sites = find_sites(unwrapped(model), *args, **kwargs) if isinstance(model, nn.Module) else None
     monitor = watch(model, optimizers[0], every=every, sinks=sinks, query_mask=query_mask, planned=planned, sites=sites)
     return attach(monitor, optimizers, policy=policy if isinstance(policy, str) else chosen, example=example)
 

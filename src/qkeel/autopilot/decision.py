@@ -88,7 +88,7 @@ class Decision:
 
     def row(self) -> Row:
         """The decision as a line of events.jsonl."""
-        return {"event": "decision", **dataclasses.asdict(self), "action": str(self.action), "text": str(self)}
+        return _row("decision", self)
 
     @classmethod
     def of(cls, row: Row) -> Self:
@@ -125,7 +125,13 @@ class Effect:
 
     def row(self) -> Row:
         """The effect as a line of events.jsonl."""
-        return {"event": "effect", **dataclasses.asdict(self), "action": str(self.action), "text": str(self)}
+        return _row("effect", self)
+
+
+def _row(event: str, one: Decision | Effect) -> Row:
+    """As JSON gives it back, so that events are equal after a resume."""
+    plain = dataclasses.asdict(one) | {"action": str(one.action), "heads": list(one.heads)}
+    return {"event": event, **plain, "text": str(one)}
 
 
 Held = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
@@ -134,7 +140,7 @@ Held = dict[tuple[str, str | None], tuple[Action, tuple[int, ...]]]
 def in_force(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> Held:
     """Returns what is in force after these decisions: by (remedy, site) the action and its heads, empty for all.
 
-    A decision that was refused at its step changes nothing.
+    A decision that was refused at its step changes nothing. A norm takes the place of what acts on steps.
 
     >>> in_force([Decision(step=1, action=Action.RATES, site="a", remedy="lalr", rule="", expected="", reason="")])
     {('lalr', 'a'): (<Action.RATES: 'lalr'>, ())}
@@ -146,6 +152,8 @@ def in_force(decisions: Sequence[Decision], refused: Sequence[Refused] = ()) -> 
         old = found.get(key, (one.action, ()))[1]
         if not one.release:
             if (one.step, str(one.action), one.site) not in gone:
+                if one.action is Action.NORM:
+                    found = {k: held for k, held in found.items() if held[0] not in (Action.CLIP, Action.RATES)}
                 found[key] = one.action, tuple(sorted({*old, *one.heads}))
         elif left := tuple(h for h in old if one.heads and h not in one.heads):
             found[key] = one.action, left

@@ -10,18 +10,28 @@ from qkeel.registry import Term, build, lookup, parse
 POLICIES: dict[str, type[Policy]] = {"ladder": Ladder}
 
 
-def policy(named: str | Policy) -> Policy:
-    """The policy that a spec string names, or the policy itself.
+def policy(named: str | Policy, *, parameters: bool = True) -> Policy:
+    """The policy that a spec string names, or the policy itself; without `parameters` one that never adds any.
 
-    Raises: UnknownNameError for a name or an option that there is not, InvalidTypeError for anything else.
+    Raises: UnknownNameError for a name or an option that there is not, InvalidTypeError for anything else,
+        InvalidValueError for a ladder that may add parameters where it must not.
 
     >>> policy("ladder:threshold=50").threshold
     50
     """
-    if isinstance(named, Policy):
-        return named
-    if not isinstance(named, str):
+    found = _built(named) if isinstance(named, str) else named
+    if not isinstance(found, Policy):
         raise InvalidTypeError(f"expected the name of a policy or a Policy, got {type(named).__name__}")
+    if not parameters and isinstance(found, Ladder) and found.allow_new_parameters:
+        raise InvalidValueError(
+            "expected a policy without allow_new_parameters here, whose checkpoints do not hold parameters that come "
+            "while it trains; it is for a training loop of your own, with qkeel.autopilot(model, optimizer, "
+            "example=batch)"
+        )
+    return found
+
+
+def _built(named: str) -> Policy:
     terms = parse(named)
     if len(terms) != 1:
         raise InvalidValueError(f"expected one policy, got {len(terms)} in {named!r}")
@@ -30,10 +40,10 @@ def policy(named: str | Policy) -> Policy:
 
 
 def spelled(term: Term) -> str:
-    """The one spelling of a policy with its options, checked.
+    """The one spelling of a policy with its options, checked; not of one that may add parameters.
 
     >>> spelled(parse("ladder:tau=0.10")[0])
     'ladder:tau=0.1'
     """
-    policy(str(term))
+    policy(str(term), parameters=False)
     return str(term)

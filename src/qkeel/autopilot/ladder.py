@@ -96,11 +96,9 @@ class _Step:
         """The first kind of decision that there is a reason for: closer before clips before more."""
         alarm = next((found for rule in RULES if (found := rule.check(self.history)) is not None), None)
         found = [*self.watch(), *self.clips(alarm), *self.more()]
-        norms = [one for one in found if one.action is Action.NORM]
-        if norms:  # one change of the whole model, in place of all others
-            others = [(*key, action) for key, (action, _) in self.held.items() if action in (Action.CLIP, Action.RATES)]
-            return (*(self.off(*one, (), "a norm takes its place") for one in others), norms[0])
-        return tuple(found or self.releases())
+        norm = next((one for one in found if one.action is Action.NORM), None)
+        # A norm is one change of the whole model, in place of all others.
+        return tuple(found or self.releases()) if norm is None else (norm,)
 
     def of(self, action: Action, site: int | None, rule: str, reason: str, heads: tuple[int, ...] = ()) -> Decision:
         """A decision of this step."""
@@ -108,7 +106,7 @@ class _Step:
             Action.WATCH: "a record every few steps; nothing else changes",
             Action.CLIP: f"the max logit of these heads stays at about {self.ladder.threshold:g} or under",
             Action.RATES: f"steps of the site's q and k weights {self.ladder.tau:g} times as large or smaller",
-            Action.NORM: "the max logit is at most what the gains of the norm allow",
+            Action.NORM: "the max logit is at most what the gains allow; qk_clip and lalr come off for it",
             Action.RATE: "the logits grow in proportion to the learning rate",
             Action.NONE: "nothing: the run goes on as it is",
         }[action]

@@ -88,6 +88,8 @@ def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
     try:
         for _, _, why in actuator.set_norm(about["norm"]):
             raise RefusedError(f"the norm that was in force cannot be put back: {why}")
+        if actuator.norm is not None:
+            actuator.norm[1].load(_under(state, "remedy/norm."))
         for i, ((spec, number), heads) in enumerate(about["handles"]):
             own = _under(state, f"remedy/{i}.")
             actuator.put_on((spec, number), {site: tuple(those) for site, those in heads.items()}, own)

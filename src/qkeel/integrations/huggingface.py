@@ -66,7 +66,7 @@ class QkeelCallback(TrainerCallback):
         self.pilot: Autopilot | None = None
         self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
         if self._policy is not False:
-            policy(self._policy)
+            policy(self._policy, parameters=False)
         self._every, self._rules, self._query_mask, self._per_layer = every, rules, query_mask, per_layer
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
         self._queue = SampleQueue()

@@ -60,7 +60,7 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
         self._example = example
         if self._policy is not False:
-            policy(self._policy)
+            policy(self._policy, parameters=False)
         self._state: State = {}  # of a checkpoint
         self._module, self._every, self._rules, self._query_mask = module, every, rules, query_mask
         self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)

@@ -140,6 +140,11 @@ class Monitor(Handle):
         return self.sites.missed
 
     @property
+    def compiled(self) -> bool:
+        """Returns whether a pass that was seen ran compiled code."""
+        return self._tap.compiled
+
+    @property
     def steps(self) -> int:
         """The number of optimizer steps done; set it to go on counting where an earlier training stopped."""
         return self._steps.done
@@ -270,15 +275,18 @@ class Monitor(Handle):
         self._group.stopped = True
 
     def _state(self) -> State:
-        """The steps done, the step measured last (-1 for none) and the rate of the step done last (-1 for none)."""
+        """Steps done, the step measured last, the rate of the step done last (-1 for none); records and alarms."""
+        self.sample_before(self.steps)  # it waits for the last record
         last, rate = self._steps.last, self._step_end.rate
         state = {"steps": torch.tensor(self.steps), "last": torch.tensor(-1 if last is None else last)}
-        return {**state, "rate": torch.tensor(-1.0, dtype=torch.float64) if rate is None else rate.cpu()}
+        own = {**state, "rate": torch.tensor(-1.0, dtype=torch.float64) if rate is None else rate.cpu()}
+        return own | {f"journal/{name}": value for name, value in self._journal.state().items()}
 
     def _load_state(self, state: State) -> None:
         self.steps = int(state["steps"])
         if int(state["last"]) >= 0:
             self._steps.measured(int(state["last"]))
+        self._journal.load({name[8:]: value for name, value in state.items() if name.startswith("journal/")})
         self._step_end.rate = None if float(state["rate"]) < 0 else state["rate"].clone()
 
     def _finish(self) -> None:

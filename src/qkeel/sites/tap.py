@@ -92,6 +92,7 @@ class Tap(Handle):
         self.sites = Sites()  # those that are known: how to see them
         self.foreign = True  # until a pass has shown that all attention is of own modules
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
+        self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self.guard = Guard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
@@ -178,6 +179,7 @@ class Tap(Handle):
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         phase = self.phase
         look = self._due(self.model.training, compiled)
+        self.compiled = self.compiled or compiled
         extra = compiled or _takes_fast_path(self.model)
         if look == "bracket" and not extra:
             self._running = mode = BracketMode(self.guard)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from qkeel import dist
 from qkeel.errors import AlarmWarning, caution
 from qkeel.functional.statistics.logit_stats import LogitStats
+from qkeel.handle import State
 from qkeel.monitor.alarms.alarm_log import AlarmLog
 from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.recording import Recording
-from qkeel.monitor.alarms.rule import Rule
+from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
 from qkeel.monitor.processes.transfer import Measurement
 from qkeel.monitor.record.class_records import class_facts, class_rows
 from qkeel.monitor.record.sample import Sample, pad_layers, repeat_groups
@@ -48,6 +52,7 @@ class Journal:
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
         self._width = 0
+        self._carried: State = {}  # from a checkpoint, until the first numbers come
 
     def add(self, step: int, phase: Phase, measured: Measurement) -> None:
         """One step's numbers."""
@@ -58,6 +63,7 @@ class Journal:
         if self._about is not None:
             about, self._about = {**self._about(), **class_facts(measured.stats)}, None
             self.log = AlarmLog(self._rules())
+            self._take_up()
             self._each(lambda sink: sink.open(about))
         sample = self.sample = self._sample(step, phase, measured)
         self._each(lambda sink: sink.write(sample))
@@ -68,6 +74,26 @@ class Journal:
                 if dist.rank() == 0:
                     caution(str(alarm), AlarmWarning)
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
+
+    def state(self) -> State:
+        """The records and the alarms so far, as tensors by name."""
+        if self._carried:
+            return self._carried
+        alarms = json.dumps([dataclasses.asdict(alarm) for alarm in self.log.alarms]).encode()
+        records = {f"records/{name}": torch.from_numpy(x.copy()) for name, x in self.recording.state().items()}
+        return {**records, "alarms": torch.frombuffer(bytearray(alarms), dtype=torch.uint8)}
+
+    def load(self, state: State) -> None:
+        """Goes on after these, from the first numbers on."""
+        self._carried = state
+
+    def _take_up(self) -> None:
+        state, self._carried = self._carried, {}
+        if state:
+            records = {name.removeprefix("records/"): np.asarray(x) for name, x in state.items() if name != "alarms"}
+            self.recording.load(records)
+            rows = json.loads(bytes(state["alarms"].cpu().numpy()))
+            self.log.alarms = [Alarm(**row | {"severity": Severity(row["severity"])}) for row in rows]
 
     def before(self, step: int) -> Sample | None:
         """The newest of the last two samples of training that was measured before this step."""

@@ -108,6 +108,18 @@
     });
   }
 
+  // What an autopilot did, in up to four rows of labels that do not run into each other; the lines have all.
+  function labelled(run, width) {
+    const steps = ((run.step.at(-1) - run.step[0]) || 1) / Math.max(1, width - 190), rows = [[], [], [], []], ends = rows.map(() => -Infinity);
+    for (const one of run.interventions) {
+      const row = ends.findIndex((end) => end <= one.step), last = run.interventions[run.interventions.indexOf(one) - 1];
+      if (row < 0 || (last && last.label === one.label && row > 0)) continue;
+      rows[row].push(one);
+      ends[row] = one.step + steps * (6 * one.label.length + 8);
+    }
+    return rows;
+  }
+
   function growth(width) {
     const run = current();
     const {log, layers, whole} = chosen("growth", {scale: "log", smooth: "1"}, run, byLayer(run, "max_logit"), points(run.values.max_logit ?? [], run), FLOOR);
@@ -128,7 +140,7 @@
         Plot.dot(evaluated, {x: "step", y: "value", r: 3, stroke: "var(--faint)", fill: "var(--paper)", ariaDescription: "evaluation mode"}),
         Plot.dot(alarms, {x: "step", y: "value", r: 4.5, fill: severity, stroke: "var(--paper)", strokeWidth: 1.5, ariaDescription: "alarms"}),
         Plot.ruleX(run.interventions, {x: "step", stroke: "var(--series-2)", strokeDasharray: "2 3", strokeWidth: 1.4, title: "text", ariaDescription: "interventions"}),
-        Plot.text(run.interventions, {x: "step", text: "label", title: "text", frameAnchor: "top", textAnchor: "start", dx: 3, dy: 2, fontSize: 10, fill: "var(--series-2)"}),
+        ...labelled(run, width).map((labels, row) => Plot.text(labels, {x: "step", text: "label", title: "text", frameAnchor: "top", textAnchor: "start", dx: 3, dy: 2 + 12 * row, fontSize: 10, fill: "var(--series-2)", stroke: "var(--paper)", strokeWidth: 3})),
         Plot.dot(whole, Plot.selectLast({x: "step", y: "value", r: 3.2, fill: "var(--ink)"})),
         Plot.text(whole, Plot.selectLast({
           x: "step", y: "value", dx: 8, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", lineHeight: 1.2,

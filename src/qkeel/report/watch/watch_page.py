@@ -106,21 +106,38 @@ def _alarm(alarm: Row, run: str) -> Markup:
 
 
 def _interventions(runs: Sequence[Watched]) -> Markup:
-    """Each decision with its reason, and the effect that was seen."""
+    """Each decision with its reason, and the effect that was seen; what is alike at several sites stands once."""
     items = []
     for run in runs:
         seen = {(e.get("of_step"), e.get("action"), e.get("site")): e for e in run.interventions if "of_step" in e}
+        alike: dict[object, list[Row]] = {}
         for event in [e for e in run.interventions if e.get("event") != "effect"]:
-            effect = None if event.get("release") else seen.get((event["step"], event.get("action"), event.get("site")))
-            items.append(_intervention(event, "" if effect is None else str(effect.get("text"))))
+            key = tuple(event.get(name) for name in ("event", "step", "action", "release", "reason"))
+            alike.setdefault(key, []).append(event)
+        for own in alike.values():
+            effects = [seen.get((e["step"], e.get("action"), e.get("site"))) for e in own if not e.get("release")]
+            items.append(_intervention(own, [effect for effect in effects if effect is not None]))
     return tag("ul", {"class": "alarms"}, *items) if items else Markup("")
 
 
-def _intervention(event: Row, effect: str) -> Markup:
-    kind = "release" if event.get("release") else str(event.get("action") or event.get("event"))
-    parts = [tag("p", {}, tag("strong", {"class": "severity"}, kind), f" {event.get('text')}")]
-    parts += [tag("p", {"class": "source"}, effect)] if effect else []
-    return tag("li", {"class": "alarm-notice"}, *parts)
+def _intervention(events: Sequence[Row], effects: Sequence[Row]) -> Markup:
+    first, text = events[0], str(events[0].get("text"))
+    kind = "release" if first.get("release") else str(first.get("action") or first.get("event"))
+    below = [str(effect.get("text")) for effect in effects]
+    if len(events) > 1:
+        start, _, rest = text.partition(": ")
+        when, places = (
+            start.split(", ")[0],
+            [", ".join(str(e.get("text")).partition(": ")[0].split(", ")[1:]) for e in events],
+        )
+        text = f"{when}, {count(len(events), 'site')}: {rest}"
+        went = [f"{e['site']} from {e['before']:.4g} to {e['after']:.4g}" for e in effects]
+        below = [
+            "; ".join(places),
+            *([f"By step {effects[0]['step']:,} the max logit went at {'; '.join(went)}"] if went else []),
+        ]
+    parts = [tag("p", {}, tag("strong", {"class": "severity"}, kind.replace("_", " ")), f" {text}")]
+    return tag("li", {"class": "alarm-notice"}, *parts, *(tag("p", {"class": "source"}, line) for line in below))
 
 
 def _charts(runs: Sequence[Watched], present: Sequence[Chart]) -> Markup:
