@@ -211,7 +211,7 @@ class Autopilot(Handle):
             n = sample.heads["max_logit"].shape[1] if site is None else site.n_heads
             facts.append(SiteFacts(name=name, n_heads=n, unknown=unknown))
         missed = [str(one) for one in self.monitor.missed]
-        dist.done_by_all("qkeel.autopilot", lambda: (facts, missed), repr, lambda _: None)
+        dist.done_by_all("qkeel.autopilot", lambda: (facts, missed), repr, lambda _: None, patience=dist.PATIENCE)
         known = self.start(facts, missed, list(sites.values()))
         assert self.actuator is not None
         for action, site, reason in self.actuator.try_all():

@@ -16,9 +16,12 @@ from qkeel.dist.shards import shard as shard
 from qkeel.dist.shards import shards_of as shards_of
 from qkeel.dist.step_gather import StepGather as StepGather
 from qkeel.dist.step_gather import StepMaxima as StepMaxima
+from qkeel.dist.unanimity import PATIENCE as PATIENCE
 from qkeel.dist.unanimity import ApartError as ApartError
 from qkeel.dist.unanimity import Membership as Membership
+from qkeel.dist.unanimity import agreed_collectives as agreed_collectives
 from qkeel.dist.unanimity import done_by_all as done_by_all
+from qkeel.dist.unanimity import failed_on_all as failed_on_all
 from qkeel.dist.unanimity import words_of_all as words_of_all
 from qkeel.dist.words import ordinal as ordinal
 from qkeel.dist.world import collective_device as collective_device

@@ -59,5 +59,7 @@ def _wait(work: Work | None, result: Tensor) -> None:
         if now > asked + _USUAL:
             asked = now
             if process_store().check([_FAILED]):
-                raise ApartError(f"this process waited for one that has failed, {process_store().get(_FAILED).decode()}")
+                raise ApartError(
+                    f"this process waited for one that has failed, {process_store().get(_FAILED).decode()}"
+                )
     work.wait()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar, final
 
+from torch.distributed import DistError
+
 from qkeel.dist.world import rank, world
-from qkeel.errors import RefusedError
+from qkeel.errors import RefusedError, caution
+from qkeel.patching.modes import CollectiveMode
 from qkeel.patching.parallel_training import process_store
 
 T = TypeVar("T")
 
-PATIENCE = 8.0  # seconds that processes may come apart to what all of them do
+PATIENCE = 8.0  # seconds that processes are given to come to what all of them do, once one of them has failed
 _FAILED = "failed: "
 _ROUND = "qkeel/round"
 
@@ -21,7 +26,14 @@ class ApartError(RefusedError):
     """Something that every process of a run does or none, and that not all of them did. All of them raise an error."""
 
 
-def done_by_all(what: str, act: Callable[[], T], word: Callable[[T], str], undo: Callable[[T], None]) -> T:
+def done_by_all(
+    what: str,
+    act: Callable[[], T],
+    word: Callable[[T], str],
+    undo: Callable[[T], None],
+    *,
+    patience: float | None = None,
+) -> T:
     """Returns what `act()` returns, if it succeeds on every process of the run and means the same on each.
 
     Where this is called again inside `act`, and fails there, the outer call says no more: every process knows.
@@ -31,10 +43,11 @@ def done_by_all(what: str, act: Callable[[], T], word: Callable[[T], str], undo:
         act: is done on each process; it may wait for other processes only behind a call of this function.
         word: what was done, in words that must be the same on all processes.
         undo: takes back what was done where another process has failed, or has done something else.
+        patience: as in `words_of_all`.
 
     Raises:
-        ApartError: another process failed, did something else, or said nothing for 8 seconds. What `act` itself
-        raises is raised as it is, once the others know of it.
+        ApartError: another process failed, did something else, or did not come. What `act` itself raises is raised as
+        it is, once the others know of it.
     """
     if world() == 1:
         return act()
@@ -42,11 +55,11 @@ def done_by_all(what: str, act: Callable[[], T], word: Callable[[T], str], undo:
         done = act()
     except ApartError:
         raise
-    except Exception as error:
-        _say(f"{_FAILED}{type(error).__name__}: {error}")
+    except BaseException as error:
+        _say(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
         raise
     try:
-        words = words_of_all(what, word(done))
+        words = words_of_all(what, word(done), patience=patience)
         if len(set(words)) > 1:
             raise ApartError(f"{what} is not the same on all processes of this run. {_unlike(words)}")
     except ApartError:
@@ -55,43 +68,147 @@ def done_by_all(what: str, act: Callable[[], T], word: Callable[[T], str], undo:
     return done
 
 
-def words_of_all(what: str, word: str) -> list[str]:
-    """Returns what every process says, in the order of ranks, once all have said something.
+def words_of_all(what: str, word: str, *, patience: float | None = None) -> list[str]:
+    """Returns what every process says of `what`, in the order of ranks, once all have said something.
 
-    Raises: ApartError if a process says nothing for 8 seconds, or says that it has failed.
+    patience: seconds after which a silent process is an error. None is for what a process may come to much later than
+    others, who warn after 8 seconds and wait as long as the process group waits in a collective.
+
+    Raises: ApartError if a process stays silent, says something of another matter, or has said that it failed: then
+    those that are silent have 8 seconds left, and get this error as soon as they say something.
     """
-    words = _say(word)
-    if words is None:
+    at, words = _say(what, word, patience)
+    fault = _fault(at)
+    if fault:
+        raise ApartError(fault)
+    silent = [other for other, said in enumerate(words) if said is None]
+    if silent:
         raise ApartError(
-            f"{what} was called on some processes of this run only, or {PATIENCE:g} seconds apart. Every process must "
-            "call it; where they reach it at very different times, let them wait for each other first with "
-            "torch.distributed.barrier()"
+            f"{what} was called on some processes of this run only: {_processes(silent)} did not come to it within "
+            f"{_limit(patience):g} seconds. Every process must call it; where they reach it at very different times, "
+            "let them wait for each other first with torch.distributed.barrier()"
         )
-    for other, said in enumerate(words):
-        if said.startswith(_FAILED):
-            raise ApartError(f"{what} failed on process {other}, so no process has done it: {said[len(_FAILED) :]}")
-    return words
+    said = [one.partition("\n") for one in words if one is not None]
+    if len({matter for matter, *_ in said}) > 1:
+        raise ApartError(f"the processes of this run call different things. {_unlike([m for m, *_ in said])}")
+    return [text for *_, text in said]
 
 
-def _say(word: str) -> list[str] | None:
-    """The words of all processes in this round; None if one of them stays silent.
+def failed_on_all(what: str, error: Exception) -> None:
+    """Tells the other processes that this one has failed in `what`; returns if each of them says the same.
+
+    Raises: ApartError if not.
+    """
+    at, words = _say(what, f"{_FAILED}{type(error).__name__}: {error}", PATIENCE)
+    if not all(said is not None and said.startswith(f"{what}\n{_FAILED}") for said in words):
+        raise ApartError(_fault(at)) from error
+
+
+def agreed_collectives(what: str) -> CollectiveMode:
+    """While it is entered, processes meet before each of their collectives: where one of them fails in `what`, the
+    others get an error instead of waiting for it, and none of its later collectives is taken for this one."""
+    return CollectiveMode(functools.partial(_meet, what))
+
+
+def _meet(what: str, ranks: Sequence[int], operator: str) -> None:
+    """Waits until all of these processes have come to an operator.
+
+    Raises: ApartError if a process has failed. RefusedError if one of these calls another operator, or no more.
+    """
+    with _store_there():
+        store, at, pause = process_store(), f"{_ROUND}/{_number()}", 0.001
+        here = f"{at}/{'-'.join(map(str, ranks))}"
+        here += f"/{store.add(f'{here}/{rank()}', 1)}"
+        keys = [f"{here}/{other}" for other in ranks]
+        store.set(f"{here}/{rank()}", operator)
+        while not store.check(keys):
+            if _fault(at):
+                words_of_all(what, "")  # raises, and lets the other go on
+            if over := [other for other in ranks if store.check([f"{at}/{other}"])]:
+                raise RefusedError(f"{what}: {_processes(over)} came to its end, and this process to {operator}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        words = [store.get(key).decode() for key in keys]
+    if len(set(words)) > 1:
+        raise RefusedError(f"{what} is not the same on all processes. {_unlike(words)}")
+
+
+def _number() -> int:
+    return int(process_store().compare_set(_ROUND, "", "0").decode())
+
+
+@contextmanager
+def _store_there() -> Iterator[None]:
+    """Raises ApartError where the store is gone."""
+    try:
+        yield
+    except DistError as error:
+        raise ApartError("another process of this run, at which all of them meet, has ended") from error
+
+
+def _fault(at: str) -> str:
+    store, key = process_store(), f"{at}/fault"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _limit(patience: float | None) -> float:
+    return process_store().timeout.total_seconds() if patience is None else patience
+
+
+def _processes(ranks: Sequence[int]) -> str:
+    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@_store_there()
+def _say(what: str, word: str, patience: float | None) -> tuple[str, list[str | None]]:
+    """The round, and the words of all processes in it, None of those that stay silent.
 
     The number of the round is common to all: a process that was silent in one meets the others in the next.
     """
-    store = process_store()
-    count = store.compare_set(_ROUND, "", "0").decode()
-    keys = [f"{_ROUND}/{count}/{other}" for other in range(world())]
-    store.set(keys[rank()], word)
-    give_up = time.monotonic() + PATIENCE
-    verdict = f"{_ROUND}/{count}/verdict"
-    pause = 0.001
-    while not (complete := store.check(keys)) and not store.check([verdict]) and time.monotonic() < give_up:
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
+    store, number = process_store(), _number()
+    at = f"{_ROUND}/{number}"
+    _catch_up(what, number, patience)
+    keys = [f"{at}/{other}" for other in range(world())]
+    if word.startswith(_FAILED):
+        fault = f"{what} failed on process {rank()}, so no process has done it: {word[len(_FAILED) :]}"
+        store.compare_set(f"{at}/fault", "", fault)
+    store.set(keys[rank()], f"{what}\n{word}")
+    verdict = f"{at}/verdict"
+    complete = _waited(what, keys, verdict, f"{at}/fault", _limit(patience))
     # The first verdict is everyone's: one process may just have lost patience with another that was about to speak.
     final = store.compare_set(verdict, "", "complete" if complete else "silent").decode()
-    store.compare_set(_ROUND, count, str(int(count) + 1))
-    return [store.get(key).decode() for key in keys] if final == "complete" else None
+    store.compare_set(_ROUND, str(number), str(number + 1))
+    here = [final == "complete" or store.check([key]) for key in keys]
+    return at, [store.get(key).decode() if said else None for key, said in zip(keys, here)]
+
+
+def _catch_up(what: str, number: int, patience: float | None) -> None:
+    """Raises ApartError if this process comes too late to what has failed since, and might wait long for nobody."""
+    store, joined = process_store(), f"{_ROUND}/joined/{rank()}"
+    last = int(store.compare_set(joined, "", "-1").decode())
+    store.set(joined, str(number))
+    for missed in range(last + 1, number) if patience is None else ():
+        if (fault := _fault(f"{_ROUND}/{missed}")).startswith(what):
+            raise ApartError(fault)
+
+
+def _waited(what: str, keys: Sequence[str], verdict: str, fault: str, limit: float) -> bool:
+    """Waits until all keys are there, and returns whether they are: not if there is a verdict, or time is up."""
+    store, begun, pause, warned = process_store(), time.monotonic(), 0.001, False
+    give_up = begun + limit
+    while not (complete := store.check(list(keys))) and not store.check([verdict]):
+        now = time.monotonic()
+        if store.check([fault]):
+            give_up = min(give_up, now + PATIENCE)
+        elif now > begun + PATIENCE and limit > PATIENCE and not warned:
+            warned = True
+            silent = [other for other, key in enumerate(keys) if not store.check([key])]
+            caution(f"{what} waits for {_processes(silent)}, at most {limit:g} seconds in all")
+        if now > give_up:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return complete
 
 
 def _unlike(words: Sequence[str]) -> str:

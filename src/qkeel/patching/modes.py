@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from qkeel.patching.guard import Guarded, unguarded
+from qkeel.patching.parallel_training import collective_of
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -120,6 +121,23 @@ class RecordingMode(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._note(func, args, kwargs, out)
         return out
+
+
+class CollectiveMode(TorchDispatchMode):
+    """A mode that calls `before` with the processes and the name of every collective that is about to begin."""
+
+    def __init__(self, before: Callable[[tuple[int, ...], str], None]) -> None:
+        super().__init__()
+        self._before = before
+
+    def __torch_dispatch__(
+        self, func: Function, types: tuple[type, ...], args: Args = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # what it does with its parts comes here again
+        if (ranks := collective_of(func, args)) is not None:
+            self._before(ranks, str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

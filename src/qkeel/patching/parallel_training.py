@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.join import Joinable
 
@@ -51,6 +53,23 @@ def _stage_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] | None:
+    """The ranks of the processes that an operator waits for; None if it is no collective."""
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in _COLLECTIVES:
+        return None
+    group = None
+    if args and isinstance(args[-1], str):
+        group = distributed.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[arg-type]
+    elif operator.namespace == "c10d" and not _BETWEEN_TWO.search(str(operator)):
+        boxed = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
+        group = None if boxed is None else distributed.ProcessGroup.unbox(boxed)
+    return None if group is None else tuple(distributed.get_process_group_ranks(group))
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+_BETWEEN_TWO = re.compile("send|recv")
+
+
 @contextmanager
 def split_as_before(model: nn.Module) -> Iterator[None]:
     """Weights that fully_shard has split, and that a pass in this context gathers and keeps, are split again."""
@@ -66,16 +85,27 @@ def split_as_before(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Weights that fully_shard has split are whole, under their names, from the first pass in this context until its
-    end; all processes do the same."""
+    """Weights that fully_shard has split are whole, under their names, in this context, which all processes enter
+    together. A pass in it waits for no other process on their behalf, and may fail on one of them alone."""
     with ExitStack() as undo:
-        for module in _sharded_modules(model):
-            undo.callback(module.reshard)
+        modules = _sharded_modules(model)
+        for module in modules:
             state = module._get_fsdp_state()
-            undo.callback(setattr, state, "_auto_reshard_after_forward", state._auto_reshard_after_forward)
-            for group in state._fsdp_param_groups:
-                undo.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
+            groups = state._fsdp_param_groups
+            # A pass that fails leaves behind that it is under way.
+            undo.callback(
+                lambda state, root: setattr(state._state_ctx, "iter_forward_root", root),
+                state,
+                state._state_ctx.iter_forward_root,
+            )
+            kept = [(x, "_training_state") for x in (state, *groups)]
+            kept += [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in groups)]
+            undo.callback(module.reshard)
+            for owner, name in kept:
+                undo.callback(setattr, owner, name, vars(owner)[name])
             module.set_reshard_after_forward(False, recurse=False)
+        for module in modules:
+            module.unshard()
         yield
 
 

@@ -266,9 +266,16 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_rows(
         "the state of a sharded module",
         "parallel_training",
-        ("_auto_reshard_after_forward", "_fsdp_param_groups"),
-        "to keep weights whole over the passes of a search, and to leave the setting as it was",
+        ("_auto_reshard_after_forward", "_fsdp_param_groups", "_state_ctx"),
+        "to keep weights whole over the passes of a search, and to leave it as it was where such a pass fails",
         "finding sites on a model that fully_shard has split",
+    ),
+    *_rows(
+        "torch.distributed.distributed_c10d",
+        "parallel_training",
+        ("_resolve_process_group",),
+        "to know which processes an operator waits for",
+        "finding sites on a model with split heads",
     ),
     *_rows(
         "torch.optim.Adam",

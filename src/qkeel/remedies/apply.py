@@ -213,7 +213,7 @@ def apply(
         several = [] if isinstance(model, nn.Module) else [f"{len(request[1])} models"]
         return ", ".join([f"{list(request[0])}", *several, *parts, f"train_length={train_length}, partial={partial}"])
 
-    found, bare = dist.done_by_all(WHAT, asked, said, lambda _: None)
+    found, bare = dist.done_by_all(WHAT, asked, said, lambda _: None, patience=dist.PATIENCE)
 
     def applied() -> Handle:
         handles = (compose_all(_apply_all(found, target, known, partial=partial)) for target, known in bare)

@@ -50,7 +50,8 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
         InvalidTypeError: the model is no torch.nn.Module.
         RefusedError: there is no attention, or none that can be seen; the message says what was tried.
         InvalidValueError: the forward pass with this example fails, or the example is on another device.
-        ApartError: the model is split, and another process has failed or not come to the search within 8 seconds.
+        ApartError: the model is split, and another process has failed, or has not come to the search in the time that
+            the process group waits in a collective; after 8 seconds a warning says who is waited for.
 
     >>> from torch import nn, rand
     >>> sites = find_sites(nn.MultiheadAttention(8, 2), *(rand(3, 8) for _ in "qkv"))
@@ -59,15 +60,14 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"expected a torch.nn.Module to find attention in, got {type(model).__name__}")
-    own = _own_sites(model)
     if args or kwargs:
         if spread(model):
-            search = functools.partial(_searched, model, args, kwargs, own)
-            return dist.done_by_all(SEARCH, search, lambda _: "", lambda _: None)
+            search = functools.partial(_searched_by_all, model, args, kwargs)
+            return dist.done_by_all(SEARCH, search, _unverified, lambda _: None)
         if on_meta(model):
-            copied = with_values(model)
-            return bound(_searched(copied, args, kwargs, _own_sites(copied)), model)
-        return _searched(model, args, kwargs, own)
+            return bound(_searched(with_values(model), args, kwargs), model)
+        return _searched(model, args, kwargs)
+    own = _own_sites(model)
     if not own:
         takes = inspect.signature(model.forward)
         raise RefusedError(
@@ -78,10 +78,21 @@ def find_sites(model: nn.Module, *args: Any, **kwargs: Any) -> Sites:
     return Sites(own)
 
 
-def _searched(model: nn.Module, args: Args, kwargs: Kwargs, own: list[AttentionSite]) -> Sites:
+def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
+    own = _own_sites(model)
+    seen = _of_example(model, args, kwargs, expected=not own)
+    return Sites([*own, *seen], seen.missed)
+
+
+def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
+    dist.words_of_all(SEARCH, "begins")
     with gathered(model):
-        seen = _of_example(model, args, kwargs, expected=not own)
-        return Sites([*own, *seen], seen.missed)
+        return _searched(model, args, kwargs)
+
+
+def _unverified(sites: Sites) -> str:
+    names = ", ".join(site.name for site in sites if site.terms and not site.verified)
+    return f"the weights of {names} are not verified" if names else "all known weights are verified"
 
 
 def seen_sites(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:

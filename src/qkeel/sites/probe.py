@@ -106,19 +106,21 @@ def forward(
 ) -> None:
     """One eager forward pass under the watcher, with gradients unless no `graph` is wanted.
 
-    Raises: ApartError if it is one of all processes, and another one has failed before it.
+    Raises: ApartError if it is one of all processes, and fails on some of them only.
     """
-    if spread(model):
-        words = dist.words_of_all(SEARCH, "a pass")
-        if len(set(words)) > 1:
-            raise dist.ApartError(f"{SEARCH} takes another number of passes on another process of this run")
     # A script that is optimised runs as one node of the graph, which no walk can enter. (One that was, stays so.)
     eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
     grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
-    with eager, unoptimised, grads[0], grads[1], checkpointing_off(), watcher:
-        model(*args, **kwargs)
-    if isinstance(watcher, Interceptor) and isinstance(watcher.guard, Postponed):
-        watcher.guard.settle()
+    agreed = dist.agreed_collectives(SEARCH) if spread(model) else nullcontext()
+    try:
+        with agreed, eager, unoptimised, grads[0], grads[1], checkpointing_off(), watcher:
+            model(*args, **kwargs)
+        if isinstance(watcher, Interceptor) and isinstance(watcher.guard, Postponed):
+            watcher.guard.settle()
+    except Exception as error:
+        if spread(model) and not isinstance(error, dist.ApartError):
+            dist.failed_on_all(SEARCH, error)
+        raise
 
 
 def grouped(seen: Mapping[str, list[Sighting]]) -> Iterator[list[Sighting]]:

@@ -1,0 +1,154 @@
+"""What processes do that search a split model for attention: python -m tests.processes.searching RANK FOLDER CASE…"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import wrapped
+from tests.processes.watching import loss_of
+from torch import Tensor, distributed, nn
+
+import qkeel
+from qkeel import dist
+from qkeel.dist import unanimity
+from qkeel.errors import QkeelError, QkeelWarning
+from qkeel.sites.missed import Sites
+
+
+def searched(model: nn.Module, example: Tensor | None = None) -> Sites:
+    tokens = wrapped.batch(0)[:2] if example is None else example
+    return qkeel.find_sites(model, input_ids=tokens, use_cache=False)
+
+
+@contextmanager
+def planted(model: nn.Module, at: int, *, lasting: bool) -> Iterator[list[int]]:
+    """Process 1 fails in the call of this number of a module, and in all later ones; yields the number of calls."""
+    calls = [0]
+
+    def fail(*_: object) -> None:
+        calls[0] += 1
+        if dist.rank() == 1 and (calls[0] > at >= 0 if lasting else calls[0] == at + 1):
+            raise ValueError("boom")
+
+    hooks = [module.register_forward_pre_hook(fail) for module in model.modules()]
+    yield calls
+    for hook in hooks:
+        hook.remove()
+
+
+def step(model: nn.Module, setup: str) -> list[Tensor]:
+    """The weights after a step with plain gradients."""
+    loss_of(model, wrapped.part(setup, 0)).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            dist.local(p).sub_(dist.local(p.grad), alpha=0.1)  # type: ignore[arg-type]
+            p.grad = None
+    return [dist.local(p).clone() for p in model.parameters()]
+
+
+def faults(setup: str, *, every: int) -> None:
+    """A fault at any instant of the search is one error on every process or does no harm; training goes on unchanged."""
+    made = wrapped.llama(layers=1)
+    model, plain = wrapped.wrapped(made, setup), wrapped.wrapped(wrapped.llama(layers=1), setup)
+    with planted(model, -1, lasting=False) as calls:
+        known = searched(model)
+    outcomes = set()
+    for at in range(0, calls[0], every):
+        for lasting in (True, False):
+            begun = time.monotonic()
+            with planted(model, at, lasting=lasting), warnings.catch_warnings():
+                warnings.simplefilter("ignore", QkeelWarning)  # that attention inside of scripts is not looked for
+                try:
+                    assert [site.name for site in searched(model)] == [site.name for site in known]
+                    outcome = 0
+                except QkeelError as error:
+                    outcome = 1
+                    assert "boom" in str(error) or "are not verified" in str(error), error
+            assert time.monotonic() - begun < 10
+            assert not lasting or outcome, at
+            alike([outcome], f"{setup} {at} {lasting}")
+            outcomes.add(outcome)
+        for a, b in zip(step(model, setup), step(plain, setup), strict=True):
+            assert torch.equal(a, b)
+    assert 1 in outcomes
+
+
+def alike(numbers: list[int], what: str) -> None:
+    """All processes say the same."""
+    own = torch.tensor(numbers)
+    everyones = [torch.empty_like(own) for _ in range(dist.world())]
+    distributed.all_gather(everyones, own)
+    assert all(torch.equal(x, own) for x in everyones), (what, everyones)
+
+
+def some_faults() -> None:
+    faults("fsdp2", every=11)
+
+
+def faults_with_fully_shard() -> None:
+    for setup in ("fsdp2", "fsdp2_kept"):
+        faults(setup, every=1)
+
+
+def faults_with_split_heads() -> None:
+    for setup in ("tp", "tp_sequence"):
+        faults(setup, every=1)
+
+
+def late_processes() -> None:
+    """Who comes late is waited for, and who is waited for is named; who comes too late to a fault is told of it."""
+    model = wrapped.wrapped(wrapped.llama(layers=1), "fsdp2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unanimity, "PATIENCE", 0.3)
+        if dist.rank() == 1:
+            time.sleep(1)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert all(site.verified for site in searched(model))
+        waited = [str(w.message) for w in said if "waits for" in str(w.message)]
+        assert len(waited) == (dist.rank() == 0), waited
+        assert all("waits for process 1, at most 60 seconds" in text for text in waited)
+        if dist.rank() == 0:
+            time.sleep(2)
+        with pytest.raises(QkeelError, match="floats"):
+            searched(model, torch.zeros(2, 4, dtype=torch.long) if dist.rank() == 0 else Floats())
+        distributed.barrier()
+        with pytest.raises(QkeelError, match="call different things"):
+            searched(model) if dist.rank() == 0 else qkeel.apply("qk_lr", model, torch.optim.SGD(model.parameters()))
+    distributed.barrier()
+    assert all(site.verified for site in searched(model))
+
+
+class Floats:
+    """No tokens."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("floats")
+
+
+CASES: tuple[Callable[[], None], ...] = (some_faults, late_processes, faults_with_fully_shard, faults_with_split_heads)
+
+
+def main(rank: int, folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    for case in CASES:
+        if case.__name__ in names:
+            case()
+            print(case.__name__, flush=True)
+    distributed.destroy_process_group()
+    print("well")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
