@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import TypeVar, final
 
 from torch.distributed import DistError
@@ -20,6 +21,7 @@ T = TypeVar("T")
 PATIENCE = 8.0  # seconds that processes are given to come to what all of them do, once one of them has failed
 _FAILED = "failed: "
 _ROUND = "qkeel/round"
+_AGREED = ContextVar("qkeel_agreed_collectives", default=False)
 
 
 class ApartError(RefusedError):
@@ -104,10 +106,16 @@ def failed_on_all(what: str, error: Exception) -> None:
         raise ApartError(_fault(at)) from error
 
 
-def agreed_collectives(what: str) -> CollectiveMode:
-    """While it is entered, processes meet before each of their collectives: where one of them fails in `what`, the
-    others get an error instead of waiting for it, and none of its later collectives is taken for this one."""
-    return CollectiveMode(functools.partial(_meet, what))
+@contextmanager
+def agreed_collectives(what: str) -> Iterator[None]:
+    """While it lasts, processes meet before each of their collectives: where one of them fails in `what`, the others
+    get an error instead of waiting for it, and none of its later collectives is taken for this one."""
+    token = _AGREED.set(True)
+    with nullcontext() if token.old_value is True else CollectiveMode(functools.partial(_meet, what)):
+        try:
+            yield
+        finally:
+            _AGREED.reset(token)
 
 
 def _meet(what: str, ranks: Sequence[int], operator: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -86,7 +87,11 @@ def _searched(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
 
 def _searched_by_all(model: nn.Module, args: Args, kwargs: Kwargs) -> Sites:
     dist.words_of_all(SEARCH, "begins")
-    with gathered(model):
+    with ExitStack() as undo:
+        with dist.agreed_collectives(SEARCH):
+            undo.enter_context(gathered(model))
+        if spread(model):  # by heads, which stay so
+            undo.enter_context(dist.agreed_collectives(SEARCH))
         return _searched(model, args, kwargs)
 
 
