@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -364,6 +365,25 @@ def a_sharded_model_that_one_process_watches_makes_nobody_wait() -> None:
         assert "expected every process of this run to watch" in warned[-1]
 
 
+def a_late_process_of_a_sharded_model_is_measured_from_the_next_step_on() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def late(model: nn.Module, optimizer: torch.optim.Optimizer) -> Monitor:
+        if dist.get_rank() == 1:
+            time.sleep(2)
+        return watch(model, optimizer)
+
+    patience, group.PATIENCE = group.PATIENCE, 0.5
+    try:
+        _, monitor, warned = train(late, wrap=fully_shard)
+    finally:
+        group.PATIENCE = patience
+    assert ["has not come to the first measured pass" in text for text in warned] == [True], warned
+    assert monitor.history.steps.tolist() == [*range(1, STEPS)]
+    assert all(site.verified for site in monitor.sites)
+    monitor.close()
+
+
 def flat_weights_are_refused_untouched() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -425,6 +445,7 @@ SLOW: tuple[Callable[[], None], ...] = (
     one_process_closes_a_sharded_model,
     flat_weights_are_refused_untouched,
     a_sharded_model_that_one_process_watches_makes_nobody_wait,
+    a_late_process_of_a_sharded_model_is_measured_from_the_next_step_on,
     split_heads_without_known_weights_have_their_logits_watched,
 )
 

@@ -35,6 +35,11 @@ def words_under(name: str, word: str, patience: float) -> list[str] | None:
     return [store.get(key).decode() for key in keys]
 
 
+def left_by_all(name: str) -> bool:
+    """Returns whether every process has left a word under a name; waits for nobody."""
+    return process_store().check([_key(name, other) for other in range(world())])
+
+
 def publish(name: str, text: str) -> None:
     """Leaves a text for all processes; all texts that are left under one name are the same."""
     process_store().set(f"qkeel/{name}", text)

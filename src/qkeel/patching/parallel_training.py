@@ -91,15 +91,11 @@ def gathered(model: nn.Module) -> Iterator[None]:
         modules = _sharded_modules(model)
         for module in modules:
             state = module._get_fsdp_state()
+            state._lazy_init()  # the first pass would, and tell the outermost module to stay whole after it
             groups = state._fsdp_param_groups
+            kept = [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in groups)]
             # A pass that fails leaves behind that it is under way.
-            undo.callback(
-                lambda state, root: setattr(state._state_ctx, "iter_forward_root", root),
-                state,
-                state._state_ctx.iter_forward_root,
-            )
-            kept = [(x, "_training_state") for x in (state, *groups)]
-            kept += [(state, "_auto_reshard_after_forward"), *((group, "post_forward_mesh_info") for group in groups)]
+            kept += [(state._state_ctx, "iter_forward_root"), *((x, "_training_state") for x in (state, *groups))]
             undo.callback(module.reshard)
             for owner, name in kept:
                 undo.callback(setattr, owner, name, vars(owner)[name])

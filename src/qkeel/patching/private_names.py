@@ -266,7 +266,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_rows(
         "the state of a sharded module",
         "parallel_training",
-        ("_auto_reshard_after_forward", "_fsdp_param_groups", "_state_ctx"),
+        ("_auto_reshard_after_forward", "_fsdp_param_groups", "_lazy_init", "_state_ctx"),
         "to keep weights whole over the passes of a search, and to leave it as it was where such a pass fails",
         "finding sites on a model that fully_shard has split",
     ),

@@ -23,6 +23,7 @@ from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.sites.calls.scores import cat_heads
 from qkeel.sites.kept_state import copied, undisturbed
 from qkeel.sites.missed import Sites
+from qkeel.sites.probe import spread
 from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
 from qkeel.sites.site import AttentionSite
@@ -40,8 +41,9 @@ _OFF = "qkeel's tap met a fault and switched itself off: {}. The model runs on u
 class Visitor:
     """A second observer of the passes that a tap measures. It does nothing; override what is of interest."""
 
-    def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """A pass with these arguments is about to begin."""
+    def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+        """A pass with these arguments is about to begin; returns whether it is to be measured."""
+        return True
 
     def looking(self, phase: Phase) -> Handle | None:
         """The measured pass begins, in compiled models the extra one; the handle is removed after it."""
@@ -160,8 +162,9 @@ class Tap(Handle):
 
     def _look_below(self, args: Args, kwargs: Kwargs) -> None:
         """Before the first measured pass: find out by an extra one what a function mode would not see, as
-        `find_sites` does. Where sites are known, they say it; own modules report themselves."""
-        known = any(site.description is None for site in self.sites)
+        `find_sites` does. Where sites are known, they say it; own modules report themselves. Not where others would
+        have to wait for a pass that fails here."""
+        known = spread(self.model) or any(site.description is None for site in self.sites)
         if self._below is not None or known or any(isinstance(m, SpecModule) for m in self.model.modules()):
             return
         below: list[bool] = []
@@ -187,7 +190,9 @@ class Tap(Handle):
             self._forwards.around.callback(leave, mode)
         if look == "statistics":
             self._running = running = _Pass(self, phase)
-            self.visitor.before(args, kwargs)
+            if not self.visitor.before(args, kwargs):
+                self._running = None
+                return
             self._look_below(args, kwargs)
             if extra:
                 self._extra_pass(running, args, kwargs)

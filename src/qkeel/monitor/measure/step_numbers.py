@@ -52,13 +52,16 @@ class StepNumbers(Visitor):
         self._readers: tuple[WeightNorms, GainBounds] | None = None  # made when the sites are known
         self._read: dict[Key, Tensor | Share] = {}
 
-    def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def before(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         self._means.begin()
         self._tokens.begin(args, kwargs)
         if self._hidden is None:
             self._hidden = self._norms(())
-            self._sites.find(args, kwargs)
+            if not self._sites.find(args, kwargs):
+                self._hidden = None
+                return False
             self._hidden = self._norms([site.name for site in self._sites.weighed])
+        return True
 
     def _norms(self, sites: list[str] | tuple[()]) -> HiddenNorms:
         return HiddenNorms(self._sites.model, sites, self._means.add, self._guard)

@@ -38,20 +38,21 @@ class WatchedSites:
         self._error: QkeelError | None = None  # reported after the pass, if that goes through
         self._seen = False
 
-    def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Finds them from the arguments of a pass that is about to begin.
+    def find(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+        """Finds them from the arguments of a pass that is about to begin. Returns whether that pass can be measured.
 
         Raises: InvalidValueError if that takes a pass of all processes, and not all of them watch.
         """
         split = dist.world() > 1 and any(map(dist.is_split, self.model.parameters()))
-        self._group.begin(self._name, gathers=split)
+        if not self._group.begin(self._name, gathers=split):
+            return False
         if split and not self._given and not self._group.several:
             raise InvalidValueError(
                 "expected every process of this run to watch the model: its weights are split, and the search for its "
                 "attention is a forward pass of all processes"
             )
         if self._given:
-            return
+            return True
         found = Sites()
         try:
             found = find_sites(self.model, *args, **kwargs)
@@ -70,6 +71,7 @@ class WatchedSites:
         described = {site.name for site in self.all}
         self.all += [site for site in found if site.name not in described]
         self.weighed = self.all
+        return True
 
     def pass_failed(self) -> bool:
         """Returns whether the search failed too: the fault was the pass's, and the next one is to be searched again."""

@@ -10,7 +10,7 @@ from typing import final
 from torch import Tensor
 
 from qkeel import dist
-from qkeel.dist.words import leave_word, publish, published, words_under
+from qkeel.dist.words import leave_word, left_by_all, publish, published, words_under
 from qkeel.errors import InvalidValueError, QkeelError, caution
 from qkeel.monitor.processes.introduction import Introduction
 from qkeel.monitor.processes.members import Member, Members
@@ -20,6 +20,7 @@ from qkeel.patching.parallel_training import running_stage
 PATIENCE = 8.0  # seconds that a process waits for another that may not watch at all
 LONGEST = 60.0  # seconds that it waits, once, for one that watches to end its first measured step
 _NOTHING, _OFF = "nothing", "off"
+_GONE = "the monitor of another process of this run has switched itself off"
 
 
 @final
@@ -43,7 +44,8 @@ class ProcessGroup:
         self._alone = False
         self._name = ""
         self._watching = False  # that all processes watch is known
-        self._rounds = 0
+        self._late = False  # another process was late to the step under way
+        self._passes = self._rounds = 0
         self._form: Form = ()
         self.members: Members | None = None
         self.here()
@@ -69,14 +71,24 @@ class ProcessGroup:
         """Returns whether what is recorded is of several processes."""
         return self.several and not self.records_alone
 
-    def begin(self, model: str, *, gathers: bool) -> None:
-        """Called in the first pass of a model that is measured, before anything is done that takes all processes.
+    def begin(self, model: str, *, gathers: bool) -> bool:
+        """Called in the first pass of a model that is to be measured, before anything is done that takes all
+        processes. Returns whether it is measured: none of this step is where another process was late to it.
 
         gathers: a pass of the model is something that all processes do.
+
+        Raises: InvalidValueError if the monitor of another process has switched itself off before it.
         """
         self._introduced.stages[model] = running_stage()
-        if gathers or not self.records_alone:
+        if self._late:
+            return False
+        if gathers:
+            late = not self._all_come()
+            self._late = late and not self.records_alone
+            return not late
+        if not self.records_alone:
             self.all_watch()
+        return True
 
     def about(self) -> dict[str, object]:
         """The description of the whole model, where several processes have parts of it."""
@@ -89,14 +101,43 @@ class ProcessGroup:
 
     def all_watch(self) -> bool:
         """Returns whether all processes watch the model; waits at most 8 seconds for them, once."""
+        if self._unmet():
+            self._hear("watches", PATIENCE)
+        return self.several
+
+    def _unmet(self) -> bool:
+        """Returns whether other processes may take part, of which it is not known whether all watch the model."""
         self.here()
         if self.several and self._apart():
             self.stay_alone(self._apart())
-        if self.several and not self._watching:
-            self._watching = words_under(f"{self._name} watches", "yes", PATIENCE) is not None
-            if not self._watching:
-                self.stay_alone("not every process of this run watches the model")
-        return self.several
+        return self.several and not self._watching
+
+    def _all_come(self) -> bool:
+        """Returns False where a process is 8 seconds late to the first pass that waits for all of them. The model waits
+        for it in that pass: if it has not come until the next one, it does not watch."""
+        if not self._unmet():
+            return True
+        if not self._passes:
+            self._passes = 1
+            self._hear("pass 0", PATIENCE, again=True)
+            return self._watching
+        self._hear("pass 1", PATIENCE if left_by_all(f"{self._name} pass 0") else 0.01)
+        return True
+
+    def _hear(self, at: str, patience: float, *, again: bool = False) -> None:
+        """Waits for a word of all processes; without one this process stays alone, unless it is to try again."""
+        words = words_under(f"{self._name} {at}", "yes", patience)
+        if words is not None and _OFF in words:
+            self.over = True
+            raise InvalidValueError(_GONE)
+        self._watching = words is not None
+        if words is None and again:
+            caution(
+                f"another process of this run has not come to the first measured pass within {patience:g} seconds: this "
+                "step is not measured, and the next one is if that process watches the model too"
+            )
+        elif words is None:
+            self.stay_alone("not every process of this run watches the model")
 
     def send(self, measured: Measurement | None, *, alone: bool) -> Transfer | None:
         """Starts the gather of a step; None says that this process, or as the answer every process, has no numbers.
@@ -105,6 +146,9 @@ class ProcessGroup:
 
         Raises: InvalidValueError if the processes can't be merged.
         """
+        if self._late and not alone:
+            self._late = False
+            return None
         if not alone and self.all_watch() and self.members is None:
             self._meet(measured)
         members = self.members
@@ -133,7 +177,8 @@ class ProcessGroup:
         if known or not dist.world() > 1 or not self._name:
             return
         if self.members is None:
-            leave_word(self._round(), _OFF)
+            for at in (self._round(), f"{self._name} pass {self._passes}"):
+                leave_word(at, _OFF)
         else:
             self._gather(word(Flag.OFF, self._form), self.members)
 
@@ -155,7 +200,7 @@ class ProcessGroup:
             return
         if _OFF in words:
             self.over = True
-            raise InvalidValueError("the monitor of another process of this run has switched itself off")
+            raise InvalidValueError(_GONE)
         said = [one.split("|", 3) for one in words]
         if all(nothing for nothing, *_ in said):
             if self.unseen is not None:
