@@ -133,8 +133,8 @@ class ProcessGroup:
         self._watching = words is not None
         if words is None and again:
             caution(
-                f"another process of this run has not come to the first measured pass within {patience:g} seconds: this "
-                "step is not measured, and the next one is if that process watches the model too"
+                f"another process of this run has not come to the first measured pass within {patience:g} seconds: "
+                "this step is not measured, and the next one is if that process watches the model too"
             )
         elif words is None:
             self.stay_alone("not every process of this run watches the model")
