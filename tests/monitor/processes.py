@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.monitor.small import Small, batch, hooks, small
+from tests.processes.ending import end
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -461,4 +462,4 @@ if __name__ == "__main__":
             print(f"FAILED {each} on process {rank}\n{traceback.format_exc()}", flush=True)
             sys.exit(1)
         dist.barrier()
-    dist.destroy_process_group()
+    end()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import wrapped
+from tests.processes.ending import end
 from tests.processes.watching import loss_of
 from torch import Tensor, distributed, nn
 
@@ -153,8 +154,7 @@ def main(rank: int, folder: Path, names: list[str]) -> None:
         if case.__name__ in names:
             case()
             print(case.__name__, flush=True)
-    distributed.destroy_process_group()
-    print("well")
+    end("well")
 
 
 if __name__ == "__main__":

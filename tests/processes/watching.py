@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.processes.context import Context, hidden
+from tests.processes.ending import end
 from tests.processes.pipelines import layers_of, pipelined
 from tests.processes.seen import Seen
 from tests.processes.wrapped import BATCH, batch, llama, part, wrapped
@@ -206,7 +207,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
             found = traceback.format_exc()
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
         dist.barrier()
-    dist.destroy_process_group()
+    end()
 
 
 if __name__ == "__main__":

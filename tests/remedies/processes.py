@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import wrapped
+from tests.processes.ending import end
 from tests.processes.pipelines import INTERLEAVED, pipelined
 from tests.processes.setups import SETUPS
 from tests.processes.watching import Collectives, made, passes
@@ -567,8 +568,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         for with_folder in WITH_FOLDER:
             if with_folder.__name__ == case:
                 with_folder(folder)
-    distributed.destroy_process_group()
-    print("well")
+    end("well")
 
 
 if __name__ == "__main__":
