@@ -121,10 +121,11 @@ def agreed_collectives(what: str) -> Iterator[None]:
 def _meet(what: str, ranks: Sequence[int], operator: str) -> None:
     """Waits until all of these processes have come to an operator.
 
-    Raises: ApartError if a process has failed. RefusedError if one of these calls another operator, or no more.
+    Raises: ApartError if a process has failed. RefusedError if one of these calls another operator, or none in time.
     """
     with _store_there():
         store, at, pause = process_store(), f"{_ROUND}/{_number()}", 0.001
+        give_up = time.monotonic() + _limit(None)
         here = f"{at}/{'-'.join(map(str, ranks))}"
         here += f"/{store.add(f'{here}/{rank()}', 1)}"
         keys = [f"{here}/{other}" for other in ranks]
@@ -132,8 +133,9 @@ def _meet(what: str, ranks: Sequence[int], operator: str) -> None:
         while not store.check(keys):
             if _fault(at):
                 words_of_all(what, "")  # raises, and lets the other go on
-            if over := [other for other in ranks if store.check([f"{at}/{other}"])]:
-                raise RefusedError(f"{what}: {_processes(over)} came to its end, and this process to {operator}")
+            over = [other for other in ranks if store.check([f"{at}/{other}"])]
+            if (over or time.monotonic() > give_up) and not store.check(keys):
+                raise RefusedError(f"{what}: {_processes(over or ranks)} did not come to {operator}, as this process did")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         words = [store.get(key).decode() for key in keys]
@@ -235,7 +237,7 @@ class Membership:
 
     def __init__(self, what: str) -> None:
         self._what, self._steps, self._here, self._refused = what, 0, True, -1
-        self._head = f"{_ROUND}/left/{process_store().compare_set(_ROUND, '', '0').decode()}"
+        self._head = f"{_ROUND}/left/{_number()}"
 
     def leave(self) -> None:
         """This process has taken the change back."""

@@ -131,8 +131,8 @@ class CollectiveMode(TorchDispatchMode):
         self._before = before
 
     def __torch_dispatch__(
-        self, func: Function, types: tuple[type, ...], args: Args = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Function, types: tuple[type, ...], args: Args = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # what it does with its parts comes here again
         if (ranks := collective_of(func, args)) is not None:
