@@ -445,8 +445,8 @@ SLOW: tuple[Callable[[], None], ...] = (
     a_fault_in_the_search_of_a_sharded_model_is_one_of_all,
     one_process_closes_a_sharded_model,
     flat_weights_are_refused_untouched,
-    a_sharded_model_that_one_process_watches_makes_nobody_wait,
     a_late_process_of_a_sharded_model_is_measured_from_the_next_step_on,
+    a_sharded_model_that_one_process_watches_makes_nobody_wait,
     split_heads_without_known_weights_have_their_logits_watched,
 )
 
