@@ -135,7 +135,7 @@ def _meet(what: str, ranks: Sequence[int], operator: str) -> None:
                 words_of_all(what, "")  # raises, and lets the other go on
             over = [other for other in ranks if store.check([f"{at}/{other}"])]
             if (over or time.monotonic() > give_up) and not store.check(keys):
-                raise RefusedError(f"{what}: {_processes(over or ranks)} did not come to {operator}, as this process did")
+                raise RefusedError(f"{what}: {_processes(over or ranks)} did not come to {operator}, as this one did")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         words = [store.get(key).decode() for key in keys]
@@ -162,7 +162,9 @@ def _fault(at: str) -> str:
 
 
 def _limit(patience: float | None) -> float:
-    return process_store().timeout.total_seconds() if patience is None else patience
+    if patience is not None:
+        return patience
+    return process_store().timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _processes(ranks: Sequence[int]) -> str:
