@@ -123,6 +123,7 @@ def test_one_watched_number_passes_no_object_twice(monkeypatch: Any) -> None:
         "_Sites",  # of the pass
         "_Sites",  # of the step
         "Tap",
+        "WatchedModels",
         "StepEnd",
         "ProcessGroup",
         "Transfer",

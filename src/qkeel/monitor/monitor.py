@@ -84,14 +84,14 @@ class Monitor(Handle):
         layout: Layout | None,
     ) -> None:
         own = {name: unwrapped(one) for name, one in model.items()}
-        self._model = own[""] if "" in own else nn.ModuleDict(own)
+        whole = own[""] if "" in own else nn.ModuleDict(own)
         setting = SettingSeen()
         self._steps = MeasuredSteps(every, model, by_optimizer=optimizer is not None)
         if planned is not None:
             self._steps.besides.add(planned.steps - 1)
         self._guard = Guard(_OFF, self._switch_off)
-        introduced = Introduction(self._model, lambda: self.sites, layout)
-        self._models = WatchedModels(introduced.stages)
+        introduced = Introduction(whole, lambda: self.sites, layout)
+        self._models = WatchedModels(whole, introduced.stages)
         # What a probe batch shows is known after all other hooks of the step, too late for who needs maxima there.
         early = optimizer is not None and probe is None and dist.world() > 1
         gather = dist.StepGather.of(optimizer) if early and optimizer is not None else dist.StepGather()
@@ -127,7 +127,7 @@ class Monitor(Handle):
     def model(self) -> nn.Module:
         """The user's own module, inside the wrappers of torch.compile and DistributedDataParallel; of several models an
         nn.ModuleDict, in which the sites have their names."""
-        return self._model
+        return self._models.whole
 
     @property
     def sites(self) -> Sites:
@@ -142,7 +142,7 @@ class Monitor(Handle):
     @property
     def compiled(self) -> bool:
         """Returns whether a pass that was seen ran compiled code."""
-        return self._tap.compiled
+        return any(tap.compiled for tap in self._models.taps)
 
     @property
     def steps(self) -> int:

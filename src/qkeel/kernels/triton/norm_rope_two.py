@@ -145,7 +145,8 @@ def _setup(ctx: Foreign, inputs: tuple[Foreign, ...], output: tuple[Tensor, ...]
 
 
 def _derivative(ctx: Foreign, dq: Tensor, dk: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    *_, gain_q, gain_k, cos, sin = kept = ctx.saved_tensors
+    kept = ctx.saved_tensors
+    gain_q, gain_k, cos, sin = kept[-4:]
     own = torch.ops.qkeel_triton
     if ctx.how[0] == NONE:  # a rotation is undone by the one back, which is differentiable in its turn
         found = own.norm_rope_two(dq, dk, None, None, cos, -sin, *ctx.how, torch.is_grad_enabled())

@@ -61,7 +61,7 @@ def _extremes(
         top = tl.maximum(top, tl.where(seen, z, float("-inf")), propagate_nan=_ALL)
         low = tl.minimum(low, tl.where(seen, z, float("inf")), propagate_nan=_ALL)
     top, low = tl.where(ok[:, None], top, float("-inf")), tl.where(ok[:, None], low, float("inf"))
-    lost = tl.sum(tl.sum((top != top).to(tl.int32), 1), 0) > 0  # a maximum over registers drops NaN
+    lost = tl.sum(tl.sum((top != top).to(tl.int32), 1), 0) != 0  # a maximum over registers drops NaN
     tl.store(tops + of * tiles + tile, tl.where(lost, float("nan"), tl.max(tl.max(top, 1), 0) * scale))
     tl.store(lows + of * tiles + tile, tl.where(lost, float("nan"), tl.min(tl.min(low, 1), 0) * scale))
 
@@ -83,7 +83,7 @@ def _bracket(
         n = i % times + length - times + 1 if CAUSAL else i * 0 + length
         low = tl.maximum(low, x - tl.log(tl.maximum(n, 1).to(tl.float32)), propagate_nan=_ALL)
         high = tl.maximum(high, x, propagate_nan=_ALL)
-    lost = tl.sum((high != high).to(tl.int32), 0) > 0
+    lost = tl.sum((high != high).to(tl.int32), 0) != 0
     tl.store(ends + h, tl.where(lost, float("nan"), tl.max(low, 0)))
     tl.store(ends + heads + h, tl.where(lost, float("nan"), tl.max(high, 0)))
 
@@ -147,15 +147,15 @@ def _sampled_heads(
     df = tl.maximum(v * v / tl.maximum(vv, 1e-30), 1.0)
     unseen = (1 - seen / tl.maximum(n, 1.0)) * tl.minimum(2.9957 / tl.maximum(seen, 1.0), 1.0)
     error = _quantile(df) * tl.sqrt(v) / tl.maximum(n, 1.0) + unseen * tl.maximum(mean, widest - mean)
-    lost = tl.sum(((top != top) | (top == float("inf")) | (low == float("-inf"))).to(tl.int32), 0) > 0
+    lost = tl.sum(((top != top) | (top == float("inf")) | (low == float("-inf"))).to(tl.int32), 0) != 0
     nan = float("nan")
-    tl.store(numbers + h, tl.where(tl.sum((top != top).to(tl.int32), 0) > 0, nan, tl.max(top, 0)))
+    tl.store(numbers + h, tl.where(tl.sum((top != top).to(tl.int32), 0) != 0, nan, tl.max(top, 0)))
     tl.store(numbers + heads + h, tl.where(lost, nan, mean))
     tl.store(numbers + 2 * heads + h, nan)
     tl.store(numbers + 3 * heads + h, float("-inf"))
     tl.store(numbers + 4 * heads + h, float("inf"))
     tl.store(numbers + 5 * heads + h, 0.0)
-    tl.store(numbers + 6 * heads + h, tl.where(lost | (mean != mean), nan, tl.where(seen > 0, error, 0.0)))
+    tl.store(numbers + 6 * heads + h, tl.where(lost | (mean != mean), nan, tl.where(seen != 0, error, 0.0)))
     tl.store(counts + h, tl.floor(n + 0.5).to(tl.int64))
     tl.store(counts + heads + h, tl.zeros([], tl.int64))
 

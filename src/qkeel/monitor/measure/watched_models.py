@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkeel.monitor.measure.step_numbers import StepNumbers
 from qkeel.monitor.processes.share import WHOLE_MODEL, Key, Share
@@ -24,8 +24,10 @@ class WatchedModels:
     Numbers of the whole model, such as its loss, are those of the last model that has them.
     """
 
-    def __init__(self, stages: Mapping[str, int | None]) -> None:
-        """Takes the stages of a pipeline that the models turn out to be, in whose order they are gone through."""
+    def __init__(self, whole: nn.Module, stages: Mapping[str, int | None]) -> None:
+        """Takes the model, or what holds all models; and the stages of a pipeline that they turn out to be, in whose
+        order they are gone through."""
+        self.whole = whole
         self._stages = stages
         self._taps: dict[str, Tap] = {}
         self._numbers: dict[str, StepNumbers] = {}
