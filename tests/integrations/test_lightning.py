@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from qkeel.autopilot import Action, Autopilot
 from qkeel.errors import InvalidValueError
 from qkeel.records import RunDirectory, RunStatus
 
 L = pytest.importorskip("lightning.pytorch")
 
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
 from qkeel.integrations.lightning import QkeelCallback  # noqa: E402
@@ -23,10 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what lightning warns of is 
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, 16)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True, dropout=0.1)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True, dropout=dropout)
         self.out = nn.Linear(16, 32)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -35,27 +39,54 @@ class Net(nn.Module):
 
 
 class Module(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 1e-2, dropout: float = 0.1) -> None:
         super().__init__()
-        self.net = Net()
+        self.net, self.lr = Net(dropout), lr
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[0].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def fitted(callback: QkeelCallback | None, folder: Path, *, resume: str | None = None, **options: Any) -> Any:
+class Continued(torch.utils.data.DataLoader[Any]):
+    """A loader whose place is in Lightning's checkpoints."""
+
+    given = 0
+
+    def __iter__(self) -> Any:
+        first = self.given % len(self)
+        for i, batch in enumerate(super().__iter__()):
+            self.given = i + 1
+            if i >= first:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def fitted(
+    callback: QkeelCallback | None,
+    folder: Path,
+    *,
+    resume: str | None = None,
+    module: Callable[[], Any] = Module,
+    loader: Any = torch.utils.data.DataLoader,
+    saves: Any = None,
+    **options: Any,
+) -> Any:
     L.seed_everything(0, verbose=False)
-    module = Module()
     data = torch.utils.data.TensorDataset(torch.randint(0, 32, (16, 8)))
     given = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **options}
     trainer = L.Trainer(
-        accelerator="cpu", callbacks=[callback] if callback else [], default_root_dir=folder,
+        accelerator="cpu", callbacks=[one for one in (callback, saves) if one], default_root_dir=folder,
         enable_progress_bar=False, enable_model_summary=False, **given,
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2), ckpt_path=resume)
+    trainer.fit(module(), loader(data, batch_size=2), ckpt_path=resume)
     return trainer
 
 
@@ -115,3 +146,33 @@ def test_a_resumed_training_goes_on_at_its_steps(tmp_path: Path) -> None:
 def test_a_module_is_chosen_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="has no module 'nett'; its children: net"):
         fitted(QkeelCallback(module="nett"), tmp_path)
+
+
+@pytest.mark.slow
+def test_an_autopilot_resumes_to_the_same_bits_and_events(tmp_path: Path) -> None:
+    """At the end of an epoch (8 steps) with any loader; within one with a loader that goes on where it was: without,
+    Lightning gives the first batches of the epoch again, with an autopilot or without one. The checkpoints: before
+    anything was decided, between a decision and its effect, with remedies in force.
+    """
+    with pytest.raises(InvalidValueError, match="without allow_new_parameters"):
+        QkeelCallback(autopilot="ladder:allow_new_parameters=true")
+
+    def run(loader: Any, name: str, resume: str | None = None) -> tuple[dict[str, torch.Tensor], Autopilot]:
+        example = torch.zeros(1, 8, dtype=torch.long)
+        callback = QkeelCallback(every=1, autopilot="ladder:threshold=2,patience=1", example=example)
+        trainer = fitted(
+            callback, tmp_path, resume=resume, module=functools.partial(Module, 0.3, 0.0), loader=loader,
+            saves=ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+            max_epochs=3, enable_checkpointing=True,
+        )  # fmt: skip
+        assert callback.pilot is not None
+        return trainer.lightning_module.state_dict(), callback.pilot
+
+    for loader in (torch.utils.data.DataLoader, Continued):
+        bits, whole = run(loader, loader.__name__)
+        clip = next(one.step for one in whole.decisions if one.action is Action.CLIP)
+        assert clip < 16
+        for step in (8, 16) if loader is torch.utils.data.DataLoader else (clip - 1, clip + 1, clip + 4):
+            again, pilot = run(loader, "again", str(tmp_path / loader.__name__ / f"step={step}.ckpt"))
+            assert pilot.events == whole.events, (loader, step)
+            assert all(torch.equal(bits[name], again[name]) for name in bits), (loader, step)

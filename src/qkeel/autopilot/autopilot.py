@@ -133,8 +133,8 @@ class Autopilot(Handle):
             return list(find_sites(self.monitor.model, *args, **kwargs))
         except RefusedError as error:
             raise RefusedError(
-                "expected an example, to put back what was in force before the first step: qkeel.autopilot(model, "
-                "optimizer, example=batch), with a batch as the model takes it"
+                "expected an example, to put back what was in force before the first step: give the autopilot or the "
+                "callback example=batch, with a batch as the model takes it"
             ) from error
 
     def start(self, facts: Sequence[SiteFacts], missed: Sequence[str], sites: Sequence[AttentionSite]) -> Deliberation:

@@ -37,7 +37,8 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
     calls `self(batch)`, several children are fine: then it is watched as a whole.
 
     With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`); its state is in
-    Lightning's checkpoints.
+    Lightning's checkpoints. From one taken within an epoch Lightning itself goes on with the first batches of the epoch
+    again, unless the data loader has a `state_dict()`; with such a loader the resumed training is bit for bit the same.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
             self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
             self.pilot = attach(self.monitor, held, policy=self._policy, example=self._example)
-            if self._state:
-                self.pilot.load_state_dict(self._state)
+            state, self._state = self._state, {}  # the next fit may begin anew
+            if state:
+                self.pilot.load_state_dict(state)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Count as the loggers do, steps that a GradScaler skips included, and measure the last step."""
