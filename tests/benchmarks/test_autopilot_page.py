@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.autopilot_page import exact_interval, page
+from benchmarks.autopilot_page import exact_interval, latent_table, page
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_is_written_from_the_committed_runs() -> None:
-    written = (ROOT / "docs" / "autopilot-results.md").read_text(encoding="utf-8")
-    assert page([ROOT / "benchmarks" / "results" / "autopilot-2026-11-22.csv"]) == written
+    written, results = (
+        (ROOT / "docs" / "autopilot-results.md").read_text(encoding="utf-8"),
+        ROOT / "benchmarks" / "results",
+    )
+    assert page([results / "autopilot-2026-11-22.csv"]) == written
+    assert latent_table(results / "autopilot-mla-2026-11-22.csv", (40, 41, 42, 43)) in written
 
 
 def test_an_interval_of_a_share_is_the_exact_one() -> None:
