@@ -68,11 +68,11 @@
     tickFormat: steps, ...(run.step.length === 1 ? {domain: [run.step[0] - 1, run.step[0] + 1]} : {})
   });
 
-  const alarmLine = () => [
+  const alarmLine = (side = "left") => [
     Plot.ruleY([data.alarm], {stroke: "var(--alarm)", strokeWidth: 1, ariaDescription: "alarm line"}),
     Plot.text([data.alarm], {
-      y: (d) => d, text: (d) => `alarm ${human(d)}`, frameAnchor: "left", textAnchor: "start", dx: 4, dy: -7, fill: "var(--alarm)",
-      stroke: "var(--paper)", strokeWidth: 3
+      y: (d) => d, text: (d) => `alarm ${human(d)}`, frameAnchor: side, textAnchor: side === "left" ? "start" : "end", dx: side === "left" ? 4 : -4, dy: -7,
+      fill: "var(--alarm)", stroke: "var(--paper)", strokeWidth: 3
     })
   ];
 
@@ -134,13 +134,13 @@
       marginLeft: 56, marginRight: room ? 132 : 52, marginTop: 24, marginBottom: 36, color: {type: "identity"},
       x: xAxis(width, run), y: axis([...layers, ...whole, ...evaluated], "largest attention logit (nats)", log, [data.alarm]),
       marks: [
-        ...alarmLine(),
+        ...alarmLine(run.interventions.length ? "right" : "left"), // their lines stand where logits rise, at the left
         thick(whole),
         ...layerLines(run, layers),
         Plot.dot(evaluated, {x: "step", y: "value", r: 3, stroke: "var(--faint)", fill: "var(--paper)", ariaDescription: "evaluation mode"}),
         Plot.dot(alarms, {x: "step", y: "value", r: 4.5, fill: severity, stroke: "var(--paper)", strokeWidth: 1.5, ariaDescription: "alarms"}),
         Plot.ruleX(run.interventions, {x: "step", stroke: "var(--series-2)", strokeDasharray: "2 3", strokeWidth: 1.4, title: "text", ariaDescription: "interventions"}),
-        ...labelled(run, width).map((labels, row) => Plot.text(labels, {x: "step", text: "label", title: "text", frameAnchor: "top", textAnchor: "start", dx: 3, dy: 2 + 12 * row, fontSize: 10, fill: "var(--series-2)", stroke: "var(--paper)", strokeWidth: 3})),
+        ...labelled(run, width).map((labels, row) => Plot.text(labels, {x: "step", text: "label", title: "text", frameAnchor: "bottom", textAnchor: "start", dx: 3, dy: -7 - 12 * row, fontSize: 10, fill: "var(--series-2)", stroke: "var(--paper)", strokeWidth: 3})),
         Plot.dot(whole, Plot.selectLast({x: "step", y: "value", r: 3.2, fill: "var(--ink)"})),
         Plot.text(whole, Plot.selectLast({
           x: "step", y: "value", dx: 8, textAnchor: "start", fontWeight: 650, fill: "var(--ink)", lineHeight: 1.2,
