@@ -122,7 +122,7 @@ def measure(out: Path, wanted: Iterable[Cell], *, steps: int | None = None) -> N
         with out.open(encoding="utf-8", newline="") as file:
             done = {(r["setting"], float(r["lr"]), int(r["seed"]), r["remedy"]) for r in csv.DictReader(file)}
     with out.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if not done:
             writer.writeheader()
         for cell in wanted:

@@ -89,7 +89,7 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
             self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
             self.pilot = attach(self.monitor, held, policy=self._policy, example=self._example)
-            state, self._state = self._state, {}  # the next fit may begin anew
+            state, self._state = self._state, {}  # of this fit alone
             if state:
                 self.pilot.load_state_dict(state)
 
