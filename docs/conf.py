@@ -34,6 +34,7 @@ python_maximum_signature_line_length = 100
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_attr_annotations = False  # shapes in annotations are markup to Sphinx
 
 
 def pruned(app: Any, page: str, template: str, context: dict[str, Any], doctree: object) -> None:

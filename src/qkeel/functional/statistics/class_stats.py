@@ -72,13 +72,15 @@ class ClassStats:
     Logits, norms and weights are those of LogitStats; tokens of no class count nowhere. The class of a query is the
     first of two class dimensions: max_logit[h, a, b] is that of queries of class a and keys of class b.
 
-    max_logit: largest signed logit before the cap over the `n_pairs` visible pairs; -inf where there are none.
-    mass: weight that a query of class a gives to all keys of class b, mean over the `n_queries` of class a that see a
-        key at all. Before dropout, after the cap, of weights that sum to one over the keys: so rows of `mass` do too,
-        but for keys of no class.
-    uniform_mass: the same if every query gave all the keys it sees the same weight: what `mass` is to be compared with.
-    query_norm, key_norm: mean L2 norms over `n_normed` queries and `n_keys` keys; those counts are 0 where q and k
-        were not seen, only their logits.
+    Attributes:
+        max_logit: largest signed logit before the cap over the `n_pairs` visible pairs; -inf where there are none.
+        mass: weight that a query of class a gives to all keys of class b, mean over the `n_queries` of class a that
+            see a key at all. Before dropout, after the cap, of weights that sum to one over the keys: so rows of
+            `mass` do too, but for keys of no class.
+        uniform_mass: the same if every query gave all the keys it sees the same weight: what `mass` is to be compared
+            with.
+        query_norm: mean L2 norm over `n_normed` queries; that count is 0 where q and k were not seen, only logits.
+        key_norm: mean L2 norm over `n_keys` keys; that count is 0 in the same case.
     """
 
     names: tuple[str, ...]

@@ -26,19 +26,21 @@ class LogitStats:
     over query rows that see at least one key. Norms are those of q and k as they enter the dot product, after norm
     and rotation. Detached; float32 or wider. `merge` adds data: key blocks, micro-batches, ranks.
 
-    normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys.
-    sink_share: over the same rows, the mean weight on the first key that the row sees, before dropout, after the
-        cap, of weights that sum to one over the keys: like the entropy it leaves a sink column out.
-    share_above: share of pairs whose logit (signed, before the cap) is above the threshold that was asked for.
-    qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
-        product; a model that folds its scale into q has it in there. Divide by √d for logits under 1/√d.
-    cos_max, cos_mean: of the angle between those q and k; 0 where one of them is zero.
-    n_products: the pairs behind these three; 0 where q and k were not seen, only their logits: the three are then
-        not measured and read 0, -inf, 0.
-    key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row): bin 0
-        is that key, bin i >= 1 holds offsets 2^(i-1) .. 2^i - 1; `n_keys_by_position` keys each.
-    classes: the same split by token classes, where those of the call are known.
-    formulas: the statistics of HEAD_FORMULAS by name, where they are measured.
+    Attributes:
+        normalized_entropy: mean of H_i / ln n_i, in [0, 1], over the `n_free` rows that see n_i >= 2 keys.
+        sink_share: over the same rows, the mean weight on the first key that the row sees, before dropout, after the
+            cap, of weights that sum to one over the keys: like the entropy it leaves a sink column out.
+        share_above: share of pairs whose logit (signed, before the cap) is above the threshold that was asked for.
+        qk_frobenius: root of the sum over pairs of (q·k)², without scale, bias or cap, of q and k as they enter the
+            product; a model that folds its scale into q has it in there. Divide by √d for logits under 1/√d.
+        cos_max: the largest cosine of the angle between those q and k; 0 where one of them is zero.
+        cos_mean: the mean of these cosines.
+        n_products: the pairs behind these three; 0 where q and k were not seen, only their logits: the three are then
+            not measured and read 0, -inf, 0.
+        key_norm_by_position: mean key norm by distance from the first visible key of its sequence (batch row): bin 0
+            is that key, bin i >= 1 holds offsets 2^(i-1) .. 2^i - 1; `n_keys_by_position` keys each.
+        classes: the same split by token classes, where those of the call are known.
+        formulas: the statistics of HEAD_FORMULAS by name, where they are measured.
     """
 
     max_logit: PerHead
