@@ -36,7 +36,7 @@ def test_the_kernels_pass_their_tests_with_registers_of_4_and_16_floats(lanes: i
     command = [sys.executable, "-m", "pytest", "-n0", *chosen, *files]
     done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    assert " passed" in done.stdout or done.returncode in (0, 1), done.stdout[-3000:]
+    assert done.returncode in (0, 1), done.stdout[-3000:]
     assert all(lanes == 4 and MISSED in line for line in failed), failed
 
 
