@@ -32,7 +32,7 @@ test: $(VENV)/.dev  ## everything but slow and GPU tests
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu and not zoo'
 
 slow: $(VENV)/.dev  ## compile tests, 20 SIGKILLs, the published orderings on the micro configuration
-	$(PIP) -e '.[ray,dask]'
+	$(PIP) -e '.[ray,dask,cross]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-trainers.txt
 	$(ONE_THREAD) $(BIN)/pytest -m slow --timeout 1800
 	$(MAKE) trackers

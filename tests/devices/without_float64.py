@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.functional import norms
-from qkeel.lab import RunConfig, run
+from qkeel.lab import Execution, Grid, LongContexts, RunConfig, make_plan, run, run_plan
 from qkeel.lab.model import build_model
+from qkeel.lab.studies import STUDIES, find_study
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.remedies import REMEDIES
+from qkeel.report import write
 from qkeel.sites import find
 
 faults: list[str] = []  # what was warned of
@@ -81,6 +83,26 @@ def trained() -> Iterator[str]:
         yield f"train {remedy}"
 
 
+def studied() -> Iterator[str]:
+    """Every study of the lab, the demo among them, cut to its first remedies, rate and seed; with its page."""
+    for name in STUDIES:
+        study = find_study(name)
+        grid = {axis: values[:1] for axis, values in dataclasses.asdict(study.grid).items()}
+        remedies = study.grid.remedies[: 1 if study.contexts else 2]
+        base = dataclasses.replace(study.base or TINY, model=TINY.model, steps=3, log_every=1, checkpoint_every=3)
+        sizes = {"context": 80 if base.data.task == "multimodal" else 8, "batch": 2}
+        data = dataclasses.replace(base.data, **sizes, source="topics", pairs=8)
+        base = dataclasses.replace(base, data=data, eval_sequences=2, probe_sequences=2, device="auto")
+        contexts = LongContexts(posthoc=("none", "rerope"), test_lengths=(16,), sequences=2)
+        with tempfile.TemporaryDirectory() as folder:
+            plan = make_plan(name, base, Grid(**{**grid, "remedies": remedies}), study.contexts and contexts)
+            done = run_plan(plan, folder, Execution())
+            assert not done.failures, (name, done.failures[0].error)
+            assert len(done.table) == len(plan.runs) > 0, name
+            write(Path(folder), Path(folder) / "report.html")
+        yield f"study {name}"
+
+
 if __name__ == "__main__":
     warnings.showwarning = lambda message, *_, **__: faults.append(str(message))
     find.verified = lambda model, seen, *example: seen  # its experiment works on storages, which stand-ins have none of
@@ -92,7 +114,7 @@ if __name__ == "__main__":
             pass
         else:
             raise AssertionError("the device made float64")
-        for group in (watched, changed, trained):
+        for group in (watched, changed, trained, studied):
             for told in group():
                 assert not any("switched itself off" in fault for fault in faults), faults
                 print(told, flush=True)

@@ -244,7 +244,7 @@ class RunConfig:
     probe_sequences: int = 4
     """Held-out sequences that attention statistics are taken on."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:N or mps; auto takes an accelerator if there is one."""
+    """auto, cpu, cuda, cuda:N or mps; auto takes cuda where there is one, else the CPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of training; bf16 and fp16 (with loss scaling) are autocast over float32 weights; auto is bf16 on CUDA
     devices that have it."""

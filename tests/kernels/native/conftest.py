@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from qkeel.kernels.native import build, ready
+
+# Where these tests are run for the registers of another processor: more options of the compiler, so other libraries.
+build.FLAGS = (*build.FLAGS, *os.environ.get("QKEEL_TEST_FLAGS", "").split())  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)

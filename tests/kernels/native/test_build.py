@@ -127,6 +127,19 @@ def test_without_a_compiler_torch_computes_after_one_warning(cache: Path, monkey
     assert len(told) == 1
 
 
+def test_an_old_compiler_is_asked_once_and_refused_by_one_sentence(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for macros, told in (("__clang_major__ 11", "GCC 11"), ("13 4", "clang 13")):
+        script, log = cache.parent / f"old {told}", cache.parent / f"log {told}"
+        script.write_text(f"#!/bin/sh\necho asked >> '{log}'\ncat > /dev/null\necho '{macros}'\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        with pytest.warns(QkeelWarning, match=f"expected GCC 12 or clang 14 or newer, got {told} as .*old") as warned:
+            assert not any(OperatorSource(name, {}).ready() for name in ("norm_rope", "attention"))
+        assert (len(warned), calls(log)) == (1, 1)
+
+
 def test_a_cache_that_cannot_be_written_is_one_warning_and_torch_computes(
     tmp_path: Path, anything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
 import time
@@ -25,7 +27,7 @@ FOLDER = Path(__file__).parent / "source"  # the sources, and the headers that t
 FLAGS = (
     "-std=gnu++20",
     "-O3",
-    "-march=native",
+    "-march=native" if platform.machine() == "x86_64" else "-mcpu=native",
     "-fno-math-errno",
     "-fopenmp",
     "-fPIC",
@@ -35,6 +37,11 @@ FLAGS = (
     # that the last rows of a block would not have the bits of the others.
     *(("--param=avoid-fma-max-bits=0",) if platform.machine() == "x86_64" else ()),
 )
+_TORCH = Path(torch.__file__).parent
+# torch's headers and Python's: where the latter are missing, a source is compiled without its Python functions.
+_HEADERS = (_TORCH / "include", _TORCH / "include/torch/csrc/api/include", sysconfig.get_path("include"))
+INCLUDE = tuple(f"-I{folder}" for folder in _HEADERS)
+OLDEST = {"GCC": 12, "clang": 14}  # GCC 11 has no __builtin_shufflevector
 LONGEST = 600.0  # seconds a compiler may take
 REPORT_AFTER = 2.0  # seconds of waiting for another process before a line on stderr says so
 PATIENCE = 300.0  # seconds of waiting before torch's path is taken
@@ -70,6 +77,10 @@ def opened(name: str, from_scratch: bool = False) -> int:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise BuildError("no C++ compiler: neither c++ on the PATH nor what CXX names")
+    kind, version = _version(compiler)
+    if version < OLDEST[kind]:
+        oldest = " or ".join(f"{name} {number}" for name, number in OLDEST.items())
+        raise BuildError(f"expected {oldest} or newer, got {kind} {version} as {compiler}; set CXX to a newer compiler")
     with opened_folder(make=True) as folder:
         before = _stamp(folder, file_name)
         with _locked(folder, name) as lock:
@@ -91,6 +102,15 @@ def key(name: str) -> str:
     built_for = f"{torch.__version__} {sys.implementation.cache_tag} {_processor()}"
     parts = (*texts, repr(FLAGS).encode(), built_for.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+@functools.cache
+def _version(compiler: str) -> tuple[str, float]:
+    """Returns which compiler it is by its own macros, and its major version; ∞ where it does not say."""
+    command, macros = [compiler, "-E", "-P", "-x", "c++", "-"], "__clang_major__ __GNUC__"
+    told = subprocess.run(command, input=macros, capture_output=True, text=True, timeout=LONGEST, check=False).stdout
+    clang, _, gcc = told.strip().partition(" ")
+    return ("clang", int(clang)) if clang.isdecimal() else ("GCC", int(gcc) if gcc.isdecimal() else math.inf)
 
 
 def _processor() -> str:
@@ -131,14 +151,9 @@ def _locked(folder: int, name: str) -> Iterator[int]:
 def _compile(compiler: str, name: str, folder: int, lock: int) -> None:
     where = f"{name} for this CPU, once, into {cache_folder()}"
     print(f"qkeel: compiling {where} (QKEEL_NATIVE=0 switches this off)", file=sys.stderr)
-    home = Path(torch.__file__).parent
-    include = [f"-I{home / 'include'}", f"-I{home / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    include.append(
-        f"-I{sysconfig.get_path('include')}"
-    )  # where its headers are missing, a source is compiled without its Python functions
-    libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
+    libraries = [f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     made, whole = "made.so", f".{name}.so"
-    command = [compiler, *FLAGS, *include, str(FOLDER / f"{name}.cpp"), "-o", made, *libraries]
+    command = [compiler, *FLAGS, *INCLUDE, str(FOLDER / f"{name}.cpp"), "-o", made, *libraries]
     with _workplace(folder, f".{name}") as inside:
         done = run_compiler(
             command,

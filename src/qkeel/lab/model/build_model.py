@@ -142,9 +142,7 @@ def threads(count: int) -> Iterator[None]:
 
 def _device(name: str) -> str:
     if name == "auto":
-        if torch.cuda.is_available():
-            return "cuda"
-        return "mps" if torch.backends.mps.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "cpu"  # not mps before it is measured to be faster
     kind, _, number = name.partition(":")
     if kind == "cuda" and not (torch.cuda.is_available() and int(number or 0) < torch.cuda.device_count()):
         raise InvalidValueError(f"expected a device of this machine, got {name!r}: {_cuda()}; try --device cpu")

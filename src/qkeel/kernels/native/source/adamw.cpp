@@ -10,9 +10,6 @@
 #include <cstring>
 #include <vector>
 
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
 
 #include "rows.h"
 
@@ -31,15 +28,6 @@ inline V rounded(V x) {
   return __builtin_assoc_barrier(x);
 #else
   return x; // other compilers fuse within one expression only
-#endif
-}
-
-inline V root(V x) {
-#ifdef __AVX__
-  return V(_mm256_sqrt_ps(__m256(x)));
-#else
-  for (int i = 0; i < 8; ++i) x[i] = __builtin_sqrtf(x[i]);
-  return x;
 #endif
 }
 

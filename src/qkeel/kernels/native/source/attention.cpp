@@ -86,7 +86,7 @@ struct Adjust {
   void by_distance(const Block& k, int64_t from, int64_t n, float* z) const {
     Lanes lane;
     for (int64_t i = 0; i < LANES; ++i) lane[i] = float(i);
-    const float most = o.window ? float(o.window - 1) : FLT_MAX;
+    const float most = o.window ? float(o.window - 1) : -HIDDEN;
     for (int64_t j = 0; j < n; ++j)
       for (int64_t c = 0; c < k.width; c += LANES) {
         float* at = z + j * ROWS + c;

@@ -2,7 +2,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <cfloat>
 #include <limits>
 #include <optional>
 #include <type_traits>
@@ -13,7 +12,7 @@ namespace qkeel {
 
 using Maybe = std::optional<at::Tensor>;
 
-constexpr float HIDDEN = -FLT_MAX;  // what a hidden logit becomes: exp gives 0, and 0 times it is 0, as of no infinity
+constexpr float HIDDEN = -std::numeric_limits<float>::max();  // what a hidden logit becomes: exp gives 0, and 0 times it is 0, as of no infinity
 
 inline Lanes hidden_as(Lanes like, Lanes z) { return like <= HIDDEN ? like : z; }
 

@@ -18,7 +18,7 @@ inline V widened(const float* x) { return at8(x); }
 inline V widened(const c10::BFloat16* x) {
   typedef uint16_t Short __attribute__((vector_size(16), aligned(2), may_alias));
   typedef uint32_t Long __attribute__((vector_size(32)));
-  return std::bit_cast<V>(__builtin_convertvector(*reinterpret_cast<const Short*>(x), Long) << 16);
+  return V(__builtin_convertvector(*reinterpret_cast<const Short*>(x), Long) << 16);
 }
 inline V widened(const c10::Half* x) {
   float to[8];

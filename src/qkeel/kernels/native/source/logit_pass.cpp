@@ -135,10 +135,6 @@ void panel_of(const Work& w, Space& sp, Rows k, int64_t j0, const Stretch& keys,
 
 inline Lanes or_nan(Lanes x, Flags bad) { return nan_where(x, bad); }
 inline Flags finite(Lanes x) { return x - x == 0.0f; }
-inline Lanes root(Lanes x) {
-  for (int64_t i = 0; i < LANES; ++i) x[i] = std::sqrt(x[i]);
-  return x;
-}
 inline Lanes logarithm(Lanes x) {
   for (int64_t i = 0; i < LANES; ++i) x[i] = std::log(x[i]);
   return x;
@@ -155,7 +151,7 @@ void write_panel(const Work& w, Space& sp, const Panel& p, int64_t col, int64_t 
     const Flags nan = (squares != squares) | (z_squares != z_squares), bad = nan | ~finite(lanes(sp.scale + col + i));
     const Flags unweighted = bad | ~finite(capped);
     const Lanes mass = lanes(p.mass + i), reference = lanes(p.reference + i);
-    const Lanes along = std::bit_cast<Lanes>(std::bit_cast<Flags>(1.0f / n) & (n > 0.0f));
+    const Lanes along = Lanes(Flags(1.0f / n) & (n > 0.0f));
     const Lanes count = __builtin_convertvector(flags(p.seen + i), Lanes);
     Lanes entropy = logarithm(mass) - lanes(p.spread + i) / mass, cosines = angle * along;
     entropy = entropy < 0.0f ? Lanes{} : entropy;

@@ -16,9 +16,9 @@ inline Lanes all(float x) { return Lanes{} + x; }
 inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }  // b where either is NaN
 inline Flags flags(const int32_t* p) { return *reinterpret_cast<const Flags*>(p); }
 inline void put(int32_t* p, Flags v) { *reinterpret_cast<Flags*>(p) = v; }
-inline Lanes where_off(Lanes x, Flags hidden) { return std::bit_cast<Lanes>(std::bit_cast<Flags>(x) & ~hidden); }
+inline Lanes where_off(Lanes x, Flags hidden) { return Lanes(Flags(x) & ~hidden); }
 // NaN where hidden: `larger` and `smaller` take the other, and no comparison holds.
-inline Lanes nan_where(Lanes x, Flags hidden) { return std::bit_cast<Lanes>(std::bit_cast<Flags>(x) | hidden); }
+inline Lanes nan_where(Lanes x, Flags hidden) { return Lanes(Flags(x) | hidden); }
 inline bool any(Flags x) {
   int32_t found = 0;
   for (int64_t i = 0; i < LANES; ++i) found |= x[i];

@@ -40,11 +40,6 @@ template <int64_t D, typename F> inline V sums_of(int64_t rows, F&& f) {
   return totals(sums);
 }
 
-inline V root(V x) {
-  for (int64_t i = 0; i < 8; ++i) x[i] = std::sqrt(x[i]);
-  return x;
-}
-
 // Asks for memory that will be read soon: the arithmetic of these rows hides the way of the next.
 inline void soon(const float* p) { __builtin_prefetch(p); }
 

@@ -4,7 +4,7 @@
 
 #include <bit>
 #include <cstdint>
-#ifdef __F16C__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -58,6 +58,15 @@ inline void store(const float* from, c10::Half* y, int64_t d) {
 typedef float V __attribute__((vector_size(32), aligned(4), may_alias));
 inline V at8(const float* p) { return *reinterpret_cast<const V*>(p); }
 inline void put8(float* p, V v) { *reinterpret_cast<V*>(p) = v; }
+
+// The square roots of eight floats, or of another width; for eight, GCC would take them one by one.
+template <typename F> inline F root(F x) {
+#ifdef __AVX__
+  if constexpr (sizeof(F) == sizeof(__m256)) return F(_mm256_sqrt_ps(__m256(x)));
+#endif
+  for (size_t i = 0; i < sizeof(F) / sizeof(float); ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+}
 
 inline float total(V a) {
   a += __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3);

@@ -311,15 +311,6 @@ Tensor clip_(TensorList gradients, double limit) {
   return norms;
 }
 
-inline Lanes root(Lanes x) {
-#if defined(__AVX__) && !defined(__AVX512F__)
-  return Lanes(_mm256_sqrt_ps(__m256(x)));
-#else
-  for (int64_t i = 0; i < LANES; ++i) x[i] = __builtin_sqrtf(x[i]);
-  return x;
-#endif
-}
-
 // One step of AdamW for tensors [runs ...]: rates [tensors runs] float64, of which those below 0 are left out.
 void adamw_(TensorList weights, TensorList gradients, TensorList means, TensorList variances, const Tensor& steps,
             const Tensor& rates, at::ArrayRef<double> decays, double beta1, double beta2, double eps) {

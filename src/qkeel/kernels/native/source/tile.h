@@ -9,20 +9,22 @@
 // row block, made by `transpose`. Softmax over keys then runs down the columns of S': no sums across a register.
 #pragma once
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 
 namespace qkeel {
 
-// A register of floats, and the tile of C that the registers hold: STRIP rows by WIDE columns.
-#if defined(__AVX512F__)
-constexpr int64_t LANES = 16, STRIP = 12;
+// A register of floats, and the tile of C that the registers hold: STRIP rows by WIDE columns. A test builds for the
+// registers of another processor by QKEEL_LANES.
+#if defined(QKEEL_LANES)
+constexpr int64_t LANES = QKEEL_LANES;
+#elif defined(__AVX512F__)
+constexpr int64_t LANES = 16;
 #elif defined(__AVX__)
-constexpr int64_t LANES = 8, STRIP = 6;
+constexpr int64_t LANES = 8;
 #else
-constexpr int64_t LANES = 4, STRIP = 6;
+constexpr int64_t LANES = 4;
 #endif
-constexpr int64_t WIDE = 2 * LANES;
+constexpr int64_t STRIP = LANES == 16 ? 12 : 6, WIDE = 2 * LANES;
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Flags __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
@@ -132,8 +134,8 @@ inline Lanes exponential(Lanes x) {
   p = p * r + 0.49999994f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  Flags power = (std::bit_cast<Flags>(shifted) << 23) + (127 << 23);  // n in the place of an exponent
-  Lanes found = p * std::bit_cast<Lanes>(power);
+  Flags power = (Flags(shifted) << 23) + (127 << 23);  // n in the place of an exponent
+  Lanes found = p * Lanes(power);
   return x < -87.3f ? Lanes{} : found;
 }
 
