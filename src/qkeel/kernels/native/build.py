@@ -108,8 +108,11 @@ def key(name: str) -> str:
 def _version(compiler: str) -> tuple[str, float]:
     """Returns which compiler it is by its own macros, and its major version; ∞ where it does not say."""
     command, macros = [compiler, "-E", "-P", "-x", "c++", "-"], "__clang_major__ __GNUC__"
-    told = subprocess.run(command, input=macros, capture_output=True, text=True, timeout=LONGEST, check=False).stdout
-    clang, _, gcc = told.strip().partition(" ")
+    try:
+        found = subprocess.run(command, input=macros, capture_output=True, text=True, timeout=LONGEST, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{compiler} did not say its version in {LONGEST} s") from error
+    clang, _, gcc = found.stdout.strip().partition(" ")
     return ("clang", int(clang)) if clang.isdecimal() else ("GCC", int(gcc) if gcc.isdecimal() else math.inf)
 
 
