@@ -198,7 +198,9 @@ class HeadTable:
     def _run(self, kernel: Any, tensors: Sequence[Tensor], flags: dict[str, bool]) -> None:
         self._launch(kernel, (self._programs,), [self._fields, self._plan, *tensors], {**self._how, **flags})
 
-    def _launch(self, kernel: Any, programs: tuple[int, ...], given: Sequence[Any], how: dict[str, Any]) -> None:
+    def _launch(
+        self, kernel: Any, programs: tuple[int, ...], given: Sequence[Tensor | int], how: dict[str, object]
+    ) -> None:
         with torch.cuda.device_of(self._fields):
             kernel[programs](*given, **how)
 
