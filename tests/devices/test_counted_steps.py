@@ -14,7 +14,7 @@ MOST = {
     "measured, all statistics": (231, 46),
     "measured, largest logit and entropy": (6, 43),  # 3 of logits, 2 of hidden states, one joined for the host; weights
 }
-MOST_OF_WEIGHTS = 40  # of weights, gains and gradients of the whole model, whatever its layers
+MOST_OF_WEIGHTS = 40  # of weights, gains and gradients of the whole model, whatever its layers and widths
 
 
 @pytest.mark.slow
@@ -24,9 +24,13 @@ def test_watching_waits_for_the_device_at_the_end_of_a_step_alone_and_launches_n
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    for kind, launches in found["weights, gains, gradients"].items():
-        assert len(set(launches)) == 1, kind
-        assert 0 < launches[0] <= MOST_OF_WEIGHTS, kind
+    for route in ("weights, gains, gradients", "without Triton"):
+        for kind, launches in found[route].items():
+            assert len(set(launches)) == 1, (route, kind)
+            assert 0 < launches[0] <= MOST_OF_WEIGHTS, (route, kind)
+    assert {"llama 1B", "llama 8B"} < set(found["of large models"])
+    for kind, launches in found["of large models"].items():
+        assert 0 < launches <= MOST_OF_WEIGHTS, kind
     for name, (each, whole) in MOST.items():
         for layers in (2, 4, 12):
             counts = found[str(layers)][name]

@@ -104,8 +104,8 @@ def squared_eigenvalue(
 ) -> Float[Tensor, "*h"]:
     """The largest eigenvalue λ of m = a b, both symmetric without negative eigenvalues; b None: of m = a.
 
-    tr(mᵖ m) / tr mᵖ with p = 2^squarings, powers scaled to a trace of 1: they neither overflow nor vanish. Twelve
-    products of batches of matrices and sixteen other operations: on a GPU torch solves eigenvalue problems matrix by
+    tr(mᵖ m) / tr mᵖ with p = 2^squarings, powers scaled to a trace of √d: they neither overflow nor vanish. Twelve
+    products of batches of matrices and fifteen other operations: on a GPU torch solves eigenvalue problems matrix by
     matrix, and the host waits for each. What is returned is a mean of the eigenvalues with weights λᵢᵖ, so it lies in
     [λ (1 - ln d / p), λ]: at 11 squarings within 0.4 % where many eigenvalues crowd just under the largest, and exact
     where they do not; ± 4 d u tr a · tr b by rounding, u that of the dtype. 0 for a or b zero; NaN where they are not
@@ -116,13 +116,18 @@ def squared_eigenvalue(
     (3.0, 1.5)
     """
     m = a if b is None else a @ b
-    x = m
+    size = _trace(m)
+    one = m / size[..., None, None]
+    x = one.reshape(-1, *m.shape[-2:])
     for i in range(squarings):
-        if i % 3 == 0:  # of a trace of 1 the largest eigenvalue is 1 / d at least, its eighth power no less than 1e-25
-            x = x / _trace(x)[..., None, None]
-        x = x @ x
-    mean = (x * m.mT).sum((-2, -1)) / _trace(x)
-    return torch.fmax(mean, 0 * m.sum((-2, -1)))  # a zero matrix is 0 / 0
+        if i % 4:
+            x = x @ x
+        else:  # of a trace of √d the largest eigenvalue is in [1/√d, √d], its sixteenth power in [d⁻⁸, d⁸]
+            x = x / _trace(x)[:, None, None] if i else x
+            x = torch.baddbmm(x, x, x, beta=0, alpha=x.shape[-1])  # (√d x)²
+    x = x.view_as(m)
+    mean = (x * one.mT).sum((-2, -1)) / _trace(x)
+    return torch.fmax(size * mean, 0 * m.sum((-2, -1)))  # a zero matrix is 0 / 0
 
 
 def _trace(x: Tensor) -> Tensor:

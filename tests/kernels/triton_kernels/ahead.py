@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from qkeel.kernels.triton import heads, norm_rope, norm_rope_two, sampled, statistics
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
-FLOATS = (*FLOATS, "numbers", "bars", "tops", "lows", "ends", "old", "sums", "norms", "factors", "keeps")
+FLOATS = (*FLOATS, "numbers", "bars", "tops", "lows", "ends", "old", "sums", "norms", "factors", "keeps", "grams")
 STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
 WHOLE = {
     "weights": "*i64",
@@ -42,6 +42,7 @@ SEEN = {
     "SAMPLED": False,
 }
 ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
+GRAM = {"TYPE": heads.tl.float32, "R": 128, "TILE": 64, "DEPTH": heads._DEPTH}
 APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
 EXTREME = {"COUNTED": False, "BARS": False}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
@@ -69,7 +70,12 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("bracket", sampled._bracket, {"CAUSAL": True, "COUNTED": True, "BLOCK": 1024}, 4),
     ("numbers of heads from a sample", sampled._sampled_heads, {"MASK": True, "BLOCK": 512}, 4),
     ("numbers of heads", statistics._heads, {"MASK": True, "BLOCK": 1024}, 4),
-    ("heads copied and summed", heads._copy, {**ALL, "SUMS": True}, 8),
+    ("heads copied and summed", heads._copy, {**ALL, "COPY": True, "SUMS": True}, 8),
+    ("heads summed", heads._copy, {**ALL, "COPY": False, "SUMS": True}, 8),
+    ("products of rows", heads._grams, {**GRAM, "LIE": 1}, 4),
+    ("products of rows of 16 bits", heads._grams, {**GRAM, "LIE": 1, "TYPE": heads.tl.bfloat16}, 4),
+    ("products of columns", heads._grams, {**GRAM, "LIE": 2}, 4),
+    ("products of rows that lie apart", heads._grams, {**GRAM, "LIE": 0, "R": 80}, 4),
     ("norms of heads", heads._norms, {"BLOCK": 256}, 1),
     ("heads moved", heads._move, {**ALL, "KEEPS": True}, 8),
     ("heads in columns moved", heads._move, {**ALL, "KEEPS": False, **APART}, 8),
@@ -135,5 +141,5 @@ if __name__ == "__main__":
     for told, kernel, constants, warps in CASES:
         compiled = made(kernel, constants, warps)
         used, spills = spilled(compiled.asm["ptx"])
-        wide = compiled.asm["ptx"].count("ld.global.v4")
+        wide = len(re.findall(r"ld\.global\.v4|cp\.async\.cg\S* .*, 0x10,", compiled.asm["ptx"]))
         print(f"{told}: registers {used}, spilled {spills}, shared {compiled.metadata.shared}, 16-byte loads {wide}")

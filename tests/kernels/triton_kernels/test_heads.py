@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.kernels.triton import available
+from qkeel.monitor.measure import head_stacks
 from qkeel.remedies import qk_clip
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -61,6 +62,34 @@ def check(dtype: torch.dtype, device: str, even: bool) -> None:
     assert all(map(torch.equal, views, kept))
 
 
+@pytest.mark.usefixtures("_poisoned")
+def test_norms_and_grams_of_all_weights_take_three_launches_and_are_those_of_float64(launches: Counter[str]) -> None:
+    def dense(n: int, r: int, m: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(n, r, m).to(dtype)
+
+    for dtype in (torch.float32, torch.float16):  # of bfloat16 the interpreter has no products
+        rows = [dense(3, 80, 96, dtype), dense(1, 80, 48, dtype)]
+        columns = [torch.randn(40, 3 * 80).to(dtype).as_strided((3, 16, 40), (16, 1, 240)) for _ in range(2)]
+        for weights in (
+            rows,
+            columns,
+            [*rows, dense(2, 80, 7, dtype)],
+            [dense(2, 5, 3, dtype).mT, dense(4, 3, 1, dtype)],
+        ):
+            heads = [*weights, *(torch.randn_like(w) for w in weights), dense(2, 9, 5, dtype)]
+            launches.clear()
+            ((numbers, norms),) = head_stacks.norms_and_grams(heads, len(weights))[0]
+            true = torch.cat([heads[i].double().flatten(1).norm(dim=1) for i in numbers])
+            assert ((norms - true) / true).abs().max() <= 1e-6
+            ((of, grams),) = head_stacks.norms_and_grams(heads, len(weights))[1]
+            assert sorted(of) == list(range(len(weights)))
+            exact = torch.cat([heads[i].double() @ heads[i].double().mT for i in of])
+            assert (grams - exact).abs().max() <= 2e-6 * exact.abs().max()
+            assert launches == {"_copy": 2, "_norms": 2, "_grams": 2}
+    weights[0][1, 2, 0] = torch.nan
+    assert head_stacks.norms_and_grams(weights, 1)[1][0][1][1].isnan().any()
+
+
 def near(found: Tensor, true: Tensor, new: Tensor) -> None:
     """Within a rounding; Triton's interpreter cuts bfloat16 off instead of rounding it."""
     size = max(float(true.abs().max()), float(new.abs().max()))
@@ -90,13 +119,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     from qkeel.kernels.triton import heads
 
     found: Counter[str] = Counter()
-    run = heads.HeadTable._run
+    run = heads.HeadTable._launch
 
-    def counted(self: Any, kernel: Any, tensors: list[Tensor], flags: dict[str, bool]) -> None:
+    def counted(self: Any, kernel: Any, *how: Any) -> None:
         found[kernel.__name__] += 1
-        run(self, kernel, tensors, flags)
+        run(self, kernel, *how)
 
-    monkeypatch.setattr(heads.HeadTable, "_run", counted)
+    monkeypatch.setattr(heads.HeadTable, "_launch", counted)
     monkeypatch.setattr(available, "takes_heads", lambda views: views[0].dtype != torch.float64)
     monkeypatch.setattr(qk_clip, "_readable", lambda tensor: False)
     return found
@@ -118,9 +147,9 @@ def trained(remedy: str, layers: int) -> nn.Module:
 
 
 LAUNCHED = {
-    "lalr:tau=0.5": {"_copy": 5, "_move": 4},  # one more for the norms at the start
+    "lalr:tau=0.5": {"_copy": 5, "_norms": 5, "_move": 4},  # one more for the norms at the start
     "qk_lr:factor=0.5": {"_copy": 4, "_move": 4},
-    "lalr:tau=0.5+qk_weight_decay+qk_clip:threshold=0.05": {"_copy": 5, "_move": 4, "_scale": 8},
+    "lalr:tau=0.5+qk_weight_decay+qk_clip:threshold=0.05": {"_copy": 5, "_norms": 5, "_move": 4, "_scale": 8},
 }
 
 
@@ -153,6 +182,6 @@ def test_plain_decay_and_a_skipped_step(launches: Counter[str]) -> None:
                 optimizer.step()
                 assert torch.equal(before, model.q_proj.weight) is bool(found_inf)
         results.append(list(model.parameters()))
-    assert launches == {"_copy": 4, "_move": 3}
+    assert launches == {"_copy": 4, "_norms": 4, "_move": 3}
     for a, b in zip(*results):
         assert (a - b).abs().max() <= 1e-6

@@ -1,4 +1,4 @@
-"""Updates of the heads of many weights, in Triton: copied with their norms, interpolated and scaled by a launch each.
+"""Heads of many weights where they lie, in Triton: measured, copied, interpolated and scaled by a launch each.
 
 A table on the device says where every weight lies and how; a map says which numbers of which head each program takes.
 Both are made once, so a CUDA graph can hold the launches. Not measured on a GPU yet.
@@ -6,6 +6,7 @@ Both are made once, so a CUDA graph can hold the launches. Not measured on a GPU
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -17,9 +18,13 @@ from torch import Tensor
 _BLOCK = 4096  # numbers a program takes: 16 for each of 256 threads, four loads of 16 bytes in float32
 _BLOCK_APART = 1024  # where every number has an address of its own, which takes registers
 _WARPS = 8
+_DEPTH = 32  # columns of a step of a product
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_FIELDS = tl.constexpr(8)  # of a weight in the table: where it lies, steps by head, outer and inner, inner numbers,
-# numbers of a head, its first head among all, its first number in a copy of all
+_FIELDS = tl.constexpr(11)  # of a weight in the table: where it lies, steps by head, outer and inner, inner numbers,
+# numbers of a head, its first head among all, its first number in a copy of all, steps by row and column, columns
+# How the weights of a table lie: rows are dense and aligned, or columns; else 0.
+_ROWS = tl.constexpr(1)
+_COLUMNS = tl.constexpr(2)
 
 
 @triton.jit
@@ -46,11 +51,13 @@ def _place(weights, plan, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.cons
 
 @triton.jit
 def _copy(
-    weights, plan, old, sums, TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, SUMS: tl.constexpr
+    weights, plan, old, sums,
+    TYPE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, COPY: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     _, x, at, ok = _place(weights, plan, TYPE, BLOCK, EVEN)
     w = tl.load(x, mask=ok, other=0.0)
-    tl.store(old + at, w, mask=ok)
+    if COPY:
+        tl.store(old + at, w, mask=ok)
     if SUMS:
         wide = w.to(tl.float32)
         tl.store(sums + tl.program_id(0), tl.sum(wide * wide, 0))
@@ -66,6 +73,38 @@ def _norms(sums, starts, norms, BLOCK: tl.constexpr):
         i = first + tl.arange(0, BLOCK)
         total += tl.load(sums + i, mask=i < stop, other=0.0)
     tl.store(norms + head, tl.sqrt_rn(tl.sum(total, 0)))
+
+
+@triton.jit
+def _grams(
+    weights, plan, starts, grams, first,
+    TYPE: tl.constexpr, LIE: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """W Wᵀ of head number `first` + that of the program: a tile on the diagonal or under it, and the one across."""
+    i, j = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.program_id(2) * TILE + tl.arange(0, TILE)
+    if tl.program_id(2) <= tl.program_id(1):
+        own = plan + tl.load(starts + first + tl.program_id(0)).to(tl.int64) * 3
+        row = weights + tl.load(own).to(tl.int64) * _FIELDS
+        kind = tl.pointer_type(TYPE)  # pyright: ignore[reportArgumentType]  # a dtype where it is compiled
+        x = tl.load(row).to(kind) + tl.load(own + 1) * tl.load(row + 1)
+        by_row, by_column, columns = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10).to(tl.int32)
+        if LIE == _ROWS:
+            by_row, by_column, columns = tl.multiple_of(by_row, 16), 1, tl.multiple_of(columns, 16)
+            x = tl.multiple_of(x, 16)
+        if LIE == _COLUMNS:
+            x, by_row, by_column = tl.multiple_of(x, 16), 1, tl.multiple_of(by_column, 16)
+        product = tl.zeros([TILE, TILE], tl.float32)
+        for c in range(0, columns, DEPTH):
+            m = (c + tl.arange(0, DEPTH))[None, :]
+            at, inside = x + m * by_column, m < columns
+            a = tl.load(at + i[:, None] * by_row, mask=(i < R)[:, None] & inside, other=0.0)
+            b = tl.load(at + j[:, None] * by_row, mask=(j < R)[:, None] & inside, other=0.0)
+            product = tl.dot(a, tl.trans(b), product, input_precision="tf32x3")
+        inside = (i < R)[:, None] & (j < R)[None, :]
+        at = grams + tl.program_id(0).to(tl.int64) * R * R
+        tl.store(at + i[:, None] * R + j[None, :], product, mask=inside)
+        if tl.program_id(2) < tl.program_id(1):
+            tl.store(at + j[None, :] * R + i[:, None], product, mask=inside)
 
 
 @triton.jit
@@ -102,40 +141,51 @@ class HeadTable:
     def __init__(self, views: Sequence[Tensor]) -> None:
         like = views[0]
         self._dtype, self._device = like.dtype, like.device
-        even = all(_even(view) for view in views)
+        even = all(map(_even, views))
         block = _BLOCK if even else _BLOCK_APART
-        fields, plans, heads, numbers = [], [], 0, 0
-        for i, view in enumerate(views):
+        fields, heads, numbers = [], 0, 0
+        for view in views:
             n, size = len(view), view[0].numel()
-            fields.append([view.data_ptr(), *_steps(view), size, heads, numbers])
-            each = torch.arange(triton.cdiv(size, block))
-            plans.append(torch.cartesian_prod(torch.tensor([i]), torch.arange(n), each))
+            by_head, *steps = _steps(view)
+            places = view.data_ptr(), by_head, *steps, size, heads, numbers, *view.stride()[1:], view.shape[2]
+            fields.append(places)
             heads, numbers = heads + n, numbers + n * size
-        plan = torch.cat(plans)
-        starts = torch.cat([(plan[:, 2] == 0).nonzero().flatten(), torch.tensor([len(plan)])])
-        self._heads, self._numbers, self._programs = heads, numbers, len(plan)
-        self._fields = torch.tensor(fields, device=like.device)
-        self._plan, self._starts = (x.to(like.device, torch.int32) for x in (plan, starts))
+        self._heads, self._numbers = heads, numbers
+        self._fields = _sent(torch.tensor(fields), like.device)
+        self._plan, self._starts = _plan(tuple((len(v), v[0].numel()) for v in views), block, like.device)
+        self._programs = len(self._plan)
+        self._lie = next((lie for lie, dim in ((1, 2), (2, 1)) if all(_dense(view, dim) for view in views)), 0)
         self._how = {"TYPE": _TYPES[like.dtype], "BLOCK": block, "EVEN": even, "num_warps": _WARPS}
 
     def copy(self) -> Tensor:
         """Returns all numbers of all heads, in an order of its own."""
-        return self._copy(None)
+        old = torch.empty(self._numbers, dtype=self._dtype, device=self._device)
+        self._run(_copy, [old, old], {"COPY": True, "SUMS": False})
+        return old
 
     def copy_and_norms(self) -> tuple[Tensor, Tensor]:
         """Returns the same, and ‖W^h‖_F [all n]: two launches, the weights read once."""
-        sums = torch.empty(self._programs, dtype=torch.float32, device=self._device)
-        norms = torch.empty(self._heads, dtype=torch.float32, device=self._device)
-        old = self._copy(sums)
-        kernel: Any = _norms
-        with torch.cuda.device_of(old):
-            kernel[(self._heads,)](sums, self._starts, norms, BLOCK=256, num_warps=1)
-        return old, norms
-
-    def _copy(self, sums: Tensor | None) -> Tensor:
         old = torch.empty(self._numbers, dtype=self._dtype, device=self._device)
-        self._run(_copy, [old, old if sums is None else sums], {"SUMS": sums is not None})
-        return old
+        return old, self.norms(old)
+
+    def norms(self, old: Tensor | None = None) -> Tensor:
+        """Returns ‖W^h‖_F [all n], by two launches; copies all numbers to `old` on the way."""
+        sums, norms = (torch.empty(n, dtype=torch.float32, device=self._device) for n in (self._programs, self._heads))
+        self._run(_copy, [sums if old is None else old, sums], {"COPY": old is not None, "SUMS": True})
+        self._launch(_norms, (self._heads,), [sums, self._starts, norms], {"BLOCK": 256, "num_warps": 1})
+        return norms
+
+    def grams(self, first: int, n: int, r: int) -> Tensor:
+        """Returns W Wᵀ [n r r], float32, of n heads of r rows from number `first` on, by one launch.
+
+        The products are those of the weights' numbers, float32 by three of TF32, summed in float32.
+        """
+        grams = torch.empty((n, r, r), dtype=torch.float32, device=self._device)
+        tile = min(64, max(16, triton.next_power_of_2(r)))
+        how = {"TYPE": self._how["TYPE"], "LIE": self._lie, "R": r, "TILE": tile, "DEPTH": _DEPTH}
+        tiles = triton.cdiv(r, tile)
+        self._launch(_grams, (n, tiles, tiles), [self._fields, self._plan, self._starts, grams, first], how)
+        return grams
 
     def move(self, old: Tensor, factors: Tensor, keeps: Tensor | None) -> None:
         """Does w ← old + f · (w - old), `old` a copy times `keeps` if given; heads at factor 1 are not touched."""
@@ -146,8 +196,28 @@ class HeadTable:
         self._run(_scale, [factors], {})
 
     def _run(self, kernel: Any, tensors: Sequence[Tensor], flags: dict[str, bool]) -> None:
+        self._launch(kernel, (self._programs,), [self._fields, self._plan, *tensors], {**self._how, **flags})
+
+    def _launch(
+        self, kernel: Any, programs: tuple[int, ...], given: Sequence[Tensor | int], how: dict[str, object]
+    ) -> None:
         with torch.cuda.device_of(self._fields):
-            kernel[(self._programs,)](self._fields, self._plan, *tensors, **self._how, **flags)
+            kernel[programs](*given, **how)
+
+
+@functools.lru_cache(maxsize=8)
+def _plan(sizes: tuple[tuple[int, int], ...], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The weight, head and block of numbers of every program, and the first program of each head and behind all, for
+    weights of so many heads of so many numbers."""
+    parts = [(torch.tensor([i]), torch.arange(n), torch.arange(-(-size // block))) for i, (n, size) in enumerate(sizes)]
+    plan = torch.cat([torch.cartesian_prod(*part) for part in parts])
+    starts = torch.cat([(plan[:, 2] == 0).nonzero().flatten(), torch.tensor([len(plan)])])
+    return _sent(plan.int(), device), _sent(starts.int(), device)
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, without waiting for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _steps(view: Tensor) -> tuple[int, int, int, int]:
@@ -165,3 +235,9 @@ def _even(view: Tensor) -> bool:
     _, _, inner, n = _steps(view)
     places = (view.data_ptr(), view.stride(0) * view.element_size())
     return inner == 1 and n == view[0].numel() and n % 16 == 0 and all(p % 16 == 0 for p in places)
+
+
+def _dense(view: Tensor, dim: int) -> bool:
+    """Returns whether numbers along a dimension lie side by side, in lines of a multiple of 16 at multiples of 16."""
+    steps = (view.stride(other) for other in range(3) if other != dim and view.shape[other] > 1)
+    return view.stride(dim) == 1 and view.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in (view.shape[dim], *steps))

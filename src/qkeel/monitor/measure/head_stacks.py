@@ -4,17 +4,51 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 
 from qkeel.functional.norms import wide
+from qkeel.kernels.triton import available
 from qkeel.monitor.processes.share import Key
 from qkeel.sites.site import AttentionSite
 
 STACKED = 128 * 2**20  # bytes of a stack, which is made when backward has freed the activations
+_K = TypeVar("_K", bound=Hashable)
 UNSTACKED = frozenset({"cpu"})  # types of devices where an operation costs less than a copy
+
+
+Found = list[tuple[list[int], Tensor]]  # numbers of weights, and what was found of all of their heads
+
+
+def norms_and_grams(heads: Sequence[Tensor], squared: int) -> tuple[Found, Found]:
+    """The norms [Σn] of the heads [n r m] of all weights, and W Wᵀ [Σn r r] of those of the first `squared` weights,
+    in float32 or wider.
+
+    Triton reads heads where they lie: two launches and the copy of their addresses to the device for the norms of all
+    weights of a dtype, one launch for the products of all of one r. Other heads are read in `stacks`.
+    """
+    norms, grams, rest = Found(), Found(), list[int]()
+    for _, own in _grouped(range(len(heads)), lambda i: (heads[i].dtype, heads[i].device)):
+        own.sort(key=lambda i: (i >= squared, heads[i].shape[1]))  # heads of one r follow each other
+        views = [heads[i] for i in own]
+        if not available.takes_heads(views):
+            rest += own
+            continue
+        table, first = available.head_table(views), 0
+        norms.append((own, table.norms()))
+        for r, alike in _grouped([i for i in own if i < squared], lambda i: heads[i].shape[1]):
+            n = sum(len(heads[i]) for i in alike)
+            grams.append((alike, table.grams(first, n, r)))
+            first += n
+    for places, stack in stacks([heads[i] for i in rest]):
+        own = [rest[place] for place in places]
+        norms.append((own, torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide(stack.dtype))))
+        if some := [i for i in own if i < squared]:  # they come first
+            rows = stack[: sum(len(heads[i]) for i in some)].to(wide(stack.dtype))
+            grams.append((some, rows @ rows.mT))
+    return norms, grams
 
 
 def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
@@ -23,10 +57,7 @@ def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
     A stack has one shape, dtype and device. It is a copy of no more than STACKED bytes in float32; a weight that is
     alone in one is taken as it is, as all are on UNSTACKED.
     """
-    alike: dict[Hashable, list[int]] = {}
-    for i, x in enumerate(heads):
-        alike.setdefault((x.shape[1:], x.dtype, x.device), []).append(i)
-    for places in alike.values():
+    for _, places in _grouped(range(len(heads)), lambda i: (heads[i].shape[1:], heads[i].dtype, heads[i].device)):
         first = heads[places[0]]
         most = 0 if first.device.type in UNSTACKED else STACKED // wide(first.dtype).itemsize
         while places:
@@ -35,6 +66,13 @@ def stacks(heads: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
                 n += 1
             chunk, places = places[:n], places[n:]
             yield chunk, _one([heads[i] for i in chunk])
+
+
+def _grouped(numbers: Iterable[int], key: Callable[[int], _K]) -> Iterable[tuple[_K, list[int]]]:
+    found: dict[_K, list[int]] = {}
+    for i in numbers:
+        found.setdefault(key(i), []).append(i)
+    return found.items()
 
 
 @final

@@ -14,7 +14,7 @@ from qkeel import dist
 from qkeel.dist.layout import counted
 from qkeel.functional.bounds import interaction_norm
 from qkeel.functional.norms import wide
-from qkeel.monitor.measure.head_stacks import Joined, Place, Places, stacks
+from qkeel.monitor.measure.head_stacks import Joined, Place, Places, norms_and_grams
 from qkeel.monitor.measure.split_weights import NORMS, SplitWeights
 from qkeel.monitor.measure.weight_products import Chain, gram, own_rows
 from qkeel.monitor.processes.share import Key, Share
@@ -70,19 +70,16 @@ class WeightNorms:
 
     def _read(self, norms: Joined, grams: Mapping[int, Joined]) -> None:
         """Reads the norms of the rows of weights and gradients, and Gram matrices, by their size."""
-        parts = [part for sides in self._own.values() for own in sides.values() for part in own]
-        heads = {(part, False): part.heads(self._parameters[part.parameter].detach()) for part in parts}
-        for part in parts:
-            if (grad := self._parameters[part.parameter].grad) is not None:
-                heads[part, True] = part.heads(grad.detach())
-        sources = list(heads)
-        for numbers, stack in stacks(list(heads.values())):
-            lengths = {sources[i]: len(heads[sources[i]]) for i in numbers}
-            norms.add(torch.linalg.vector_norm(stack, dim=(1, 2), dtype=wide(stack.dtype)), lengths.items())
-            weights = {part: n for (part, of_grad), n in lengths.items() if not of_grad}  # they come first
-            if not self._plain.isdisjoint(weights):
-                rows = stack[: sum(weights.values())].to(wide(stack.dtype))
-                grams[rows.shape[1]].add(rows @ rows.mT, weights.items())
+        parts = dict.fromkeys(part for sides in self._own.values() for own in sides.values() for part in own)
+        plain = [part for part in parts if part in self._plain]
+        sources = [(part, False) for part in dict.fromkeys([*plain, *parts])]
+        sources += [(part, True) for part in parts if self._parameters[part.parameter].grad is not None]
+        heads = [part.heads(self._values(part, of_grad)) for part, of_grad in sources]
+        found = norms_and_grams(heads, len(plain))
+        for numbers, x in found[0]:
+            norms.add(x, [(sources[i], len(heads[i])) for i in numbers])
+        for numbers, x in found[1]:
+            grams[x.shape[1]].add(x, [(sources[i][0], len(heads[i])) for i in numbers])
         for site in self._squared:
             for side, chains in () if _is_plain(site) else _sides(site):
                 product = gram(chains, self._weight)
@@ -140,9 +137,13 @@ class WeightNorms:
     def _is_split(self, part: HeadSlice) -> bool:
         return dist.is_split(self._parameters[part.parameter])
 
+    def _values(self, part: HeadSlice, of_grad: bool) -> Tensor:
+        p = self._parameters[part.parameter]
+        return p.detach() if p.grad is None or not of_grad else p.grad.detach()
+
     def _weight(self, part: HeadSlice) -> Tensor:
         """The heads' rows [n r m] in float32 or wider."""
-        x = self._parameters[part.parameter].detach()
+        x = self._values(part, of_grad=False)
         return part.heads(x).to(wide(x.dtype))
 
     def _columns(self, part: HeadSlice) -> int:
