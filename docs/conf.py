@@ -21,6 +21,7 @@ html_title = "qkeel"
 html_split_index = True  # one page of every name is longer than 200 kB
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"  # the theme's own underlines the names of modules, as if they were links
 templates_path = ["_templates"]
 exclude_patterns = ["_build", "_templates", "_made/*-fields.md", "_made/table-columns.md"]
 

@@ -1,12 +1,15 @@
 """Makes the pictures of docs/gallery.md, of the first page and of the README: `make gallery`.
 
 Needs chromium, Pillow and matplotlib. With a folder as argument the runs
-are kept there, and what is there is not run again.
+are kept there, and what is newer there than the code is not run again.
+A command that fails, or whose watcher says that it failed, ends the
+program, and then no picture and no page is changed.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,11 +19,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from PIL import Image
+
+    from qkeel.frames.frame import Foreign
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images" / "gallery"
 SCHEMES = {"light": "1", "dark": "0"}  # as Chromium numbers the schemes that a reader may prefer
+DARK = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#131416")  # the site's own
+STYLES = {"light": ["default"], "dark": ["dark_background", DARK]}  # of matplotlib
+# A page that is older than one of these is made again.
+CODE = [path for path in (ROOT / "src").rglob("*.*") if "__pycache__" not in path.parts and path.is_file()]
+CODE.append(ROOT / "examples" / "train_gpt.py")
+# What a run says on stderr whose script went through while something of qkeel's did not.
+FAULT = re.compile(r"failed|switched itself off|Not understood|^Traceback|^error", re.M)
 
 
 class Picture(NamedTuple):
@@ -32,6 +46,10 @@ class Picture(NamedTuple):
     commands: tuple[str, ...]
     page: str = ""
     rows: tuple[int, int] = (0, 0)
+
+    def outputs(self, folder: Path) -> list[Path]:
+        """The directories of its runs: `qkeel watch` would write beside an old one, and a study go on with it."""
+        return [folder / out for out in re.findall(r"--out (\S+)", " ".join(self.commands))]
 
 
 PAGES = (
@@ -93,7 +111,6 @@ PAGES = (
         rows=(0, 1040),
     ),
 )
-FIRST = Picture("drift", "", "", PAGES[0].commands, PAGES[0].page, rows=(1060, 1620))  # the picture of the first page
 PLOT = Picture(
     "plot",
     "A figure of your own",
@@ -103,9 +120,18 @@ PLOT = Picture(
 
 
 def run(command: str, folder: Path) -> None:
-    """Runs one command line of qkeel in a folder."""
+    """Runs one command line of qkeel in a folder; ends the program where something of it failed."""
     words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-    subprocess.run([sys.executable, "-m", *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    if done.returncode or FAULT.search(done.stderr):
+        sys.exit(f"{done.stderr}\n`{command}` failed (exit code {done.returncode}): no picture was changed")
+
+
+def is_new(page: Path) -> bool:
+    """Whether a page is there and no code was changed after it."""
+    return page.exists() and page.stat().st_mtime > max(path.stat().st_mtime for path in CODE)
 
 
 def save(image: Image.Image, path: Path) -> None:
@@ -131,20 +157,47 @@ def photograph(page: Path, name: str, rows: tuple[int, int]) -> None:
             save(whole.crop((0, rows[0], whole.width, rows[1])), IMAGES / f"{name}-{scheme}.png")
 
 
-def plot(folder: Path) -> None:
-    """Writes the figure in each scheme."""
+def draw_drift(folder: Path, scheme: str) -> Foreign:
+    """The picture of the first page, which is read on phones too: the longest runs of the demo and nothing else."""
     import matplotlib.pyplot as plt
-    from PIL import Image
 
     import qkeel
 
-    for scheme, style in (("light", "default"), ("dark", "dark_background")):
+    runs = [qkeel.load(done.parent) for done in sorted((folder / "demo" / "runs").glob("*/DONE"))]
+    steps = max(run.config["steps"] for run in runs)
+    figure, ax = plt.subplots(figsize=(5.6, 2.9), layout="constrained")
+    for run in (run for run in runs if run.config["steps"] == steps):
+        grey = "0.35" if scheme == "light" else "0.75"
+        colour, words = (grey, "no remedy") if run.config["remedy"] == "none" else ("C0", run.config["remedy"])
+        drawn, logits = run.steps["step"], run.steps["max_logit"]
+        ax.plot(drawn, logits, color=colour, linewidth=2)
+        ax.annotate(f" {words}\n {logits[-1]:,.0f}", (drawn[-1], logits[-1]), color=colour, va="center", size=12)
+    ax.axhline(100, color="C3", linewidth=1)
+    ax.annotate("alarm", (0, 110), color="C3", size=12)
+    ax.set(yscale="log", xlim=(0, 1.22 * steps), xlabel="optimizer step", xticks=range(0, steps + 1, 200))
+    ax.set_title("largest attention logit", loc="left", size=12)
+    ax.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_heads(folder: Path, scheme: str) -> Foreign:
+    """The figure that a reader can make of the watched script."""
+    import qkeel
+
+    return qkeel.load(folder / "runs" / "gpt").plot("heads").get_figure()
+
+
+def plot(name: str, draw: Callable[[Path, str], Foreign], folder: Path, dpi: int) -> None:
+    """Writes a figure of matplotlib in each scheme."""
+    import matplotlib.pyplot as plt
+    from PIL import Image
+
+    for scheme, style in STYLES.items():
         with plt.style.context(style):
-            figure = qkeel.load(folder / "runs" / "gpt").plot("heads").get_figure()
-            drawn = io.BytesIO()
-            figure.savefig(drawn, dpi=110, bbox_inches="tight")
+            figure, drawn = draw(folder, scheme), io.BytesIO()
+            figure.savefig(drawn, dpi=dpi, bbox_inches="tight")
             plt.close(figure)
-        save(Image.open(drawn), IMAGES / f"{PLOT.name}-{scheme}.png")
+        save(Image.open(drawn), IMAGES / f"{name}-{scheme}.png")
 
 
 def section(made: Picture, language: str) -> str:
@@ -175,12 +228,17 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         if not (folder / "examples").exists():
             (folder / "examples").symlink_to(ROOT / "examples")
-        for made in (*PAGES, FIRST):
-            made_page = folder / (made.page or f"{made.name}.html")
-            for command in made.commands if not made_page.exists() else ():
-                run(command, folder)
-            photograph(made_page, made.name, made.rows)
-        plot(folder)
+        places = {made.name: folder / (made.page or f"{made.name}.html") for made in PAGES}
+        for made in PAGES:
+            if not is_new(places[made.name]):
+                for old in made.outputs(folder):
+                    shutil.rmtree(old, ignore_errors=True)
+                for command in made.commands:
+                    run(command, folder)
+        for made in PAGES:
+            photograph(places[made.name], made.name, made.rows)
+        plot("drift", draw_drift, folder, dpi=200)
+        plot(PLOT.name, draw_heads, folder, dpi=110)
     (ROOT / "docs" / "gallery.md").write_text(page(), encoding="utf-8")
 
 

@@ -60,7 +60,7 @@ class AlreadyAppliedError(QkeelError, RuntimeError):
 
 
 class MissingLibraryError(QkeelError, ImportError):
-    """An outside library that is not installed; the message says how to install it."""
+    """Raised where an outside library is needed and not installed; the message says how to install it."""
 
 
 def missing(what: str, pip: str) -> MissingLibraryError:
@@ -92,7 +92,7 @@ class QkeelWarning(UserWarning):
 
 
 class AlarmWarning(QkeelWarning):
-    """Attention that is about to go wrong; the message says where, how fast, and what to do."""
+    """A warning that attention is about to go wrong; its message says where, how fast, and what to do."""
 
 
 def caution(message: str, kind: type[QkeelWarning] = QkeelWarning) -> None:

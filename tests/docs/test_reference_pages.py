@@ -40,7 +40,7 @@ def _named() -> set[str]:
         for page in PAGES.glob("*.md")
         for block in re.findall(r"autosummary::\n(?: +:.*\n)*\n((?: +\S+\n)+)", page.read_text())
     ]
-    return {line.strip() for block in blocks for line in block.splitlines()}
+    return {line.strip().removeprefix("~") for block in blocks for line in block.splitlines()}
 
 
 def _found(name: str) -> object:

@@ -31,7 +31,10 @@ class Action(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFacts:
-    """A site as a policy knows it; `unknown` says why the weights of its heads are not confirmed, "" if they are."""
+    """A site as a policy sees it: its name and its number of query heads.
+
+    `unknown` says why the weights of its heads are not confirmed, "" if they are.
+    """
 
     name: str
     n_heads: int

@@ -14,6 +14,8 @@ from qkeel.errors import InvalidValueError
 def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
     """The slopes m_h = 2^(-8h/H), h = 1 … H; for other H those of the power of 2 below, then every second of the next.
 
+    Returns [h], each in (0, 1). Raises: InvalidValueError if n_heads is under 1.
+
     Source: Press et al. 2022, arXiv 2108.12409, and its released code.
 
     >>> alibi_slopes(4).tolist()

@@ -37,7 +37,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def unrounded(x: Tensor) -> AbstractContextManager[object]:
-    """Products inside keep the dtype of what they multiply: autocast, which would round logits to half, is off."""
+    """A context without autocast for the device of x: products keep their dtype, so logits are not rounded to half."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 

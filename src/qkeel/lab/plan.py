@@ -24,15 +24,16 @@ FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The axes. Remedies keep their order, rates and seeds are sorted; what is named twice counts once.
+    """The axes of a study: it has a run for every combination of a remedy, a learning rate and a seed.
 
-    Where a study compares forms of attention, those take the place of remedies.
+    Remedies keep their order; rates and seeds are sorted; what is named twice counts once. Where a study compares
+    forms of attention, those take the place of remedies.
 
-    With blocks (mha, mla) and optimizers, where not empty, there is a product of its own for each pair of them: they
-    stand side by side, for a learning rate does not mean the same to two optimizers. So with mixes of data, and with
-    every value of a setting of the model, the data or the optimizer; one value is that of all runs.
+    Each further axis that is not empty divides the study into parts, one for each combination of their values: blocks
+    (mha, mla), optimizers, mixes of data, and settings of the model, the data or the optimizer. Remedies are compared
+    within a part only, since a learning rate does not mean the same to two optimizers or widths.
 
-    With tuning seeds, each remedy runs at the one of the rates that is best for it on these, in every part.
+    With tuning seeds, each remedy runs in every part at the rate that is best for it on those seeds.
     """
 
     remedies: Sequence[str]

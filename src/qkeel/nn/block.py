@@ -26,7 +26,11 @@ NORM_ORDERS: dict[str, str] = {
 
 @final
 class MLP(nn.Module):
-    """GELU: W₂ gelu(W₁ x). SwiGLU: W₂ (silu(W_g x) ∘ W₁ x)."""
+    """The MLP of a block, [b t d_model] to the same shape: W₂ gelu(W₁ x), or with swiglu W₂ (silu(W_g x) ∘ W₁ x).
+
+    No biases; W₁ and W_g make `hidden` numbers. Raises: UnknownNameError for another kind.
+    Source: Shazeer 2020, arXiv 2002.05202 (SwiGLU).
+    """
 
     def __init__(self, d_model: int, hidden: int, kind: Literal["gelu", "swiglu"] = "gelu") -> None:
         super().__init__()
@@ -45,9 +49,10 @@ class MLP(nn.Module):
 
 @final
 class Block(nn.Module):
-    """One attention and one MLP branch on the residual stream, normed in one of NORM_ORDERS.
+    """One attention and one MLP branch on the residual stream [b t d_model], with norms in one of NORM_ORDERS.
 
-    With `cross_attention` there is a branch between them that attends to a context.
+    With norm_order="pre": x ← x + attention(N₁ x), then x ← x + mlp(N₂ x). With `cross_attention` there is a branch
+    between them that attends to a context.
 
     Args:
         attention, mlp: the branches. d_model: width of the stream. norm_order: of every branch. cross_attention: to the

@@ -27,7 +27,13 @@ class Severity(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A reason to act: where, how much, how the value grows, and the line of code that helps."""
+    """A reason to act: where, how much, how the value grows, and the line of code that helps.
+
+    `rule` is the name of the rule, `severity` notice, alarm or critical, `step` the optimizer step. `value` is the
+    number that the rule judged, in the unit of its field: nats for logits and entropies. `meaning` and `trend` say it
+    in words, `remedy` is the line of code, and `source` where the threshold comes from. `layer` and `head` are None
+    where the rule is about the whole model, or the whole layer.
+    """
 
     rule: str
     severity: Severity

@@ -70,7 +70,10 @@ class Growth(Rule):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Approach(Rule):
-    """The largest logit, over `floor`, will pass `threshold` within `horizon` times the training so far; see Growth."""
+    """Fires when the largest logit is over `floor` and will pass `threshold` within `horizon` times the training done.
+
+    Logits are in nats. The forecast is a power law of the sum of learning rates (docs/alarms.md).
+    """
 
     threshold: float
     floor: float = thresholds.APPROACH_FLOOR

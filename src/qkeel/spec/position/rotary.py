@@ -167,7 +167,7 @@ class Rope(Position):
 class SlidingWindow(Position):
     """`inner`, where query i sees the keys with |i - j| < window only: itself and window - 1 before it if causal.
 
-    What hides keys by the distance of positions is a matter of position, so it is no sixth slot. log n counts the keys
+    A window hides keys by the distance of positions, so it belongs to the slot of the position. log n counts the keys
     that a query sees: n = min(position + 1, window). The window is that of Mistral and Gemma in transformers.
 
     Source: Child et al. 2019, arXiv 1904.10509; Beltagy et al. 2020, arXiv 2004.05150.
