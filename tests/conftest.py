@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jaxtyping import install_import_hook
+import run_time_types
 
 # Before the first import of qkeel: every annotated formula checks shapes and dtypes of what goes in and out.
 # Compile tests run in processes of their own, which do not load this file.
 # Not what the operators are given to refuse.
 KERNELS = ("choose", "chunked", "compiled_attention", "encode", "prepare", "sdpa", "stats", "windowed")
 CHECKED = ["qkeel.functional", "qkeel.nn.mla_absorbed", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
-install_import_hook(CHECKED, "run_time_types.check")
+run_time_types.install(CHECKED)
 
 import torch  # noqa: E402
 

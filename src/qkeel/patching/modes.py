@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -148,6 +149,7 @@ def _recording() -> Iterator[None]:
         yield
 
 
+@functools.lru_cache(maxsize=1024)
 def function_name(function: Function) -> str:
     """The name of a torch function or operator, without underscores around it and without its overload."""
     name = getattr(function, "__name__", "").partition(".")[0].strip("_")

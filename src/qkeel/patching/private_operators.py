@@ -3,6 +3,7 @@ Each is torch's own, under the name that says what it does."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -49,8 +50,12 @@ def argument_names(operator: Operator) -> list[str]:
 
 def written_arguments(operator: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
     """The arguments that an operator writes into, as add_ does; none of anything that is no operator."""
-    if not isinstance(operator, torch._ops.OpOverload):
-        return []
-    arguments = operator._schema.arguments
-    given = {**dict(zip((a.name for a in arguments), args)), **kwargs}
-    return [given[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write and a.name in given]
+    written = _written(operator) if isinstance(operator, torch._ops.OpOverload) else ()
+    return [args[i] if i < len(args) else kwargs[name] for i, name in written if i < len(args) or name in kwargs]
+
+
+@functools.cache
+def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """The places and names of the arguments that an operator writes into."""
+    arguments = enumerate(operator._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -81,11 +81,17 @@ def _observe(observers: tuple[CallObserver, ...]) -> None:
     GUARD.set(observers[-1].guard if observers else None)
 
 
+@functools.lru_cache(maxsize=1)
+def _flash_homes(count: int, last: str) -> list[str]:
+    """The loaded modules that are named after flash attention, while these are the number and the last of all."""
+    return [home for home in sys.modules if "flash_att" in home]
+
+
 def _functions() -> Iterator[types.FunctionType]:
     """Attention functions of modules that are loaded: one that is not, nobody can call."""
     seen: set[int] = set()
     places = [(sys.modules.get(home), name) for home, name in _ONE_HOME]
-    for home in [home for home in sys.modules if "flash_att" in home]:
+    for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
         places += [(sys.modules.get(home), name) for name in FLASH]
     for module, name in places:
         function = None if module is None else vars(module).get(name)

@@ -105,11 +105,12 @@ class ModuleStack:
 
 def tensors(value: object) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict):
+            left.extend(reversed(item.values()))
+        elif isinstance(item, (tuple, list)):
+            left.extend(reversed(item))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class Repetition:
     def __init__(self, operations: Sequence[Operation], changed: set[int]) -> None:
         """Takes the operators in their order, and the memory whose numbers will be others."""
         self._operations = _affected(operations, changed)
+        self._steps = [(o.function, _marked(o.args), _marked(dict(o.kwargs)), _places(o.out)) for o in self._operations]
         made: set[int] = set()
         self._foreign: list[Tensor] = []  # what is written into, and made elsewhere
         for operation in self._operations:
@@ -39,9 +41,8 @@ class Repetition:
         now = _Now(dict(values), dict(contents or {}))
         for x in self._foreign:
             now.copy(x)
-        for operation in self._operations:
-            args, kwargs = _replaced(operation.args, now), _replaced(dict(operation.kwargs), now)
-            now.put(operation.out, operation.function(*args, **kwargs))
+        for function, args, kwargs, places in self._steps:
+            now.put(places, function(*_replaced(args, now), **_replaced(kwargs, now)))
         return now
 
 
@@ -52,20 +53,24 @@ class _Now:
         self._values, self._contents = values, contents
 
     def __call__(self, x: Tensor) -> Tensor:
-        known = self._values.get(place(x))
+        return self.at(x, place(x), memory(x))
+
+    def at(self, x: Tensor, where: Place, lies_in: int) -> Tensor:
+        """The tensor that stands now for one that lay at this place, in this memory."""
+        known = self._values.get(where)
         if known is not None:
             return known
-        content = self._contents.get(memory(x))
+        content = self._contents.get(lies_in)
         return x if content is None else at_place(x, content)
 
     def copy(self, x: Tensor) -> None:
         """From now on, what lies in this tensor's memory is a copy of it."""
         self._contents[memory(x)] = self._contents.get(memory(x), x.untyped_storage()).clone()
 
-    def put(self, before: object, after: object) -> None:
-        """Puts one tensor where another was, or each of several."""
-        for old, new in zip(tensors((before,)), tensors((after,)), strict=True):
-            self._values[place(old)] = new
+    def put(self, places: Sequence[Place], after: object) -> None:
+        """Puts one tensor at the place of another, or each of several."""
+        for old, new in zip(places, tensors(after), strict=True):
+            self._values[old] = new
 
 
 def at_place(x: Tensor, content: torch.UntypedStorage) -> Tensor:
@@ -86,12 +91,32 @@ def _affected(operations: Sequence[Operation], changed: set[int]) -> list[Operat
             return [operations[i] for i in sorted(kept)]
 
 
-def _replaced(value: Any, now: Lookup) -> Any:
-    """The same arguments with the tensors that there are now."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Mark:
+    """A tensor among arguments, with its place and memory."""
+
+    x: Tensor
+    where: Place
+    lies_in: int
+
+
+def _places(value: object) -> list[Place]:
+    return [place(x) for x in tensors(value)]
+
+
+def _marked(value: Any) -> Any:
+    """The same arguments with marks in place of tensors."""
     if isinstance(value, Tensor):
-        return now(value)
+        return _Mark(value, place(value), memory(value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_replaced(v, now) for v in value)
-    if isinstance(value, dict):
-        return {name: _replaced(v, now) for name, v in value.items()}
-    return value
+        return type(value)([_marked(v) for v in value])
+    return {name: _marked(v) for name, v in value.items()} if isinstance(value, dict) else value
+
+
+def _replaced(value: Any, now: _Now) -> Any:
+    """The same arguments with the tensors that there are now."""
+    if type(value) is _Mark:
+        return now.at(value.x, value.where, value.lies_in)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_replaced(v, now) for v in value])
+    return {name: _replaced(v, now) for name, v in value.items()} if isinstance(value, dict) else value
