@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from qkeel import find_sites
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.sites.calls.logit_statistics import statistics
-from qkeel.sites.calls.mask_functions import PackedCall
 from qkeel.sites.see.intercept import Interceptor
+from qkeel.spec import AttentionCall
 
 from . import flash_stand_in as stand_in
 
@@ -146,7 +146,7 @@ def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> No
 
 def test_a_query_mask_reaches_the_sequences_of_a_packed_call() -> None:
     q, k, ends = lengths()
-    calls: list[PackedCall] = []
+    calls: list[AttentionCall] = []
     with Interceptor(nn.Identity(), lambda s: calls.append(s.call)):  # type: ignore[arg-type]
         stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5)
     mask = torch.ones(1, 9, dtype=torch.bool)

@@ -14,17 +14,29 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.kernels.triton.available import HeadNumbers
-from qkeel.kernels.triton.statistics import LAUNCHED, dense, key_mask, reach, stratum, tile_sizes, visible
+from qkeel.kernels.triton.statistics import (
+    LAUNCHED,
+    Spans,
+    dense,
+    first_and_last,
+    key_mask,
+    reach,
+    span,
+    stratum,
+    tile_sizes,
+    visible,
+)
 
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _extremes(
-    q, k, keys, counted, lse, bars, tops, lows, scale, heads, share, times, length, window, tiles,
-    q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
+    q, k, keys, starts, stops, counted, lse, bars, tops, lows, scale, heads, share, times, length, window,
+    tiles, q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
     D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, COUNTED: tl.constexpr, BARS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, COUNTED: tl.constexpr,
+    BARS: tl.constexpr,
 ):  # fmt: skip
     """The largest and the smallest logit of a tile of rows, NaN where one is; -inf and inf where nothing was read."""
     of = (tl.program_id(0) // tiles).to(tl.int64)  # which sequence and head
@@ -38,7 +50,12 @@ def _extremes(
     own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(own, mask=ok[:, None] & (i[None, :] < D), other=0.0)
     first = tile * ROWS + length - times
-    begin, whole, stop = reach(first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK)
+    low_key, high_key = row, row
+    if SPANS:
+        low_key, high_key, begin, whole, stop = span(starts, stops, row, ok, length, KEYS)
+        whole = begin if MASK else whole
+    else:
+        begin, whole, stop = reach(first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK)
     if BARS:  # a logit is at most its row's logsumexp; NaN is not less
         might = ok & ~(tl.load(lse + of * times + row, mask=ok, other=0.0) < tl.load(bars + h))
         none = tl.sum(might.to(tl.int32), 0) == 0
@@ -57,7 +74,9 @@ def _extremes(
             theirs + key.to(tl.int64)[None, :] * k_t, mask=(key[None, :] < length) & (i[:, None] < D), other=0.0
         )
         z = tl.dot(x, y, input_precision="ieee")
-        seen = visible(keys + n * keys_b, key, at, ok, length, window, keys_s, CAUSAL, WINDOW, MASK)
+        seen = visible(
+            keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
+        )
         top = tl.maximum(top, tl.where(seen, z, float("-inf")), propagate_nan=_ALL)
         low = tl.minimum(low, tl.where(seen, z, float("inf")), propagate_nan=_ALL)
     top, low = tl.where(ok[:, None], top, float("-inf")), tl.where(ok[:, None], low, float("inf"))
@@ -188,13 +207,14 @@ def extremes(
     causal: bool,
     window: int | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
+    spans: Spans | None = None,
     counted: Bool[Tensor, "b t"] | None = None,
     known: tuple[Float[Tensor, "b h t"], Float[Tensor, " h"]] | None = None,
 ) -> tuple[Float[Tensor, "b h tiles"], Float[Tensor, "b h tiles"]]:
     """Returns the largest and the smallest logit, before a cap, of tiles of rows; NaN where a logit is.
 
     Args:
-        q, k, scale, causal, window, keys: as of `statistics.row_statistics`.
+        q, k, scale, causal, window, keys, spans: as of `statistics.row_statistics`.
         counted: which query rows count; None: all.
         known: logsumexps of the rows, and a number that the largest logit of each head reaches. With them a tile is
             read only if one of its logsumexps is no less, and the smallest logit is that of the tiles that were read.
@@ -211,10 +231,12 @@ def extremes(
     rows = q if counted is None else counted.contiguous().to(torch.uint8)
     with torch.cuda.device_of(q):
         LAUNCHED["extremes"][(tiles * b * h,)](
-            q, k, mask, rows, *((q, q) if known is None else (known[0].contiguous(), known[1])), tops, lows, scale,
+            q, k, mask, *first_and_last(spans, q), rows,
+            *((q, q) if known is None else (known[0].contiguous(), known[1])), tops, lows, scale,
             h, h // g, t, s, window or 0, tiles, *q.stride()[:3], *k.stride()[:3], *over,
             D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
-            MASK=keys is not None, COUNTED=counted is not None, BARS=known is not None, num_warps=tile[2],
+            MASK=keys is not None, SPANS=spans is not None, COUNTED=counted is not None,
+            BARS=known is not None, num_warps=tile[2],
         )  # fmt: skip
     return tops, lows
 

@@ -98,10 +98,30 @@ def reach(
 
 
 @triton.jit
-def visible(keys, key, at, ok, length, window, keys_s, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr):
+def span(starts, stops, row, ok, length, KEYS: tl.constexpr):
+    """Returns the first key that each row sees and the one after the last; and, of all of these rows, where their keys
+    begin, up to where all rows see all of them, in whole tiles, and where they end.
+    """
+    low, high = tl.load(starts + row, mask=ok, other=0), tl.load(stops + row, mask=ok, other=0)
+    some = low < high
+    begin = tl.min(tl.where(some, low, length), 0)
+    stop = tl.max(tl.where(some, high, 0), 0)
+    shared = tl.min(tl.where(some, high, tl.where(ok, begin, length)), 0)  # a row that sees nothing shares nothing
+    alike = tl.max(tl.where(some, low, begin), 0) == begin
+    whole = begin + tl.where(alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS
+    return low, high, begin, whole, stop
+
+
+@triton.jit
+def visible(
+    keys, key, at, ok, low, high, length, window, keys_s,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """Returns which keys of a tile the rows at positions `at` see; `keys`: the mask of their sequence."""
     inside, away = key < length, at[:, None] - key[None, :]
     seen = inside[None, :] & ok[:, None]
+    if SPANS:
+        seen = seen & (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
     if CAUSAL:
         seen = seen & (away >= 0)
     if WINDOW:
@@ -113,10 +133,11 @@ def visible(keys, key, at, ok, length, window, keys_s, CAUSAL: tl.constexpr, WIN
 
 @triton.jit
 def _rows(
-    q, k, keys, largest, smallest, lse, entropy, picked, scale, cap, heads, share, times, length, window, tiles,
-    seed, count, strata, q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
+    q, k, keys, starts, stops, largest, smallest, lse, entropy, picked, scale, cap, heads, share, times, length, window,
+    tiles, seed, count, strata, q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
     D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SAMPLED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, CAP: tl.constexpr,
+    SAMPLED: tl.constexpr,
 ):  # fmt: skip
     of = (tl.program_id(0) // tiles).to(tl.int64)  # which sequence and head
     n, h = of // heads, of % heads
@@ -135,7 +156,12 @@ def _rows(
     at = row + past_keys
     own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(own, mask=ok[:, None] & (i[None, :] < D), other=0.0)
-    begin, whole, stop = reach(first + past_keys, last + past_keys, length, window, KEYS, CAUSAL, WINDOW, MASK)
+    low_key, high_key = row, row
+    if SPANS:
+        low_key, high_key, begin, whole, stop = span(starts, stops, row, ok, length, KEYS)
+        whole = begin if MASK else whole
+    else:
+        begin, whole, stop = reach(first + past_keys, last + past_keys, length, window, KEYS, CAUSAL, WINDOW, MASK)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     low, most, mass, along = -top, top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
@@ -148,7 +174,9 @@ def _rows(
         y = tl.load(
             theirs + key.to(tl.int64)[None, :] * k_t, mask=(key[None, :] < length) & (i[:, None] < D), other=0.0
         )
-        seen = visible(keys + n * keys_b, key, at, ok, length, window, keys_s, CAUSAL, WINDOW, MASK)
+        seen = visible(
+            keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
+        )
         top, low, most, mass, along = _more(x, y, scale, cap, seen, top, low, most, mass, along, CAP, _NO)
     _put(largest, smallest, lse, entropy, of * count + r, ok, top, low, most, mass, along)
 
@@ -200,6 +228,7 @@ def _heads(
     tl.store(counts + heads + h, rows.to(tl.int64) * 0)
 
 
+Spans = tuple[Int[Tensor, "1 t"], Int[Tensor, "1 t"]]
 LAUNCHED: dict[str, Any] = {"rows": _rows, "heads": _heads}
 
 
@@ -230,6 +259,11 @@ def key_mask(q: Tensor, keys: Bool[Tensor, "_ s"] | None) -> tuple[Tensor, tuple
     return mask, (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
 
 
+def first_and_last(spans: Spans | None, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The two ends of spans as kernels read them, any tensors where there are none."""
+    return (q, q) if spans is None else (spans[0][0].to(torch.int32), spans[1][0].to(torch.int32))
+
+
 def dense(x: Tensor) -> Tensor:
     """The tensor with the numbers of each row in order, one after the other."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -244,6 +278,7 @@ def row_statistics(
     window: int | None = None,
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
+    spans: Spans | None = None,
 ) -> Rows:
     """Returns the statistics of the rows of logits scale · q kᵀ [b h t s], never made.
 
@@ -256,8 +291,9 @@ def row_statistics(
         window: only keys less than so many positions away are visible.
         cap: of a softcap; largest and smallest are before it, lse and entropy after.
         keys: True where a key may be visible, for all sequences or each.
+        spans: the first key visible to each row of a batch of one, and the one after the last; without causal, window.
     """
-    found, _ = rows_of(q, k, scale, causal=causal, window=window, cap=cap, keys=keys)
+    found, _ = rows_of(q, k, scale, causal=causal, window=window, cap=cap, keys=keys, spans=spans)
     return found
 
 
@@ -270,12 +306,13 @@ def rows_of(
     window: int | None = None,
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
+    spans: Spans | None = None,
     sample: tuple[int, int] = (0, 0),
 ) -> tuple[Rows, Int[Tensor, "b r"]]:
     """Returns the same of a sample of rows, and which ones those are.
 
     Args:
-        q, k, scale, causal, window, cap, keys: as of `row_statistics`.
+        q, k, scale, causal, window, cap, keys, spans: as of `row_statistics`.
         sample: the number of strata of consecutive rows, of which two each are taken, the same ones in all heads of a
             sequence, and the seed of the choice. Each has t / strata rows, at least two; 0 strata: all rows.
     """
@@ -293,9 +330,10 @@ def rows_of(
     tiles = triton.cdiv(count, tile[0])
     with torch.cuda.device_of(q):
         LAUNCHED["rows"][(tiles * b * h,)](
-            q, k, mask, largest, smallest, lse, entropy, picked, scale, cap or 1.0, h, h // g, t, s, window or 0, tiles,
+            q, k, mask, *first_and_last(spans, q), largest, smallest, lse, entropy, picked, scale, cap or 1.0,
+            h, h // g, t, s, window or 0, tiles,
             seed, count, strata, *q.stride()[:3], *k.stride()[:3], *over,
             D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
-            MASK=keys is not None, CAP=cap is not None, SAMPLED=strata > 0, num_warps=tile[2],
+            MASK=keys is not None, SPANS=spans is not None, CAP=cap is not None, SAMPLED=strata > 0, num_warps=tile[2],
         )  # fmt: skip
     return Rows(largest, smallest, lse, entropy), picked
