@@ -10,6 +10,7 @@ import logging.handlers
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +107,25 @@ def watched(preset: str, impl: str, backend: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(*found))
 
 
-CASES = {"fullgraph": fullgraph, "tapped": tapped, "chosen": chosen, "watched": watched}
+def stated(preset: str, impl: str, backend: str) -> float:
+    """Statistics come out of one graph, next to the output, and are eager's; of packed sequences too."""
+    spec, apart = qkeel.preset(preset), 0.0
+    params = spec.init_params(4, 2, 8)
+    q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 5, 5, 12])
+    for how in ({"impl": impl, "stats": "bracket"}, {"impl": impl, "stats": "entropy"}, {"cu_seqlens": ends}):
+
+        def both(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any] = {"stats": "entropy", **how}) -> list[Tensor]:  # noqa: B006
+            out, found = qkeel.attention(q, k, v, spec=spec, params=params, **how)
+            return [out, found.lower, found.upper, *([] if found.entropy is None else [found.entropy])]
+
+        torch._dynamo.reset()
+        eager, ours = both(q, k, v), torch.compile(both, fullgraph=True, backend=backend)(q, k, v)
+        apart = max(apart, *(float((a - b).abs().max()) for a, b in zip(eager, ours, strict=True)))
+    return apart
+
+
+CASES = {"fullgraph": fullgraph, "tapped": tapped, "chosen": chosen, "watched": watched, "stated": stated}
 
 if __name__ == "__main__":
     warnings.simplefilter("error", UserWarning)

@@ -153,3 +153,15 @@ def test_a_mask_of_the_callers_hides_keys_besides() -> None:
             theirs = attention(x, x, x, spec=AttentionSpec(), mask=where[keys][None, None, None])
             torch.testing.assert_close(out[:, :, rows], theirs)
     assert not attention(q, q, q, spec=AttentionSpec(), cu_seqlens=ENDS, mask=torch.tensor(False)).any()
+    one = q[:, :, :1]
+    out, found = attention(
+        one,
+        one,
+        one,
+        spec=AttentionSpec(),
+        cu_seqlens=torch.tensor([0, 1]),
+        mask=mask[:, :1] & False,
+        stats=True,
+    )
+    assert not out.any()
+    assert not found.n_queries.any()

@@ -23,14 +23,16 @@ class BandCall(AttentionCall):
 
     Made by `band_call`. low, high [1 t] count in the whole tensor of keys. `slopes` [1 h 1|t] are those of ALiBi: the
     bias is -slope · |i - j|, i counted from the end of the keys, as flash-attn has it. `of_key` [s] is the number of
-    the sequence that a key is of, where sequences are packed; no query sees a key that is `longest` places away.
+    the sequence that a key is of, where sequences are packed; no query sees a key that is `longest` places away. The
+    mask is the caller's where `masked` says so, else one that only says that visibility is to be asked for.
     """
 
     low: Int[Tensor, "1 t"]
     high: Int[Tensor, "1 t"]
-    slopes: Float[Tensor, "b h t"] | None
+    slopes: Float[Tensor, "#b h #t"] | None
     of_key: Int[Tensor, " s"] | None
     longest: int | None
+    masked: bool
 
     def bias(self, rows: slice, keys: slice) -> Tensor | None:
         bias = AttentionCall.bias(self, rows, keys)
@@ -59,8 +61,8 @@ class BandCall(AttentionCall):
 
     @property
     def padding(self) -> Tensor | None:
-        """The caller's mask; None where there is none but the one that says that visibility is to be asked for."""
-        return self.mask if self.mask is not None and self.mask.numel() > 1 else None
+        """The caller's mask, if there is one."""
+        return self.mask if self.masked else None
 
 
 def of_key(call: AttentionCall) -> Int[Tensor, " s"] | None:
@@ -95,7 +97,7 @@ def band_call(
         return call
     t, s, device = call.q.shape[2], call.k.shape[2], call.q.device
     begin, length, at = call.pos_q.new_zeros(1, t), call.pos_q.new_full((1, t), s), call.pos_q
-    fields: dict[str, object] = {"of_key": None, "longest": None}
+    fields: dict[str, object] = {"of_key": None, "longest": None, "masked": call.mask is not None}
     if slopes is not None and cu_seqlens is None:
         slopes = (slopes if slopes.ndim == 2 else slopes[None])[..., None]
     if cu_seqlens is not None:
@@ -108,16 +110,14 @@ def band_call(
         at = (torch.arange(t, device=device) - ends_q[n + 1])[None] + length
         pos_k = (torch.arange(s, device=device) - own[of_k.clamp_min(0)])[None]
         same = ends_q is ends_k and t == s
-        fields = {"of_key": of_k, "longest": longest if same else None, "plain": False}
+        fields |= {"of_key": of_k, "longest": longest if same else None, "plain": False}
         fields |= {"pos_q": pos_k if same else at, "pos_k": pos_k}
         if slopes is not None:
             slopes = slopes[n].mT[None] if slopes.ndim == 2 else slopes[None, :, None]
     low, high = _spans(call, at, begin, length, window)
     mask = call.mask
-    if mask is None:  # one that neither hides nor adds anything says that visibility, or the bias, is to be asked for
+    if mask is None:  # one that neither hides nor adds anything
         mask = call.q.new_ones((1, 1, 1, 1), dtype=torch.bool) if slopes is None else call.q.new_zeros(1, 1, 1, 1)
-    elif mask.numel() == 1:
-        mask = mask.expand(1, 1, 1, s)
     given = {f.name: getattr(call, f.name) for f in dataclasses.fields(AttentionCall)}
     return BandCall(**{**given, **fields, "mask": mask, "low": low, "high": high, "slopes": slopes})  # type: ignore[arg-type]
 
