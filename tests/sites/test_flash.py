@@ -252,11 +252,17 @@ flash_attn = types.SimpleNamespace(flash_attn_func=flash_attn_func)
     exec(source, vars(home))
     monkeypatch.setitem(sys.modules, home.__name__, home)
     model, x = Block(home.flash_attn.flash_attn_func), torch.randn(B, 5, H * D)
-    found: list[str] = []
-    with Interceptor(model, lambda s: found.append(s.how)):
+    found: list[Sighting] = []
+    with Interceptor(model, found.append):
         model(x)
-    assert found == ["flash_attn_func"]
+    ((how, call),) = [(s.how, s.call) for s in found]
+    assert how == "flash_attn_func"
     assert len(find_sites(model, x)) == 1
+    with BracketMode() as mode, torch.no_grad():  # it has no logsumexp to return, torch's function inside it has
+        model(x)
+    top = float(statistics(call).max_logit.max())
+    assert mode.bound is not None
+    assert top - 1e-5 <= float(mode.bound) <= top + math.log(5)
 
 
 def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed() -> None:

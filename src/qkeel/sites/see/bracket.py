@@ -39,7 +39,7 @@ class BracketMode(CallObserver):
     keys. qkeel's compiled attention returns them too, and so does functional_attention. Where no fused kernel is
     chosen, with dropout, on a GPU with a mask, and on a CPU under autocast, which casts what enters it:
     scale·max|q|·max|k|, O(T d). flash-attn's functions and torch's varlen_attn are asked for the logsumexps that they
-    compute anyway; with dropout, and where they have none to return, the same bound. Softmax over rows of scores: their
+    compute anyway; with dropout, and where these are padded, the same bound. Softmax over rows of scores: their
     maximum. Attention inside torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor is what
     torch.func transforms. `bound` is None until something was.
     """

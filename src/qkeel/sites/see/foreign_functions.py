@@ -34,6 +34,7 @@ FLASH = (
     "flash_attn_varlen_qkvpacked_func",
 )
 LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # those that can return their logsumexps
+_ASKED = {"return_attn_probs", "return_aux"}  # arguments by which they are asked for them
 _ONE_HOME = (
     ("qkeel.ops", "run"),  # attention that a remedy put in the place of a model's own
     ("qkeel.ops", "run_with_weights"),
@@ -104,7 +105,8 @@ def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType
 def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> Begun | None:
     """A call of an observed function begins."""
     observers = _OBSERVERS.get()
-    if recomputing():
+    silent = all(o.logsumexps for o in observers) and not _ASKED & inspect.signature(function).parameters.keys()
+    if recomputing() or silent:  # what a function without logsumexps calls in turn may have them
         return None
     given, own = _without_graph(observers, args, kwargs), _itself
     if any(o.logsumexps for o in observers):
