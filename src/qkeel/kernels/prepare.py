@@ -84,7 +84,7 @@ def _read(call: AttentionCall) -> _Read | None:
     if band is None:
         how |= {"causal": call.causal, "window": call.window}
     else:
-        how |= {"causal": False, "spans": (band.low, band.high)}
+        how |= {"causal": False, "window": (band.low, band.high)}
     return _Read(q, k, scale, how)
 
 

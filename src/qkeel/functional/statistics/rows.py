@@ -276,12 +276,7 @@ def reduce_rows(
         n_free=n_free,
         n_products=n_products,
         classes=split,
-        **_keys(  # type: ignore[arg-type]  # none of them is `formulas`
-            rows.total.new_zeros(keys_seen.shape) if k_norm is None else k_norm,
-            keys_seen,
-            of_key,
-            known=k_norm is not None,
-        ),
+        **_keys(k_norm, keys_seen, of_key, rows.total),  # type: ignore[arg-type]  # none of them is `formulas`
     )
 
 
@@ -312,8 +307,10 @@ def _split(
     )
 
 
-def _keys(norm: Tensor, seen: Tensor, of_key: Tensor | None, *, known: bool) -> dict[str, Tensor]:
+def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
     """Mean and largest norm of the seen keys, in all and by distance from the first of them in their sequence."""
+    known = norm is not None
+    norm = like.new_zeros(seen.shape) if norm is None else norm
     if not norm.shape[2]:  # without keys, as with one that nobody sees
         norm, seen = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, seen))
     seen = seen & known

@@ -17,11 +17,10 @@ from qkeel.kernels.triton.available import HeadNumbers
 from qkeel.kernels.triton.statistics import (
     LAUNCHED,
     Spans,
+    bounds,
     dense,
     first_and_last,
     key_mask,
-    reach,
-    span,
     stratum,
     tile_sizes,
     visible,
@@ -46,16 +45,12 @@ def _extremes(
     ok = row < times
     if COUNTED:
         ok = ok & (tl.load(counted + n * times + row, mask=ok, other=0) != 0)
-    at = row + length - times
+    at, first = row + length - times, tile * ROWS + length - times
     own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(own, mask=ok[:, None] & (i[None, :] < D), other=0.0)
-    first = tile * ROWS + length - times
-    low_key, high_key = row, row
-    if SPANS:
-        low_key, high_key, begin, whole, stop = span(starts, stops, row, ok, length, KEYS)
-        whole = begin if MASK else whole
-    else:
-        begin, whole, stop = reach(first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK)
+    low_key, high_key, begin, whole, stop = bounds(
+        starts, stops, row, ok, first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK, SPANS
+    )
     if BARS:  # a logit is at most its row's logsumexp; NaN is not less
         might = ok & ~(tl.load(lse + of * times + row, mask=ok, other=0.0) < tl.load(bars + h))
         none = tl.sum(might.to(tl.int32), 0) == 0
@@ -205,16 +200,15 @@ def extremes(
     scale: float,
     *,
     causal: bool,
-    window: int | None = None,
+    window: int | Spans | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
-    spans: Spans | None = None,
     counted: Bool[Tensor, "b t"] | None = None,
     known: tuple[Float[Tensor, "b h t"], Float[Tensor, " h"]] | None = None,
 ) -> tuple[Float[Tensor, "b h tiles"], Float[Tensor, "b h tiles"]]:
     """Returns the largest and the smallest logit, before a cap, of tiles of rows; NaN where a logit is.
 
     Args:
-        q, k, scale, causal, window, keys, spans: as of `statistics.row_statistics`.
+        q, k, scale, causal, window, keys: as of `statistics.row_statistics`.
         counted: which query rows count; None: all.
         known: logsumexps of the rows, and a number that the largest logit of each head reaches. With them a tile is
             read only if one of its logsumexps is no less, and the smallest logit is that of the tiles that were read.
@@ -225,17 +219,18 @@ def extremes(
         q, scale = q * scale, 1.0
     q, k = dense(q), dense(k)
     wide, tile = tile_sizes(q)
+    near = None if isinstance(window, tuple) else window
     tiles = triton.cdiv(t, tile[0])
     tops, lows = (q.new_empty((b, h, tiles), dtype=torch.float32) for _ in range(2))
     mask, over = key_mask(q, keys)
     rows = q if counted is None else counted.contiguous().to(torch.uint8)
     with torch.cuda.device_of(q):
         LAUNCHED["extremes"][(tiles * b * h,)](
-            q, k, mask, *first_and_last(spans, q), rows,
+            q, k, mask, *first_and_last(window, q), rows,
             *((q, q) if known is None else (known[0].contiguous(), known[1])), tops, lows, scale,
-            h, h // g, t, s, window or 0, tiles, *q.stride()[:3], *k.stride()[:3], *over,
-            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
-            MASK=keys is not None, SPANS=spans is not None, COUNTED=counted is not None,
+            h, h // g, t, s, near or 0, tiles, *q.stride()[:3], *k.stride()[:3], *over,
+            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=near is not None,
+            MASK=keys is not None, SPANS=isinstance(window, tuple), COUNTED=counted is not None,
             BARS=known is not None, num_warps=tile[2],
         )  # fmt: skip
     return tops, lows

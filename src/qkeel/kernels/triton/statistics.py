@@ -113,6 +113,21 @@ def span(starts, stops, row, ok, length, KEYS: tl.constexpr):
 
 
 @triton.jit
+def bounds(
+    starts, stops, row, ok, first, last, length, window,
+    KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Returns what `span` does; without spans the three of `reach`, and any numbers for the ends of each row."""
+    low, high = row, row
+    if SPANS:
+        low, high, begin, whole, stop = span(starts, stops, row, ok, length, KEYS)
+        whole = begin if MASK else whole
+    else:
+        begin, whole, stop = reach(first, last, length, window, KEYS, CAUSAL, WINDOW, MASK)
+    return low, high, begin, whole, stop
+
+
+@triton.jit
 def visible(
     keys, key, at, ok, low, high, length, window, keys_s,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
@@ -156,12 +171,9 @@ def _rows(
     at = row + past_keys
     own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(own, mask=ok[:, None] & (i[None, :] < D), other=0.0)
-    low_key, high_key = row, row
-    if SPANS:
-        low_key, high_key, begin, whole, stop = span(starts, stops, row, ok, length, KEYS)
-        whole = begin if MASK else whole
-    else:
-        begin, whole, stop = reach(first + past_keys, last + past_keys, length, window, KEYS, CAUSAL, WINDOW, MASK)
+    low_key, high_key, begin, whole, stop = bounds(
+        starts, stops, row, ok, first + past_keys, last + past_keys, length, window, KEYS, CAUSAL, WINDOW, MASK, SPANS
+    )
     top = tl.full([ROWS], float("-inf"), tl.float32)
     low, most, mass, along = -top, top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
@@ -259,9 +271,9 @@ def key_mask(q: Tensor, keys: Bool[Tensor, "_ s"] | None) -> tuple[Tensor, tuple
     return mask, (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
 
 
-def first_and_last(spans: Spans | None, q: Tensor) -> tuple[Tensor, Tensor]:
+def first_and_last(window: int | Spans | None, q: Tensor) -> tuple[Tensor, Tensor]:
     """The two ends of spans as kernels read them, any tensors where there are none."""
-    return (q, q) if spans is None else (spans[0][0].to(torch.int32), spans[1][0].to(torch.int32))
+    return (window[0][0].to(torch.int32), window[1][0].to(torch.int32)) if isinstance(window, tuple) else (q, q)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -275,10 +287,9 @@ def row_statistics(
     scale: float,
     *,
     causal: bool,
-    window: int | None = None,
+    window: int | Spans | None = None,
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
-    spans: Spans | None = None,
 ) -> Rows:
     """Returns the statistics of the rows of logits scale · q kᵀ [b h t s], never made.
 
@@ -288,12 +299,12 @@ def row_statistics(
     Args:
         q, k: encoded, of one dtype: float32, bfloat16 or float16; d at most 256. h / g query heads share a key head.
         scale: of the logits. causal: keys up to a query's position are visible to it, positions aligned at the end.
-        window: only keys less than so many positions away are visible.
+        window: only keys less than so many positions away are visible; or, without `causal` and in all sequences alike,
+            those from a row's first number to its second one, without that.
         cap: of a softcap; largest and smallest are before it, lse and entropy after.
         keys: True where a key may be visible, for all sequences or each.
-        spans: the first key visible to each row of a batch of one, and the one after the last; without causal, window.
     """
-    found, _ = rows_of(q, k, scale, causal=causal, window=window, cap=cap, keys=keys, spans=spans)
+    found, _ = rows_of(q, k, scale, causal=causal, window=window, cap=cap, keys=keys)
     return found
 
 
@@ -303,16 +314,15 @@ def rows_of(
     scale: float,
     *,
     causal: bool,
-    window: int | None = None,
+    window: int | Spans | None = None,
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
-    spans: Spans | None = None,
     sample: tuple[int, int] = (0, 0),
 ) -> tuple[Rows, Int[Tensor, "b r"]]:
     """Returns the same of a sample of rows, and which ones those are.
 
     Args:
-        q, k, scale, causal, window, cap, keys, spans: as of `row_statistics`.
+        q, k, scale, causal, window, cap, keys: as of `row_statistics`.
         sample: the number of strata of consecutive rows, of which two each are taken, the same ones in all heads of a
             sequence, and the seed of the choice. Each has t / strata rows, at least two; 0 strata: all rows.
     """
@@ -323,17 +333,18 @@ def rows_of(
     wide, tile = tile_sizes(q)
     if strata:  # a tile of sampled rows spans many more, and what lies between its first and its last is masked
         tile = min(tile[0], _SAMPLED_ROWS), *tile[1:]
-    count = 2 * strata or t
+    count, near = 2 * strata or t, None if isinstance(window, tuple) else window
     largest, smallest, lse, entropy = (q.new_empty((b, h, count), dtype=torch.float32) for _ in range(4))
     picked = q.new_empty((b, 2 * strata), dtype=torch.int32)
     mask, over = key_mask(q, keys)
     tiles = triton.cdiv(count, tile[0])
     with torch.cuda.device_of(q):
         LAUNCHED["rows"][(tiles * b * h,)](
-            q, k, mask, *first_and_last(spans, q), largest, smallest, lse, entropy, picked, scale, cap or 1.0,
-            h, h // g, t, s, window or 0, tiles,
-            seed, count, strata, *q.stride()[:3], *k.stride()[:3], *over,
-            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
-            MASK=keys is not None, SPANS=spans is not None, CAP=cap is not None, SAMPLED=strata > 0, num_warps=tile[2],
+            q, k, mask, *first_and_last(window, q), largest, smallest, lse, entropy, picked, scale,
+            cap or 1.0, h, h // g, t, s, near or 0, tiles, seed, count, strata,
+            *q.stride()[:3], *k.stride()[:3], *over,
+            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=near is not None,
+            MASK=keys is not None, SPANS=isinstance(window, tuple), CAP=cap is not None,
+            SAMPLED=strata > 0, num_warps=tile[2],
         )  # fmt: skip
     return Rows(largest, smallest, lse, entropy), picked
