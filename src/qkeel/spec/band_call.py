@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
@@ -65,6 +65,14 @@ class BandCall(AttentionCall):
         return self.mask if self.masked else None
 
 
+_FIELDS = tuple(f.name for f in dataclasses.fields(AttentionCall))  # torch's compiler does not ask for them
+
+
+def fields_of(call: AttentionCall) -> dict[str, Any]:
+    """The fields that every call has, by name."""
+    return {name: getattr(call, name) for name in _FIELDS}
+
+
 def of_key(call: AttentionCall) -> Int[Tensor, " s"] | None:
     """The number of the sequence of each key of packed ones, -2 for none; None where no sequences are packed."""
     return call.of_key if isinstance(call, BandCall) else None
@@ -118,8 +126,7 @@ def band_call(
     mask = call.mask
     if mask is None:  # one that neither hides nor adds anything
         mask = call.q.new_ones((1, 1, 1, 1), dtype=torch.bool) if slopes is None else call.q.new_zeros(1, 1, 1, 1)
-    given = {f.name: getattr(call, f.name) for f in dataclasses.fields(AttentionCall)}
-    return BandCall(**{**given, **fields, "mask": mask, "low": low, "high": high, "slopes": slopes})  # type: ignore[arg-type]
+    return BandCall(**{**fields_of(call), **fields, "mask": mask, "low": low, "high": high, "slopes": slopes})  # type: ignore[arg-type]
 
 
 def _sequence_of(ends: Ends, total: int, none: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from qkeel.sites.calls.hidden_pairs import HIDES
 from qkeel.spec import AttentionCall, AttentionSpec
+from qkeel.spec.band_call import fields_of
 from qkeel.spec.call import make_call
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -82,5 +83,4 @@ def flex_call(
     # something is added, the logit is not the product alone.
     mask = q.new_ones((1, 1, 1, 1), dtype=torch.bool) if score_mod is None else q.new_zeros(1, 1, 1, 1)
     call = make_call(spec, q, k, k, causal=False, mask=mask)
-    fields: dict[str, Any] = {f.name: getattr(call, f.name) for f in dataclasses.fields(AttentionCall)}
-    return FlexCall(**fields, score_mod=score_mod, block_mask=block_mask)
+    return FlexCall(**fields_of(call), score_mod=score_mod, block_mask=block_mask)
