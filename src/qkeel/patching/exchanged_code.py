@@ -25,9 +25,10 @@ from qkeel.patching.guard import Guarded, unguarded
 _NAME = "_qkeel_exchanged_"
 _LOCK = threading.Lock()
 
+Given = tuple[list[Any], dict[str, Any]]  # by position and by name
 # Arguments, what is to be closed when the call is over, what gets the result when it has returned, and what makes of
 # that what the caller asked for.
-Begun = tuple[tuple[list[Any], dict[str, Any]], ExitStack, Callable[[Any], None], Callable[[Any], Any]]
+Begun = tuple[Given, ExitStack, Callable[[object], None], Callable[[object], object]]
 # Gets the function and the arguments of a call.
 Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], Begun | None]
 

@@ -60,7 +60,7 @@ class BracketMode(CallObserver):
         """Its calls bound nothing, as those of compiled code don't."""
 
     @torch.no_grad()
-    def called(self, name: str, arguments: Kwargs, out: Any) -> None:
+    def called(self, name: str, arguments: Kwargs, out: object) -> None:
         """Notes what bounds the logits of a call of flash-attn's functions."""
         try:
             call = FLASH_AND_FLEX[name](arguments) if name in LOGSUMEXPS else None

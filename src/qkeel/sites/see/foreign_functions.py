@@ -10,7 +10,6 @@ import abc
 import contextvars
 import functools
 import inspect
-import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from qkeel.patching.compiler_state import recomputing
-from qkeel.patching.exchanged_code import GUARD, Begun, exchange
+from qkeel.patching.exchanged_code import GUARD, Begun, Given, exchange
 from qkeel.patching.modes import FunctionMode
 
 _VARLEN = ("torch.nn.attention.varlen", "varlen_attn")
@@ -53,7 +52,7 @@ class CallObserver(FunctionMode, abc.ABC):
     logsumexps = False
 
     @abc.abstractmethod
-    def called(self, name: str, arguments: Mapping[str, Any], out: Any) -> None:
+    def called(self, name: str, arguments: Mapping[str, Any], out: object) -> None:
         """The function `name` was called with these arguments (all of them, by name) and has returned `out`."""
 
     @abc.abstractmethod
@@ -108,19 +107,17 @@ def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
     silent = all(o.logsumexps for o in observers) and not _ASKED & inspect.signature(function).parameters.keys()
     if recomputing() or silent:  # what a function without logsumexps calls in turn may have them
         return None
-    given, own = _without_graph(observers, args, kwargs), _itself
+    given, own = _without_graph(observers, (args, kwargs)), _itself
     if any(o.logsumexps for o in observers):
-        given, own = _with_logsumexps(function, *given)
-    return given, _suspended(observers), functools.partial(_report, function, observers, args, kwargs), own
+        given, own = _with_logsumexps(function, given)
+    return given, _suspended(observers), functools.partial(_report, function, observers, (args, kwargs)), own
 
 
-def _with_logsumexps(
-    function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[list[Any], dict[str, Any]], Callable[[Any], Any]]:
+def _with_logsumexps(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[object], object]]:
     """The arguments with which the function returns its rows' logsumexps too, where that costs nothing; and what takes
     them away again. With dropout flash-attn's functions would return all weights besides.
     """
-    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound = inspect.signature(function).bind(*plain[0], **plain[1])
     bound.apply_defaults()
     given = bound.arguments
     if given.get("return_attn_probs") is False and not given.get("dropout_p"):
@@ -128,12 +125,16 @@ def _with_logsumexps(
     elif "return_aux" in given and given["return_aux"] is None:
         given["return_aux"] = function.__globals__["AuxRequest"](lse=True)  # of the version that is there
     else:
-        return (args, kwargs), _itself
-    return (list(bound.args), bound.kwargs), operator.itemgetter(0)
+        return plain, _itself
+    return (list(bound.args), bound.kwargs), _first
 
 
-def _itself(out: Any) -> Any:
+def _itself(out: object) -> object:
     return out
+
+
+def _first(out: Any) -> object:
+    return out[0]
 
 
 def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
@@ -146,20 +147,16 @@ def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
         return undo.pop_all()
 
 
-def _without_graph(
-    observers: tuple[CallObserver, ...], args: list[Any], kwargs: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
+def _without_graph(observers: tuple[CallObserver, ...], given: Given) -> Given:
     """The arguments; without a graph in a probe: no walk goes through attention, and flex_attention on a CPU refuses
     inputs that need a gradient."""
     if not any(o.probing for o in observers):
-        return args, kwargs
-    return [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
+        return given
+    return [_detached(x) for x in given[0]], {name: _detached(x) for name, x in given[1].items()}
 
 
-def _report(
-    function: Callable[..., Any], observers: tuple[CallObserver, ...], args: list[Any], kwargs: dict[str, Any], out: Any
-) -> None:
-    bound = inspect.signature(function).bind(*args, **kwargs)
+def _report(function: Callable[..., Any], observers: tuple[CallObserver, ...], given: Given, out: object) -> None:
+    bound = inspect.signature(function).bind(*given[0], **given[1])
     bound.apply_defaults()
     with _suspended(observers):
         for observer in observers:
