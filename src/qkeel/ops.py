@@ -18,6 +18,7 @@ from qkeel.kernels.stats.logsumexp import Price, attend_with_logsumexp, bracket,
 from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.band_call import CuSeqlens, band_call
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.shapes import Keys, Logits, Outputs, Queries, Values
 from qkeel.spec.slot import Params
@@ -38,6 +39,7 @@ def attention(
     mask: Tensor | None = ...,
     pos_q: Tensor | None = ...,
     pos_k: Tensor | None = ...,
+    cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
     stats: Literal[False] = ...,
@@ -54,6 +56,7 @@ def attention(
     mask: Tensor | None = ...,
     pos_q: Tensor | None = ...,
     pos_k: Tensor | None = ...,
+    cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
     stats: Literal[True],
@@ -70,6 +73,7 @@ def attention(
     mask: Tensor | None = ...,
     pos_q: Tensor | None = ...,
     pos_k: Tensor | None = ...,
+    cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
     stats: Price,
@@ -85,6 +89,7 @@ def attention(
     mask: Tensor | None = None,
     pos_q: Tensor | None = None,
     pos_k: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     dropout: float = 0.0,
     impl: str = "auto",
     stats: bool | Price = False,
@@ -103,6 +108,8 @@ def attention(
         causal: a query sees keys at its position or before.
         mask: boolean (True = may attend) or additive, broadcast to [b h t s], or a padding mask [b s].
         pos_q, pos_k: positions [b t], [b s]; default 0 .. s-1, queries aligned to the end of the keys.
+        cu_seqlens: where the sequences that are packed into q, k, v of b = 1 begin, and last where the last one ends:
+            int [n + 1], or those of queries and those of keys. Each attends to itself, with positions of its own.
         dropout: probability of dropping a weight. Statistics are taken before it.
         impl: "auto", or a kernel's name; a named kernel refuses what it cannot do exactly.
         stats: True also returns LogitStats, exact, without a T×T matrix, detached. "bracket" returns bounds on
@@ -119,6 +126,7 @@ def attention(
         ShapeError, InvalidTypeError, InvalidValueError, UnknownNameError: bad input. RefusedError: see impl.
     """
     call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k, dropout=dropout)
+    call = band_call(call, cu_seqlens=cu_seqlens)
     if isinstance(stats, str):
         return _bracketed(call, impl, lookup("statistics", PRICES, stats))
     out = choose(call, impl)(call)

@@ -106,7 +106,22 @@ def watched(preset: str, impl: str, backend: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(*found))
 
 
-CASES = {"fullgraph": fullgraph, "tapped": tapped, "chosen": chosen, "watched": watched}
+def stated(preset: str, impl: str, backend: str) -> float:
+    """Statistics come out of one graph, next to the output, and are eager's."""
+    spec = qkeel.preset(preset)
+    params = spec.init_params(4, 2, 16)
+    q, k, v = (torch.randn(1, heads, 33, 16) for heads in (4, 2, 2))
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        out, found = qkeel.attention(q, k, v, spec=spec, params=params, impl=impl, stats="entropy")
+        assert found.entropy is not None
+        return [out, found.lower, found.upper, found.entropy]
+
+    eager, ours = both(q, k, v), torch.compile(both, fullgraph=True, backend=backend)(q, k, v)
+    return max(float((a - b).abs().max()) for a, b in zip(eager, ours, strict=True))
+
+
+CASES = {"fullgraph": fullgraph, "tapped": tapped, "chosen": chosen, "watched": watched, "stated": stated}
 
 if __name__ == "__main__":
     warnings.simplefilter("error", UserWarning)

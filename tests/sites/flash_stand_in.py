@@ -42,10 +42,12 @@ def scores(
     return z.masked_fill(hidden, -torch.inf), capped.masked_fill(hidden, -torch.inf)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Output [t h d] and logsumexps [h t], of a row without a key +inf, as flash-attn 2 has it."""
     _, capped = scores(q, k, *options)
-    weights = capped.softmax(-1).nan_to_num(0.0)
-    return torch.einsum("hts,shd->thd", weights, v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
+    weights, lse = capped.softmax(-1).nan_to_num(0.0), capped.logsumexp(-1)
+    out = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 def maybe_contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,17 +75,41 @@ def flash_attn_func(
 ):
     each = alibi_slopes if alibi_slopes is not None and alibi_slopes.ndim == 2 else [alibi_slopes] * len(q)
     parts = [attend(*x, (softmax_scale, causal, window_size, softcap, s)) for *x, s in zip(q, k, v, each)]
-    return torch.stack(parts)
+    outs, sums = (torch.stack(x) for x in zip(*parts))
+    return (outs, sums, None) if return_attn_probs else outs
 
 
 @maybe_contiguous
-def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
     # Calls one that is watched itself: one attention, not two.
-    return flash_attn_func(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap)
+    how = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(*qkv.unbind(2), *how)
 
 
-def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
-    return flash_attn_func(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size)
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    how = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, *kv.unbind(2), *how)
 
 
 def flash_attn_varlen_func(
@@ -107,16 +133,47 @@ def flash_attn_varlen_func(
     a, b = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     options = (softmax_scale, causal, window_size, softcap, alibi_slopes)
     pieces = zip(a, a[1:], b, b[1:])
-    return torch.cat([attend(q[i:j], k[m:n], v[m:n], options) for i, j, m, n in pieces])
+    found = [attend(q[i:j], k[m:n], v[m:n], options) for i, j, m, n in pieces]
+    rest = len(q) - a[-1]  # tokens behind the last sequence: nothing is written there
+    out = torch.cat([*(x for x, _ in found), q.new_full((rest, *q.shape[1:]), 7.0)])
+    lse = torch.cat([*(x for _, x in found), q.new_full((q.shape[1], rest), 1e30)], 1)
+    return (out, lse, None) if return_attn_probs else out
 
 
-def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False):
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
     cu, m = cu_seqlens, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(1), cu, cu, m, m, dropout_p, softmax_scale, causal)
+    how = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(*qkv.unbind(1), cu, cu, m, m, *how)
 
 
 def flash_attn_varlen_kvpacked_func(
-    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
 ):
     sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, *kv.unbind(1), *sizes, dropout_p, softmax_scale, causal)
+    how = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, *kv.unbind(1), *sizes, *how)

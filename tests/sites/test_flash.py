@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,12 +16,14 @@ import torch.nn.functional as F
 from tests.each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import modeling_flash_attention_utils as wrappers
 
 from qkeel import find_sites
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.sites.calls.logit_statistics import statistics
-from qkeel.sites.calls.mask_functions import PackedCall
-from qkeel.sites.see.intercept import Interceptor
+from qkeel.sites.see.bracket import BracketMode
+from qkeel.sites.see.intercept import Interceptor, Sighting
+from qkeel.spec import AttentionCall
 
 from . import flash_stand_in as stand_in
 
@@ -146,7 +149,7 @@ def test_sequences_packed_without_padding_attend_each_to_itself(name: str) -> No
 
 def test_a_query_mask_reaches_the_sequences_of_a_packed_call() -> None:
     q, k, ends = lengths()
-    calls: list[PackedCall] = []
+    calls: list[AttentionCall] = []
     with Interceptor(nn.Identity(), lambda s: calls.append(s.call)):  # type: ignore[arg-type]
         stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5)
     mask = torch.ones(1, 9, dtype=torch.bool)
@@ -249,11 +252,17 @@ flash_attn = types.SimpleNamespace(flash_attn_func=flash_attn_func)
     exec(source, vars(home))
     monkeypatch.setitem(sys.modules, home.__name__, home)
     model, x = Block(home.flash_attn.flash_attn_func), torch.randn(B, 5, H * D)
-    found: list[str] = []
-    with Interceptor(model, lambda s: found.append(s.how)):
+    found: list[Sighting] = []
+    with Interceptor(model, found.append):
         model(x)
-    assert found == ["flash_attn_func"]
+    ((how, call),) = [(s.how, s.call) for s in found]
+    assert how == "flash_attn_func"
     assert len(find_sites(model, x)) == 1
+    with BracketMode() as mode, torch.no_grad():  # it has no logsumexp to return, torch's function inside it has
+        model(x)
+    top = float(statistics(call).max_logit.max())
+    assert mode.bound is not None
+    assert top - 1e-5 <= float(mode.bound) <= top + math.log(5)
 
 
 def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed() -> None:
@@ -270,6 +279,104 @@ def test_an_option_that_cannot_be_accounted_for_is_named_and_not_guessed() -> No
             "flash_attn_func is called with alibi_slopes with softcap: a bias after the cap, whose effect is not known",
         ),
     ]
+
+
+def truth(pairs: list[tuple[Tensor, Tensor]], options: tuple[Any, ...]) -> Tensor:
+    """The largest logsumexp of rows that see a key."""
+    sums = [stand_in.scores(q.double(), k.double(), *options)[1].logsumexp(-1).amax() for q, k in pairs if len(q)]
+    return torch.stack(sums).amax()
+
+
+def test_between_measured_steps_the_bound_is_the_logsumexp_that_the_call_returns_and_nothing_else_changes() -> None:
+    q, k, v = (x.requires_grad_() for x in parts(6, 4))  # the first two rows of a causal call see no key
+    kv, qkv = torch.stack([k, v], 2), torch.stack([q, q.flip(1), q], 2)
+    packed, keys, ends = (*(x.requires_grad_() for x in lengths()[:2]), lengths()[2])
+    more, causal = (torch.cat([x, 9 * x[:2]]) for x in (packed, keys)), {"causal": True}
+    more, twice = list(more), torch.stack([keys, keys], 1)
+    sizes = (ends, ends, 5, 5)
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any, list[tuple[Tensor, Tensor]]]] = [
+        (stand_in.flash_attn_func, (q, k, v), causal, list(zip(q, k))),
+        (stand_in.flash_attn_kvpacked_func, (q, kv), {"softcap": 3.0}, list(zip(q, k))),
+        (stand_in.flash_attn_qkvpacked_func, (qkv,), {"window_size": (2, 0)}, list(zip(q, q.flip(1)))),
+        (stand_in.flash_attn_varlen_func, (packed, keys, keys, *sizes), causal, pieces(packed, keys)),
+        (stand_in.flash_attn_varlen_func, (more[0], more[1], more[1], *sizes), causal, pieces(packed, keys)),
+        (stand_in.flash_attn_varlen_kvpacked_func, (packed, twice, *sizes), {}, pieces(packed, keys)),
+    ]
+    for function, args, how, pairs in calls:
+        plain = function(*args, **how)
+        with BracketMode() as mode:
+            seen = function(*args, **how)
+        given = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+        ours, theirs = (torch.autograd.grad(x.square().sum(), given, retain_graph=True) for x in (seen, plain))
+        assert all(torch.equal(a, b) for a, b in zip((seen, *ours), (plain, *theirs)))
+        assert mode.bound is not None
+        torch.testing.assert_close(mode.bound.double(), truth(pairs, positional(how)), rtol=1e-5, atol=1e-5)
+        with BracketMode() as mode:  # who asks for them himself gets them
+            out, lse, _ = function(*args, **how, return_attn_probs=True)
+        assert torch.equal(out, plain)
+        assert lse.dtype == torch.float32
+        assert mode.bound is not None
+
+
+def test_a_call_without_a_logsumexp_is_bounded_by_the_norms_and_one_that_is_not_understood_by_nothing() -> None:
+    q = torch.randn(1, 5, 1, 8)
+    with BracketMode() as mode:
+        out = stand_in.flash_attn_func(q, q, q, 0.5)
+    assert isinstance(out, Tensor)
+    assert mode.bound is not None
+    torch.testing.assert_close(mode.bound, q.norm(dim=-1).amax().square() / 8**0.5)
+    q, k, ends = lengths()
+    with BracketMode() as mode:
+        stand_in.flash_attn_varlen_func(q, k, k, ends, ends, 5, 5, block_table=torch.zeros(1))
+    assert mode.bound is None
+
+
+def test_a_nan_shows_in_the_bound() -> None:
+    q, k, _ = lengths()
+    k[4, 0, 0] = torch.nan
+    with BracketMode() as mode:
+        stand_in.flash_attn_func(q[None], k[None], k[None], causal=True)
+    assert mode.bound is not None
+    assert not mode.bound.isfinite()
+
+
+class Transformers(nn.Module):
+    """A layer that calls flash-attn as transformers' models do, through its wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(H * D, H * D), nn.Linear(H * D, G * D)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Any:
+        q, k = self.q(x).unflatten(-1, (H, D)), self.k(x).unflatten(-1, (G, D))
+        how = {"is_causal": True, "attn_implementation": "flash_attention_3", "sliding_window": 3}
+        return wrappers._flash_attention_forward(q, k, k, mask, x.shape[1], **how)
+
+
+def test_what_transformers_wrappers_call_is_seen_padded_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = types.ModuleType("flash_attn_interface")
+    functions = {n: f for n, f in vars(stand_in).items() if n.startswith("flash_attn")}
+    vars(home).update(functions, flash_attn_with_kvcache=None)
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    monkeypatch.setattr(wrappers, "_loaded_implementation", None)
+    for version in (2, 3, 4):
+        monkeypatch.setattr(wrappers, f"is_flash_attn_{version}_available", lambda: False)
+    model, x = Transformers(), torch.randn(2, 6, H * D)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    for given, name, n in ((None, "flash_attn_func", 12), (mask, "flash_attn_varlen_func", 10)):
+        plain = model(x, given)
+        found: list[Sighting] = []
+        with Interceptor(model, found.append):
+            assert torch.equal(model(x, given), plain)
+        (one,) = found
+        stats = statistics(one.call)
+        assert (one.name, one.how, stats.n_queries.tolist()) == ("", name, [n] * H)
+        with BracketMode() as mode:
+            assert torch.equal(model(x, given), plain)
+        assert mode.bound is not None
+        top = float(stats.max_logit.max())
+        assert top <= float(mode.bound) <= top + math.log(3)
+        assert len(find_sites(model, x, given)) == 1
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own, inside its CPU path

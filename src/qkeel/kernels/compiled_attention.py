@@ -13,6 +13,7 @@ from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.contract import Kernel, Refusal
 from qkeel.kernels.encode import dense, folded
 from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain
+from qkeel.spec.band_call import BandCall
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs
 
@@ -69,6 +70,8 @@ def _of_spec(call: AttentionCall) -> str | None:
         return f"the compiled attention does not know the cap {spec.cap.formula()}"
     if not (position.folds or biased):
         return f"{position.formula()} is neither a rotation nor ALiBi"
+    if isinstance(call, BandCall):
+        return "the compiled attention knows windows on both sides, not packed sequences"
     if not call.plain and (call.causal or biased or call.window is not None):
         return "the compiled attention takes positions 0, 1, 2, … only"
     if call.dropout:

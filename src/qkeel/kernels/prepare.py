@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool
@@ -14,6 +14,7 @@ from torch import Tensor
 from qkeel.functional.norms import unrounded, wide
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.triton import available
+from qkeel.spec.band_call import BandCall
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Keys, Logits, Outputs, PerRow, Queries, Values
 
@@ -52,24 +53,25 @@ def without_pairs(q: Queries, k: Keys, v: Values) -> Outputs:
 
 
 class _Read(NamedTuple):
-    """The q, k and scale of a call whose products are its logits before a cap, and the mask of its keys."""
+    """The q, k and scale of a call whose products are its logits before a cap, and `how`: which keys are visible."""
 
     q: Tensor
     k: Tensor
     scale: float
-    keys: Tensor | None
+    how: dict[str, Any]
 
 
 def _read(call: AttentionCall) -> _Read | None:
     """None where Triton's kernels do not read a call: other devices, biases, masks of pairs, positions of the caller's
-    own, subclasses. q and k are those that the definition takes, in float32; where the spec leaves them as they are, in
-    their own precision, which makes the same products.
+    own, other subclasses than BandCall. q and k are those that the definition takes, in float32; where the spec leaves
+    them as they are, in their own precision, which makes the same products.
     """
-    if type(call) is not AttentionCall:
+    band = call if isinstance(call, BandCall) else None
+    if type(call) is not AttentionCall and (band is None or band.slopes is not None):
         return None  # which keys are visible, and what is added, are functions of a subclass
-    spec, mask = call.spec, call.mask
+    spec, mask = call.spec, call.mask if band is None else band.padding
     padding = mask is None or (mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1)
-    if not (padding and call.plain and spec.position.folds and spec.cap.kind != "other"):
+    if not (padding and (call.plain or band is not None) and spec.position.folds and spec.cap.kind != "other"):
         return None
     if not available.takes(call.q, call.k):
         return None
@@ -78,7 +80,12 @@ def _read(call: AttentionCall) -> _Read | None:
     q, k = (call.q, call.k) if bare else call.encoded()
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
-    return _Read(q, k, scale, None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2]))
+    how: dict[str, Any] = {"keys": None if mask is None else mask[:, 0, 0].expand(-1, k.shape[2])}
+    if band is None:
+        how |= {"causal": call.causal, "window": call.window}
+    else:
+        how |= {"causal": False, "window": (band.low, band.high)}
+    return _Read(q, k, scale, how)
 
 
 def row_statistics(call: AttentionCall) -> available.Rows | None:
@@ -91,9 +98,7 @@ def row_statistics(call: AttentionCall) -> available.Rows | None:
         return None
     from qkeel.kernels.triton import statistics
 
-    q, k, scale, keys = read
-    cap, window = call.spec.cap.limit, call.window
-    found = statistics.row_statistics(q, k, scale, causal=call.causal, window=window, cap=cap, keys=keys)
+    found = statistics.row_statistics(read.q, read.k, read.scale, cap=call.spec.cap.limit, **read.how)
     if call.query_mask is None:
         return found
     out, nothing = ~call.query_mask[:, None], (-torch.inf, torch.inf, -torch.inf, 0.0)
@@ -107,8 +112,7 @@ def extremes(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
         return None
     from qkeel.kernels.triton import sampled
 
-    q, k, scale, keys = read
-    top, low = sampled.extremes(q, k, scale, causal=call.causal, window=call.window, keys=keys, counted=call.query_mask)
+    top, low = sampled.extremes(read.q, read.k, read.scale, counted=call.query_mask, **read.how)
     return top.amax((0, 2)), low.amin((0, 2))
 
 
@@ -126,13 +130,11 @@ def sampled_numbers(call: AttentionCall, rate: int, lse: PerRow | None = None) -
         return None
     from qkeel.kernels.triton import sampled, statistics
 
-    q, k, scale, keys = read
+    q, k, scale, how = read
     s, counted = k.shape[2], call.query_mask
-    causal, window, cap = call.causal, call.window, call.spec.cap.limit
-    known = None if lse is None else (lse, sampled.bracket_of(lse, s, causal=causal, counted=counted)[0])
-    tops = sampled.extremes(q, k, scale, causal=causal, window=window, keys=keys, counted=counted, known=known)
-    sample = strata, next(_SEEDS)
-    rows, picked = statistics.rows_of(q, k, scale, causal=causal, window=window, cap=cap, keys=keys, sample=sample)
+    known = None if lse is None else (lse, sampled.bracket_of(lse, s, causal=call.causal, counted=counted)[0])
+    tops = sampled.extremes(q, k, scale, counted=counted, known=known, **how)
+    rows, picked = statistics.rows_of(q, k, scale, cap=call.spec.cap.limit, sample=(strata, next(_SEEDS)), **how)
     return sampled.head_numbers(tops, (rows.lse, rows.entropy, picked), t, math.log(s), counted)
 
 

@@ -25,8 +25,10 @@ from qkeel.patching.guard import Guarded, unguarded
 _NAME = "_qkeel_exchanged_"
 _LOCK = threading.Lock()
 
-# Arguments, what is to be closed when the call is over, and what is called when it has returned.
-Begun = tuple[tuple[list[Any], dict[str, Any]], ExitStack, Callable[[], None]]
+Given = tuple[list[Any], dict[str, Any]]  # by position and by name
+# Arguments, what is to be closed when the call is over, what gets the result when it has returned, and what makes of
+# that what the caller asked for.
+Begun = tuple[Given, ExitStack, Callable[[object], None], Callable[[object], object]]
 # Gets the function and the arguments of a call.
 Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], Begun | None]
 
@@ -65,13 +67,13 @@ class ExchangedCode:
             begun = guard and uncompiled(guard, begin, function, args, kwargs)
             if not begun:
                 return original(*args, **kwargs)
-            (given, named), over, report = begun
+            (given, named), over, report, own = begun
             try:
                 out = original(*given, **named)
             finally:
                 uncompiled(guard, over.close)
-            uncompiled(guard, report)
-            return out
+            uncompiled(guard, report, out)
+            return own(out)
 
         return enter  # type: ignore[return-value]
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.each_row import each_row
+from tests.packed_sequences import CASES, packed
 from torch import Tensor
 
 import qkeel
@@ -15,8 +17,9 @@ from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
 from qkeel.kernels.native import logit_pass
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
-from qkeel.sites.calls.mask_functions import band_call, flex_call
+from qkeel.sites.calls.mask_functions import flex_call
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, Learned, NoPosition, Sink, SlidingWindow, Softcap
+from qkeel.spec.band_call import band_call
 from qkeel.spec.call import make_call, with_query_mask
 
 LAYOUTS: list[Callable[[Tensor], Tensor]] = [
@@ -140,13 +143,26 @@ def test_positions_that_ascend_are_taken_and_others_are_left_to_torch(monkeypatc
     assert logit_pass.rows_of(make_call(AttentionSpec(), q, k, k, pos_q=packed[:30], pos_k=packed), 1.0) is None
 
 
+@each_row("name, how", CASES)
+def test_packed_sequences_and_windows_on_both_sides_are_taken(
+    name: str, how: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = packed(name, **how).call()  # type: ignore[arg-type]
+    counted = with_query_mask(call, torch.arange(call.q.shape[2])[None] % 3 > 0)
+    for one in (call, counted):
+        assert logit_pass.rows_of(one, 1.0) is not None
+        ours, theirs = logit_stats(one), torchs(monkeypatch, lambda one=one: logit_stats(one))
+        for field in TENSORS:
+            torch.testing.assert_close(getattr(ours, field), getattr(theirs, field), rtol=1e-5, atol=1e-5, msg=field)
+        assert torch.equal(logit_maxima(one)[0], ours.max_logit)
+
+
 def test_calls_whose_mask_or_score_is_a_function_are_left_to_torch() -> None:
     q = torch.randn(1, 2, 9, 8)
     spec = AttentionSpec()
     for call, hidden in (
         (flex_call(spec, q, q, lambda score, b, h, i, j: score + 100.0 * (i == j), None), 100.0),
-        (band_call(spec, q, q, causal=False, window=(2, 1), slopes=None), 0.0),
-        (band_call(spec, q, q, causal=False, window=(-1, -1), slopes=torch.full((2,), -50.0)), 400.0),
+        (band_call(make_call(spec, q, q, q, causal=False), slopes=torch.full((2,), -50.0)), 400.0),
     ):
         assert logit_pass.rows_of(call, 1.0) is None
         assert logit_pass.extremes_of(call) is None

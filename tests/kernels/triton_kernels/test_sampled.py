@@ -41,8 +41,7 @@ def of_rows(call: AttentionCall, strata: int, seed: int) -> tuple[available.Rows
 
     read = prepare._read(call)
     assert read is not None
-    how: dict[str, Any] = {"causal": call.causal, "window": call.window, "cap": call.spec.cap.limit}
-    return statistics.rows_of(*read[:3], **how, keys=read.keys, sample=(strata, seed))
+    return statistics.rows_of(*read[:3], **read.how, cap=call.spec.cap.limit, sample=(strata, seed))
 
 
 def edges(t: int, strata: int) -> np.ndarray:

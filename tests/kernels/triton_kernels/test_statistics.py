@@ -17,7 +17,6 @@ from qkeel.kernels import prepare
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket, exact_bracket
 from qkeel.kernels.stats.per_head import logit_maxima, logit_stats, stats_of_rows
 from qkeel.kernels.triton import available
-from qkeel.sites.calls.mask_functions import band_call
 from qkeel.spec import ALiBi, AttentionCall, AttentionSpec, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -139,8 +138,6 @@ def test_what_it_does_not_do_is_left_to_torch(through_triton: list[Any]) -> None
         call = call_of(spec, 5, 5, torch.float32, **how)
         assert prepare.row_statistics(call) is None
         assert torch.equal(logit_maxima(call)[0], logit_stats(call).max_logit)
-    q = torch.randn(1, 2, 5, 16)  # its mask hides nothing; what does is a function
-    assert prepare.row_statistics(band_call(AttentionSpec(), q, q, causal=False, window=(1, 0), slopes=None)) is None
     assert prepare.row_statistics(call_of(AttentionSpec(), 5, 5, torch.float64)) is None
     assert through_triton == []
 

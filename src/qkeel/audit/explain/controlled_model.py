@@ -18,11 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from qkeel.patching.graph_nodes import base_of
 from qkeel.sites import AttentionSite, HeadSlice
-from qkeel.sites.calls.mask_functions import PackedCall
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.kept_state import copied
 from qkeel.sites.probe import forward, grouped
 from qkeel.sites.see.intercept import Interceptor, Sighting
+from qkeel.spec import AttentionCall
+from qkeel.spec.band_call import of_key
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "rmatmul", "mm", "einsum"})
 _SOFTMAX = frozenset({"softmax", "safe_softmax"})
@@ -206,7 +207,8 @@ def _heads(parts: Sequence[Tensor | None]) -> Tensor:
 
 def _observation(calls: list[Sighting], beyond: Tensor | None, groups: int) -> Observation | None:
     first = calls[0].call
-    if isinstance(first, PackedCall) or any(c.call.q is None or c.call.k is None for c in calls):
+    packed = isinstance(first, AttentionCall) and of_key(first) is not None
+    if packed or any(c.call.q is None or c.call.k is None for c in calls):
         return None
     q, k = _heads([c.call.q for c in calls]), _heads([c.call.k for c in calls])
     k = k[:: max(1, len(k) // groups)]  # keys of 0 are not seen to be repeated

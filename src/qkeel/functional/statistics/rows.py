@@ -238,8 +238,9 @@ def reduce_rows(
     k_norm: Float[Tensor, "b g s"] | None,
     keys_seen: Bool[Tensor, "b g s"],
     classes: TokenClasses | None = None,
+    of_key: Int[Tensor, " s"] | None = None,
 ) -> LogitStats:
-    """LogitStats of all rows that see a key and count; norms None where they are unknown."""
+    """LogitStats of all rows that see a key and count; norms None where they are unknown; of_key: see BandCall."""
     split = None if classes is None else _split(classes, rows, counted, q_norm, (k_norm, keys_seen))
     over = rows.n_keys > 0 if counted is None else (rows.n_keys > 0) & counted[:, None]
     free = over & (rows.n_keys > 1)
@@ -275,9 +276,7 @@ def reduce_rows(
         n_free=n_free,
         n_products=n_products,
         classes=split,
-        **_keys(  # type: ignore[arg-type]  # none of them is `formulas`
-            rows.total.new_zeros(keys_seen.shape) if k_norm is None else k_norm, keys_seen, known=k_norm is not None
-        ),
+        **_keys(k_norm, keys_seen, of_key, rows.total),  # type: ignore[arg-type]  # none of them is `formulas`
     )
 
 
@@ -308,21 +307,29 @@ def _split(
     )
 
 
-def _keys(norm: Tensor, seen: Tensor, *, known: bool) -> dict[str, Tensor]:
-    """Mean and largest norm of the seen keys, in all and by distance from the first of them."""
+def _keys(norm: Tensor | None, seen: Tensor, of_key: Tensor | None, like: Tensor) -> dict[str, Tensor]:
+    """Mean and largest norm of the seen keys, in all and by distance from the first of them in their sequence."""
+    known = norm is not None
+    norm = like.new_zeros(seen.shape) if norm is None else norm
     if not norm.shape[2]:  # without keys, as with one that nobody sees
         norm, seen = (torch.nn.functional.pad(x, (0, 1)) for x in (norm, seen))
     seen = seen & known
     norm = norm.masked_fill(~seen, 0.0)
     count = seen.sum((0, 2))
-    s = norm.shape[2]
-    place = torch.arange(s, device=norm.device) + seen.to(torch.uint8).argmax(-1, keepdim=True)
-    inside, place = place < s, place.clamp_max(s - 1)
-    norms, there = norm.gather(2, place) * inside, seen.gather(2, place) & inside
     edges = [0, *(1 << i for i in range(POSITION_BINS - 1))]
-    bins = [slice(a, b) for a, b in zip(edges, [*edges[1:], None])]
-    sums = torch.stack([norms[..., part].sum((0, 2)) for part in bins], dim=1)
-    counts = torch.stack([there[..., part].sum((0, 2)) for part in bins], dim=1)
+    bins = list(zip(edges, [*edges[1:], None]))
+    if of_key is not None and of_key.numel():
+        offset = _offsets(seen, of_key)
+        inside = [seen & (offset >= a) & (offset < (offset.shape[2] if b is None else b)) for a, b in bins]
+        sums = torch.stack([norm.where(one, 0.0).sum((0, 2)) for one in inside], dim=1)
+        counts = torch.stack([one.sum((0, 2)) for one in inside], dim=1)
+    else:
+        s = norm.shape[2]
+        place = torch.arange(s, device=norm.device) + seen.to(torch.uint8).argmax(-1, keepdim=True)
+        within, place = place < s, place.clamp_max(s - 1)
+        norms, there = norm.gather(2, place) * within, seen.gather(2, place) & within
+        sums = torch.stack([norms[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
+        counts = torch.stack([there[..., a:b].sum((0, 2)) for a, b in bins], dim=1)
     return {
         "key_norm": norm.sum((0, 2)) / count.clamp_min(1),
         "key_norm_max": norm.amax((0, 2)),
@@ -330,3 +337,12 @@ def _keys(norm: Tensor, seen: Tensor, *, known: bool) -> dict[str, Tensor]:
         "key_norm_by_position": sums / counts.clamp_min(1),
         "n_keys_by_position": counts,
     }
+
+
+def _offsets(seen: Tensor, of_key: Tensor) -> Tensor:
+    """The distance [b g s] of each seen key from the first seen one of its sequence; sequences lie side by side."""
+    index = torch.arange(seen.shape[2], device=seen.device)
+    before = torch.where(seen, index, -1).cummax(-1).values.roll(1, -1)
+    before[..., 0] = -1
+    first = seen & ((before < 0) | (of_key[before.clamp_min(0)] != of_key))
+    return index - torch.where(first, index, 0).cummax(-1).values

@@ -9,6 +9,7 @@ from torch import Tensor
 from qkeel.functional.statistics.rows import RowStats
 from qkeel.kernels.encode import encoded
 from qkeel.kernels.native.operator import STORED, OperatorSource, is_plain, reads
+from qkeel.spec.band_call import BandCall
 from qkeel.spec.call import AttentionCall
 
 _MASKS = (torch.bool, *STORED)
@@ -78,7 +79,8 @@ def holds(*tensors: Tensor) -> bool:
 
 def _arguments(call: AttentionCall) -> Arguments | None:
     """Returns q, k, scale, low, high and mask as the operators take them."""
-    if type(call) is not AttentionCall:
+    banded = isinstance(call, BandCall) and call.slopes is None
+    if type(call) is not AttentionCall and not banded:
         return None  # a subclass has its own functions for visibility and biases
     spec = call.spec
     # The maxima alone need less, but are to have the bits of those among the full statistics.
@@ -86,7 +88,7 @@ def _arguments(call: AttentionCall) -> Arguments | None:
         return None
     if not (call.spec.position.folds and holds(call.q, call.k) and ready()):
         return None
-    mask = call.mask
+    mask = call.padding if isinstance(call, BandCall) else call.mask
     if mask is not None and not (is_plain(mask) and mask.is_cpu and mask.dtype in _MASKS):
         return None
     visibility = _visibility(call)
@@ -117,6 +119,8 @@ def _visibility(call: AttentionCall) -> Visibility | None:
 
     None alone where the visible keys are no such span.
     """
+    if isinstance(call, BandCall):
+        return call.low, call.high, None if call.padding is None else call.padding.detach()
     window = call.window
     mask = None if call.mask is None else call.mask.detach()
     if not call.causal and window is None:

@@ -54,7 +54,10 @@ def _no_fused_call(call: AttentionCall) -> str:
     if device not in ("cpu", "cuda"):
         return f"on {device} torch hands out no logsumexp"
     if call.dropout or not call.whole:
-        return "torch hands out no logsumexp with dropout, a mask, a window, or fewer causal queries than keys"
+        return (
+            "torch hands out no logsumexp with dropout, a mask, a window, packed sequences, or fewer causal queries "
+            "than keys"
+        )
     if device == "cuda" and torch.compiler.is_compiling():
         return "torch.compile does not see through the choice of the fused operator"
     if call.v.shape[-1] != call.q.shape[-1]:

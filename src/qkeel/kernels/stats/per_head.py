@@ -36,6 +36,7 @@ from qkeel.kernels.native import logit_pass
 from qkeel.kernels.prepare import extremes, head_numbers, row_blocks, sampled_numbers
 from qkeel.kernels.triton.available import HeadNumbers
 from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.spec.band_call import of_key
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.position.rotary import NoPosition
 
@@ -52,15 +53,16 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
     fast = logit_pass.rows_of(call, threshold)
     if fast is not None:
         rows, q_norm, k_norm = fast
-        return reduce_rows(rows, call.query_mask, q_norm, k_norm, keys_seen)
+        return reduce_rows(rows, call.query_mask, q_norm, k_norm, keys_seen, of_key=of_key(call))
     q, k = call.encoded()
     q_norm, k_norm = q.norm(dim=-1), k.norm(dim=-1)
     classes = None if call.classes is None else call.classes.keys(q)
     parts = []
     for rows, keys in _blocks(call):
-        if keys.stop == 0:
+        if keys.stop == keys.start:
             parts.append(RowStats.nothing(q_norm[:, :, rows], classes))
             continue
+        keys = keys if classes is None else slice(0, keys.stop)  # the members of classes are counted from the first key
         z, seen = _logits(call, q, k, rows, keys)
         products, unit = _products(call, q, k, rows, keys)
         products = z if products is None else seen.blank_(products)
@@ -68,7 +70,7 @@ def logit_stats(call: AttentionCall, threshold: float = ALARM_THRESHOLD) -> Logi
         angle = product_rows(products, unit, q_norm[:, :, rows], k_norm[:, :, keys], seen)
         found = logit_rows(z, seen, threshold, classes)
         parts.append(RowStats(**angle, **found, **_weight_rows(call, z, seen, classes)))
-    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes)
+    return reduce_rows(RowStats.cat(parts), call.query_mask, q_norm, k_norm, keys_seen, call.classes, of_key(call))
 
 
 @torch.no_grad()
@@ -93,7 +95,7 @@ def logit_change(before: AttentionCall, after: AttentionCall) -> LogitChange:
     a, c = change_factors(*_scaled(before), *_scaled(after))
     parts = []
     for rows, keys in _blocks(after):
-        if keys.stop == 0:
+        if keys.stop == keys.start:
             parts.append(no_change_rows(a[:, :, rows, 0]))
             continue
         change = NoPosition().scores(a[:, :, rows], c[:, :, keys], after.pos_q[:, rows], after.pos_k[:, keys], {})
@@ -118,7 +120,7 @@ def logit_maxima(call: AttentionCall) -> tuple[Float[Tensor, " h"], Float[Tensor
     top = q.new_full((q.shape[1],), -torch.inf)
     low = -top
     for rows, keys in _blocks(call):
-        if keys.stop:
+        if keys.stop > keys.start:
             z, seen = _logits(call, q, k, rows, keys)
             counted = None if call.query_mask is None else call.query_mask[:, rows]
             most, least = extreme_logits(z, seen, counted)
@@ -178,7 +180,7 @@ def _scaled(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
     """Rows and the keys that they can see at most."""
     for rows in row_blocks(call, BLOCK, ROWS):
-        yield rows, slice(0, call.span(rows).stop)
+        yield rows, call.span(rows)
 
 
 def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Seen]:
@@ -188,12 +190,12 @@ def _logits(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice)
 
 
 def _seen(call: AttentionCall, rows: slice, keys: slice) -> Seen:
-    start = 0
+    start, n = 0, keys.stop - keys.start
     if call.causal and call.plain and call.mask is None and call.window is None:
         # Every row of the block sees the keys before the block's own diagonal.
-        start = min(max(call.k.shape[2] - call.q.shape[2] + rows.start + 1, 0), keys.stop)
-    visible = call.visible(rows, slice(start, keys.stop)) if start < keys.stop else None
-    return Seen(visible, keys.stop if visible is None else start, keys.stop)
+        start = min(max(call.k.shape[2] - call.q.shape[2] + rows.start + 1 - keys.start, 0), n)
+    visible = call.visible(rows, slice(keys.start + start, keys.stop)) if start < n else None
+    return Seen(visible, n if visible is None else start, n)
 
 
 def _products(call: AttentionCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor | None, float]:
@@ -235,7 +237,7 @@ def _keys_seen(call: AttentionCall) -> Tensor:
     for rows, keys in _blocks(call):
         visible = call.visible(rows, keys)
         if visible is None:
-            visible = torch.ones(1, 1, 1, keys.stop, dtype=torch.bool, device=found.device)
+            visible = torch.ones(1, 1, 1, keys.stop - keys.start, dtype=torch.bool, device=found.device)
         if counted is not None:
             visible = visible & counted[:, None, rows, None]
         found[..., keys] |= _by_group(visible.any(-2), g)

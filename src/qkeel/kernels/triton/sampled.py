@@ -14,17 +14,28 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.kernels.triton.available import HeadNumbers
-from qkeel.kernels.triton.statistics import LAUNCHED, dense, key_mask, reach, stratum, tile_sizes, visible
+from qkeel.kernels.triton.statistics import (
+    LAUNCHED,
+    Spans,
+    bounds,
+    dense,
+    first_and_last,
+    key_mask,
+    stratum,
+    tile_sizes,
+    visible,
+)
 
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _extremes(
-    q, k, keys, counted, lse, bars, tops, lows, scale, heads, share, times, length, window, tiles,
-    q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
+    q, k, keys, starts, stops, counted, lse, bars, tops, lows, scale, heads, share, times, length, window,
+    tiles, q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
     D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, COUNTED: tl.constexpr, BARS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, COUNTED: tl.constexpr,
+    BARS: tl.constexpr,
 ):  # fmt: skip
     """The largest and the smallest logit of a tile of rows, NaN where one is; -inf and inf where nothing was read."""
     of = (tl.program_id(0) // tiles).to(tl.int64)  # which sequence and head
@@ -34,11 +45,12 @@ def _extremes(
     ok = row < times
     if COUNTED:
         ok = ok & (tl.load(counted + n * times + row, mask=ok, other=0) != 0)
-    at = row + length - times
+    at, first = row + length - times, tile * ROWS + length - times
     own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(own, mask=ok[:, None] & (i[None, :] < D), other=0.0)
-    first = tile * ROWS + length - times
-    begin, whole, stop = reach(first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK)
+    low_key, high_key, begin, whole, stop = bounds(
+        starts, stops, row, ok, first, first + ROWS - 1, length, window, KEYS, CAUSAL, WINDOW, MASK, SPANS
+    )
     if BARS:  # a logit is at most its row's logsumexp; NaN is not less
         might = ok & ~(tl.load(lse + of * times + row, mask=ok, other=0.0) < tl.load(bars + h))
         none = tl.sum(might.to(tl.int32), 0) == 0
@@ -57,7 +69,9 @@ def _extremes(
             theirs + key.to(tl.int64)[None, :] * k_t, mask=(key[None, :] < length) & (i[:, None] < D), other=0.0
         )
         z = tl.dot(x, y, input_precision="ieee")
-        seen = visible(keys + n * keys_b, key, at, ok, length, window, keys_s, CAUSAL, WINDOW, MASK)
+        seen = visible(
+            keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
+        )
         top = tl.maximum(top, tl.where(seen, z, float("-inf")), propagate_nan=_ALL)
         low = tl.minimum(low, tl.where(seen, z, float("inf")), propagate_nan=_ALL)
     top, low = tl.where(ok[:, None], top, float("-inf")), tl.where(ok[:, None], low, float("inf"))
@@ -186,7 +200,7 @@ def extremes(
     scale: float,
     *,
     causal: bool,
-    window: int | None = None,
+    window: int | Spans | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
     counted: Bool[Tensor, "b t"] | None = None,
     known: tuple[Float[Tensor, "b h t"], Float[Tensor, " h"]] | None = None,
@@ -205,16 +219,19 @@ def extremes(
         q, scale = q * scale, 1.0
     q, k = dense(q), dense(k)
     wide, tile = tile_sizes(q)
+    near = None if isinstance(window, tuple) else window
     tiles = triton.cdiv(t, tile[0])
     tops, lows = (q.new_empty((b, h, tiles), dtype=torch.float32) for _ in range(2))
     mask, over = key_mask(q, keys)
     rows = q if counted is None else counted.contiguous().to(torch.uint8)
     with torch.cuda.device_of(q):
         LAUNCHED["extremes"][(tiles * b * h,)](
-            q, k, mask, rows, *((q, q) if known is None else (known[0].contiguous(), known[1])), tops, lows, scale,
-            h, h // g, t, s, window or 0, tiles, *q.stride()[:3], *k.stride()[:3], *over,
-            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
-            MASK=keys is not None, COUNTED=counted is not None, BARS=known is not None, num_warps=tile[2],
+            q, k, mask, *first_and_last(window, q), rows,
+            *((q, q) if known is None else (known[0].contiguous(), known[1])), tops, lows, scale,
+            h, h // g, t, s, near or 0, tiles, *q.stride()[:3], *k.stride()[:3], *over,
+            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=near is not None,
+            MASK=keys is not None, SPANS=isinstance(window, tuple), COUNTED=counted is not None,
+            BARS=known is not None, num_warps=tile[2],
         )  # fmt: skip
     return tops, lows
 

@@ -98,10 +98,45 @@ def reach(
 
 
 @triton.jit
-def visible(keys, key, at, ok, length, window, keys_s, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr):
+def span(starts, stops, row, ok, length, KEYS: tl.constexpr):
+    """Returns the first key that each row sees and the one after the last; and, of all of these rows, where their keys
+    begin, up to where all rows see all of them, in whole tiles, and where they end.
+    """
+    low, high = tl.load(starts + row, mask=ok, other=0), tl.load(stops + row, mask=ok, other=0)
+    some = low < high
+    begin = tl.min(tl.where(some, low, length), 0)
+    stop = tl.max(tl.where(some, high, 0), 0)
+    shared = tl.min(tl.where(some, high, tl.where(ok, begin, length)), 0)  # a row that sees nothing shares nothing
+    alike = tl.max(tl.where(some, low, begin), 0) == begin
+    whole = begin + tl.where(alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS
+    return low, high, begin, whole, stop
+
+
+@triton.jit
+def bounds(
+    starts, stops, row, ok, first, last, length, window,
+    KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Returns what `span` does; without spans the three of `reach`, and any numbers for the ends of each row."""
+    low, high = row, row
+    if SPANS:
+        low, high, begin, whole, stop = span(starts, stops, row, ok, length, KEYS)
+        whole = begin if MASK else whole
+    else:
+        begin, whole, stop = reach(first, last, length, window, KEYS, CAUSAL, WINDOW, MASK)
+    return low, high, begin, whole, stop
+
+
+@triton.jit
+def visible(
+    keys, key, at, ok, low, high, length, window, keys_s,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """Returns which keys of a tile the rows at positions `at` see; `keys`: the mask of their sequence."""
     inside, away = key < length, at[:, None] - key[None, :]
     seen = inside[None, :] & ok[:, None]
+    if SPANS:
+        seen = seen & (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
     if CAUSAL:
         seen = seen & (away >= 0)
     if WINDOW:
@@ -113,10 +148,11 @@ def visible(keys, key, at, ok, length, window, keys_s, CAUSAL: tl.constexpr, WIN
 
 @triton.jit
 def _rows(
-    q, k, keys, largest, smallest, lse, entropy, picked, scale, cap, heads, share, times, length, window, tiles,
-    seed, count, strata, q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
+    q, k, keys, starts, stops, largest, smallest, lse, entropy, picked, scale, cap, heads, share, times, length, window,
+    tiles, seed, count, strata, q_b, q_h, q_t, k_b, k_h, k_t, keys_b, keys_s,
     D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, SAMPLED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr, CAP: tl.constexpr,
+    SAMPLED: tl.constexpr,
 ):  # fmt: skip
     of = (tl.program_id(0) // tiles).to(tl.int64)  # which sequence and head
     n, h = of // heads, of % heads
@@ -135,7 +171,9 @@ def _rows(
     at = row + past_keys
     own = q + n * q_b + h * q_h + row.to(tl.int64)[:, None] * q_t + i[None, :]
     x = tl.load(own, mask=ok[:, None] & (i[None, :] < D), other=0.0)
-    begin, whole, stop = reach(first + past_keys, last + past_keys, length, window, KEYS, CAUSAL, WINDOW, MASK)
+    low_key, high_key, begin, whole, stop = bounds(
+        starts, stops, row, ok, first + past_keys, last + past_keys, length, window, KEYS, CAUSAL, WINDOW, MASK, SPANS
+    )
     top = tl.full([ROWS], float("-inf"), tl.float32)
     low, most, mass, along = -top, top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     theirs = k + n * k_b + (h // share) * k_h + i[:, None]
@@ -148,7 +186,9 @@ def _rows(
         y = tl.load(
             theirs + key.to(tl.int64)[None, :] * k_t, mask=(key[None, :] < length) & (i[:, None] < D), other=0.0
         )
-        seen = visible(keys + n * keys_b, key, at, ok, length, window, keys_s, CAUSAL, WINDOW, MASK)
+        seen = visible(
+            keys + n * keys_b, key, at, ok, low_key, high_key, length, window, keys_s, CAUSAL, WINDOW, MASK, SPANS
+        )
         top, low, most, mass, along = _more(x, y, scale, cap, seen, top, low, most, mass, along, CAP, _NO)
     _put(largest, smallest, lse, entropy, of * count + r, ok, top, low, most, mass, along)
 
@@ -200,6 +240,7 @@ def _heads(
     tl.store(counts + heads + h, rows.to(tl.int64) * 0)
 
 
+Spans = tuple[Int[Tensor, "1 t"], Int[Tensor, "1 t"]]
 LAUNCHED: dict[str, Any] = {"rows": _rows, "heads": _heads}
 
 
@@ -230,6 +271,11 @@ def key_mask(q: Tensor, keys: Bool[Tensor, "_ s"] | None) -> tuple[Tensor, tuple
     return mask, (0, 0) if keys is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
 
 
+def first_and_last(window: int | Spans | None, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The two ends of spans as kernels read them, any tensors where there are none."""
+    return (window[0][0].to(torch.int32), window[1][0].to(torch.int32)) if isinstance(window, tuple) else (q, q)
+
+
 def dense(x: Tensor) -> Tensor:
     """The tensor with the numbers of each row in order, one after the other."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -241,7 +287,7 @@ def row_statistics(
     scale: float,
     *,
     causal: bool,
-    window: int | None = None,
+    window: int | Spans | None = None,
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
 ) -> Rows:
@@ -253,7 +299,8 @@ def row_statistics(
     Args:
         q, k: encoded, of one dtype: float32, bfloat16 or float16; d at most 256. h / g query heads share a key head.
         scale: of the logits. causal: keys up to a query's position are visible to it, positions aligned at the end.
-        window: only keys less than so many positions away are visible.
+        window: only keys less than so many positions away are visible; or, without `causal` and in all sequences alike,
+            those from a row's first number to its second one, without that.
         cap: of a softcap; largest and smallest are before it, lse and entropy after.
         keys: True where a key may be visible, for all sequences or each.
     """
@@ -267,7 +314,7 @@ def rows_of(
     scale: float,
     *,
     causal: bool,
-    window: int | None = None,
+    window: int | Spans | None = None,
     cap: float | None = None,
     keys: Bool[Tensor, "_ s"] | None = None,
     sample: tuple[int, int] = (0, 0),
@@ -286,16 +333,18 @@ def rows_of(
     wide, tile = tile_sizes(q)
     if strata:  # a tile of sampled rows spans many more, and what lies between its first and its last is masked
         tile = min(tile[0], _SAMPLED_ROWS), *tile[1:]
-    count = 2 * strata or t
+    count, near = 2 * strata or t, None if isinstance(window, tuple) else window
     largest, smallest, lse, entropy = (q.new_empty((b, h, count), dtype=torch.float32) for _ in range(4))
     picked = q.new_empty((b, 2 * strata), dtype=torch.int32)
     mask, over = key_mask(q, keys)
     tiles = triton.cdiv(count, tile[0])
     with torch.cuda.device_of(q):
         LAUNCHED["rows"][(tiles * b * h,)](
-            q, k, mask, largest, smallest, lse, entropy, picked, scale, cap or 1.0, h, h // g, t, s, window or 0, tiles,
-            seed, count, strata, *q.stride()[:3], *k.stride()[:3], *over,
-            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=window is not None,
-            MASK=keys is not None, CAP=cap is not None, SAMPLED=strata > 0, num_warps=tile[2],
+            q, k, mask, *first_and_last(window, q), largest, smallest, lse, entropy, picked, scale,
+            cap or 1.0, h, h // g, t, s, near or 0, tiles, seed, count, strata,
+            *q.stride()[:3], *k.stride()[:3], *over,
+            D=d, WIDE=wide, ROWS=tile[0], KEYS=tile[1], CAUSAL=causal, WINDOW=near is not None,
+            MASK=keys is not None, SPANS=isinstance(window, tuple), CAP=cap is not None,
+            SAMPLED=strata > 0, num_warps=tile[2],
         )  # fmt: skip
     return Rows(largest, smallest, lse, entropy), picked

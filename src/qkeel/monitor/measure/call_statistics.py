@@ -20,6 +20,7 @@ from qkeel.monitor.measure.token_classes import PassTokens
 from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.spec import AttentionCall
+from qkeel.spec.band_call import of_key
 
 # True for every statistic, "entropy" for those that a compiled kernel finds while it attends; with a sample, on a GPU
 # the entropy from one of so many rows.
@@ -61,7 +62,7 @@ class CallStatistics:
 
 def _formulas(call: Seen, formulas: Mapping[str, Formula]) -> dict[str, Tensor]:
     """The statistics of HEAD_FORMULAS of a call; none of packed sequences, or where only the scores were seen."""
-    if isinstance(call, AttentionCall):
+    if isinstance(call, AttentionCall) and of_key(call) is None:
         q, k = call.encoded()
     elif isinstance(call, ScoresCall) and call.q is not None and call.k is not None:
         q, k = call.q, call.k

@@ -61,7 +61,7 @@ def frozen(call: Seen) -> Seen:
 
 
 def change_between(before: Seen, after: Seen) -> LogitChange | None:
-    """The change of the logits between two calls of one site with the same batch; None for packed sequences."""
+    """The change of the logits between two calls of one site with the same batch; None where they are not alike."""
     if isinstance(before, ScoresCall) and isinstance(after, ScoresCall):
         return scores_change(before, after)
     if isinstance(before, AttentionCall) and isinstance(after, AttentionCall):

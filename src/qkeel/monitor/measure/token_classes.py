@@ -13,8 +13,9 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, caution
 from qkeel.functional.statistics.class_stats import TokenClasses, check_classes, one_hot
 from qkeel.monitor.measure.query_mask import QueryMask, from_pass, positional, with_query_mask
 from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.mask_functions import PackedCall
 from qkeel.sites.calls.scores import ScoresCall
+from qkeel.spec import AttentionCall
+from qkeel.spec.band_call import of_key
 
 Ids = range | int | Sequence[int] | Tensor
 GivenClasses = Mapping[str, Ids] | str | Tensor | Callable[..., Tensor | None]
@@ -188,13 +189,11 @@ class PassTokens:
         call = with_query_mask(call, self._mask)
         if self._now is None:
             return call
-        b, t = call.query_shape if not isinstance(call, PackedCall) else (1, call.q.shape[2])
+        b, t = call.query_shape
         s = call.logits.shape[3] if isinstance(call, ScoresCall) else call.k.shape[2]
         now = self._now
-        if isinstance(call, PackedCall):
-            if any(part.q.shape[2] != part.k.shape[2] for part in call.calls):
-                now = now[:, :0]
-            now = now.reshape(1, -1)
+        if isinstance(call, AttentionCall) and of_key(call) is not None:
+            now = now.reshape(1, -1)[:, : s if s == t else 0]  # of as many queries as keys
         if now.shape == (1, 1) and int(now) < 0:
             now = now.expand(1, s)
         if now.shape[0] not in (1, b) or now.shape[1] != s or t > s:
@@ -205,7 +204,7 @@ class PassTokens:
             )
             return call
         self._fitted = True
-        now = now.to(call.query_device if not isinstance(call, PackedCall) else call.q.device)
+        now = now.to(call.query_device)
         return dataclasses.replace(call, classes=TokenClasses(names=self._names, query=now[:, s - t :], key=now))
 
     def end(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -17,30 +18,64 @@ from qkeel.nn import functional_attention
 from qkeel.nn.scaled_dot_product import attention_with_logsumexp
 from qkeel.patching.compiler_state import in_function_transform
 from qkeel.patching.guard import Guarded, unguarded
-from qkeel.patching.modes import Args, Function, FunctionMode, Kwargs, function_name
+from qkeel.patching.modes import Args, Function, Kwargs, function_name, suspended
 from qkeel.patching.private_operators import flash_on_cpu, kernel_choice, operator_name
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
+from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError
+from qkeel.sites.see.foreign_functions import LOGSUMEXPS, CallObserver, observed_by
+from qkeel.spec import AttentionCall
+from qkeel.spec.band_call import BandCall
 
 _GPU = "cuda"
 _OWN = "qkeel_native::attention"  # returns its logsumexp as well
 Instead = Callable[[], tuple[Tensor, Tensor | None]]
 
 
-class BracketMode(FunctionMode):
+class BracketMode(CallObserver):
     """While it is entered, `bound` is at least the largest logit of every attention call seen, capped where it is.
 
     F.scaled_dot_product_attention: torch's fused kernels compute row logsumexps anyway, so the kernel that it would
     choose is called itself, which returns them; output and gradients are the same bits. lse - ln n <= max <= lse over n
     keys. qkeel's compiled attention returns them too, and so does functional_attention. Where no fused kernel is
     chosen, with dropout, on a GPU with a mask, and on a CPU under autocast, which casts what enters it:
-    scale·max|q|·max|k|, O(T d). Softmax over rows of scores: their maximum. Attention inside
-    torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor is what torch.func transforms.
-    `bound` is None until something was.
+    scale·max|q|·max|k|, O(T d). flash-attn's functions and torch's varlen_attn are asked for the logsumexps that they
+    compute anyway; with dropout, and where these are padded, the same bound. Softmax over rows of scores: their
+    maximum. Attention inside torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor is what
+    torch.func transforms. `bound` is None until something was.
     """
+
+    logsumexps = True
 
     def __init__(self, guard: Guarded = unguarded) -> None:
         super().__init__(guard)
         self._found: list[Tensor] = []  # the largest of each call
+
+    def begin(self, undo: ExitStack) -> None:
+        undo.enter_context(observed_by(self))
+
+    def suspended(self) -> AbstractContextManager[None]:
+        return suspended(self)
+
+    def not_observable(self, name: str, error: Exception) -> None:
+        """Its calls bound nothing, as those of compiled code don't."""
+
+    @torch.no_grad()
+    def called(self, name: str, arguments: Kwargs, out: object) -> None:
+        """Notes what bounds the logits of a call of flash-attn's functions."""
+        try:
+            call = FLASH_AND_FLEX[name](arguments) if name in LOGSUMEXPS else None
+        except UnreadError:
+            return
+        if call is None:
+            return
+        lse = _by_row(out[1], call.q.shape[2]) if isinstance(out, tuple) and len(out) > 1 else None
+        if lse is None:
+            scale = call.spec.factor(call.pos_q, call.q.shape[-1], {}, torch.float32)
+            self._found.append(_norm_bound(call.q, call.k, float(scale)))
+            return
+        # Rows that see no key have +inf there, -inf or what was in memory before.
+        seen = call.high > call.low if isinstance(call, BandCall) else _some_key(call)
+        self._found.append((lse if seen is None else lse.where(seen, -torch.inf)).amax())
 
     @property
     def bound(self) -> Tensor | None:
@@ -80,6 +115,18 @@ class BracketMode(FunctionMode):
         else:
             return
         self._found.append(new)
+
+
+def _by_row(lse: object, t: int) -> Tensor | None:
+    """Logsumexps [... t] of [... t] or [t h]; None where those of packed sequences are padded, as in old versions."""
+    if not isinstance(lse, Tensor) or t not in (lse.shape[-1], lse.shape[0]):
+        return None
+    return lse.detach() if lse.shape[-1] == t else lse.detach().mT
+
+
+def _some_key(call: AttentionCall) -> Tensor | None:
+    """Which rows [1 t] of a call without window see a key at all; None where all do."""
+    return call.pos_q >= 0 if call.causal and call.q.shape[2] > call.k.shape[2] else None
 
 
 def _on_one_gpu(given: Kwargs) -> bool:

@@ -16,17 +16,22 @@ from torch import Tensor
 from qkeel.errors import QkeelError
 from qkeel.patching.modes import Kwargs
 from qkeel.sites.calls.head_layout import fewest_keys
-from qkeel.sites.calls.mask_functions import PackedCall, band_call, flex_call, packed_call
+from qkeel.sites.calls.mask_functions import flex_call
 from qkeel.sites.see.foreign_functions import FLASH
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
+from qkeel.spec.band_call import band_call
+from qkeel.spec.call import make_call
 
 # Arguments that change what is computed, and at which values they don't.
 _UNREAD: dict[str, tuple[object, ...]] = {
     "attention_chunk": (None, 0),
     "block_table": (None,),
+    "k_descale": (None,),
     "learnable_sink": (None,),
     "mask_mod": (None,),
+    "num_heads_q": (None,),
     "page_table": (None,),
+    "q_descale": (None,),
     "qv": (None,),
     "score_mod": (None,),
     "seqused_k": (None,),
@@ -51,34 +56,30 @@ def flex(given: Kwargs) -> AttentionCall:
     return flex_call(_spec(q, given["scale"], 0.0), q, k, given["score_mod"], given["block_mask"])
 
 
-def flash(given: Kwargs) -> AttentionCall | PackedCall:
+def flash(given: Kwargs) -> AttentionCall:
     """Reads flash_attn_func and its relatives, and torch.nn.attention.varlen.varlen_attn."""
     for name, harmless in _UNREAD.items():
         value = given.get(name)
         if isinstance(value, Tensor) or value not in harmless:
             raise UnreadError(name)
     q, k = _q_and_k(given)
-    scale = given.get("softmax_scale", given.get("scale"))
-    spec = _spec(q, scale, given.get("softcap") or 0.0)
+    spec = _spec(q, given.get("softmax_scale", given.get("scale")), given.get("softcap") or 0.0)
     slopes = given.get("alibi_slopes")
     if slopes is not None and spec.cap != NoCap():
         raise UnreadError("alibi_slopes with softcap: a bias after the cap")
-    causal, window = bool(given.get("causal", False)), _window(given.get("window_size"))
-    ends = [_first(given, ("cu_seqlens_q", "cu_seqlens", "cu_seq_q")), _first(given, ("cu_seqlens_k", "cu_seq_k"))]
-    if ends[0] is None:
+    band = {"window": _window(given.get("window_size")), "slopes": slopes}
+    ends = _first(given, ("cu_seqlens_q", "cu_seqlens", "cu_seq_q"))
+    if ends is None:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return band_call(spec, q, k, causal=causal, window=window, slopes=slopes)
-    starts_q = ends[0].tolist()
-    starts_k = starts_q if ends[1] is None else ends[1].tolist()
-    each = [slopes] * len(starts_q) if slopes is None or slopes.ndim == 1 else list(slopes)
-    calls = []
-    for slope, start, end, first, last in zip(each, starts_q, starts_q[1:], starts_k, starts_k[1:]):
-        if end > start and last > first:
-            one, other = (x.transpose(0, 1)[None] for x in (q[start:end], k[first:last]))
-            calls.append((start, band_call(spec, one, other, causal=causal, window=window, slopes=slope)))
-    if not calls:
+    elif not (len(q) and len(k)):
         raise UnreadError("no sequence with a token in it")
-    return packed_call(calls, q, k)
+    else:
+        of_keys = _first(given, ("cu_seqlens_k", "cu_seq_k"))
+        longest = given.get("max_seqlen", given.get("max_seqlen_k", given.get("max_k")))
+        band["longest"] = longest if isinstance(longest, int) else None
+        band["cu_seqlens"] = ends if of_keys is None else (ends, of_keys)
+        q, k = (x.transpose(0, 1)[None] for x in (q, k))
+    return band_call(make_call(spec, q, k, k, causal=bool(given.get("causal", False))), **band)
 
 
 def _first(given: Kwargs, names: tuple[str, ...]) -> Tensor | None:
@@ -87,7 +88,7 @@ def _first(given: Kwargs, names: tuple[str, ...]) -> Tensor | None:
 
 def _spec(q: Tensor, scale: float | None, softcap: float) -> AttentionSpec:
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    return AttentionSpec(scale=Fixed(factor), cap=Softcap(float(softcap)) if softcap else NoCap())
+    return AttentionSpec(scale=Fixed(factor), cap=Softcap(float(softcap)) if softcap > 0 else NoCap())
 
 
 def _q_and_k(given: Kwargs) -> tuple[Tensor, Tensor]:
@@ -112,7 +113,7 @@ def _window(size: object) -> tuple[int, int]:
 
 
 # The reader of each function that foreign_functions observes.
-FLASH_AND_FLEX: Mapping[str, Callable[[Kwargs], AttentionCall | PackedCall]] = {
+FLASH_AND_FLEX: Mapping[str, Callable[[Kwargs], AttentionCall]] = {
     "run": qkeel_call,
     "run_with_weights": qkeel_call,
     "flex_attention": flex,

@@ -12,16 +12,17 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from qkeel.patching.compiler_state import recomputing
-from qkeel.patching.exchanged_code import GUARD, Begun, exchange
+from qkeel.patching.exchanged_code import GUARD, Begun, Given, exchange
 from qkeel.patching.modes import FunctionMode
 
+_VARLEN = ("torch.nn.attention.varlen", "varlen_attn")
 # Names under which flash-attn, its Hopper version, the versions on the hub and wrappers around them offer it.
 FLASH = (
     "flash_attn_func",
@@ -31,22 +32,28 @@ FLASH = (
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
 )
+LOGSUMEXPS = frozenset((*FLASH, "varlen_attn"))  # those that can return their logsumexps
+_ASKED = {"return_attn_probs", "return_aux"}  # arguments by which they are asked for them
 _ONE_HOME = (
     ("qkeel.ops", "run"),  # attention that a remedy put in the place of a model's own
     ("qkeel.ops", "run_with_weights"),
     ("torch.nn.attention.flex_attention", "flex_attention"),
-    ("torch.nn.attention.varlen", "varlen_attn"),
 )
 
 
 class CallObserver(FunctionMode, abc.ABC):
-    """A function mode that also gets the calls of foreign functions. `probing`: it walks gradients from q and k."""
+    """A function mode that also gets the calls of foreign functions.
 
-    probing: bool
+    probing: it walks gradients from q and k. logsumexps: all that it wants to see is what flash-attn's functions
+    return, and they are to return the logsumexps of rows as well.
+    """
+
+    probing = False
+    logsumexps = False
 
     @abc.abstractmethod
-    def called(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """The function `name` was called with these arguments (all of them, by name) and has returned."""
+    def called(self, name: str, arguments: Mapping[str, Any], out: object) -> None:
+        """The function `name` was called with these arguments (all of them, by name) and has returned `out`."""
 
     @abc.abstractmethod
     def not_observable(self, name: str, error: Exception) -> None:
@@ -65,7 +72,7 @@ _OBSERVERS: contextvars.ContextVar[tuple[CallObserver, ...]] = contextvars.Conte
 def observed_by(observer: CallObserver) -> Iterator[None]:
     """While it lasts `observer` gets this thread's calls. Functions of modules not yet imported are missed."""
     with ExitStack() as undo:
-        for function in list(_functions()):
+        for function in list(_functions(() if observer.logsumexps else _ONE_HOME)):
             try:
                 undo.callback(exchange(function, _begin).release)
             except (SyntaxError, TypeError, ValueError) as error:  # code of an unforeseen form
@@ -87,10 +94,10 @@ def _flash_homes(count: int, last: str) -> list[str]:
     return [home for home in sys.modules if "flash_att" in home]
 
 
-def _functions() -> Iterator[types.FunctionType]:
-    """Attention functions of modules that are loaded: one that is not, nobody can call."""
+def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType]:
+    """Attention functions of modules that are loaded: flash-attn's and others. One that is not, nobody can call."""
     seen: set[int] = set()
-    places = [(sys.modules.get(home), name) for home, name in _ONE_HOME]
+    places = [(sys.modules.get(home), name) for home, name in (_VARLEN, *others)]
     for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
         places += [(sys.modules.get(home), name) for name in FLASH]
     for module, name in places:
@@ -103,10 +110,37 @@ def _functions() -> Iterator[types.FunctionType]:
 def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> Begun | None:
     """A call of an observed function begins."""
     observers = _OBSERVERS.get()
-    if recomputing():
+    silent = all(o.logsumexps for o in observers) and not _ASKED & inspect.signature(function).parameters.keys()
+    if recomputing() or silent:  # what a function without logsumexps calls in turn may have them
         return None
-    given = _without_graph(observers, args, kwargs)
-    return given, _suspended(observers), functools.partial(_report, function, observers, args, kwargs)
+    given, own = _without_graph(observers, (args, kwargs)), _itself
+    if any(o.logsumexps for o in observers):
+        given, own = _with_logsumexps(function, given)
+    return given, _suspended(observers), functools.partial(_report, function, observers, (args, kwargs)), own
+
+
+def _with_logsumexps(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[object], object]]:
+    """The arguments with which the function returns its rows' logsumexps too, where that costs nothing; and what takes
+    them away again. With dropout flash-attn's functions would return all weights besides.
+    """
+    bound = inspect.signature(function).bind(*plain[0], **plain[1])
+    bound.apply_defaults()
+    given = bound.arguments
+    if given.get("return_attn_probs") is False and not given.get("dropout_p"):
+        given["return_attn_probs"] = True
+    elif "return_aux" in given and given["return_aux"] is None:
+        given["return_aux"] = function.__globals__["AuxRequest"](lse=True)  # of the version that is there
+    else:
+        return plain, _itself
+    return (list(bound.args), bound.kwargs), _first
+
+
+def _itself(out: object) -> object:
+    return out
+
+
+def _first(out: Any) -> object:
+    return out[0]
 
 
 def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
@@ -119,24 +153,20 @@ def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:
         return undo.pop_all()
 
 
-def _without_graph(
-    observers: tuple[CallObserver, ...], args: list[Any], kwargs: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
+def _without_graph(observers: tuple[CallObserver, ...], given: Given) -> Given:
     """The arguments; without a graph in a probe: no walk goes through attention, and flex_attention on a CPU refuses
     inputs that need a gradient."""
     if not any(o.probing for o in observers):
-        return args, kwargs
-    return [_detached(x) for x in args], {name: _detached(x) for name, x in kwargs.items()}
+        return given
+    return [_detached(x) for x in given[0]], {name: _detached(x) for name, x in given[1].items()}
 
 
-def _report(
-    function: Callable[..., Any], observers: tuple[CallObserver, ...], args: list[Any], kwargs: dict[str, Any]
-) -> None:
-    bound = inspect.signature(function).bind(*args, **kwargs)
+def _report(function: Callable[..., Any], observers: tuple[CallObserver, ...], given: Given, out: object) -> None:
+    bound = inspect.signature(function).bind(*given[0], **given[1])
     bound.apply_defaults()
     with _suspended(observers):
         for observer in observers:
-            observer.guard(observer.called, function.__name__, bound.arguments)
+            observer.guard(observer.called, function.__name__, bound.arguments, out)
 
 
 def _detached(value: Any) -> Any:

@@ -182,7 +182,7 @@ class Interceptor(CallObserver):
     def suspended(self) -> AbstractContextManager[None]:
         return suspended(self, self._below)
 
-    def called(self, name: str, arguments: Kwargs) -> None:
+    def called(self, name: str, arguments: Kwargs, out: object) -> None:
         self._apart(lambda: self._read_foreign(name, arguments))
 
     def not_observable(self, name: str, error: Exception) -> None:

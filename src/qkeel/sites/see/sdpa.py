@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,9 @@ from qkeel.patching.private_operators import SDPA_KERNELS, Operator, argument_na
 from qkeel.sites.calls.head_layout import Layout, fewest_keys
 from qkeel.sites.calls.hidden_pairs import hides
 from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.mask_functions import packed_call
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed
+from qkeel.spec.band_call import band_call
 from qkeel.spec.call import make_call
 
 
@@ -52,12 +52,23 @@ def _sdpa(given: Kwargs, geometry: Geometry) -> Seen:
     scale = given.get("scale")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if q.is_nested:
-        pairs = [(a[None], b[None]) for a, b in zip(q.unbind(), k.unbind())]
-        calls = [make_call(AttentionSpec(scale=Fixed(scale)), a, b, b, causal=causal) for a, b in pairs]
-        whole = [torch.cat([x[i][0].transpose(0, 1) for x in pairs]) for i in (0, 1)]
-        starts = itertools.accumulate((a.shape[2] for a, _ in pairs[:-1]), initial=0)
-        return packed_call(zip(starts, calls), *whole)
+        return _nested(q.unbind(), k.unbind(), AttentionSpec(scale=Fixed(scale)), causal)
     return _call(q, k, scale, given.get("attn_mask"), geometry, causal=causal)
+
+
+def _nested(q: Sequence[Tensor], k: Sequence[Tensor], spec: AttentionSpec, causal: bool) -> AttentionCall:
+    """The call of sequences q [h t d] and k [g s d] of lengths of their own."""
+    whole, ends = zip(
+        *(
+            (
+                torch.cat(tuple(x), 1)[None],
+                torch.tensor([0, *itertools.accumulate(one.shape[1] for one in x)], device="cpu"),
+            )
+            for x in (q, k)
+        )
+    )
+    cu_seqlens = tuple(x.to(whole[0].device, non_blocking=True) for x in ends)
+    return band_call(make_call(spec, *whole, whole[1], causal=causal), cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
 
 def _kernel(operator: Operator) -> Reader:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from qkeel.functional.norms import wide
 from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.mask_functions import PackedCall
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.verify.repeated_operators import Lookup
 from qkeel.spec import AttentionCall
@@ -24,11 +23,11 @@ def unchanged(x: Tensor) -> Tensor:
 
 
 class RepeatedLogits:
-    """Reads the logits [b h t s] of a site's calls, NaN where a key is hidden; one tensor for each packed sequence."""
+    """Reads the logits [b h t s] of a site's calls, NaN where a key is hidden."""
 
     def __init__(self, calls: Sequence[Seen]) -> None:
         self._headless = isinstance(calls[0], ScoresCall) and calls[0].headless
-        self._calls = [part for call in calls for part in (call.parts() if isinstance(call, PackedCall) else [call])]
+        self._calls = calls
         self.tensors = [x for call in self._calls for x in _tensors(call)]
         self._rows = [_rows(call) for call in self._calls]
 

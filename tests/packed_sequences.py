@@ -1,0 +1,109 @@
+"""The rows of packed sequences, one sequence after the other in float64: the truth for every kernel of theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
+from qkeel.spec.band_call import band_call
+from qkeel.spec.call import make_call
+
+H, G, D = 4, 2, 8
+SCALE = 0.4
+
+# Lengths of queries and of keys, and the tokens after the last sequence, which belong to none.
+LENGTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "some empty": ((3, 0, 5, 1), (3, 0, 5, 1), 0),
+    "single tokens": ((1,) * 20, (1,) * 20, 0),
+    "no multiple of a tile": ((129, 1, 70), (129, 1, 70), 0),
+    "keys of their own": ((0, 1, 64, 65, 2, 5), (2, 1, 70, 33, 0, 90), 3),
+}
+WINDOWS = {"all": (-1, -1), "left": (3, -1), "right": (-1, 2), "both": (40, 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Packed q [1 h total d] and k [1 g total d], their ends, and how they attend."""
+
+    q: Tensor
+    k: Tensor
+    ends: tuple[Tensor, Tensor]
+    causal: bool
+    window: tuple[int, int]
+    cap: float
+
+    def call(self, **more: Any) -> AttentionCall:
+        """The call of all sequences at once."""
+        spec = AttentionSpec(scale=Fixed(SCALE), cap=Softcap(self.cap) if self.cap else NoCap())
+        call = make_call(spec, self.q, self.k, self.k, causal=self.causal)
+        return band_call(call, window=self.window, cu_seqlens=self.ends, **more)
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Largest and smallest logit, logsumexp, entropy and number of keys of each row [h total], of one sequence."""
+        h, total = self.q.shape[1:3]
+        empty = (-torch.inf, torch.inf, -torch.inf, 0.0, 0)
+        found = tuple(torch.full((h, total), x, dtype=torch.float64) for x in empty)
+        a, b = (x.tolist() for x in self.ends)
+        for i, j, m, n in zip(a, a[1:], b, b[1:]):
+            if j > i and n > m:
+                for all_rows, own in zip(found, self._sequence(slice(i, j), slice(m, n))):
+                    all_rows[:, i:j] = own
+        return found  # type: ignore[return-value]
+
+    def _sequence(self, rows: slice, keys: slice) -> tuple[Tensor, ...]:
+        q = self.q[0, :, rows].double()
+        k = self.k[0, :, keys].double().repeat_interleave(self.q.shape[1] // self.k.shape[1], 0)
+        z = SCALE * q @ k.mT
+        away = torch.arange(z.shape[1])[:, None] + z.shape[2] - z.shape[1] - torch.arange(z.shape[2])
+        hidden = torch.zeros_like(away, dtype=torch.bool)
+        left, right = self.window
+        if self.causal:
+            hidden |= away < 0
+        if left >= 0:
+            hidden |= away > left
+        if right >= 0:
+            hidden |= away < -right
+        low = (self.cap * torch.tanh(z / self.cap) if self.cap else z).masked_fill(hidden, -torch.inf)
+        lse = low.logsumexp(-1)
+        p = torch.where(hidden, 0.0, (low - lse[..., None]).exp())
+        entropy = torch.special.entr(p).sum(-1)
+        inf = torch.inf
+        n = (~hidden).sum(-1).expand(len(z), -1)
+        return z.masked_fill(hidden, -inf).amax(-1), z.masked_fill(hidden, inf).amin(-1), lse, entropy, n
+
+
+def packed(name: str, *, causal: bool = True, window: str = "all", cap: float = 0.0) -> Packed:
+    """Sequences of the lengths of that name."""
+    of_q, of_k, more = LENGTHS[name]
+    first, second = (torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (of_q, of_k))
+    ends = (first, first) if of_q == of_k else (first, second)
+    generator = torch.Generator().manual_seed(len(name))
+    q = torch.randn(1, H, sum(of_q) + more, D, generator=generator)
+    k = 2 * torch.randn(1, G, sum(of_k) + more, D, generator=generator)
+    return Packed(q, k, ends, causal, WINDOWS[window], cap)
+
+
+CASES = [
+    ("some empty", {"causal": False}),
+    ("some empty", {"causal": True, "cap": 3.0}),
+    ("single tokens", {"causal": True, "window": "left"}),
+    ("no multiple of a tile", {"causal": True}),
+    ("no multiple of a tile", {"causal": False, "window": "both"}),
+    ("keys of their own", {"causal": True, "window": "left"}),
+    ("keys of their own", {"causal": False, "window": "right", "cap": 5.0}),
+]
+
+
+def spoiled(name: str) -> tuple[Packed, slice]:
+    """The same with a NaN in one key of the first key head of one sequence, and the rows of that sequence."""
+    whole = packed(name)
+    ends = whole.ends[1].tolist()
+    longest = max(range(len(ends) - 1), key=lambda n: ends[n + 1] - ends[n])
+    k = whole.k.clone()
+    k[0, 0, ends[longest]] = torch.nan
+    rows = whole.ends[0].tolist()
+    return dataclasses.replace(whole, k=k), slice(rows[longest], rows[longest + 1])

@@ -1,0 +1,167 @@
+"""Packed sequences and windows on both sides have the statistics and the output of each sequence by itself."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from tests.each_row import each_row
+from tests.packed_sequences import CASES, packed, spoiled
+from torch import Tensor
+
+import qkeel
+from qkeel import attention, errors, preset
+from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
+from qkeel.kernels.stats import per_head
+from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
+from qkeel.spec import ALiBi, AttentionSpec, Rope, SlidingWindow, Softcap
+from qkeel.spec.band_call import BandCall, band_call
+from qkeel.spec.call import make_call, with_query_mask
+
+ENDS = torch.tensor([0, 3, 3, 10, 12], dtype=torch.int32)
+
+
+def of_rows(found: LogitStats, rows: tuple[Tensor, ...], counted: Tensor | None = None) -> None:
+    """The statistics are those of the rows that see a key and count."""
+    top, low, _, entropy, n = rows
+    over = n[0] > 0 if counted is None else (n[0] > 0) & counted
+    for name, true in (
+        ("max_logit", top[:, over].amax(1)),
+        ("min_logit", low[:, over].amin(1)),
+        ("entropy", entropy[:, over].mean(1)),
+        ("entropy_min", entropy[:, over].amin(1)),
+    ):
+        torch.testing.assert_close(getattr(found, name).double(), true, rtol=1e-5, atol=1e-5, msg=name)
+    assert found.n_pairs.tolist() == n[:, over].sum(1).tolist()
+    assert found.n_queries.tolist() == [int(over.sum())] * len(top)
+
+
+@each_row("name, how", CASES)
+def test_statistics_are_those_of_each_sequence_by_itself(
+    name: str, how: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = packed(name, **how)  # type: ignore[arg-type]
+    total = one.q.shape[2]
+    counted = torch.arange(total) % 3 > 0
+    with monkeypatch.context() as patch:
+        patch.setenv("QKEEL_NATIVE", "0")
+        patch.setattr(per_head, "ROWS", 7)
+        patch.setattr(per_head, "BLOCK", 1)
+        call = one.call()
+        of_rows(logit_stats(call), one.rows())
+        masked = with_query_mask(call, counted[None])
+        exact, ends = logit_stats(masked), logit_maxima(masked)
+        of_rows(exact, one.rows(), counted)
+        torch.testing.assert_close(ends, (exact.max_logit, exact.min_logit))
+
+
+def test_a_nan_in_one_sequence_reaches_its_own_rows_and_no_head_beside() -> None:
+    one, own = spoiled("keys of their own")
+    call = one.call()
+    found, rest = logit_stats(call), torch.ones(one.q.shape[2], dtype=torch.bool)
+    rest[own] = False
+    beside = logit_stats(with_query_mask(call, rest[None]))
+    assert beside.max_logit.isfinite().all()
+    for x in (found.max_logit, found.entropy, logit_maxima(call)[0]):
+        assert x.isnan().tolist() == [True, True, False, False]  # the two that share the key head
+    _, told = attention(one.q, one.k, one.k, spec=AttentionSpec(), cu_seqlens=one.ends, stats="entropy")
+    assert told.certified is not None
+    assert told.certified.tolist() == [False, False, True, True]
+
+
+def each(ends: tuple[Tensor, Tensor]) -> list[tuple[slice, slice]]:
+    a, b = (x.tolist() for x in ends)
+    return [(slice(i, j), slice(m, n)) for i, j, m, n in zip(a, a[1:], b, b[1:]) if j > i and n > m]
+
+
+@each_row(
+    "spec",
+    [
+        preset("qwen3"),
+        preset("gemma2"),
+        preset("cosa_logn"),
+        AttentionSpec(position=ALiBi()),
+        AttentionSpec(position=SlidingWindow(window=3, inner=Rope()), cap=Softcap(4.0)),
+    ],
+)
+def test_attention_and_statistics_of_any_spec_are_those_of_sequences_alone(spec: AttentionSpec) -> None:
+    q, k, v = (torch.randn(1, h, 13, 16, requires_grad=True) for h in (4, 2, 2))
+    params = spec.init_params(4, 2, 16)
+    other = torch.tensor([0, 5, 6, 10, 13], dtype=torch.int32)
+    for ends, causal in (((ENDS, ENDS), True), ((ENDS, other), True), ((ENDS, ENDS), False)):
+        given = ENDS if ends[0] is ends[1] else ends
+        out, found = attention(q, k, v, spec=spec, params=params, causal=causal, cu_seqlens=given, stats=True)
+        truth, parts = torch.zeros_like(out), []
+        for rows, keys in each(ends):
+            one = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+            truth[:, :, rows], stats = attention(*one, spec=spec, params=params, causal=causal, stats=True)
+            parts.append(stats)
+        torch.testing.assert_close(out, truth)
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = merge(whole, part)
+        for name in TENSORS:
+            torch.testing.assert_close(getattr(found, name), getattr(whole, name), rtol=1e-5, atol=1e-5, msg=name)
+        ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, truth))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_it_costs_the_pairs_of_each_sequence_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = torch.arange(0, 4097, 32)
+    call = band_call(make_call(AttentionSpec(), *[torch.randn(1, 1, 4096, 8)] * 3), cu_seqlens=ends)
+    monkeypatch.setenv("QKEEL_NATIVE", "0")
+    logits = 0
+    scores = BandCall.scores
+
+    def counted(self: BandCall, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+        nonlocal logits
+        logits += q.shape[2] * k.shape[2]
+        return scores(self, q, k, rows, keys)
+
+    monkeypatch.setattr(BandCall, "scores", counted)
+    monkeypatch.setattr(per_head, "BLOCK", 1)
+    logit_stats(call)
+    assert logits == 4096 * 64  # blocks of 64 rows, which are two sequences
+
+
+def test_what_cannot_be_read_as_ends_of_sequences_is_named() -> None:
+    q, spec = torch.randn(1, 2, 12, 8), AttentionSpec()
+    two = torch.randn(2, 2, 12, 8)
+    for given, x, error, message in (
+        ([0, 12], q, errors.InvalidTypeError, "cu_seqlens as a tensor of int32 or int64, or two of them, got list"),
+        (ENDS.float(), q, errors.InvalidTypeError, "got torch.float32"),
+        (ENDS[:1], q, errors.ShapeError, "shape [sequences + 1]"),
+        ((ENDS, ENDS[:3]), q, errors.ShapeError, "of queries and keys alike"),
+        (ENDS, two, errors.ShapeError, "q [1 heads tokens dim], got (2, 2, 12, 8)"),
+        (ENDS + 1, q, errors.InvalidValueError, "from 0 to at most the 12 tokens of its tensor, got [1, 4, 4, 11, 13]"),
+        (ENDS.flip(0) * 0 + ENDS.flip(0) % 12, q, errors.InvalidValueError, "expected cu_seqlens to ascend"),
+        (ENDS.to("meta"), q, errors.InvalidValueError, "expected cu_seqlens on cpu as q, got it on meta"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            qkeel.attention(x, x, x, spec=spec, cu_seqlens=given, stats=True)  # type: ignore[call-overload]
+    with pytest.raises(errors.InvalidValueError, match="no pos_q and pos_k with cu_seqlens"):
+        attention(q, q, q, spec=spec, cu_seqlens=ENDS, pos_q=torch.arange(12))
+
+
+def test_a_mask_of_the_callers_hides_keys_besides() -> None:
+    q, mask = torch.randn(1, 2, 12, 8), torch.rand(1, 12) < 0.6
+    for given, where in ((mask[:, None, None], mask[0]), (torch.tensor(True), torch.ones(12, dtype=torch.bool))):
+        out = attention(q, q, q, spec=AttentionSpec(), cu_seqlens=ENDS, mask=given)
+        for rows, keys in each((ENDS, ENDS)):
+            x = q[:, :, rows]
+            theirs = attention(x, x, x, spec=AttentionSpec(), mask=where[keys][None, None, None])
+            torch.testing.assert_close(out[:, :, rows], theirs)
+    assert not attention(q, q, q, spec=AttentionSpec(), cu_seqlens=ENDS, mask=torch.tensor(False)).any()
+    one = q[:, :, :1]
+    out, found = attention(
+        one,
+        one,
+        one,
+        spec=AttentionSpec(),
+        cu_seqlens=torch.tensor([0, 1]),
+        mask=mask[:, :1] & False,
+        stats=True,
+    )
+    assert not out.any()
+    assert not found.n_queries.any()
