@@ -12,7 +12,7 @@ from torch import nn
 from qkeel.autopilot import Autopilot, Policy, attach, policy
 from qkeel.errors import InvalidValueError, missing
 from qkeel.handle import State
-from qkeel.integrations.sample_queue import SampleQueue
+from qkeel.integrations.sample_queue import SampleQueue, measure_end
 from qkeel.monitor import Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
@@ -113,7 +113,9 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
             pl_module.log_dict(found, logger=False, rank_zero_only=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the rest."""
+        """Measure the end of a training whose last step was not known, and log the rest."""
+        if self.monitor is not None:
+            measure_end(self.monitor)
         if self.monitor is not None and self.monitor.sample is not None:  # asking for the sample waits for all of them
             for sample in self._queue.take():
                 for logger in trainer.loggers:

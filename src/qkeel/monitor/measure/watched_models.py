@@ -74,6 +74,14 @@ class WatchedModels:
         for numbers in self._numbers.values():
             numbers.before_step(gradient_scale)
 
+    def look_again(self) -> bool:
+        """Measures all models as they are, each on the batch of its training pass seen last; False where one has none."""
+        if not all(tap.latest is not None and tap.look_again() for tap in self.taps):
+            return False
+        for numbers in self._numbers.values():
+            numbers.read_weights(gradients=False)
+        return self.has("train")
+
     def after_step(self) -> None:
         """Reads what a step has changed."""
         for numbers in self._numbers.values():
