@@ -30,7 +30,7 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
     """Watches one module of a LightningModule and gives its summaries to the loggers of the Trainer.
 
     What is measured at optimizer step s is logged at step s, however often the Trainer itself logs; the module's
-    `log_dict` gets it too, for callbacks that look at metrics. The last step is measured wherever Lightning knows it.
+    `log_dict` gets it too, for callbacks that look at metrics. The end is measured, early stops included.
 
     Lightning calls `training_step`, not the LightningModule, so what is watched is the module inside: its only child
     with parameters, or the one that `module` names. Where a LightningModule is the model itself and its training_step

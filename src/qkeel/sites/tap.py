@@ -160,8 +160,8 @@ class Tap(Handle):
         return kept
 
     def look_again(self) -> bool:
-        """Measures the model as it is by a pass of its own on the batch that was kept; nothing is changed. Returns False
-        where there is none. What the model raises is raised."""
+        """Measures the model as it is by a pass of its own on the batch that was kept, and changes nothing. Returns
+        False where there is none. What the model raises is raised."""
         last, look = self.latest, _Pass(self, "train")
         if last is None or not self.visitor.before(last.args, last.kwargs):
             return False

@@ -34,7 +34,7 @@ class ModelFinder(Handle):
     it that holds the same parameters. Two optimizers of one model make one Monitor, whose steps the first one counts;
     one made after that has stepped is a new phase of training, with a Monitor of its own.
 
-    `unchanged(optimizer)` says whether the weights are those that its last step made. Optimizers and models are held weakly. In processes that the program starts nothing is looked for.
+    Optimizers and models are held weakly. In processes that the program starts nothing is looked for.
     """
 
     def __init__(self, start: Callable[[nn.Module, Optimizer], Monitor]) -> None:

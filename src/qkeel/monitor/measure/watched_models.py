@@ -75,7 +75,7 @@ class WatchedModels:
             numbers.before_step(gradient_scale)
 
     def look_again(self) -> bool:
-        """Measures all models as they are, each on the batch of its training pass seen last; False where one has none."""
+        """Measures all models as they are, each on the batch of its last training pass; False where one has none."""
         if not all(tap.latest is not None and tap.look_again() for tap in self.taps):
             return False
         for numbers in self._numbers.values():
