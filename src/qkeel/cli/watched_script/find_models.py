@@ -137,7 +137,7 @@ class _Watch:
 
 
 def _norm(optimizer: Optimizer) -> Tensor:
-    """The norm of one of its weights, which waits for no device: whoever exchanges weights changes this one too."""
+    """The norm of one of its weights, which waits for no device: where weights are exchanged, this one is too."""
     own = [p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter]
     return torch.linalg.vector_norm(own[len(own) // 2].detach()) if own else torch.zeros(())
 

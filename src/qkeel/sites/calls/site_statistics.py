@@ -17,6 +17,7 @@ class SiteStatistics:
         self.heads: dict[str, list[str]] = {}
 
     def add(self, name: str, new: LogitStats, part_of: str | None) -> None:
+        """Adds the statistics of a call; `part_of` names the site of which it is a single head."""
         old = self.stats.get(name)
         self.stats[name] = new if old is None else merge(old, new)
         if part_of is not None and name not in self.heads.setdefault(part_of, []):
