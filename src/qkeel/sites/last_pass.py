@@ -19,7 +19,8 @@ class LastPass:
     def __init__(self, model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> None:
         self.args = tuple(map(_detached, args))
         self.kwargs = {name: _detached(value) for name, value in kwargs.items()}
-        self._device = next((p.device.type for p in model.parameters()), "cpu")
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
         self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
 
     @contextmanager
