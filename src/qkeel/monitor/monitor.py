@@ -185,7 +185,7 @@ class Monitor(Handle):
             raise RefusedError(f"the model failed in one more pass: {type(error).__name__}: {error}") from error
         if not seen:
             raise RefusedError("no training pass with attention was seen")
-        self._guard(self._step_end.of_training)
+        self._guard(self._step_end.training_over)
 
     @property
     def closer(self) -> int | None:

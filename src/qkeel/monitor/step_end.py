@@ -76,8 +76,8 @@ class StepEnd:
             self._steps.stepped()
         self._arrivals.settle(wait=False)
 
-    def of_training(self) -> None:
-        """Called after the last step of all, when the models were measured once more."""
+    def training_over(self) -> None:
+        """Called after the last step, when the models were measured once more."""
         self._close("train", self._steps.done, self.rate, alone=False)
 
     def evaluated(self) -> None:
