@@ -15,6 +15,8 @@ class Handle:
     checkpoint (initial norms, power-iteration vectors) gives `state` and `load`.
     """
 
+    about = ""  # what was changed, in a few words
+
     def __init__(
         self,
         undo: Callable[[], None],
@@ -28,7 +30,8 @@ class Handle:
 
     def __repr__(self) -> str:
         """Short: what kind of change, and whether it is in force."""
-        return f"<{type(self).__name__}: {'in force, remove() undoes it' if self.active else 'removed'}>"
+        of = f" of {self.about}" if self.about else ""
+        return f"<{type(self).__name__}{of}: {'in force, remove() undoes it' if self.active else 'removed'}>"
 
     @property
     def active(self) -> bool:

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 import qkeel
-from qkeel.cli.app import main, make_app
+from qkeel.cli.app import COMPLETIONS, main, make_app
 from qkeel.cli.commands import EXAMPLES, commands, example
 from qkeel.cli.console import number, ranking, spent
 from qkeel.lab import RunConfig
 from qkeel.records import RunDirectory, RunStatus, read_json
 from qkeel.records.rundir import locked
 from qkeel.remedies import REMEDIES
+
+from . import completions
 
 TINY = shlex.split(
     "--data topics --context 8 --batch 2 --d-model 16 --n-heads 2 --steps 4 --log-every 2 --eval-sequences 8 "
@@ -221,17 +223,24 @@ TYPED = {
 }
 
 
+def test_the_script_of_a_shell_is_the_one_for_these_commands() -> None:
+    for shell, text in completions.made().items():
+        assert (COMPLETIONS / shell).read_text() == text, "the options have changed: python -m tests.cli.completions"
+
+
 @pytest.mark.slow
 def test_the_script_of_a_shell_completes_what_is_typed(tmp_path: Path, capsys: Capture) -> None:
     scripts = {}
-    for shell in ("bash", "zsh", "fish"):
+    for shell in completions.SHELLS:
         assert main(["completion", shell]) == 0
         scripts[shell] = capsys.readouterr().out
         if shutil.which(shell):
             subprocess.run([shell, "-n"], input=scripts[shell], text=True, check=True)
-    assert scripts["zsh"].startswith("#compdef qkeel\n")
-    assert "complete -c qkeel " in scripts["fish"]
     (tmp_path / "qkeel").write_text(scripts["bash"])
+    for line, expected in TYPED.items() if shutil.which("fish") else ():
+        ask = ["fish", "--no-config", "-c", f"source - && complete -C {shlex.quote(line)}"]
+        found = subprocess.run(ask, input=scripts["fish"], capture_output=True, text=True)
+        assert {row.partition("\t")[0] for row in found.stdout.splitlines()} == expected, (line, found)
     for line, expected in TYPED.items():
         words = shlex.split(line)
         ask = f"source ./qkeel; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _qkeel; echo ${{COMPREPLY[@]}}"

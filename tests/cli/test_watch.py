@@ -84,7 +84,7 @@ net = Net(2)
 with torch.no_grad():
     for layer in net.layers:
         layer.qkv.weight.mul_(30)
-train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 4)
+train(net, torch.optim.SGD(net.parameters(), lr=1e-3), 3)
 print("done")
 """
 
@@ -105,7 +105,7 @@ def test_the_run_is_complete_and_the_terminal_says_where_it_is_and_what_is_wrong
     ]
     directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
     assert directory.status is RunStatus.DONE
-    assert [line["step"] for line in directory.metrics()] == [0, 2]
+    assert [line["step"] for line in directory.metrics()] == [0, 2]  # of 3 steps: the last is one of them
     assert directory.env()["command"] == "train.py"
     assert RunDirectory(tmp_path / "copy").metrics() == directory.metrics()
     (counts,) = (line for line in lines if line.startswith("qkeel: alarms: "))
@@ -146,6 +146,39 @@ def test_each_model_has_a_directory_and_what_is_there_stays(
     models = {name: RunDirectory(tmp_path / name).config()["model"] for name in ("r-2", "r-3", "r-Critic")}
     assert models == {"r-2": "Net", "r-3": "Net", "r-Critic": "Critic"}
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["mine"]
+
+
+ENDS = """
+torch.manual_seed(0)
+
+def main():
+    net = Net(2)
+    train(net, torch.optim.AdamW(net.parameters()), 4)
+    net.eval()
+    print(total(net), torch.rand(()))
+
+main()
+loaded = Critic()
+train(loaded, torch.optim.AdamW(loaded.parameters()), 4)
+for p in loaded.parameters():
+    p.data.mul_(2)
+"""
+
+
+def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(tmp_path: Path) -> None:
+    text = "class Critic(Net):\n    pass\n" + ENDS
+    result = watched(["python", script(tmp_path, text).name], tmp_path, "--every", "3")
+    assert result.stdout == run(["train.py"], tmp_path).stdout
+    held, changed = (RunDirectory(tmp_path / "qkeel-runs" / name) for name in ("train", "train-Critic"))
+    assert [line["step"] for line in held.metrics()] == [0, 3]  # step 3 is the last
+    assert [line["step"] for line in changed.metrics()] == [0, 3]
+    result = watched(["python", "train.py"], tmp_path, "--every", "2")
+    held, changed = (RunDirectory(tmp_path / "qkeel-runs" / name) for name in ("train-2", "train-Critic-2"))
+    assert [line["step"] for line in held.metrics()] == [0, 2, 4]
+    assert np.isfinite(held.heads().values["max_logit"]).all()
+    assert [line["step"] for line in changed.metrics()] == [0, 2]
+    assert "qkeel: Critic is measured up to step 2 of 4: its weights were exchanged" in result.stderr
+    assert result.stderr.count("measured up to") == 1
 
 
 REASONS = [

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from monitor.samples import about, sample
-from monitor.small import train
+from monitor.small import batch, small, train
 
 import qkeel
 from qkeel.cli.export import export
@@ -159,3 +160,8 @@ def test_what_is_shown_is_short() -> None:
     monitor.close()
     assert repr(monitor).endswith(", closed>")
     assert repr(Handle(lambda: None)) == "<Handle: in force, remove() undoes it>"
+    model = small()
+    handle = qkeel.apply("lalr", model, torch.optim.AdamW(model.parameters()), example=batch(0))
+    assert repr(handle) == "<Handle of lalr: in force, remove() undoes it>"
+    handle.remove()
+    assert repr(handle) == "<Handle of lalr: removed>"

@@ -40,7 +40,7 @@ def test_events_without_a_trainer(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     callback = QkeelCallback(every=2, sinks=tmp_path / "run")
     state = SimpleNamespace(global_step=10, max_steps=16, log_history=[])
-    event: Any = (None, state, None)
+    event: Any = (None, state, SimpleNamespace(should_training_stop=False))
     with pytest.warns(QkeelWarning, match=r"no transformers\.Trainer calls this callback"):
         callback.on_train_begin(*event, model=model, optimizer=optimizer)
     for step in range(6):
@@ -112,6 +112,26 @@ def test_every_reporter_gets_each_number_at_its_step(tmp_path: Path) -> None:
         for tool in (before.logits, after.logits, history):
             assert tool == pytest.approx(recorded(run)), every
         assert ("attn/layer_01/entropy" in before.sent[0][1]) == (i == 1)
+
+
+class Stopper(transformers.TrainerCallback):
+    """Stops before the planned end, as on a lack of progress."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_end_is_measured_where_another_callback_stops_the_training(tmp_path: Path) -> None:
+    stopped = trained(Stopper(), max_steps=8)
+    for i, order in enumerate([(Stopper(),), ()]):
+        reporter, run = Reporter(), tmp_path / f"run{i}"
+        later = [] if order else [Stopper()]
+        seen = trained(*order, QkeelCallback(every=3, sinks=run), *later, reporter, max_steps=8)
+        assert list(recorded(run)) == [0, 3, 5]
+        assert reporter.logits == pytest.approx(recorded(run))
+        a, b = stopped.model.state_dict(), seen.model.state_dict()
+        assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.filterwarnings("ignore")

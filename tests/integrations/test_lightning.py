@@ -113,6 +113,13 @@ def test_training_is_bit_identical_and_its_numbers_are_logged(tmp_path: Path) ->
     assert not seen.lightning_module.net._forward_pre_hooks
 
 
+class Stopper(L.Callback):
+    """Stops before the planned end, as on a lack of progress."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 5
+
+
 def test_the_loggers_get_each_number_at_its_step(tmp_path: Path) -> None:
     """Whatever the cadence, accumulated gradients and the steps at which Lightning itself logs."""
     settings: list[tuple[int, list[int], dict[str, Any]]] = [
@@ -120,6 +127,7 @@ def test_the_loggers_get_each_number_at_its_step(tmp_path: Path) -> None:
         (1, [0, 1, 2, 3], {"accumulate_grad_batches": 2}),
         (3, [0, 3, 6, 9, 12, 15], {"max_epochs": 2, "log_every_n_steps": 2}),
         (4, [0, 4], {"max_steps": 5, "max_epochs": -1, "log_every_n_steps": 1}),
+        (3, [0, 3, 5], {"saves": Stopper()}),
     ]
     for i, (every, steps, options) in enumerate(settings):
         logger = CSVLogger(tmp_path, name="csv", version=str(i))

@@ -23,24 +23,24 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what trackers warn of is th
 
 
 def trained(folder: Path, *sinks: Any, owner: Any = None, accumulate: int = 2) -> dict[int, float]:
-    """Trains 9 steps, of which each third and the last are measured; the largest logit by step of the run directory."""
+    """Goes on from step 20 to 31, where each third and the end are measured; the largest logit by step of the run."""
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rule = Ceiling(threshold=-100.0)
     with watch(model, optimizer, every=3, sinks=[folder / "run", *sinks], rules=rule) as monitor:
-        for step in range(10):
-            if step == 9:
-                monitor.measure_next()
+        monitor.steps = 20
+        for step in range(12):
             for micro in range(accumulate):
                 model(batch(accumulate * step + micro)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if owner is not None:
                 owner(step)
+        monitor.measure_end()
     run = RunDirectory(folder / "run")
     assert len(run.events()) == 1
     found = {record["step"]: record["max_logit"] for record in run.metrics()}
-    assert list(found) == [0, 3, 6, 9]
+    assert list(found) == [21, 24, 27, 30, 32]
     return found
 
 
@@ -59,10 +59,12 @@ def test_csv_and_parquet_have_every_head(tmp_path: Path) -> None:
     with open(tmp_path / "csv" / "heads.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [(row["step"], row["layer"], row["head"]) for row in rows[:3]] == [
-        ("0", "blocks.0", "0"), ("0", "blocks.0", "1"), ("0", "blocks.1", "0"),
+        ("21", "blocks.0", "0"), ("21", "blocks.0", "1"), ("21", "blocks.1", "0"),
     ]  # fmt: skip
     for name in ("entropy", "query_weight_norm"):
         assert np.allclose([float(row[name]) for row in rows], heads.values[name].reshape(-1), rtol=1e-6), name
+    assert rows[-1]["query_grad_rms"] in ("", "nan")  # the pass at the end has no gradients
+    assert np.isfinite(float(rows[-5]["query_grad_rms"]))
     assert (tmp_path / "csv" / "alarms.csv").read_text().count("ceiling -100") == 1
     parquet = pytest.importorskip("pyarrow.parquet")
     table = parquet.read_table(tmp_path / "parquet" / "heads.parquet")
@@ -136,7 +138,7 @@ def test_trackio(joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = {row["step"]: row[KEY] for row in rows if KEY in row}
     assert found == pytest.approx(expected)
     if joined:
-        assert {row["step"]: row["loss"] for row in rows if "loss" in row} == {i: float(i) for i in range(10)}
+        assert {row["step"]: row["loss"] for row in rows if "loss" in row} == {i: float(i) for i in range(12)}
     assert len(storage.get_alerts(project)) == 1
 
 

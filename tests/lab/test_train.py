@@ -75,6 +75,7 @@ def test_a_run_directory_holds_what_the_records_say(tiny: Make, tmp_path: Path) 
     assert env["corpus"]["name"] == "topics"
     assert env["corpus"]["vocab_size"] == 256
     assert env["command"] == "qkeel run"
+    assert env["formula"].startswith("lalr: each step, per head h: lr(W_Q^h) = 0.5 · η")
     assert "softmax" in env["formula"]
     assert "2511.21377" in env["remedy_source"]
 

@@ -47,6 +47,7 @@ with qkeel.watch(model, optimizer, every=10, sinks=SINKS) as monitor:
         loss_of(model, tokens[8 * step : 8 * step + 8]).backward()
         optimizer.step()
         optimizer.zero_grad()
+    monitor.measure_end()
 """
 TRAINER = """
 import transformers
@@ -119,7 +120,7 @@ def drawn(page: Path) -> str:
 def test_a_loop_of_its_own_with_wandb_offline(folder: Path) -> None:
     pytest.importorskip("wandb")
     ran("-c", LOOP.replace("SINKS", '"wandb:project=gpt,mode=offline"'))
-    assert [row["qkeel/step"] for row in wandb_rows(folder) if KEY in row] == [0, 10, 20, 30, 40]
+    assert [row["qkeel/step"] for row in wandb_rows(folder) if KEY in row] == [0, 10, 20, 30, 40, 50]
 
 
 def test_a_trainer_with_tensorboard(folder: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_notebook_that_plots_heads(folder: Path) -> None:
     ran("-c", "import nbclient.cli; nbclient.cli.main()", "--inplace", "a.ipynb")
     live, monitor, pandas, text, heads = (cell["outputs"] for cell in json.loads(Path("a.ipynb").read_text())["cells"])
     page = "".join(live[-1]["data"]["text/html"])
-    assert "step 40" in page  # the live view ends with the last sample, its table and its curve
+    assert "step 50" in page  # the live view ends with the last sample, its table and its curve
     assert "polyline" in page
     assert "<td" in "".join(monitor[0]["data"]["text/html"])
     assert all(any("image/png" in one.get("data", {}) for one in cell) for cell in (pandas, heads))

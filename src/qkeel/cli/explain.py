@@ -10,6 +10,7 @@ from qkeel.cli.exits import OK
 from qkeel.errors import unknown
 from qkeel.lab.config import ModelConfig
 from qkeel.lab.model.build_model import attention_spec, build_decoder
+from qkeel.lab.model.run_remedies import rules
 from qkeel.registry import parse
 from qkeel.remedies import ALIASES, REMEDIES, apply, canonical, note
 from qkeel.remedies import parse as remedies_of
@@ -62,13 +63,12 @@ def explain(text: str) -> str:
     for name in names:
         if name not in REMEDIES and name not in ALIASES:
             raise unknown("preset or remedy", name, {*PRESETS, *REMEDIES, *ALIASES})
-    about, parts = note(text), remedies_of(text)
-    rules = [f"{one.name}: {one.written_rule()}" for one in parts if one.rule]
-    if len(rules) < len(parts):
-        rules.append(_formula(text))
-    elif rules:
-        rules.append("what attention computes stays the model's own")
-    return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *rules])
+    about, found = note(text), rules(text)
+    if len(found) < len(remedies_of(text)):
+        found.append(_formula(text))
+    elif found:
+        found.append("what attention computes stays the model's own")
+    return "\n".join([f"{canonical(text)}: {about.line}", f"source: {about.source}", "", *found])
 
 
 def _formula(text: str) -> str:

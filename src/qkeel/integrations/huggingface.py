@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from qkeel.autopilot import Autopilot, Policy, attach, policy
 from qkeel.errors import caution, missing
 from qkeel.frames import Foreign
-from qkeel.integrations.sample_queue import SampleQueue
+from qkeel.integrations.sample_queue import SampleQueue, measure_end
 from qkeel.monitor import Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
@@ -117,8 +117,12 @@ class QkeelCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Give the reporters what has arrived from the device by now."""
+        """Give the reporters what has arrived from the device by now; where training ends early, measure its end."""
+        if self.monitor is not None and control.should_training_stop:
+            measure_end(self.monitor)
         self._send(args, state, control)
+
+    on_epoch_end = on_step_end
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Give the reporters all that was measured: the Trainer logs for the last time before they close."""

@@ -12,7 +12,7 @@ from torch import nn
 from qkeel.autopilot import Autopilot, Policy, attach, policy
 from qkeel.errors import InvalidValueError, missing
 from qkeel.handle import State
-from qkeel.integrations.sample_queue import SampleQueue
+from qkeel.integrations.sample_queue import SampleQueue, measure_end
 from qkeel.monitor import Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
@@ -30,7 +30,7 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
     """Watches one module of a LightningModule and gives its summaries to the loggers of the Trainer.
 
     What is measured at optimizer step s is logged at step s, however often the Trainer itself logs; the module's
-    `log_dict` gets it too, for callbacks that look at metrics. The last step is measured wherever Lightning knows it.
+    `log_dict` gets it too, for callbacks that look at metrics. The end is measured, early stops included.
 
     Lightning calls `training_step`, not the LightningModule, so what is watched is the module inside: its only child
     with parameters, or the one that `module` names. Where a LightningModule is the model itself and its training_step
@@ -113,7 +113,9 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
             pl_module.log_dict(found, logger=False, rank_zero_only=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the rest."""
+        """Measure the end of a training whose last step was not known, and log the rest."""
+        if self.monitor is not None:
+            measure_end(self.monitor)
         if self.monitor is not None and self.monitor.sample is not None:  # asking for the sample waits for all of them
             for sample in self._queue.take():
                 for logger in trainer.loggers:

@@ -55,6 +55,8 @@ class MeasuredSteps:
         return self._measures(self.done, "train")
 
     def _measures(self, step: int, phase: Phase, model: str = "") -> bool:
+        if phase == "train" and step == self.last and self._by_optimizer:
+            return False  # it is on record
         if phase == "train" and (step in self.besides or (self.closer is not None and step % self.closer == 0)):
             return True
         return self._cadence.due(step, self._last.get((phase, model)), self._bound.factor if phase == "train" else 1.0)

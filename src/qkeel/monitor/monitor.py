@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.dist.layout import Layout
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State
 from qkeel.monitor.alarms.advice import fitted
@@ -107,7 +107,7 @@ class Monitor(Handle):
         for name, one in model.items():
             calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, stats)
             due, rows = functools.partial(self._steps.due, name), None if stats is True else calls.rows
-            tap = Tap(one, due=due, measure=calls.call, measure_rows=rows, guard=self._guard)
+            tap = Tap(one, due=due, measure=calls.call, measure_rows=rows, keeps=True, guard=self._guard)
             known = WatchedSites(name, tap.model, tap.sites, self._group, sites[name])
             changes = None if probe is None else LogitChanges(tap, probe)
             numbers = StepNumbers(self._steps, known, calls.tokens, changes, optimizer, guard=self._guard)
@@ -161,6 +161,31 @@ class Monitor(Handle):
         For the last step of a training, or any that matters; where several processes train, all of them must.
         """
         self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
+
+    def measure_end(self) -> None:
+        """Measures how a training ended whose last step nobody knew beforehand; call it after the last step.
+
+        The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the training
+        pass seen last, in training mode; random streams and buffers are put back. Gradients are not read: there is no
+        backward pass. Nothing is done where the last step was measured.
+
+        Raises:
+            RefusedError: several processes train, no optimizer was given, no training pass was seen, or the pass fails.
+        """
+        last = self._steps.last
+        if not self.active or (last is not None and last >= self.steps - 1):
+            return
+        if dist.world() > 1 or self._group.members is not None:
+            raise RefusedError("several processes train, and a pass of one alone could wait for the others")
+        if self._hooks is None or not self.steps:
+            raise RefusedError("no step of an optimizer was seen")
+        try:
+            seen = self._models.look_again()
+        except Exception as error:
+            raise RefusedError(f"the model failed in one more pass: {type(error).__name__}: {error}") from error
+        if not seen:
+            raise RefusedError("no training pass with attention was seen")
+        self._guard(self._step_end.training_over)
 
     @property
     def closer(self) -> int | None:

@@ -76,6 +76,10 @@ class StepEnd:
             self._steps.stepped()
         self._arrivals.settle(wait=False)
 
+    def training_over(self) -> None:
+        """Called after the last step, when the models were measured once more."""
+        self._close("train", self._steps.done, self.rate, alone=False)
+
     def evaluated(self) -> None:
         """Ends the evaluation passes since the last step, if there were any."""
         if self._models.has("eval") or self._taken["eval"]:

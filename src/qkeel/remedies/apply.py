@@ -220,7 +220,9 @@ def apply(
         return next(handles) if isinstance(model, nn.Module) else compose_all(handles)
 
     handle = dist.done_by_all(WHAT, applied, lambda _: "applied", Handle.remove)
-    return on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)
+    whole = on_all_processes(handle, "+".join(remedy.name for remedy in found), optimizer)
+    whole.about = "+".join(remedy.name for remedy in found)
+    return whole
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import caution
-from qkeel.functional.statistics.logit_stats import LogitStats, merge
+from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.handle import Handle
 from qkeel.nn.spec_module import Observer, Reader, SpecModule
@@ -20,8 +20,9 @@ from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra
 from qkeel.patching.guard import Guard
 from qkeel.patching.modes import Args, Kwargs, leave
 from qkeel.sites.calls.logit_statistics import Seen, statistics
-from qkeel.sites.calls.scores import cat_heads
+from qkeel.sites.calls.site_statistics import SiteStatistics
 from qkeel.sites.kept_state import copied, undisturbed
+from qkeel.sites.last_pass import LastPass
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import spread
 from qkeel.sites.see.bracket import BracketMode
@@ -74,8 +75,8 @@ class Tap(Handle):
     exception nothing is. `due(training, compiled)` says what to measure in a pass: "bracket" is a bound on the largest
     logit, see BracketMode. With `parts` own modules report calls that are made outside a pass of the model too, by who
     calls its parts one by one. `measure` is what is computed of a call, unless its kernel reports what it found and
-    `measure_rows` makes do with that. `visitor` sees those passes too. A fault in the tap warns once and switches it
-    off.
+    `measure_rows` makes do with that. `visitor` sees those passes too. With `keeps` the batch of the training pass seen
+    last is kept, for `look_again`. A fault in the tap warns once and switches it off.
     """
 
     def __init__(
@@ -87,18 +88,21 @@ class Tap(Handle):
         due: Callable[[bool, bool], Look] | None = None,
         measure: Measure = statistics,
         measure_rows: MeasureRows | None = None,
+        keeps: bool = False,
         guard: Guard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
         self.visitor = Visitor()
         self.sites = Sites()  # those that are known: how to see them
+        self.latest: LastPass | None = None  # of those in training
+        self._keeps = keeps
         self.foreign = True  # until a pass has shown that all attention is of own modules
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
         self.guard = Guard(_OFF) if guard is None else guard
         self._guessed: set[str] = set()
-        self._stats: dict[Phase, _Sites] = {"train": _Sites(), "eval": _Sites()}
+        self._stats: dict[Phase, SiteStatistics] = {"train": SiteStatistics(), "eval": SiteStatistics()}
         self._running: _Pass | BracketMode | None = None
         self._forwards = ForwardPasses(model, self._before, self._after, guard=self.guard, owner=self)
         self.model = self._forwards.inner
@@ -127,7 +131,7 @@ class Tap(Handle):
         """
         if phase is None:
             phase = "train" if self.has("train") else "eval"
-        sites, self._stats[phase] = self._stats[phase], _Sites()
+        sites, self._stats[phase] = self._stats[phase], SiteStatistics()
         return sites.joined()
 
     def _detach(self) -> None:
@@ -155,6 +159,21 @@ class Tap(Handle):
             raise look.error
         return kept
 
+    def look_again(self) -> bool:
+        """Measures the model as it is by a pass of its own on the batch that was kept, and changes nothing. Returns
+        False where there is none. What the model raises is raised."""
+        last, look = self.latest, _Pass(self, "train")
+        if last is None or not self.visitor.before(last.args, last.kwargs):
+            return False
+        with last.setting(self.model):
+            output = self._extra_pass(look, last.args, last.kwargs)
+        if look.error is not None:
+            self.visitor.failed()
+            raise look.error
+        self._stats["train"].update(look.sites)
+        self.visitor.after("train", output, self.has("train"))
+        return True
+
     @property
     def sees_operators(self) -> bool:
         """True if some attention is seen only operator by operator, as inside torch.jit.script."""
@@ -181,6 +200,8 @@ class Tap(Handle):
 
     def _before(self, args: Args, kwargs: Kwargs, compiled: bool) -> None:
         phase = self.phase
+        if self._keeps and phase == "train":
+            self.latest = LastPass(self.model, args, kwargs)
         look = self._due(self.model.training, compiled)
         self.compiled = self.compiled or compiled
         extra = compiled or _takes_fast_path(self.model)
@@ -200,8 +221,8 @@ class Tap(Handle):
                 call = (args, kwargs) if self._forwards.model is self.model else None
                 running.begin(call, self._forwards.around)
 
-    def _extra_pass(self, look: _Pass, args: Args, kwargs: Kwargs, seed: int | None = None) -> None:
-        """The pass that the model is about to make, made eagerly; with a seed, from that."""
+    def _extra_pass(self, look: _Pass, args: Args, kwargs: Kwargs, seed: int | None = None) -> object:
+        """The pass that the model is about to make, made eagerly; with a seed, from that. Returns its output."""
         eager = torch.compiler.set_stance("force_eager")
         with extra_pass(self), torch.no_grad(), eager, undisturbed(self.model):
             if seed is not None:
@@ -209,11 +230,12 @@ class Tap(Handle):
             try:
                 with ExitStack() as around:
                     look.begin(None, around)
-                    self.model(*copied(args), **copied(dict(kwargs)))
+                    return self.model(*copied(args), **copied(dict(kwargs)))
             except Exception as error:
                 look.error = error  # no fault of the tap's if the model's own pass fails too
             finally:
                 look.end()
+        return None
 
     def _after(self, output: object, failed: bool) -> None:
         look, self._running = self._running, None
@@ -257,7 +279,7 @@ class _Pass:
     def __init__(self, tap: Tap, phase: Phase, kept: dict[str, Seen] | None = None) -> None:
         self.tap, self.kept = tap, kept
         self.phase: Phase = phase
-        self.sites = _Sites()
+        self.sites = SiteStatistics()
         self.error: Exception | None = None
         self.own_calls = self.foreign_calls = 0
 
@@ -362,30 +384,3 @@ def _takes_fast_path(model: nn.Module) -> bool:
     return torch.backends.mha.get_fastpath_enabled() and any(
         isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not m.training for m in model.modules()
     )
-
-
-class _Sites:
-    """Statistics by site name, and which of them are single heads of one site."""
-
-    def __init__(self) -> None:
-        self.stats: dict[str, LogitStats] = {}
-        self.heads: dict[str, list[str]] = {}
-
-    def add(self, name: str, new: LogitStats, part_of: str | None) -> None:
-        old = self.stats.get(name)
-        self.stats[name] = new if old is None else merge(old, new)
-        if part_of is not None and name not in self.heads.setdefault(part_of, []):
-            self.heads[part_of].append(name)
-
-    def update(self, other: _Sites) -> None:
-        """Adds the statistics of another pass."""
-        parts = {name: whole for whole, names in other.heads.items() for name in names}
-        for name, stats in other.stats.items():
-            self.add(name, stats, parts.get(name))
-
-    def joined(self) -> dict[str, LogitStats]:
-        """Per site; heads that were computed one by one as one site."""
-        for name, parts in self.heads.items():
-            whole = cat_heads([self.stats.pop(part) for part in parts])
-            self.stats[name if name not in self.stats else parts[0]] = whole
-        return self.stats

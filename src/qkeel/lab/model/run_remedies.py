@@ -53,6 +53,16 @@ def note(text: str) -> Note:
     return Note("watches the run and applies qk_clip and lalr to the heads that need it", "docs/autopilot.md")
 
 
+def rules(text: str) -> list[str]:
+    """Returns the rules of a run's remedies that act on steps, the loss or a block, with their options in them.
+
+    >>> rules("none"), rules("qk_lr:factor=0.5")[0][:6]
+    ([], 'qk_lr:')
+    """
+    named = [] if _is_autopilot(text) else remedies.parse(text)
+    return [f"{one.name}: {one.written_rule()}" for one in named if one.rule]
+
+
 def put_on(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Handle:
     """Puts the remedy of a run on its model."""
     text = canonical(config.remedy)

@@ -17,7 +17,7 @@ from qkeel.kernels.native import ready
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.lab.data.corpus import Corpus
-from qkeel.lab.model.run_remedies import note
+from qkeel.lab.model.run_remedies import note, rules
 from qkeel.lab.tasks.text import load_task
 from qkeel.records import RunDirectory
 from qkeel.records.made_on import made_on
@@ -86,7 +86,7 @@ def about_corpus(corpus: Corpus) -> Json:
 
 
 def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: str) -> Json:
-    """Versions, corpus hash, formula in use (remedy applied), remedy's source, command to reproduce."""
+    """Versions, corpus hash, rules and formula in use (remedy applied), remedy's source, command to reproduce."""
     remedy = note(config.remedy)
     return {
         **computed_with(config),
@@ -95,7 +95,9 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
         "dtype": config.dtype,
         "corpus": about_corpus(corpus),
         "n_parameters": sum(p.numel() for p in model.parameters()),
-        "formula": "\n\n".join(dict.fromkeys(site.spec.explain() for site in find_sites(model))),
+        "formula": "\n\n".join(
+            [*rules(config.remedy), *dict.fromkeys(site.spec.explain() for site in find_sites(model))]
+        ),
         "remedy_line": remedy.line,
         "remedy_source": remedy.source,
         "command": command,

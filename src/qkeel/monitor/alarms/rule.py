@@ -125,10 +125,10 @@ def first(values: np.ndarray) -> int:
     return int(np.argmax(np.isfinite(values)))
 
 
-def trend(history: History, values: np.ndarray) -> str:
-    """The growth of a value in words: from where, and as which power of the learning-rate clock."""
+def trend(history: History, values: np.ndarray, of: str = "it") -> str:
+    """The growth of a value in words: of what, from where, and as which power of the learning-rate clock."""
     start = first(values)
-    was = f"it was {values[start]:.3g} at step {int(history.steps[start]):,}"
+    was = f"{of} was {values[start]:.3g} at step {int(history.steps[start]):,}"
     found = ahead(history, values, 10 * float(values[-1])) if values[-1] > 0 else None
-    of = "steps" if history.rates is None and history.planned is None else "(sum of learning rates)"
-    return was if found is None else f"{was} and grows as {of}^{found.exponent:.2f}"
+    clock = "steps" if history.rates is None and history.planned is None else "(sum of learning rates)"
+    return was if found is None else f"{was} and grows as {clock}^{found.exponent:.2f}"

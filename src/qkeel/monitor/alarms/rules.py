@@ -17,6 +17,8 @@ from qkeel.monitor.alarms.history import History, Place
 from qkeel.monitor.alarms.rule import HOLD, Alarm, Extreme, Rule, Severity, ahead, first, largest, trend
 from qkeel.records import NON_FINITE
 
+_MODEL = "the largest of all heads"  # the course that forecasts follow; an alarm names the head that has it now
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class Growth(Rule):
             return None
         top, then = now
         meaning = f"max logit {top.value:,.4g} will be {self.factor:g} times as large by step {then.step:,.0f}"
-        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope))
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope, _MODEL))
 
     def _ahead(self, history: History) -> tuple[Extreme, Forecast] | None:
         top = largest(history, "max_logit")
@@ -91,7 +93,7 @@ class Approach(Rule):
             return None
         top, then = found
         meaning = f"max logit {top.value:,.4g} {then} ({then.interval})"
-        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope))
+        return self.alarm(history, meaning, top.value, at=top.at, trend=trend(history, top.envelope, _MODEL))
 
 
 def _soon(
@@ -132,7 +134,7 @@ class Outlook(Rule):
         if not end > self.threshold:
             return None
         text = f"max logit {now:,.4g}: as it grows with the planned learning rates it ends over {self.threshold:,g}"
-        return self.alarm(history, text, now, at=top.at, trend=trend(history, top.envelope))
+        return self.alarm(history, text, now, at=top.at, trend=trend(history, top.envelope, _MODEL))
 
 
 @final

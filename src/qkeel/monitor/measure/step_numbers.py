@@ -91,15 +91,18 @@ class StepNumbers(Visitor):
         """Reads weights and gradients before the step; gradients are divided by the scale that is still on them."""
         if self._changes is not None:
             self._changes.before()
+        self.read_weights()
+        if gradient_scale is not None:
+            self._read = {key: _divided(x, gradient_scale) if "grad" in key[1] else x for key, x in self._read.items()}
+
+    def read_weights(self, *, gradients: bool = True) -> None:
+        """Reads the norms of the weights, and of the gradients unless those are of another pass."""
         if self._readers is None and self._sites.weighed:
             model, sites = self._sites.model, self._sites.weighed
             self._readers = WeightNorms(model, sites, self._optimizer), GainBounds(model, sites)
         if self._readers is not None:
-            self._read = {key: x for reader in self._readers for key, x in reader.read().items()}
-            if gradient_scale is not None:
-                self._read = {
-                    key: _divided(x, gradient_scale) if "grad" in key[1] else x for key, x in self._read.items()
-                }
+            read = [item for reader in self._readers for item in reader.read().items()]
+            self._read = {key: x for key, x in read if gradients or "grad" not in key[1]}
 
     def after_step(self) -> None:
         """Reads by how much the step has changed the logits of the probe batch."""

@@ -74,6 +74,19 @@ class WatchedModels:
         for numbers in self._numbers.values():
             numbers.before_step(gradient_scale)
 
+    def look_again(self) -> bool:
+        """Measures all models as they are, each on the batch of its last training pass; False where one has none."""
+        if any(tap.latest is None for tap in self.taps):
+            return False
+        try:
+            seen = all(tap.look_again() for tap in self.taps)
+        except Exception:
+            self.read("train")  # nothing of it counts, of no model
+            raise
+        for numbers in self._numbers.values():
+            numbers.read_weights(gradients=False)
+        return seen and self.has("train")
+
     def after_step(self) -> None:
         """Reads what a step has changed."""
         for numbers in self._numbers.values():

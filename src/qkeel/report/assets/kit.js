@@ -36,8 +36,10 @@ const Kit = (() => {
     const from = Math.ceil(Math.log10(low)), to = Math.floor(Math.log10(high));
     const tens = Array.from({length: Math.max(0, to - from + 1)}, (_, i) => Number(`1e${from + i}`));
     if (tens.length > 3) return tens;
-    if (tens.length > 1) return [from - 1, ...tens.map((_, i) => from + i)].flatMap((e) => [Number(`1e${e}`), Number(`3e${e}`)]).filter((x) => x >= low && x <= high);
-    // Within one decade: round numbers about a quarter of the range apart.
+    const decades = [from - 1, ...tens.map((_, i) => from + i)];
+    const digits = tens.length > 1 ? [1, 3] : [1, 2, 5];
+    if (high / low > 4) return decades.flatMap((e) => digits.map((d) => Number(`${d}e${e}`))).filter((x) => x >= low && x <= high);
+    // Within half a decade: round numbers about a quarter of the range apart.
     const rough = (high - low) / 4, unit = 10 ** Math.floor(Math.log10(rough));
     const gap = [1, 2, 5, 10].map((digit) => digit * unit).find((x) => x >= rough);
     const first = Math.ceil(low / gap), last = Math.floor(high / gap);
