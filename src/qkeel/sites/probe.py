@@ -117,8 +117,10 @@ def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[_Reading, st
     """One forward pass as it was read. Below torch's functions too, unless that is what fails, and then why. Where
     weights and the logits that they make lie in two checkpointed parts, another pass keeps both, and a warning says so.
     """
-    failed, reasons = None, [""]
+    failed, reasons, parted = None, [""], True
     for keep in (False, True):
+        if not parted:
+            break
         for dispatch in (True, False):
             reading = _Reading(model, dispatch=dispatch, keep=keep)
             try:
@@ -126,6 +128,7 @@ def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[_Reading, st
             except Exception as error:
                 if isinstance(error, dist.ApartError):
                     raise
+                parted = reading.parts.any
                 failed, reasons = error, [*reasons, f"{type(error).__name__}: {error}"]
                 continue
             if not reading.finished():
@@ -133,8 +136,6 @@ def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[_Reading, st
             if keep:
                 caution(_KEPT.format(type(model).__name__))
             return reading, "" if dispatch else reasons[-1]
-        if not reading.parts.any:
-            break
     raise InvalidValueError(
         f"the forward pass of {type(model).__name__} on the example failed: {reasons[-1]}. "
         f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
