@@ -141,7 +141,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.utils.checkpoint",
         "checkpointing",
         ("_checkpoint_without_reentrant_generator",),
-        "to run checkpointed functions as they are, once, in a probe's pass",
+        "to run checkpointed parts once, with a graph, in a probe's pass, and to forget each when it has been read",
         "finding the sites of models that use gradient checkpointing",
     ),
     *_rows(

@@ -21,10 +21,12 @@ from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
 from qkeel.patching.parallel_training import gathered
 from qkeel.sites.bound import bound
+from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.missed import Sites
 from qkeel.sites.on_meta import on_meta, with_values
-from qkeel.sites.probe import SEARCH, heads_seen, probe, spread
-from qkeel.sites.short_example import shorter
+from qkeel.sites.plain_passes import heads_seen
+from qkeel.sites.probe import SEARCH, probe, spread
+from qkeel.sites.short_example import ShortExample, first_row, shorter
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
 from qkeel.sites.verify.site_experiment import verified
 from qkeel.sites.weights.norm_gains import spec_gains
@@ -114,43 +116,40 @@ def _confirmed(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) 
 
 def _of_example(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Sites:
     """The sites that the shortest example shows of which all are confirmed, and of which a pass on the whole one makes
-    the same calls: of that one nothing is kept. Several processes have to make the same passes, so none are shorter.
-
-    What is behind a norm may grow with the position, so there sequences are left whole. Where that takes more memory
-    than the device has, as under gradient checkpointing, all but that is known of a short one.
-    """
-    known: Sites | None = None
-    for short in [*(() if dist.world() > 1 else shorter(args, kwargs)), None]:
-        example = (args, kwargs) if short is None else (short.args, short.kwargs)
+    the same calls: of that one nothing is kept. Several processes have to make the same passes, so none are shorter."""
+    for short in () if dist.world() > 1 else shorter(args, kwargs):
         try:
-            sites = _confirmed(model, *example, expected=expected)
-            if known is not None and any("OutOfMemoryError" in s.unverified for s in sites):
-                break
-            if short is None:
-                return sites
-            if all(s.verified for s in sites):
-                if short.cut and any(s.normed for s in sites):
-                    known = sites
-                elif heads_seen(model, args, kwargs, sites) == _heads(sites):
-                    return sites
+            sites = _confirmed(model, short.args, short.kwargs, expected=expected)
+            known = all(s.verified and (short.rows > 1 or _is_plain(s.layout)) for s in sites)
+            if known and heads_seen(model, args, kwargs, sites) == _heads(sites):
+                cut = short.cut and any(s.normed for s in sites)
+                return _with_bounds(model, sites, first_row(args, kwargs)) if cut else sites
         except Exception as error:
-            if known is not None and torch.OutOfMemoryError in (type(error), type(error.__cause__)):
-                break
-            if short is None:
-                raise
             _LOG.debug("a shorter example of %s fails: %s", type(model).__name__, error)
-    assert known is not None
-    if heads_seen(model, args, kwargs, known) != _heads(known):
-        raise RefusedError(
-            f"the attention of {type(model).__name__} is another on short sequences, and whole ones take more memory "
-            "than there is; give find_sites an example of one sequence, and its sites to watch(sites=...)"
+    return _confirmed(model, args, kwargs, expected=expected)
+
+
+def _with_bounds(model: nn.Module, sites: Sites, whole: ShortExample) -> Sites:
+    """The same sites with norms as one whole sequence shows them: what follows a norm may grow with the position."""
+    try:
+        seen = {site.name: site for site in probe(model, whole.args, whole.kwargs, expected=True)}
+    except Exception as error:
+        if torch.OutOfMemoryError not in (type(error), type(error.__cause__)):
+            raise
+        caution(
+            f"the bounds by the norms of {type(model).__name__} are unknown and not watched: there is no memory to "
+            "read them from one whole sequence. All else is known from a short one; for the bounds give find_sites an "
+            "example of one sequence as long as memory allows, and its sites to watch(sites=...)"
         )
-    caution(
-        f"the bounds by the norms of {type(model).__name__} are unknown and not watched: there is no memory to "
-        "read them from whole sequences. All else is known from short ones; for the bounds give find_sites an example "
-        "of one sequence, and its sites to watch(sites=...)"
-    )
-    return Sites([dataclasses.replace(s, query_gains=(), key_gains=()) for s in known], known.missed)
+        seen = {}
+    gains = {s.name: (seen[s.name].query_gains, seen[s.name].key_gains) if s.name in seen else ((), ()) for s in sites}
+    found = [dataclasses.replace(s, query_gains=gains[s.name][0], key_gains=gains[s.name][1]) for s in sites]
+    return Sites(found, sites.missed)
+
+
+def _is_plain(layout: Layout | None) -> bool:
+    """True if heads have a dimension of their own: on one sequence those that are merged with the batch seem to."""
+    return layout is None or layout.groups == tuple("bhts")
 
 
 def _heads(sites: Sites) -> dict[str, int]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.errors import InvalidValueError, RefusedError, caution
-from qkeel.patching.checkpointing import checkpointing_off
+from qkeel.functional.norms import unrounded
+from qkeel.patching.checkpointing import CheckpointedParts
 from qkeel.patching.compiler_state import uncompiled
 from qkeel.patching.forward_passes import extra_pass
 from qkeel.patching.guard import Guarded, Postponed, unguarded
@@ -38,15 +40,13 @@ def probe(model: nn.Module, args: Args, kwargs: Kwargs, *, expected: bool) -> Si
     """The sites that a forward pass on this example shows; none is an error if they were `expected`."""
     model = uncompiled(model)
     check_devices(model, args, kwargs)
-    with extra_pass(model), torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
-        seen, watcher, lost = _watched(model, args, kwargs)
-        names = names_of(model)
-        sites = [_site(calls, names) for calls in grouped(seen)]
-    if not sites and expected:
-        raise RefusedError(unseen(model, watcher))
+    with extra_pass(model), torch.inference_mode(False), undisturbed(model):
+        reading, lost = _watched(model, args, kwargs)
+    if not reading.sites and expected:
+        raise RefusedError(unseen(model, reading.watcher))
     if lost:
         caution(f"attention inside torch.jit.script and torch.func.vmap is not looked for: {lost}")
-    return Sites(sites, watcher.missed)
+    return Sites([reading.sites[name] for name in reading.order if name in reading.sites], reading.watcher.missed)
 
 
 def check_devices(model: nn.Module, *example: object) -> None:
@@ -66,23 +66,78 @@ def check_devices(model: nn.Module, *example: object) -> None:
             )
 
 
-def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[dict[str, list[Sighting]], Interceptor, str]:
-    """The sightings of one forward pass. Below torch's functions too, unless that is what fails, and then why."""
-    failed, why = None, ""
-    for dispatch in (True, False):
-        seen: dict[str, list[Sighting]] = {}
-        note = functools.partial(_note, seen)
-        watcher = Interceptor(model, note, probing=True, dispatch=dispatch, guard=_guard(model))
+@final
+class _Reading:
+    """The sites of a pass, read from the first call of each: at the end of every checkpointed part, of whose graph
+    nothing is kept, those that are complete; the others at the end of the pass."""
+
+    def __init__(self, model: nn.Module, *, dispatch: bool, keep: bool) -> None:
+        self.watcher = Interceptor(model, self._note, probing=True, dispatch=dispatch, guard=_guard(model))
+        self.parts = CheckpointedParts(self._at_end_of_part, keep=keep)
+        self.sites: dict[str, AttentionSite] = {}
+        self.order: dict[str, None] = {}  # of the names of all calls
+        self._names = names_of(model)
+        self._waiting: list[Sighting] = []
+
+    def _note(self, sighting: Sighting) -> None:
+        if sighting.name not in self.order:
+            self.order[sighting.name] = None
+            self._waiting.append(sighting)
+
+    def _at_end_of_part(self) -> None:
+        running = self.watcher.stack.top.line()
+        self.watcher.guard(self.watcher.apart, functools.partial(self._read, running))
+
+    def _read(self, running: Sequence[Frame]) -> None:
+        left: list[Sighting] = []
+        for calls in grouped(self._waiting):
+            if calls[0].headless and any(calls[0].frame is frame for frame in running):
+                left += calls  # more heads may come
+                continue
+            with unrounded(scored(calls[0])):
+                self.sites[calls[0].name] = _site(calls, self._names)
+        self._waiting = left
+
+    def run(self, args: Args, kwargs: Kwargs) -> None:
+        """Runs the pass."""
+        forward(self.watcher.stack.root.module, self.watcher, args, kwargs, parts=self.parts)
+
+    def finished(self) -> bool:
+        """Reads what is left; False if something has asked for a part that is forgotten."""
         try:
-            forward(model, watcher, copied(args), copied(kwargs))
-        except Exception as error:
-            if isinstance(error, dist.ApartError):
+            with torch.enable_grad():
+                self._read([])
+        except RuntimeError:
+            if not self.parts.missed:
                 raise
-            failed, why = error, f"{type(error).__name__}: {error}"
-        else:
-            return seen, watcher, why
+        return not self.parts.missed
+
+
+def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[_Reading, str]:
+    """One forward pass as it was read. Below torch's functions too, unless that is what fails, and then why. Where
+    weights and the logits that they make lie in two checkpointed parts, another pass keeps both, and a warning says so.
+    """
+    failed, reasons, parted = None, [""], True
+    for keep in (False, True):
+        if not parted:
+            break
+        for dispatch in (True, False):
+            reading = _Reading(model, dispatch=dispatch, keep=keep)
+            try:
+                reading.run(copied(args), copied(kwargs))
+            except Exception as error:
+                if isinstance(error, dist.ApartError):
+                    raise
+                parted = reading.parts.any
+                failed, reasons = error, [*reasons, f"{type(error).__name__}: {error}"]
+                continue
+            if not reading.finished():
+                break
+            if keep:
+                caution(_KEPT.format(type(model).__name__))
+            return reading, "" if dispatch else reasons[-1]
     raise InvalidValueError(
-        f"the forward pass of {type(model).__name__} on the example failed: {why}. "
+        f"the forward pass of {type(model).__name__} on the example failed: {reasons[-1]}. "
         f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
     ) from failed
 
@@ -97,14 +152,22 @@ def _guard(model: nn.Module) -> Guarded:
     return Postponed() if spread(model) else unguarded
 
 
-def _note(seen: dict[str, list[Sighting]], sighting: Sighting) -> None:
-    seen.setdefault(sighting.name, []).append(sighting)
-
-
 def forward(
-    model: nn.Module, watcher: AbstractContextManager[object], args: Args, kwargs: Kwargs, *, graph: bool = True
+    model: nn.Module,
+    watcher: AbstractContextManager[object],
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    graph: bool = True,
+    parts: CheckpointedParts | None = None,
 ) -> None:
     """One eager forward pass under the watcher, with gradients unless no `graph` is wanted.
+
+    Args:
+        model, args, kwargs: what is called.
+        watcher: what is entered around it.
+        graph: whether there are gradients.
+        parts: its checkpointed parts; by default of their graphs nothing is kept.
 
     Raises: ApartError if it is one of all processes, and fails on some of them only.
     """
@@ -112,8 +175,9 @@ def forward(
     eager, unoptimised = torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False)
     grads = torch.inference_mode(False), torch.enable_grad() if graph else torch.no_grad()
     agreed = dist.agreed_collectives(SEARCH) if spread(model) else nullcontext()
+    noticed = (parts or CheckpointedParts()).noticed()
     try:
-        with agreed, eager, unoptimised, grads[0], grads[1], checkpointing_off(), watcher:
+        with agreed, eager, unoptimised, grads[0], grads[1], noticed, watcher:
             model(*args, **kwargs)
         if isinstance(watcher, Interceptor) and isinstance(watcher.guard, Postponed):
             watcher.guard.settle()
@@ -123,9 +187,8 @@ def forward(
         raise
 
 
-def grouped(seen: Mapping[str, list[Sighting]]) -> Iterator[list[Sighting]]:
+def grouped(firsts: Sequence[Sighting]) -> Iterator[list[Sighting]]:
     """The first call of each site; where a module computes its heads one by one, all of them as one group."""
-    firsts = [calls[0] for calls in seen.values()]
     done: set[int] = set()
     for first in firsts:
         if id(first) in done:
@@ -160,7 +223,7 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
         layout = dataclasses.replace(layout, guess="" if shown else layout.guess)
         why = why if shown else "; ".join(filter(None, (why, layout.guess)))
     query_gains, key_gains = _gains(calls, q, k, names)
-    heads = (call.logits if isinstance(call, ScoresCall) else call.q).shape[1] * len(calls)
+    heads = scored(first).shape[1] * len(calls)
     return AttentionSite(
         name=first.name,
         module=first.frame.module,
@@ -177,6 +240,12 @@ def _site(calls: list[Sighting], names: dict[int, str]) -> AttentionSite:
         key_heads=used,
         layout=layout,
     )
+
+
+def scored(sighting: Sighting) -> Tensor:
+    """A tensor of a call whose second dimension are its heads: its logits, or q."""
+    call = sighting.call
+    return call.logits if isinstance(call, ScoresCall) else call.q
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -236,71 +305,6 @@ def is_product(call: object) -> bool:
     return bool(((call.logits - products).abs() <= rounding)[seen.expand_as(products)].all())
 
 
-def heads_seen(model: nn.Module, args: Args, kwargs: Kwargs, sites: Sites) -> dict[str, int] | None:
-    """The number of heads of each site that a pass without a graph shows, of which nothing is kept. None if it
-    misses something else than these sites did."""
-    found: dict[str, int] = {}
-    names: set[str] = set()
-    groups: dict[int, tuple[str, Frame]] = {}  # the frame is kept so that no other gets its number
-
-    def note(sighting: Sighting) -> None:
-        call, name = sighting.call, sighting.name
-        if name in names:
-            return
-        names.add(name)
-        if sighting.headless:
-            name, _ = groups.setdefault(id(sighting.frame), (name, sighting.frame))
-        found[name] = found.get(name, 0) + (call.logits if isinstance(call, ScoresCall) else call.q).shape[1]
-
-    layouts = {site.name: site.layout for site in sites if site.layout is not None}
-    watcher = Interceptor(model, note, dispatch=True, layouts=layouts)
-    with extra_pass(model), undisturbed(model):
-        forward(model, watcher, copied(args), copied(kwargs), graph=False)
-    same = {str(m) for m in watcher.missed} == {str(m) for m in sites.missed}
-    return found if same else None
-
-
-def modules_called(model: nn.Module, modules: Iterable[nn.Module], args: Args, kwargs: Kwargs) -> set[int]:
-    """The ids of those of these modules that run in a forward pass on this example."""
-    called: set[int] = set()
-    with ExitStack() as hooks, extra_pass(model), undisturbed(model):
-        for module in modules:
-            hook = module.register_forward_pre_hook(lambda module, _: called.add(id(module)))
-            hooks.callback(hook.remove)
-        forward(model, nullcontext(), copied(args), copied(kwargs), graph=False)
-    return called
-
-
-def biased(model: nn.Module, args: Args, kwargs: Kwargs) -> set[str]:
-    """Names of sites written out by hand whose logits are something else than a scale times q·k: with a bias, say."""
-    found: set[str] = set()
-
-    def note(sighting: Sighting) -> None:
-        call = sighting.call
-        if isinstance(call, ScoresCall) and not is_product(call):
-            found.add(sighting.name)
-
-    with extra_pass(model), undisturbed(model):
-        forward(model, Interceptor(model, note, probing=True), copied(args), copied(kwargs))
-    return found
-
-
-def visible_minima(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, float]:
-    """The smallest finite logit that no mask hides, of every site written out by hand, by name."""
-    found: dict[str, float] = {}
-
-    def note(sighting: Sighting) -> None:
-        call = sighting.call
-        if isinstance(call, ScoresCall):
-            seen = torch.isfinite(call.logits) if call.hidden is None else ~call.hidden & torch.isfinite(call.logits)
-            least = float(call.logits.detach().masked_fill(~seen, torch.inf).amin())
-            found[sighting.name] = min(found.get(sighting.name, least), least)
-
-    with extra_pass(model), undisturbed(model):
-        forward(model, Interceptor(model, note, probing=True), copied(args), copied(kwargs))
-    return found
-
-
 def _stacked(parts: list[Tensor | None]) -> Tensor | None:
     known = [p for p in parts if p is not None]
     if len(known) != len(parts):
@@ -337,6 +341,11 @@ def unseen(model: nn.Module, watcher: Interceptor) -> str:
     )
 
 
+_KEPT = (
+    "the search for the attention of {} keeps what gradient checkpointing would not: weights and the logits that they "
+    "make lie in two checkpointed parts, or a part can't be run so. It takes the memory of a pass without checkpoints; "
+    "if that is too much, give find_sites an example of one short sequence, and its sites to watch(sites=...)"
+)
 _BY_HAND = (
     "describe it by hand, as in\n"
     "    from qkeel.sites import Reading, describe\n"

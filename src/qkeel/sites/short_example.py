@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.see.running_modules import tensors
 
-ROWS, TOKENS = 2, 32
+ROWS, TOKENS = (1, 2), 32
 # Arguments with a number for each token that cutting the sequence leaves right.
 OF_TOKENS = frozenset(
     {"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids", "idx", "tokens", "targets", "x", "y"}
@@ -20,15 +20,17 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShortExample:
-    """Arguments with fewer rows; `cut` says that their sequences are shorter too."""
+    """Arguments with so many `rows`; `cut` says that their sequences are shorter too."""
 
     args: Args
     kwargs: Kwargs
+    rows: int
     cut: bool
 
 
 def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
-    """Shorter examples, the shortest first; none where it is not clear what a batch is.
+    """Shorter examples, the shortest first: one row where that may do, else two, which show heads and batch apart. None
+    where it is not clear what a batch is.
 
     Dimension 0 of every tensor is the batch, of one size or 1. The next dimension of the first tensor that has one is
     the sequence, unless the tensor has that size twice. An index beyond the end is an exception on the CPU, elsewhere
@@ -42,13 +44,22 @@ def shorter(args: Args, kwargs: Kwargs) -> Iterator[ShortExample]:
     whole = {x.shape for x in given if not x.is_floating_point()}
     if not on_cpu and (len(whole) > 1 or any(len(shape) != 2 for shape in whole)):
         return
-    batch = max(len(x) for x in given)
-    rows = ROWS if {len(x) for x in given} <= {1, batch} else batch
+    batch, rows = _rows(given)
     size = next((x.shape[1] for x in given if x.ndim > 1 and x.shape[1:].count(x.shape[1]) == 1), 0)
     if (on_cpu or _of_tokens(args, kwargs)) and size > 2 * TOKENS:
-        yield _example(args, kwargs, rows, size)
-    if batch > rows:
-        yield _example(args, kwargs, rows, None)
+        yield from (_example(args, kwargs, n, size) for n in rows)
+    yield from (_example(args, kwargs, n, None) for n in rows if n < batch)
+
+
+def first_row(args: Args, kwargs: Kwargs) -> ShortExample:
+    """The first sequence of a batch, whole; all of them where it is not clear what a batch is."""
+    return _example(args, kwargs, _rows([x for x in tensors((args, dict(kwargs))) if x.ndim])[1][0], None)
+
+
+def _rows(given: Sequence[Tensor]) -> tuple[int, list[int]]:
+    """The size of the batch, and how many of its rows may do."""
+    batch = max(map(len, given))
+    return batch, [n for n in ROWS if n <= batch and {*map(len, given)} <= {1, batch}] or [batch]
 
 
 def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortExample:
@@ -60,7 +71,7 @@ def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortEx
     made = _each(tuple(args), short), _each(dict(kwargs), short)
     assert isinstance(made[0], tuple)
     assert isinstance(made[1], dict)
-    return ShortExample(args=made[0], kwargs=made[1], cut=size is not None)
+    return ShortExample(args=made[0], kwargs=made[1], rows=rows, cut=size is not None)
 
 
 def _of_tokens(args: Args, kwargs: Kwargs) -> bool:

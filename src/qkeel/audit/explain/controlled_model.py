@@ -151,19 +151,19 @@ class ControlledModel:
     def run(self, stimulus: Stimulus | Mapping[str, Stimulus], also: frozenset[str] = frozenset()) -> Observations:
         """One pass in which the targets (and the weights `also`) give the stimulus; one for all, or one per weight."""
         each = stimulus if isinstance(stimulus, Mapping) else dict.fromkeys(self.targets | also, stimulus)
-        seen: dict[str, list[Sighting]] = {}
+        seen: dict[str, Sighting] = {}
         beyond: dict[str, Tensor | None] = {}
         replace = _Replace(self.names, each)
 
         def report(sighting: Sighting) -> None:
-            seen.setdefault(sighting.name, []).append(sighting)
+            seen.setdefault(sighting.name, sighting)
             beyond.setdefault(sighting.name, _beyond(sighting, replace.softmax_input))
 
         with replace:
             watcher = Interceptor(self.model, report, layouts=self.layouts)
             forward(self.model, watcher, copied(self.args), copied(dict(self.kwargs)))
         self.inputs, self.order = replace.inputs, replace.order
-        firsts = {calls[0].name: calls for calls in grouped(seen)}
+        firsts = {calls[0].name: calls for calls in grouped([*seen.values()])}
         found = {n: _observation(calls, beyond[n], self.groups[n]) for n, calls in firsts.items() if n in self.groups}
         return {name: reading for name, reading in found.items() if reading is not None}
 

@@ -23,7 +23,7 @@ from qkeel.remedies.attention.refusals import refuse_heads, refuse_norm, refuse_
 from qkeel.remedies.attention.site_parameters import add_submodules
 from qkeel.remedies.base import Target, check_choice, module_name, where
 from qkeel.sites.find import is_normed, seen_sites
-from qkeel.sites.probe import modules_called
+from qkeel.sites.plain_passes import modules_called
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.weights.value_rows import value_slices
 from qkeel.spec import AttentionSpec, Fixed, L2Norm, LayerNorm, RMSNorm

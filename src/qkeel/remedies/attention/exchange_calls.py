@@ -17,7 +17,7 @@ from qkeel.remedies.base import Target, module_name, where
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.hidden_pairs import HIDES
 from qkeel.sites.find import seen_sites
-from qkeel.sites.probe import biased, visible_minima
+from qkeel.sites.plain_passes import biased, visible_minima
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec, InverseSqrt
 from qkeel.spec.scale import Scale

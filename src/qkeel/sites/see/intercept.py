@@ -172,7 +172,7 @@ class Interceptor(CallObserver):
         if name == "get":
             name, args = "transpose", (args[0], -2, -1)
         if name in SDPA or self.handwritten.minds(name):
-            self._apart(lambda: self._read(name, args, kwargs, out, more))
+            self.apart(lambda: self._read(name, args, kwargs, out, more))
 
     @property
     def missed(self) -> list[Missed]:
@@ -183,13 +183,13 @@ class Interceptor(CallObserver):
         return suspended(self, self._below)
 
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
-        self._apart(lambda: self._read_foreign(name, arguments))
+        self.apart(lambda: self._read_foreign(name, arguments))
 
     def not_observable(self, name: str, error: Exception) -> None:
         self.hidden[f"{name}, which can't be watched ({error})"] = None
 
-    def _apart(self, read: Callable[[], None]) -> None:
-        """Reads unseen by itself."""
+    def apart(self, read: Callable[[], None]) -> None:
+        """Calls `read` so that nothing of it is seen here, with gradients where a probe's pass has them."""
         token = _READING.set(True)
         try:
             # With gradients only where someone will walk from q and k back to the weights.
@@ -233,7 +233,7 @@ class Interceptor(CallObserver):
             return
         self.handwritten.below = True
         try:
-            self._apart(lambda: self._read(name, args, kwargs, out))
+            self.apart(lambda: self._read(name, args, kwargs, out))
         finally:
             self.handwritten.below = False
 
@@ -272,7 +272,7 @@ class Interceptor(CallObserver):
             frame = Frame(name=site.name, module=site.module, parent=self.stack.top)
             self._report(Sighting(frame=frame, ordinal=0, how="description", call=read()))
 
-        self._apart(report)
+        self.apart(report)
 
     def _elsewhere(self, frame: Frame) -> bool:
         """True if this is the inside of an attention that is reported otherwise."""

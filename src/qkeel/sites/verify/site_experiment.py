@@ -63,12 +63,12 @@ def verified(model: nn.Module, sites: Sequence[AttentionSite], args: Args, kwarg
 def _recorded(model: nn.Module, layouts: Mapping[str, Layout], args: Args, kwargs: Kwargs) -> _Pass:
     """Runs one pass without a graph and keeps its operators."""
     record, begun = Record(), dict[int, int]()
-    found: dict[str, list[RecordedCall]] = {}
+    firsts: dict[str, RecordedCall] = {}
 
     def note(sighting: Sighting) -> None:
         starts = {id(f): begun[id(f.module)] for f in sighting.frame.line() if id(f.module) in begun}
         call = RecordedCall(sighting=sighting, until=len(record.operations), begun=starts)
-        found.setdefault(sighting.name, []).append(call)
+        firsts.setdefault(sighting.name, call)
 
     def begin(module: nn.Module, _: object) -> None:
         begun[id(module)] = len(record.operations)
@@ -81,9 +81,8 @@ def _recorded(model: nn.Module, layouts: Mapping[str, Layout], args: Args, kwarg
         undo.enter_context(record)
         watcher = Interceptor(model, note, probing=True, dispatch=True, layouts=layouts)
         forward(model, watcher, args, kwargs, graph=False)
-    by_sighting = {id(call.sighting): call for calls in found.values() for call in calls}
-    groups = grouped({name: [call.sighting for call in calls] for name, calls in found.items()})
-    calls = {group[0].name: [by_sighting[id(sighting)] for sighting in group] for group in groups}
+    groups = grouped([call.sighting for call in firsts.values()])
+    calls = {group[0].name: [firsts[sighting.name] for sighting in group] for group in groups}
     return _Pass(record=record, dynamic=dynamic_memory(record, args, kwargs), calls=calls)
 
 

@@ -109,8 +109,8 @@ def side(x: Float[Tensor, "b h t d"], frame: Frame, names: dict[int, str], what:
     input is q itself), to that of the one around it."""
     if x.grad_fn is None:
         raise UnknownRowsError(
-            f"{what} has no gradient: it is a constant, or comes from a cache, an autograd.Function or an optimised "
-            "script"
+            f"{what} has no gradient: it is a constant, or comes from a cache, an autograd.Function (as in other "
+            "libraries' gradient checkpointing) or an optimised script"
         )
     found = Walk(nearest=())
     for f in frame.line():

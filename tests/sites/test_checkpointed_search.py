@@ -1,0 +1,189 @@
+"""A search leaves gradient checkpointing on: it finds what it finds without, and takes no more memory than a step."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qkeel import find_sites
+from qkeel.errors import InvalidValueError, QkeelWarning
+
+H, D, T, LAYERS = 2, 8, 128, 4
+Call = Callable[..., Tensor]
+
+
+class Block(nn.Module):
+    """Attention with normed heads, fused, written out or head by head, and an MLP."""
+
+    def __init__(self, way: str = "fused") -> None:
+        super().__init__()
+        self.way, self.qkv, self.gain = way, nn.Linear(H * D, 3 * H * D), nn.Parameter(torch.rand(D) + 0.5)
+        self.mlp = nn.Sequential(nn.Linear(H * D, 4 * H * D), nn.GELU(), nn.Linear(4 * H * D, H * D))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return F.rms_norm(q, (D,), self.gain), F.rms_norm(k, (D,), self.gain), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.way == "fused":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.way == "written out":
+            return (q @ k.mT * D**-0.5).softmax(-1) @ v
+        each = [(a @ b.mT * D**-0.5).softmax(-1) @ c for a, b, c in zip(q.unbind(1), k.unbind(1), v.unbind(1))]
+        return torch.stack(each, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(*self.heads(x)).transpose(1, 2).flatten(2)
+        return x + self.mlp(x)
+
+
+class Stack(nn.Module):
+    """Blocks, each called by `call`."""
+
+    def __init__(self, call: Call = lambda block, x: block(x), way: str = "fused") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.call, self.blocks = call, nn.ModuleList(Block(way) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+def by_function(reentrant: bool) -> Call:
+    return lambda block, x: torch_checkpoint.checkpoint(block, x, use_reentrant=reentrant)  # type: ignore[return-value]
+
+
+def nested(block: nn.Module, x: Tensor) -> Tensor:
+    return by_function(False)(lambda y: by_function(True)(block, y), x)
+
+
+def wrapped(**_: object) -> Stack:
+    model = Stack()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    return model
+
+
+def composed(**_: object) -> Stack:
+    model = Stack()
+    for block in model.blocks:
+        composable(block)
+    return model
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all memory that operators have made and that is still there; `peak` is the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: dict[int, int] = {}
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.known.pop(key)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for memory in [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]:
+            key = memory._cdata
+            if key not in self.known:
+                self.known[key] = memory.nbytes()
+                self.now += memory.nbytes()
+                weakref.finalize(memory, self._gone, key)
+        self.peak = max(self.peak, self.now)
+        return out
+
+
+@contextmanager
+def most() -> Iterator[list[int]]:
+    found: list[int] = []
+    with Live() as live:
+        yield found
+    found.append(live.peak)
+
+
+def batch() -> Tensor:
+    return torch.randn(3, T, H * D, generator=torch.Generator().manual_seed(1))
+
+
+def known(model: nn.Module, x: Tensor) -> list[object]:
+    """All that a search says of the sites of a model, without the names that a wrapper puts in between."""
+    sites = find_sites(model, x)
+    assert all(site.verified for site in sites)
+    return [str((s.name, s.n_heads, s.terms, s.query_gains, s.key_gains)).replace(_WRAPPER, "") for s in sites]
+
+
+_WRAPPER = "._checkpoint_wrapped_module"
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "reentrant": lambda: Stack(by_function(True)),
+    "not reentrant": lambda: Stack(by_function(False)),
+    "one inside the other": lambda: Stack(nested),
+    "FSDP's wrapper": wrapped,
+    "composable": composed,
+}
+
+
+def test_a_checkpointed_model_is_searched_as_one_that_is_not_within_the_memory_of_its_step() -> None:
+    x = batch()
+    plain = known(Stack(), x)
+    assert len(plain) == LAYERS
+    for kind, build in KINDS.items():
+        model = build()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with most() as search:
+                assert known(model, x) == plain, kind
+        with most() as step:
+            model(x.requires_grad_()).square().mean().backward()
+        assert search[0] <= step[0], (kind, search, step)
+
+
+@pytest.mark.parametrize("way", ["written out", "head by head"])
+def test_attention_that_is_written_out_in_a_part_is_known(way: str) -> None:
+    plain = known(Stack(way=way), batch())
+    assert len(plain) == LAYERS
+    assert known(Stack(by_function(False), way), batch()) == plain
+
+
+def test_where_weights_and_logits_lie_in_two_parts_both_are_kept_and_that_is_said() -> None:
+    def apart(block: Block, x: Tensor) -> Tensor:
+        q, k, v = torch_checkpoint.checkpoint(block.heads, x, use_reentrant=False)  # type: ignore[misc]
+        return x + block.attend(q, k, v).transpose(1, 2).flatten(2)
+
+    class Two(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    plain = known(Two(), batch())
+    model = Two()
+    for block in model.blocks:
+        block.forward = apart.__get__(block)  # type: ignore[method-assign]
+    with pytest.warns(QkeelWarning, match="keeps what gradient checkpointing would not"):
+        assert known(model, batch()) == plain
+
+
+def test_a_part_that_fails_says_so_and_leaves_torchs_checkpoints_as_they_were() -> None:
+    def fails(block: nn.Module, x: Tensor) -> Tensor:
+        return by_function(False)(lambda y: block(y) @ y, x)
+
+    home = torch_checkpoint
+    before = home._checkpoint_without_reentrant_generator, home.CheckpointFunction.apply
+    with pytest.raises(InvalidValueError, match="the forward pass of Stack on the example failed: RuntimeError"):
+        find_sites(Stack(fails), batch())
+    assert (home._checkpoint_without_reentrant_generator, home.CheckpointFunction.apply) == before
