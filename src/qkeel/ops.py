@@ -19,7 +19,7 @@ from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
-from qkeel.spec.shapes import Keys, Logits, Outputs, Queries, Values
+from qkeel.spec.shapes import GivenMask, GivenPosK, GivenPosQ, Keys, Logits, Outputs, Queries, Values
 from qkeel.spec.slot import Params
 
 # What `stats` may say besides True.
@@ -35,9 +35,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = ...,
     causal: bool = ...,
-    mask: Tensor | None = ...,
-    pos_q: Tensor | None = ...,
-    pos_k: Tensor | None = ...,
+    mask: GivenMask | None = ...,
+    pos_q: GivenPosQ | None = ...,
+    pos_k: GivenPosK | None = ...,
     dropout: float = ...,
     impl: str = ...,
     stats: Literal[False] = ...,
@@ -51,9 +51,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = ...,
     causal: bool = ...,
-    mask: Tensor | None = ...,
-    pos_q: Tensor | None = ...,
-    pos_k: Tensor | None = ...,
+    mask: GivenMask | None = ...,
+    pos_q: GivenPosQ | None = ...,
+    pos_k: GivenPosK | None = ...,
     dropout: float = ...,
     impl: str = ...,
     stats: Literal[True],
@@ -67,9 +67,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = ...,
     causal: bool = ...,
-    mask: Tensor | None = ...,
-    pos_q: Tensor | None = ...,
-    pos_k: Tensor | None = ...,
+    mask: GivenMask | None = ...,
+    pos_q: GivenPosQ | None = ...,
+    pos_k: GivenPosK | None = ...,
     dropout: float = ...,
     impl: str = ...,
     stats: Price,
@@ -82,9 +82,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = None,
     causal: bool = True,
-    mask: Tensor | None = None,
-    pos_q: Tensor | None = None,
-    pos_k: Tensor | None = None,
+    mask: GivenMask | None = None,
+    pos_q: GivenPosQ | None = None,
+    pos_k: GivenPosK | None = None,
     dropout: float = 0.0,
     impl: str = "auto",
     stats: bool | Price = False,
