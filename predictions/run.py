@@ -19,6 +19,7 @@ from claims.studies import CORPORA
 from qkeel.errors import DataError
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 from qkeel.lab.data.corpus import load
+from qkeel.lab.plan import ONE_OF_EACH
 from qkeel.lab.studies import edge_of_chaos, find_study, size_transfer
 from qkeel.lab.training.environment import computed_with
 from qkeel.records import read_json
@@ -57,7 +58,7 @@ def edge_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> list[
     return [
         Unit("edge", remedy, edge_of_chaos.LRS, (seed,), "standard", 2, width, steps)
         for seed in seeds
-        for remedy in edge_of_chaos.REMEDIES
+        for remedy in ONE_OF_EACH
         for width in sorted(widths, reverse=True)
     ]
 
@@ -69,7 +70,7 @@ def tuning_units(seeds: Sequence[int], steps: int, widths: Sequence[int]) -> lis
         for width in sorted(widths, reverse=True)
         for how, known in SIZES.items()
         if width in known
-        for remedy in edge_of_chaos.REMEDIES
+        for remedy in ONE_OF_EACH
     ]
 
 

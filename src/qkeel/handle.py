@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 State = dict[str, Any]  # tensors and numbers by name, as a checkpoint holds them
 
@@ -60,6 +62,15 @@ class Handle:
         self.remove()
 
 
+def under(head: str, state: Mapping[str, T]) -> dict[str, T]:
+    """The part of a state whose names begin with `head`, by the rest of their names.
+
+    >>> under("a/", {"a/x": 1, "b/x": 2})
+    {'x': 1}
+    """
+    return {name[len(head) :]: value for name, value in state.items() if name.startswith(head)}
+
+
 def compose(handles: Iterable[Handle]) -> Handle:
     """Returns one handle for many, which removes them in reverse order: the last change first.
 
@@ -79,7 +90,6 @@ def compose(handles: Iterable[Handle]) -> Handle:
 
     def load(values: State) -> None:
         for i, part in enumerate(parts):
-            head = f"{i}."
-            part.load({k[len(head) :]: v for k, v in values.items() if k.startswith(head)})
+            part.load(under(f"{i}.", values))
 
     return Handle(undo, state=state, load=load)

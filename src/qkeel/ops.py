@@ -20,7 +20,7 @@ from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.band_call import CuSeqlens, band_call
 from qkeel.spec.call import AttentionCall, make_call
-from qkeel.spec.shapes import Keys, Logits, Outputs, Queries, Values
+from qkeel.spec.shapes import GivenMask, GivenPosK, GivenPosQ, Keys, Logits, Outputs, Queries, Values
 from qkeel.spec.slot import Params
 
 # What `stats` may say besides True.
@@ -36,9 +36,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = ...,
     causal: bool = ...,
-    mask: Tensor | None = ...,
-    pos_q: Tensor | None = ...,
-    pos_k: Tensor | None = ...,
+    mask: GivenMask | None = ...,
+    pos_q: GivenPosQ | None = ...,
+    pos_k: GivenPosK | None = ...,
     cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
@@ -53,9 +53,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = ...,
     causal: bool = ...,
-    mask: Tensor | None = ...,
-    pos_q: Tensor | None = ...,
-    pos_k: Tensor | None = ...,
+    mask: GivenMask | None = ...,
+    pos_q: GivenPosQ | None = ...,
+    pos_k: GivenPosK | None = ...,
     cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
@@ -70,9 +70,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = ...,
     causal: bool = ...,
-    mask: Tensor | None = ...,
-    pos_q: Tensor | None = ...,
-    pos_k: Tensor | None = ...,
+    mask: GivenMask | None = ...,
+    pos_q: GivenPosQ | None = ...,
+    pos_k: GivenPosK | None = ...,
     cu_seqlens: CuSeqlens | None = ...,
     dropout: float = ...,
     impl: str = ...,
@@ -86,9 +86,9 @@ def attention(
     spec: AttentionSpec,
     params: Params | None = None,
     causal: bool = True,
-    mask: Tensor | None = None,
-    pos_q: Tensor | None = None,
-    pos_k: Tensor | None = None,
+    mask: GivenMask | None = None,
+    pos_q: GivenPosQ | None = None,
+    pos_k: GivenPosK | None = None,
     cu_seqlens: CuSeqlens | None = None,
     dropout: float = 0.0,
     impl: str = "auto",

@@ -1,8 +1,9 @@
-"""The code speaks the field's words: predicted, known, visible, besides, a replaced call."""
+"""Code and pages speak the field's words: predicted, known, visible, besides, a replaced call."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from . import limits
 from .source import MODULES, ROOT, listed
@@ -24,19 +25,28 @@ DIALECT = {
     r"who sees whom|way of the logit|whose logits may be known": "visibility, logit path",
     r"source 0\d\d": "the paper",
 }
+# Pages with names of their own: the notebook, and those in which an outcome is called "told" (see the glossary).
+RECORDS = ("LOG.md", "CHANGELOG.md", "foreign.md", "trust.md", "multimodal.md", "glossary.md")
 # Words that are fine in a sentence and say nothing as the name of a module, class or function.
 NAMES = re.compile(r"(?:^|_)(?:moved|together|joint|aside)(?:_|$)", re.IGNORECASE)
 
 
 def test_the_old_dialect_is_gone() -> None:
     found = []
+    files = [path for path, _ in MODULES.values()] + [path for path in _pages() if path.name not in RECORDS]
     for pattern, instead in DIALECT.items():
         # Names in snake case and camel case hold words too.
         word = re.compile(rf"(?<![A-Za-z])(?:{pattern})(?![a-z])", re.IGNORECASE)
-        for path, _ in MODULES.values():
+        for path in files:
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 found += [f"{path.relative_to(ROOT)}:{number} {m.group()} ({instead})" for m in word.finditer(line)]
     listed(found, limits.DIALECT)
+
+
+def _pages() -> list[Path]:
+    """Everything that is written for readers: pages, recipes and their README."""
+    folders = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").iterdir(), *ROOT.glob("*.md")]
+    return [path for path in folders if path.suffix in (".md", ".toml")]
 
 
 def test_a_module_class_or_function_is_named_for_what_it_is() -> None:

@@ -14,8 +14,8 @@ from predictions.pages import DOCS, HERE
 from predictions.run import SIZES, compared_units, edge_units, left, tuning_units
 from predictions.table import PLACES, read
 
+from qkeel.lab.plan import ONE_OF_EACH as REMEDIES
 from qkeel.lab.studies import find_study
-from qkeel.lab.studies.edge_of_chaos import REMEDIES
 
 # The first 16 digits of SHA-256, as they were committed before the runs: text and code of a prediction do not change.
 REGISTERED = {

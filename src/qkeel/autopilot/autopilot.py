@@ -115,10 +115,8 @@ class Autopilot(Handle):
 
     def _stop(self) -> None:
         self._stopped = True
-        for hook in [
-            *self._hooks,
-            *([] if stepping() else self._later),
-        ]:  # again at remove(): in a step they stay, idle
+        # Again at remove(): in a step they stay, idle.
+        for hook in [*self._hooks, *([] if stepping() else self._later)]:
             hook.remove()
 
     def known_sites(self) -> list[AttentionSite]:

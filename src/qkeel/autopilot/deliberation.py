@@ -28,9 +28,8 @@ class Deliberation:
         self.decisions: list[Decision] = []
         self.refused: list[Refused] = []
         self.seen = 0  # records
-        self.waiting: list[
-            tuple[int, int]
-        ] = []  # numbers of the record at which, and of the decision whose effect is due
+        # Numbers of the record at which, and of the decision whose effect is due.
+        self.waiting: list[tuple[int, int]] = []
 
     def see(self, history: History) -> tuple[list[Decision], list[Effect]]:
         """The decisions of the last record, and the effects that are seen in it.

@@ -11,7 +11,7 @@ import torch
 
 from qkeel.autopilot.decision import Decision, Refused, SiteFacts
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError
-from qkeel.handle import State
+from qkeel.handle import State, under
 from qkeel.metrics import Row
 from qkeel.monitor.record.sample import Sample
 
@@ -68,7 +68,7 @@ def load(pilot: Autopilot, state: State) -> None:
         raise InvalidValueError(f"expected the state of the policy {pilot.named}, got that of {named}")
     if begun:
         _take_up(pilot, about, state)
-    pilot.monitor.load(_under(state, "monitor/"))
+    pilot.monitor.load(under("monitor/", state))
 
 
 def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
@@ -78,9 +78,9 @@ def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
     known.refused = [Refused(**one) for one in about["refused"]]
     known.seen, known.waiting = about["seen"], [(at, number) for at, number in about["waiting"]]
     if (coming := about.get("coming")) is not None:
-        heads = {name: np.asarray(x) for name, x in _under(state, "coming/").items()}
+        heads = {name: np.asarray(x) for name, x in under("coming/", state).items()}
         pilot.carried = Sample(**coming | {"layers": tuple(coming["layers"])}, heads=heads)
-    pilot.recording.load({name: np.asarray(x) for name, x in _under(state, "records/").items()})
+    pilot.recording.load({name: np.asarray(x) for name, x in under("records/", state).items()})
     pilot.events = list(about["events"])
     pilot.monitor.closer = about["closer"]
     actuator = pilot.actuator
@@ -89,14 +89,10 @@ def _take_up(pilot: Autopilot, about: Row, state: State) -> None:
         for _, _, why in actuator.set_norm(about["norm"]):
             raise RefusedError(f"the norm that was in force cannot be put back: {why}")
         if actuator.norm is not None:
-            actuator.norm[1].load(_under(state, "remedy/norm."))
+            actuator.norm[1].load(under("remedy/norm.", state))
         for i, ((spec, number), heads) in enumerate(about["handles"]):
-            own = _under(state, f"remedy/{i}.")
+            own = under(f"remedy/{i}.", state)
             actuator.put_on((spec, number), {site: tuple(those) for site, those in heads.items()}, own)
     except QkeelError:
         actuator.remove()
         raise
-
-
-def _under(state: State, head: str) -> State:
-    return {name[len(head) :]: value for name, value in state.items() if name.startswith(head)}

@@ -88,13 +88,7 @@ class Layout:
                 "from qkeel.monitor"
             )
         axis, part = next(iter(heads.items()), ((rank(),), 0))
-        return cls(
-            data=min(axis),
-            head_part=part,
-            head_parts=len(axis),
-            stage=stage,
-            shard=_shard(model),
-        )
+        return cls(data=min(axis), head_part=part, head_parts=len(axis), stage=stage, shard=_shard(model))
 
 
 def head_axes(model: nn.Module, weights: Iterable[Tensor]) -> Axes:

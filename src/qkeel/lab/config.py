@@ -53,18 +53,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        _check(
-            self,
-            "at least 1",
-            _one,
-            "d_model",
-            "n_layers",
-            "n_heads",
-            "n_kv_heads",
-            "head_dim",
-            "base_width",
-            "base_head_dim",
-        )
+        _check(self, "at least 1", _one, "d_model", "n_layers", "n_heads", "n_kv_heads")
+        _check(self, "at least 1", _one, "head_dim", "base_width", "base_head_dim")
         if self.n_kv_heads and self.n_heads % self.n_kv_heads:
             raise InvalidValueError(
                 f"expected n_heads to be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}"
@@ -261,9 +251,8 @@ class RunConfig:
             if not isinstance(part, kind):
                 name = kind.__name__.removesuffix("Config").lower()
                 raise InvalidTypeError(f"expected a {kind.__name__} as {name}, got {part!r}")
-        _check(
-            self, "at least 1", _one, "steps", "accumulate", "log_every", "eval_sequences", "probe_sequences", "threads"
-        )
+        _check(self, "at least 1", _one, "steps", "accumulate", "log_every", "threads")
+        _check(self, "at least 1", _one, "eval_sequences", "probe_sequences")
         _check(self, "at least 0", lambda x: x >= 0, "seed", "checkpoint_every", "eval_every", "nudge")
         if self.data.batch % self.accumulate:
             raise InvalidValueError(

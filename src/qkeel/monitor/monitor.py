@@ -14,7 +14,7 @@ from qkeel import dist
 from qkeel.dist.layout import Layout
 from qkeel.errors import InvalidValueError, RefusedError
 from qkeel.frames import Foreign
-from qkeel.handle import Handle, State
+from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms.advice import fitted
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.planned_rates import PlannedRates
@@ -311,7 +311,7 @@ class Monitor(Handle):
         self.steps = int(state["steps"])
         if int(state["last"]) >= 0:
             self._steps.measured(int(state["last"]))
-        self._journal.load({name[8:]: value for name, value in state.items() if name.startswith("journal/")})
+        self._journal.load(under("journal/", state))
         self._step_end.rate = None if float(state["rate"]) < 0 else state["rate"].clone()
 
     def _finish(self) -> None:

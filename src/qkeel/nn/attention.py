@@ -12,7 +12,7 @@ from qkeel.nn.cache import KVCache
 from qkeel.nn.spec_module import SpecModule, check_input
 from qkeel.spec import AttentionSpec, preset
 from qkeel.spec.call import Visibility
-from qkeel.spec.shapes import Hidden, PosK, Tokens
+from qkeel.spec.shapes import GivenMask, Hidden, PosK, Tokens
 
 
 @final
@@ -55,7 +55,7 @@ class Attention(SpecModule):
         cache: KVCache | None = None,
         context: Float[Tensor, "b s m"] | None = None,
         causal: bool | None = None,
-        mask: Tensor | None = None,
+        mask: GivenMask | None = None,
         pos: Tokens | None = None,
         pos_context: PosK | None = None,
     ) -> Hidden:

@@ -12,7 +12,7 @@ from qkeel.errors import InvalidValueError, unknown
 from qkeel.nn.attention import Attention
 from qkeel.nn.cache import Cache
 from qkeel.nn.mla import MLA
-from qkeel.spec.shapes import Hidden
+from qkeel.spec.shapes import GivenMask, GivenPosQ, Hidden
 
 NormOrder = Literal["pre", "post", "swin", "peri", "none"]
 NORM_ORDERS: dict[str, str] = {
@@ -88,8 +88,8 @@ class Block(nn.Module):
         x: Hidden,
         *,
         cache: Cache | None = None,
-        mask: Tensor | None = None,
-        pos: Tensor | None = None,
+        mask: GivenMask | None = None,
+        pos: GivenPosQ | None = None,
         causal: bool = True,
         context: Float[Tensor, "b s m"] | None = None,
     ) -> Hidden:

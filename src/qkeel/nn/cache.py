@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.spec.shapes import Keys, PosK, Values
+from qkeel.spec.shapes import GivenMask, GivenPosQ, Heads, Keys, PosK, PosQ, Values
+
+Latent = Float[Tensor, "b one t l"]
+Inverse = Float[Tensor, "b #h t"]
 
 
 class Cache:
@@ -34,7 +38,7 @@ class Cache:
         """The bytes that one more token of one sequence takes; 0 before the first."""
         return sum(x[0, :, :1].numel() * x.element_size() for x in self._held)
 
-    def next_positions(self, like: Tensor, pos: Tensor | None = None) -> Tensor:
+    def next_positions(self, like: Heads, pos: GivenPosQ | None = None) -> PosQ:
         """Positions [b|1 t] of the next tokens, like [b h t d]: `pos` checked, or those after the last ones."""
         b, t = like.shape[0], like.shape[2]
         if pos is None:
@@ -45,7 +49,7 @@ class Cache:
             raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")
         return rows
 
-    def check_positions(self, pos: Tensor | None, mask: Tensor | None) -> None:
+    def check_positions(self, pos: GivenPosQ | None, mask: GivenMask | None) -> None:
         """Raise where own positions come without the mask that they need."""
         if mask is None and (pos is not None or self.pos is not None):
             raise InvalidValueError("own positions with a cache need a mask that hides the padding, [b 1 1 keys]")
@@ -99,7 +103,7 @@ class Cache:
 class KVCache(Cache):
     """Keys as they enter the dot product (normed, rotated) and values: g · (d + d') numbers a token."""
 
-    def append(self, k: Keys, v: Values, *, pos: PosK | None = None) -> tuple[Tensor, Tensor]:
+    def append(self, k: Keys, v: Values, *, pos: PosK | None = None) -> tuple[Keys, Values]:
         """Add k [b g t d] and v [b g t d'], at positions pos [b|1 t], and return all keys and values so far."""
         k, v = self._append([k, v], pos)
         return k, v
@@ -114,8 +118,8 @@ class LatentCache(Cache):
     """
 
     def append(
-        self, latent: Tensor, rotated: Tensor, inverse: Tensor | None = None, *, pos: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, latent: Latent, rotated: Latent, inverse: Inverse | None = None, *, pos: PosK | None = None
+    ) -> tuple[Latent, Inverse | None]:
         """Add latent [b 1 t l], rotated [b 1 t r] and inverse [b h|1 t]; all [b 1 s l+r] and [b h|1 s] so far."""
         token = torch.cat([latent, rotated], dim=-1)
         held = self._append([token] if inverse is None else [token, inverse], pos)

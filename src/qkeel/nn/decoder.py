@@ -20,6 +20,7 @@ from qkeel.nn.gau import GAU, GAUBlock
 from qkeel.nn.mla import MLA, LatentSizes
 from qkeel.nn.spec_module import check_dropout
 from qkeel.spec import AttentionSpec, preset
+from qkeel.spec.shapes import GivenMask, GivenPosQ
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +108,8 @@ class Decoder(nn.Module):
         tokens: Int[Tensor, "b t"],
         *,
         caches: Sequence[Cache] | None = None,
-        mask: Tensor | None = None,
-        pos: Tensor | None = None,
+        mask: GivenMask | None = None,
+        pos: GivenPosQ | None = None,
     ) -> Float[Tensor, "b t vocab"]:
         """Maps tokens [b t] (int64) to logits over the vocabulary [b t vocab]."""
         if tokens.ndim != 2:
@@ -137,7 +138,7 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def init_tokens(
-    model: nn.Module, config: DecoderConfig, table: Tensor, generator: torch.Generator | None = None
+    model: nn.Module, config: DecoderConfig, table: Float[Tensor, "vocab m"], generator: torch.Generator | None = None
 ) -> None:
     """Weights of a model from tokens to tokens, see `Decoder.init_weights`; `table` is its embedding's weight."""
     init_linears(model, config, table, generator)
@@ -148,7 +149,7 @@ def init_tokens(
 
 @torch.no_grad()
 def init_linears(
-    model: nn.Module, config: DecoderConfig, table: Tensor, generator: torch.Generator | None = None
+    model: nn.Module, config: DecoderConfig, table: Float[Tensor, "vocab m"], generator: torch.Generator | None = None
 ) -> None:
     """Matrices std 1/√fan_in, those that write to the residual stream less (see `Decoder.init_weights`).
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from qkeel.errors import InvalidValueError, RefusedError, unknown
 from qkeel.nn.cache import KVCache
 from qkeel.nn.spec_module import SpecModule, check_input
 from qkeel.spec import AttentionSpec, preset
-from qkeel.spec.shapes import Hidden, Tokens
+from qkeel.spec.shapes import GivenMask, GivenPosQ, Hidden, Tokens
 
 
 @final
@@ -59,7 +59,7 @@ class GAU(SpecModule):
         *,
         cache: KVCache | None = None,
         causal: bool = True,
-        mask: Tensor | None = None,
+        mask: GivenMask | None = None,
         pos: Tokens | None = None,
     ) -> Hidden:
         """Maps x [b t m] to [b t m]. cache: keys and values of earlier tokens; x are those after them. pos [b t]."""
@@ -86,7 +86,7 @@ class OffsetScale(nn.Module):
         self.q_bias = nn.Parameter(torch.zeros(size)) if bias else None
         self.k_bias = nn.Parameter(torch.zeros(size)) if bias else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Hidden) -> tuple[Hidden, Hidden]:
         """Maps x [b t m] to q, k [b t s]."""
         z = F.silu(self.z_proj(x))
         q, k = z * self.q_gain, z * self.k_gain
@@ -122,10 +122,10 @@ class GAUBlock(nn.Module):
         x: Hidden,
         *,
         cache: KVCache | None = None,
-        mask: Tensor | None = None,
-        pos: Tensor | None = None,
+        mask: GivenMask | None = None,
+        pos: GivenPosQ | None = None,
         causal: bool = True,
-    ) -> Tensor:
+    ) -> Hidden:
         """Maps x [b t m] to [b t m]."""
         pre = self.norm_order == "pre"
         branch = self.attention(self.norm(x) if pre else x, cache=cache, causal=causal, mask=mask, pos=pos)

@@ -21,7 +21,7 @@ class FusedEmbedding(nn.Embedding):
         pixels: [codes p], standardised pixels of each patch code, the last tokens of the vocabulary.
     """
 
-    def __init__(self, embedding: nn.Embedding, pixels: Tensor) -> None:
+    def __init__(self, embedding: nn.Embedding, pixels: Float[Tensor, "codes p"]) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, _weight=embedding.weight)
         self.weight = embedding.weight
         self.patch = nn.Linear(pixels.shape[1], embedding.embedding_dim, bias=False)

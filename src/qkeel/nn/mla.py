@@ -14,7 +14,7 @@ from qkeel.nn.mla_absorbed import absorb, attend_latents, check_latents, encode,
 from qkeel.nn.spec_module import SpecModule, check_input
 from qkeel.spec import AttentionSpec, Rope
 from qkeel.spec.call import Visibility
-from qkeel.spec.shapes import Hidden, Tokens
+from qkeel.spec.shapes import GivenMask, GivenPosQ, Hidden, Tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class MLA(SpecModule):
         *,
         cache: LatentCache | None = None,
         causal: bool = True,
-        mask: Tensor | None = None,
+        mask: GivenMask | None = None,
         pos: Tokens | None = None,
     ) -> Hidden:
         """Maps x [b t m] to [b t m]. cache: latents of earlier tokens; x are the tokens after them. pos [b t]: of x."""
@@ -113,8 +113,8 @@ class MLA(SpecModule):
         new: tuple[Tensor, Tensor, Tensor],
         *,
         causal: bool,
-        mask: Tensor | None,
-        pos: Tensor | None,
+        mask: GivenMask | None,
+        pos: GivenPosQ | None,
     ) -> Tensor:
         """Attention of new queries, latents and shared keys to all tokens so far: [b t h·d']."""
         self._check(cache, mask, pos)
@@ -138,7 +138,7 @@ class MLA(SpecModule):
         return out.transpose(1, 2).flatten(2)
 
     def _remember(
-        self, cache: LatentCache, q: Tensor, latent: Tensor, shared: Tensor, pos: Tensor | None
+        self, cache: LatentCache, q: Tensor, latent: Tensor, shared: Tensor, pos: GivenPosQ | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Put new tokens into the cache: encoded q, all that is held, inverse sizes, own positions of q."""
         norm, at = key_norm(self.spec), cache.next_positions(q, pos)
@@ -164,7 +164,7 @@ class MLA(SpecModule):
         assert isinstance(layer, nn.Linear)
         return layer.weight.unflatten(0, (self.n_heads, -1))
 
-    def _check(self, cache: object, mask: Tensor | None, pos: Tensor | None) -> None:
+    def _check(self, cache: object, mask: GivenMask | None, pos: GivenPosQ | None) -> None:
         if not isinstance(cache, LatentCache):
             raise InvalidTypeError(
                 f"expected a qkeel.nn.LatentCache, got {type(cache).__name__}; new_cache() makes one"

@@ -25,10 +25,12 @@ from qkeel.kernels.prepare import average, row_blocks
 from qkeel.spec import AttentionSpec, NoNorm
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.norm import GainNorm, Norm
-from qkeel.spec.shapes import Heads, Queries
+from qkeel.spec.shapes import Heads, PosQ, Queries
 from qkeel.spec.slot import Params
 
 PerKey = Float[Tensor, "b g n"]
+SharedKey = Float[Tensor, "b 1 t r"]
+Gain = Float[Tensor, "*gain"]
 BLOCK = 1 << 21  # logits held at once
 _WAY_OUT = (
     "use RMSNorm or L2Norm on q and k with gain none, dim, one_plus_dim or scalar; without a cache this norm works as "
@@ -80,13 +82,13 @@ def check_latents(spec: AttentionSpec) -> None:
         raise RefusedError(f"MLA cannot attend to cached latents: {refusal}")
 
 
-def key_gain(spec: AttentionSpec, params: Params) -> Tensor | None:
+def key_gain(spec: AttentionSpec, params: Params) -> Gain | None:
     """The factor on normed keys, [d] or [], None for nothing."""
     norm = key_norm(spec)
     return None if norm is None else norm.weight("k", params)
 
 
-def encode(spec: AttentionSpec, q: Tensor, rotated: Tensor, at: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+def encode(spec: AttentionSpec, q: Queries, rotated: SharedKey, at: PosQ, params: Params) -> tuple[Queries, SharedKey]:
     """The encoded q [b h t d], and the shared key's part [b 1 t r] times its gain and rotated."""
     gain = key_gain(spec, params)
     if gain is not None and gain.ndim:
@@ -115,7 +117,7 @@ def inverse_size(norm: Norm, k: Heads) -> PerKey:
     return norm.inverse(k)[..., 0]
 
 
-def absorb(q: Queries, up: Float[Tensor, "h n l"], gain: Tensor | None, rope_dim: int) -> Float[Tensor, "b h t latent"]:
+def absorb(q: Queries, up: Float[Tensor, "h n l"], gain: Gain | None, rope_dim: int) -> Float[Tensor, "b h t latent"]:
     """[b h t l+r]: the plain part of encoded queries through W_uk^h, rows of `up` [h n l], then the rotated part."""
     rotated, plain = q[..., :rope_dim], q[..., rope_dim:]
     if gain is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
@@ -20,18 +21,19 @@ from qkeel.patching.modes import Kwargs
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.scale import Fixed
+from qkeel.spec.shapes import GivenMask, Outputs, PerRow
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
+    query: Float[Tensor, "*batch t d"],
+    key: Float[Tensor, "*keys s d"],
+    value: Float[Tensor, "*keys s e"],
+    attn_mask: GivenMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Float[Tensor, "*batch t e"]:
     """Returns softmax(scale · q kᵀ + mask) v, as torch's function of this name; `qkeel.nn.functional_attention`.
 
     On a CPU it is the compiled attention where that takes the call, from which a watched model's largest logits and
@@ -66,7 +68,7 @@ def scaled_dot_product_attention(
     return F.scaled_dot_product_attention(*given, **how)
 
 
-def attention_with_rows(given: Kwargs) -> tuple[Tensor, KernelRows | None]:
+def attention_with_rows(given: Kwargs) -> tuple[Outputs, KernelRows | None]:
     """The same of all arguments by name, and what the compiled attention found of each row; None of other kernels."""
     kernel, call = _own(given)
     if isinstance(kernel, Native) and call is not None:
@@ -74,7 +76,7 @@ def attention_with_rows(given: Kwargs) -> tuple[Tensor, KernelRows | None]:
     return scaled_dot_product_attention(**given), None
 
 
-def attention_with_logsumexp(given: Kwargs) -> tuple[Tensor, Tensor | None]:
+def attention_with_logsumexp(given: Kwargs) -> tuple[Outputs, PerRow | None]:
     """The same of all arguments by name, and the logsumexp of each row [b h t]; None of other kernels."""
     kernel, call = _own(given)
     if isinstance(kernel, Native) and call is not None:

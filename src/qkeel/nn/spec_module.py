@@ -20,7 +20,7 @@ from qkeel.registry import lookup
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.call import Visibility
 from qkeel.spec.presets import scale_advice
-from qkeel.spec.shapes import Keys, Queries, Values
+from qkeel.spec.shapes import GivenMask, GivenPosQ, Hidden, Keys, Queries, Values
 from qkeel.spec.slot import Params
 
 Observer = Callable[[AttentionCall], None]
@@ -84,7 +84,7 @@ class SpecModule(nn.Module):
 
     def attend(
         self, q: Queries, k: Keys, v: Values, *, spec: AttentionSpec, params: Params, seen: Visibility
-    ) -> Tensor:
+    ) -> Hidden:
         """Make the call, show it to the observers, run it: [b h t d] -> [b t h·d']."""
         call = seen.call(spec, q, k, v, params, self.dropout if self.training else 0.0)
         kernel = choose(call, self.impl)
@@ -103,8 +103,8 @@ class SpecModule(nn.Module):
         return KVCache(max_length)
 
     def attend_self(
-        self, cache: KVCache | None, qkv: Heads, *, causal: bool, mask: Tensor | None, pos: Tensor | None
-    ) -> Tensor:
+        self, cache: KVCache | None, qkv: Heads, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
+    ) -> Hidden:
         """Attend to the same tokens' keys and values [b g t d], with a cache to all before them: -> [b t h·d']."""
         q, k, v = qkv
         if cache is None:

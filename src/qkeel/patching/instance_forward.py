@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from qkeel.handle import Handle
+
 _NAME = "forward"
 
 
@@ -50,9 +52,10 @@ def forwards_of(module: nn.Module) -> Iterator[InstanceForward]:
         at = at.before
 
 
-def put_in_place(new: InstanceForward) -> None:
-    """Lets its module's calls go to it."""
+def put_in_place(new: InstanceForward) -> Handle:
+    """Lets its module's calls go to it; the handle takes it out."""
     new.module.__dict__[_NAME] = new
+    return Handle(lambda: take_out(new))
 
 
 def take_out(old: InstanceForward) -> None:

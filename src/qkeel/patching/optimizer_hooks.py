@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from qkeel.handle import Handle
 
@@ -44,13 +45,17 @@ class StepHooks(Handle):
 
     def come_first(self) -> None:
         """`after` is called before other hooks behind the step that there are now."""
-        last = self._hooks[1]
-        hooks = last.hooks_dict_ref()
-        assert hooks is not None
-        hooks.move_to_end(last.id, last=False)
+        go_first(self._hooks[1])
 
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
         return lambda optimizer, *_: act(optimizer) if self.active else None
+
+
+def go_first(hook: RemovableHandle) -> None:
+    """Has torch call a hook before all others of its kind that there are now."""
+    hooks = hook.hooks_dict_ref()
+    assert hooks is not None
+    hooks.move_to_end(hook.id, last=False)
 
 
 def before_change(act: Act) -> Callable[..., Any]:

@@ -71,19 +71,6 @@ _BETWEEN_TWO = re.compile("send|recv")
 
 
 @contextmanager
-def split_as_before(model: nn.Module) -> Iterator[None]:
-    """Weights that fully_shard has split, and that a pass in this context gathers and keeps, are split again."""
-    modules = _sharded_modules(model)
-    before = {id(p) for p in model.parameters()} if modules else set()
-    try:
-        yield
-    finally:
-        if modules and before != {id(p) for p in model.parameters()}:
-            for module in modules:
-                module.reshard()
-
-
-@contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Weights that fully_shard has split are whole, under their names, in this context, which all processes enter
     together. A pass in it waits for no other process on their behalf, and may fail on one of them alone."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkeel.errors import DamagedFileError, RunDirectoryError
+from qkeel.errors import DamagedFileError
 from qkeel.records import disk, system_calls
 from qkeel.records.checksums import FIELD, check_seal, is_sealed, seal
 from qkeel.records.regular_files import MOST_BYTES, read_regular, refuse_irregular
@@ -112,22 +112,17 @@ def whole_bytes(path: Path, keep: Callable[[JSONObject], bool], sealed: bool = F
 def _scan(path: Path, sealed: bool) -> Iterator[tuple[int, Any]]:
     """For each line the byte after it, and its value or the ValueError that it gave."""
     end = 0
-    try:
-        with system_calls.SYSTEM.reader(path) as file:
-            while line := file.readline(MOST_BYTES):
-                end += len(line)
-                try:
-                    if not line.endswith(b"\n"):
-                        raise ValueError("it does not end")
-                    value = _value(line, sealed)
-                    sealed = sealed or is_sealed(line)
-                except ValueError as failure:
-                    value = failure
-                yield end, value
-    except OSError as error:
-        if isinstance(error, RunDirectoryError):
-            raise
-        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
+    with system_calls.reported(f"cannot read {path}"), system_calls.SYSTEM.reader(path) as file:
+        while line := file.readline(MOST_BYTES):
+            end += len(line)
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("it does not end")
+                value = _value(line, sealed)
+                sealed = sealed or is_sealed(line)
+            except ValueError as failure:
+                value = failure
+            yield end, value
 
 
 def _damage(path: Path, number: int, why: ValueError) -> DamagedFileError:

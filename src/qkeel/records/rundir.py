@@ -279,7 +279,8 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
     """An exclusive advisory lock on `path`; after `wait` seconds a RunDirectoryError that names its holder."""
     refuse_irregular(path)
     disk.make_directory(path.parent)
-    with _reported(path.parent):
+    writes = f"cannot write in {path.parent}", ". Choose a writable directory with free space."
+    with system_calls.reported(*writes):
         file = system_calls.SYSTEM.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         deadline = time.monotonic() + wait
@@ -289,25 +290,13 @@ def locked(path: Path, message: str, wait: float = 0.0) -> Iterator[None]:
             holder = os.read(file, 20).decode("ascii", "replace").strip()
             who = f" (process {holder})" if holder else ""
             raise RunDirectoryError(f"{message}{who}. Wait for it, stop it, or choose another directory.")
-        with _reported(path.parent):
+        with system_calls.reported(*writes):
             system_calls.SYSTEM.truncate(file, 0)
             system_calls.SYSTEM.write(file, str(os.getpid()).encode())
         yield
     finally:
         with suppress(OSError):  # all that was written there is a number of a process
             system_calls.SYSTEM.close(file)
-
-
-@contextmanager
-def _reported(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, RunDirectoryError):
-            raise
-        raise RunDirectoryError(
-            f"cannot write in {folder}: {error.strerror or error}. Choose a writable directory with free space."
-        ) from error
 
 
 def _try_lock(file: int, path: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import final
 from qkeel.errors import DataError, QkeelError
 from qkeel.records.regular_files import refuse_irregular
 from qkeel.records.strict_json import json_value
+from qkeel.records.system_calls import reported
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _MOST_DIMENSIONS = 64
@@ -78,17 +79,12 @@ def read_header(path: Path, error: type[QkeelError] = DataError) -> Header:
     size = refuse_irregular(path, error)
     if size is None:
         raise error(f"{path} is missing; name a .safetensors file that exists")
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            whole = size >= 8 and length <= MOST_HEADER_BYTES
-            if not whole or length > size - 8:
-                raise error(_torn(path, size, 8 + length if whole else None))
-            text = file.read(length)
-    except OSError as failure:
-        if isinstance(failure, QkeelError):
-            raise
-        raise error(f"cannot read {path}: {failure.strerror or failure}") from failure
+    with reported(f"cannot read {path}", error=error), open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        whole = size >= 8 and length <= MOST_HEADER_BYTES
+        if not whole or length > size - 8:
+            raise error(_torn(path, size, 8 + length if whole else None))
+        text = file.read(length)
     return parse_header(text, path, size, error)
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from qkeel.errors import QkeelError, RunDirectoryError
 
 _BINARY = os.O_BINARY if sys.platform == "win32" else 0
 
@@ -51,3 +55,15 @@ class System:
 
 
 SYSTEM = System()
+
+
+@contextmanager
+def reported(said: str, advice: str = "", error: type[QkeelError] = RunDirectoryError) -> Iterator[None]:
+    """An error of the operating system as one of qkeel's: what was tried, the reason, the advice. One that is qkeel's
+    already, as RunDirectoryError is both, passes."""
+    try:
+        yield
+    except OSError as failure:
+        if isinstance(failure, QkeelError):
+            raise
+        raise error(f"{said}: {failure.strerror or failure}{advice}") from failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import final
 
 from torch import nn
@@ -12,7 +13,7 @@ from qkeel.errors import InvalidValueError
 from qkeel.handle import Handle
 from qkeel.nn.block import Block
 from qkeel.remedies.base import Remedy, Target, compose_all
-from qkeel.remedies.blocks.residual_blocks import ModuleOutput, pre_norm_branches
+from qkeel.remedies.blocks.residual_blocks import ModuleOutput, of_first, pre_norm_branches
 
 
 @final
@@ -40,7 +41,8 @@ class Dropout(Remedy):
 
     def apply(self, target: Target) -> Handle:
         return compose_all(
-            Handle(module.register_forward_hook(_Hook(self.rate)).remove) for module in _branches(target, self.name)
+            Handle(module.register_forward_hook(functools.partial(_dropped, self.rate)).remove)
+            for module in _branches(target, self.name)
         )
 
 
@@ -54,14 +56,6 @@ def _branches(target: Target, remedy: str) -> list[nn.Module]:
     return [b.block.get_submodule(b.function) for b in pre_norm_branches(target, remedy)]
 
 
-@final
-class _Hook:
+def _dropped(rate: float, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
     """The forward hook."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-
-    def __call__(self, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
-        if isinstance(output, tuple):
-            return (F.dropout(output[0], self.rate, module.training), *output[1:])
-        return F.dropout(output, self.rate, module.training)
+    return of_first(output, lambda x: F.dropout(x, rate, module.training))

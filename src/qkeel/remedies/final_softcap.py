@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import final
 
 from torch import Tensor, nn
@@ -14,15 +15,9 @@ from qkeel.remedies.blocks.output_head import logits_module
 from qkeel.remedies.processes.late_stages import refuse_late_stage
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Cap:
-    """The forward hook: a value, so that copies and pickles of the model carry it along."""
-
-    cap: float
-
-    def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return softcap(output, self.cap)
+def _capped(cap: float, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """The forward hook, which copies and pickles of the model carry along."""
+    return softcap(output, cap)
 
 
 @final
@@ -44,5 +39,5 @@ class FinalSoftcap(Remedy):
 
     def apply(self, target: Target) -> Handle:
         head = logits_module(target, self.name, self.module)
-        hook = head.register_forward_hook(_Cap(self.cap))
+        hook = head.register_forward_hook(functools.partial(_capped, self.cap))
         return compose([Handle(hook.remove), refuse_late_stage(target.model, self.name)])

@@ -14,7 +14,7 @@ from qkeel.remedies.base import Remedy, Target
 class NoRemedy(Remedy):
     """Leaves everything as it is."""
 
-    name = "none"
+    name, stacks = "none", True
     line = "no remedy"
     source = "the baseline"
     on_attention = False

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.spec_module import SpecModule
-from qkeel.patching.instance_forward import InstanceForward, put_in_place, take_out
+from qkeel.patching.instance_forward import InstanceForward, put_in_place
 from qkeel.remedies.attention.site_parameters import add_submodules
 from qkeel.remedies.base import Args, Kwargs, Remedy, Target, compose_all, where
 from qkeel.sites.see.intercept import Interceptor, Sighting
@@ -76,16 +76,7 @@ class OutputGate(Remedy):
         gate = Gate(nn.Parameter(weight.to(like)), factor=2.0 if self.init == "keep" else 1.0)
         added = add_submodules(target, site, {"output_gate": gate}, like, matrices=True)
         source = GateInput(module)
-        gated = GatedProjection(out.module, source, gate)
-        put_in_place(source)
-        put_in_place(gated)
-
-        def undo() -> None:
-            take_out(gated)
-            take_out(source)
-            added.remove()
-
-        return Handle(undo)
+        return compose([added, put_in_place(source), put_in_place(GatedProjection(out.module, source, gate))])
 
 
 def _own(module: SpecModule) -> Output:

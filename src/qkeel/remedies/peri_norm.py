@@ -20,7 +20,7 @@ class PeriNorm(Remedy):
     """Branches x + N'(F(N(x))) in place of x + F(N(x)), N' an RMS norm with a gain that starts at 1. The new norms
     are `attention_post_norm` and `mlp_post_norm` of the block; their gains join the optimizer."""
 
-    name = "peri_norm"
+    name, stacks = "peri_norm", True
     line = "adds norms behind attention and MLP of a pre-norm block"
     source = "Peri-LN, arXiv 2502.02732; Gemma 2, arXiv 2408.00118"
     rule = "branches x + N'(F(N(x))) in place of x + F(N(x)), N' an RMS norm with a gain"

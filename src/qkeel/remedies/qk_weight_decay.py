@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from qkeel.handle import Handle
-from qkeel.patching.optimizer_hooks import before_change
+from qkeel.patching.optimizer_hooks import before_change, go_first
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import HeadGroups, views_by_tensor
 from qkeel.remedies.steps.head_steps import DecayFactors
@@ -61,7 +61,5 @@ class QKWeightDecay(StepRemedy):
                 group.scale(row)
 
         hook = optimizer.register_step_pre_hook(before_change(before))
-        hooks = hook.hooks_dict_ref()
-        assert hooks is not None
-        hooks.move_to_end(hook.id, last=False)  # before lalr and qk_lr read weights: they scale the optimizer's step
+        go_first(hook)  # before lalr and qk_lr read weights: they scale the optimizer's step
         return Handle(hook.remove)

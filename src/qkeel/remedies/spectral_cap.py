@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from qkeel.functional.bounds import spectral_norm
 from qkeel.functional.norms import wide
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import factor_per_row, views_by_tensor
 from qkeel.remedies.steps.head_weights import HeadWeights
@@ -39,7 +39,7 @@ class SpectralCap(StepRemedy):
     cap: float = 4.0
     per: Literal["head", "matrix"] = "head"
 
-    name = "spectral_cap"
+    name, stacks = "spectral_cap", False
     line = "after each step, shrinks query and key weights whose largest singular value passed the cap"
     source = "Newhouse et al. 2025, arXiv 2507.13338, section 3 (rescaled, not clipped; q and k only)"
     rule = "after each step, per {per}: W ← W · min(1, {cap:g} / σ(W)) for W_Q and W_K, σ the largest singular value"
@@ -72,12 +72,7 @@ class SpectralCap(StepRemedy):
 
         first = optimizer.register_step_pre_hook(lambda *_: replaced.check())
         last = optimizer.register_step_post_hook(after)
-
-        def undo() -> None:
-            first.remove()
-            last.remove()
-
-        return Handle(undo)
+        return compose(map(Handle, (last.remove, first.remove)))
 
     def factors(self, heads: Tensor) -> Tensor:
         """The factors min(1, cap/σ) per head of [n r m]; 1 where σ is not finite."""

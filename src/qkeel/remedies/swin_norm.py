@@ -24,7 +24,7 @@ class SwinNorm(Remedy):
     same objects; their names change to `attention_post_norm` and `mlp_post_norm` of the block.
     """
 
-    name = "swin_norm"
+    name, stacks = "swin_norm", True
     line = "moves the norms of a pre-norm block behind attention and MLP"
     source = (
         "Swin V2, arXiv 2111.09883, section 3.2; Chameleon, arXiv 2405.09818, section 2.3; OLMo 2, arXiv 2501.00656"

@@ -19,7 +19,7 @@ from qkeel.spec.norm import NoNorm, Norm
 from qkeel.spec.normalizer import Normalizer, Softmax
 from qkeel.spec.position.rotary import NoPosition, Position
 from qkeel.spec.post_hoc import position_for, scale_for
-from qkeel.spec.scale import InverseSqrt, Scale
+from qkeel.spec.scale import Factor, InverseSqrt, Scale
 from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries, Values
 from qkeel.spec.slot import Geometry, Parameter, Params, Shape, Slot
 
@@ -126,7 +126,7 @@ class AttentionSpec:
         """The v that is averaged: normed where the norm is on v too."""
         return self.norm.apply("v", v, params)
 
-    def factor(self, pos_q: PosQ, head_dim: int, params: Params, dtype: torch.dtype) -> float | Tensor:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params, dtype: torch.dtype) -> float | Factor:
         """The scale: a float, or a tensor that broadcasts to [b h t 1], in dtype or float32 if that is wider."""
         reach = self.position.reach
         # A scale reads from the position how many keys a query sees.

@@ -13,7 +13,20 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknow
 from qkeel.functional.norms import unrounded
 from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.spec.attention import AttentionSpec
-from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries, QueryMask, Values, Visible
+from qkeel.spec.shapes import (
+    GivenMask,
+    GivenPosK,
+    GivenPosQ,
+    Keys,
+    Logits,
+    Mask,
+    PosK,
+    PosQ,
+    Queries,
+    QueryMask,
+    Values,
+    Visible,
+)
 from qkeel.spec.slot import Params
 
 _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -34,7 +47,7 @@ class AttentionCall:
     v: Values
     params: Params
     causal: bool
-    mask: Tensor | None
+    mask: Mask | None
     pos_q: PosQ
     pos_k: PosK
     plain: bool
@@ -78,7 +91,7 @@ class AttentionCall:
         bias = self.bias(rows, keys)
         return z if bias is None else z + bias.to(z.dtype)
 
-    def bias(self, rows: slice, keys: slice) -> Tensor | None:
+    def bias(self, rows: slice, keys: slice) -> Mask | None:
         """The additive mask of a block, -inf taken out, or None."""
         block = self._mask_block(rows, keys)
         if block is None or block.dtype == torch.bool:
@@ -124,9 +137,9 @@ class Visibility:
     """The keys that each query sees: `causal`, a `mask`, and the positions of both; see `qkeel.attention`."""
 
     causal: bool = True
-    mask: Tensor | None = None
-    pos_q: Tensor | None = None
-    pos_k: Tensor | None = None
+    mask: GivenMask | None = None
+    pos_q: GivenPosQ | None = None
+    pos_k: GivenPosK | None = None
 
     def call(
         self, spec: AttentionSpec, q: Queries, k: Keys, v: Values, params: Params | None = None, dropout: float = 0.0
@@ -207,9 +220,9 @@ def make_call(
     *,
     params: Params | None = None,
     causal: bool = True,
-    mask: Tensor | None = None,
-    pos_q: Tensor | None = None,
-    pos_k: Tensor | None = None,
+    mask: GivenMask | None = None,
+    pos_q: GivenPosQ | None = None,
+    pos_k: GivenPosK | None = None,
     dropout: float = 0.0,
 ) -> AttentionCall:
     """The checked call of raw q, k, v under `spec`; for the arguments see `qkeel.attention`."""
@@ -217,7 +230,7 @@ def make_call(
     return seen.call(spec, q, k, v, params, dropout)
 
 
-def _aligned(keys: Tensor, s: int, t: int, pos_k: Tensor | None) -> Tensor:
+def _aligned(keys: Tensor, s: int, t: int, pos_k: GivenPosK | None) -> Tensor:
     if pos_k is not None and t <= s:
         return keys[:, s - t :]
     return torch.arange(s - t, s, device=keys.device)
@@ -277,7 +290,7 @@ def _positions(name: str, pos: Tensor | None, q: Tensor, n: int, default: Tensor
     return full
 
 
-def _mask(mask: Tensor | None, q: Tensor, s: int) -> Tensor | None:
+def _mask(mask: GivenMask | None, q: Tensor, s: int) -> Tensor | None:
     if mask is None:
         return None
     _check_tensor("mask", mask)

@@ -46,7 +46,7 @@ class Norm(Slot):
         known = self.kind in ("none", "rms", "l2")
         return known and not self.bias and self.gain in ("none", "scalar", "head")
 
-    def weight(self, part: Part, params: Params) -> Tensor | None:
+    def weight(self, part: Part, params: Params) -> Float[Tensor, "*gain"] | None:
         """The gain that a part is multiplied by after the normalisation, None for nothing."""
         return None
 
@@ -147,7 +147,7 @@ class GainNorm(Norm):
             y = y + (bias[:, None, :] if bias.ndim == 2 else bias).to(y.dtype)
         return y
 
-    def weight(self, part: Part, params: Params) -> Tensor | None:
+    def weight(self, part: Part, params: Params) -> Float[Tensor, "*gain"] | None:
         gain = self._gain(part)
         if part not in self.on or gain == "none":
             return None

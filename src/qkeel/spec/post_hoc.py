@@ -61,13 +61,13 @@ def position_for(
         )
     if method == "abf":
         _only(method, options, "base")
-        return _replaced(position, base=float(options.get("base", position.base * factor)))
+        return dataclasses.replace(position, base=float(options.get("base", position.base * factor)))
     if method in ("rerope", "leaky_rerope", "self_extend"):
         return _clipped(position, method, factor, train_length, options)
     stretch = _stretch(method, factor, train_length, options)
     if stretch.magnitude != 1 and position.order == "rotate_then_norm":
         position = _normed_first(position, norm)
-    return _replaced(position, stretch=stretch)
+    return dataclasses.replace(position, stretch=stretch)
 
 
 def _seeing(position: Position, train_length: int | None, options: Options) -> Position:
@@ -153,12 +153,6 @@ def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, o
         rotary=rope.rotary,
         factor=float(options.get("leak", 2 * factor)),
         rounded=method == "self_extend",
-    )
-
-
-def _replaced(rope: Rope, *, base: float | None = None, stretch: Stretch | None = None) -> Rope:
-    return dataclasses.replace(
-        rope, base=rope.base if base is None else base, stretch=rope.stretch if stretch is None else stretch
     )
 
 

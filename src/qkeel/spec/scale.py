@@ -8,6 +8,7 @@ import math
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
@@ -17,6 +18,8 @@ from qkeel.spec.shapes import PosQ
 from qkeel.spec.slot import Geometry, Parameter, Params, Slot
 
 ScaleKind = Literal["inverse_sqrt", "sqrt", "fixed", "gradient_max", "learned", "log_n", "floor_log", "other"]
+
+Factor = Float[Tensor, "*#bht1"]
 
 
 class Scale(Slot):
@@ -31,7 +34,7 @@ class Scale(Slot):
         return self.kind in ("log_n", "floor_log", "other")
 
     @abc.abstractmethod
-    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float | Tensor:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float | Factor:
         """The factor for queries at pos_q [b|1 t]."""
 
     @property
@@ -137,7 +140,7 @@ class Learned(Scale):
         value = math.log(self.init) if self.log else self.init
         return {"logit_scale": Parameter((geometry.n_heads, 1, 1) if self.per == "head" else (), value)}
 
-    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
         scale = params["logit_scale"]
         if not self.log:
             return scale
@@ -162,7 +165,7 @@ class PositionFactor(Scale):
             raise InvalidTypeError(f"expected a Scale as inner, got {type(self.inner).__name__}")
 
     @abc.abstractmethod
-    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Tensor:
+    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
         """The factor [b|1 t] for queries at pos_q."""
 
     def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
@@ -175,7 +178,7 @@ class PositionFactor(Scale):
     def with_base(self, base: Scale) -> Scale:
         return dataclasses.replace(self, inner=self.inner.with_base(base))
 
-    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
         inner = self.inner.factor(pos_q, head_dim, params)
         dtype = wide(inner.dtype) if isinstance(inner, Tensor) else widest(pos_q.device)
         return inner * self.ratio(pos_q, dtype)[:, None, :, None]
@@ -214,10 +217,10 @@ class LogN(PositionFactor):
         shape = (geometry.n_heads, 1, 1) if self.learned == "head" else ()
         return {**needed, "log_n_scale": Parameter(shape, 1 / math.log(self.train_length))}
 
-    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Tensor:
+    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
         return log_n(pos_q + 1, self.train_length, self.clip, dtype)
 
-    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Tensor:
+    def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
         factor = PositionFactor.factor(self, pos_q, head_dim, params)
         if self.learned == "none":
             return factor
@@ -246,7 +249,7 @@ class FloorLogTemperature(PositionFactor):
         if not math.isfinite(self.alpha):
             raise InvalidValueError(f"expected a finite alpha, got {self.alpha}")
 
-    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Tensor:
+    def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
         return floor_log_temperature(pos_q, self.alpha, self.floor, dtype)
 
     def formula(self) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 Params = dict[str, Tensor]
@@ -28,7 +29,7 @@ class Parameter(NamedTuple):
     shape: Shape
     start: float | tuple[float, ...]
 
-    def tensor(self) -> Tensor:
+    def tensor(self) -> Float[Tensor, "*shape"]:
         """The tensor at its start."""
         start = self.start
         return torch.tensor(start) if isinstance(start, tuple) else torch.full(self.shape, float(start))

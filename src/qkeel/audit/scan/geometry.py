@@ -27,28 +27,19 @@ SECTIONS = (
     ("model", ("",)),  # a qkeel run
 )
 # Model types whose norms multiply by 1 + w (transformers 5.23, modeling files).
-ONE_PLUS = frozenset(
-    {
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
-        "recurrent_gemma",
-        "vaultgemma",
-        "t5gemma",
-        "t5gemma2",
-        "qwen3_next",
-        "qwen3_5",
-        "qwen3_5_text",
-        "qwen3_5_moe",
-        "qwen4_exp",
-        "minimax_m3_vl",
-        "muse_glimmer",
-        "muse_spark",
-        "step3p7",
-        "nemotron",
-    }
+ONE_PLUS = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "recurrent_gemma",
+    "vaultgemma",
+    "t5gemma",
+    "t5gemma2",
+    "nemotron",
 )
+ONE_PLUS += ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "muse_glimmer")
+ONE_PLUS += ("muse_spark", "nemotron", "step3p7")
 # Model types that do not divide logits by √head_dim (transformers 5.23, modeling files).
 UNSCALED = frozenset(["t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop", "gpt_neo"])
 

@@ -53,22 +53,10 @@ GAINS = (
     ("q_ln", "k_ln"),
 )
 # The norm whose output the projections read, next to the attention module or one or two levels up.
-INPUT_NORMS = (
-    "input_layernorm",
-    "ln_1",
-    "attention_norm",
-    "attn_norm",
-    "layernorm_before",
-    "layer_norm1",
-    "norm1",
-    "ln1",
-    "ln_attn",
-    "self_attn_layer_norm",
-    "pre_attention_layernorm",
-)
-NOT_BEFORE = frozenset(
-    ["swinv2", "opt", "bart", "mbart", "marian"]
-)  # types whose norm of such a name comes after attention
+INPUT_NORMS = ("input_layernorm", "ln_1", "attention_norm", "attn_norm", "layernorm_before", "layer_norm1", "norm1")
+INPUT_NORMS += ("ln1", "ln_attn", "self_attn_layer_norm", "pre_attention_layernorm")
+# Types whose norm of such a name comes after attention.
+NOT_BEFORE = frozenset(["swinv2", "opt", "bart", "mbart", "marian"])
 _ATTENTION = re.compile(r"^(.*?\b\w*(?:attn|attention)\w*)\.", re.IGNORECASE)
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 _SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")

@@ -16,6 +16,7 @@ from qkeel.lab.config import DataConfig
 from qkeel.lab.data.byte_pairs import byte_pairs
 from qkeel.lab.data.needles import Needles, insert_needles
 from qkeel.lab.data.sources import BUILT_IN, read_documents
+from qkeel.records.system_calls import reported
 from qkeel.registry import lookup
 
 HELD_OUT = 0.1  # share of the bytes
@@ -192,7 +193,7 @@ def _tokens(path: Path, kind: str, vocab_size: int | None) -> Corpus:
 
 def _read_bin(path: Path, kind: str) -> np.ndarray:
     dtype = np.dtype(lookup("kind of tokens", _TOKEN_KINDS, kind))
-    try:
+    with reported(f"cannot read {path}", f". Expected a file of {kind} tokens.", DataError):
         size = path.stat().st_size
         if size == 0 or size % dtype.itemsize:
             raise DataError(
@@ -205,10 +206,6 @@ def _read_bin(path: Path, kind: str) -> np.ndarray:
                 "its hash and its largest token. Name a part of it."
             )
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-    except OSError as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"cannot read {path}: {error.strerror or error}. Expected a file of {kind} tokens.") from error
 
 
 def _corpus(

@@ -29,10 +29,6 @@ from qkeel.records.disk import remove_leftovers
 from qkeel.records.rundir import locked
 
 
-def _ignore(outcome: Outcome) -> None:
-    return
-
-
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
@@ -48,7 +44,7 @@ class Execution:
     """Which part of the runs is done here."""
     command: str = ""
     """What the user typed, for the record."""
-    on_outcome: Callable[[Outcome], None] = _ignore
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None
     """Called as each run ends."""
 
 

@@ -20,6 +20,7 @@ from qkeel.records import RunDirectory, RunStatus, write_json
 from qkeel.records.disk import make_directory, move_directory, replace_file
 from qkeel.records.regular_files import refuse_irregular
 from qkeel.records.rundir import locked
+from qkeel.records.system_calls import reported
 
 _OF_THE_MACHINE = ("cpu_seconds", "tokens_per_second", "mfu")  # how long a run took is no result of it
 
@@ -64,20 +65,15 @@ def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy
     chosen = [_choice(places, entry["run_id"]) for entry in about["runs"]]
     staged = out.with_name(f".{out.name}.part")
     shutil.rmtree(staged, ignore_errors=True)  # of a merge that was killed
+    advice = ". Expected a writable place with free space; nothing that was there is changed."
     try:
-        for run in filter(None, chosen):
-            _copy(run, staged / "runs" / run.path.name)
-        make_directory(staged)
-        write_json(staged / "study.json", about)
-        table, long_table = write_tables(staged)
-        move_directory(staged, out)
-    except RunDirectoryError:
-        raise
-    except OSError as error:
-        raise RunDirectoryError(
-            f"cannot merge into {out}: {error.strerror or error}. Expected a writable place with free space; nothing "
-            "that was there is changed."
-        ) from error
+        with reported(f"cannot merge into {out}", advice):
+            for run in filter(None, chosen):
+                _copy(run, staged / "runs" / run.path.name)
+            make_directory(staged)
+            write_json(staged / "study.json", about)
+            table, long_table = write_tables(staged)
+            move_directory(staged, out)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     done = sum(run is not None and run.status is RunStatus.DONE for run in chosen)

@@ -171,9 +171,6 @@ def _keep_memory() -> None:
         return
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
-        for what, size in (
-            (-3, 1 << 30),
-            (-1, 1 << 30),
-            (-2, 1 << 26),
-        ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+        # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+        for what, size in ((-3, 1 << 30), (-1, 1 << 30), (-2, 1 << 26)):
             libc.mallopt(what, size)

@@ -62,9 +62,8 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], li
     )
 
 
-DECAY_SHARE = (
-    0.2  # of the steps, for "wsd": Hu et al. 2024 (MiniCPM, arXiv 2404.06395) decay over the last tenth or fifth
-)
+# Of the steps, for "wsd": Hu et al. 2024 (MiniCPM, arXiv 2404.06395) decay over the last tenth or fifth.
+DECAY_SHARE = 0.2
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -42,6 +42,11 @@ def _is_autopilot(text: str) -> bool:
     return any(term.name == AUTOPILOT for term in parse(text))
 
 
+def not_stacked(text: str) -> list[str]:
+    """The names of those remedies of a run that act inside its own forward pass, so that no stack has it."""
+    return [AUTOPILOT] if _is_autopilot(text) else sorted({r.name for r in remedies.parse(text) if not r.stacks})
+
+
 def note(text: str) -> Note:
     """Describes the remedy of a run, with its source.
 

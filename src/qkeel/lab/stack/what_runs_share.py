@@ -10,38 +10,13 @@ from typing import Literal, TypeVar
 from qkeel.errors import InvalidValueError
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import resolve
-from qkeel.lab.model.run_remedies import canonical
-from qkeel.registry import parse
+from qkeel.lab.model.run_remedies import not_stacked
 
 How = Literal["auto", "off"] | int
 T = TypeVar("T")
 
 _WORDS: tuple[Literal["auto"], Literal["off"]] = ("auto", "off")
 
-# Those that change the spec or a block's norms, which the stacked modules follow, and those that act on a run's own
-# optimizer. Hooks on a forward pass, weights computed from others and random numbers are not for a stack.
-REMEDIES = frozenset(
-    (
-        "none",
-        "qk_norm",
-        "qkv_norm",
-        "key_norm",
-        "query_norm",
-        "cosine",
-        "softcap",
-        "log_n",
-        "attention_temperature",
-        "sigmoid",
-        "softpick",
-        "sink",
-        "qk_clip",
-        "lalr",
-        "qk_lr",
-        "qk_weight_decay",
-        "swin_norm",
-        "peri_norm",
-    )
-)
 AT_ONCE = 16  # runs in a stack where nothing else is said: more bring nothing, and their numbers leave the cache
 # Each run of a stack has rates and decay of its own, and its own number of steps.
 _OWN_RATES = ("lr", "warmup", "schedule", "final", "weight_decay", "decay")
@@ -54,7 +29,7 @@ def why_not_stacked(config: RunConfig) -> str:
     >>> why_not_stacked(RunConfig(device="cpu", dtype="fp32", accumulate=2))
     'a step is computed in 2 parts'
     """
-    remedies = {term.name for term in parse(canonical(config.remedy))} - REMEDIES
+    remedies = not_stacked(config.remedy)
     reasons = (
         (config.data.task != "text", f"the task is {config.data.task}, not text"),
         (config.device != "cpu", f"the device is {config.device}, not a CPU"),
@@ -63,7 +38,7 @@ def why_not_stacked(config: RunConfig) -> str:
         (config.accumulate != 1, f"a step is computed in {config.accumulate} parts"),
         (config.optim.z_loss > 0, "the loss has a z-loss"),
         (config.model.block != "mha", f"the model is of {config.model.block}, not multi-head attention"),
-        (bool(remedies), f"{', '.join(sorted(remedies))} acts inside a run's own forward pass"),
+        (bool(remedies), f"{', '.join(remedies)} acts inside a run's own forward pass"),
     )
     return next((reason for holds, reason in reasons if holds), "")
 

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from qkeel.lab.config import RunConfig
-from qkeel.lab.plan import Grid, Study, pairs
+from qkeel.lab.plan import ONE_OF_EACH, Grid, Study, pairs
 
-# All of them train in stacks; σReparam and what acts inside a run's own forward pass do not.
-REMEDIES = (
-    "none",
-    "qk_norm",
-    "qkv_norm",
-    "softcap:cap=50",
-    "qk_clip:threshold=30",
-    "lalr:tau=0.1",
-    "sigmoid",
-)
 LRS = tuple(0.012 * 2**k for k in range(6))
-GRID = Grid(remedies=REMEDIES, lrs=LRS, seeds=range(4), d_model=(16, 32, 64))
+GRID = Grid(remedies=ONE_OF_EACH, lrs=LRS, seeds=range(4), d_model=(16, 32, 64))
 STUDY = Study(
     help="By default seven remedies at six rates, 0.012 to 0.384 in factors of 2, on three widths with 4 seeds: "
     "1,008 runs. Its chaos.json and page have the exponent of each pair.",

@@ -9,7 +9,7 @@ from typing import Literal
 
 from qkeel.errors import unknown
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
-from qkeel.lab.plan import Given, Grid, LongContexts, Option, PlannedRun, Request, Study
+from qkeel.lab.plan import Given, Grid, LongContexts, Option, PlannedRun, Request, Study, product
 from qkeel.registry import lookup, parse
 from qkeel.spec import PRESETS
 
@@ -35,11 +35,9 @@ def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     for block in grid.blocks or DEFAULT.blocks:
         for form in grid.remedies:
             model = dataclasses.replace(base.model, **_sizes(base.model, block), **_trained(form, base))
-            for lr in grid.lrs:
-                optim = dataclasses.replace(base.optim, lr=lr)
-                for seed in grid.seeds:
-                    config = dataclasses.replace(base, model=model, optim=optim, seed=seed)
-                    found.append(PlannedRun(config=config, role=block, form=form))
+            alone = dataclasses.replace(grid, remedies=(base.remedy,))
+            made = product(dataclasses.replace(base, model=model), alone, block)
+            found += [dataclasses.replace(run, form=form) for run in made]
     return found
 
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from qkeel.lab.plan import Grid, Study, product
+from qkeel.lab.plan import ONE_OF_EACH, Grid, Study, product
 
-REMEDIES = (
-    "none",
-    "qk_norm",
-    "qkv_norm",
-    "softcap:cap=50",
-    "qk_clip:threshold=30",
-    "lalr:tau=0.1",
-    "sigmoid",
-)
 LRS = tuple(0.006 * 2**k for k in range(5))
 GRID = Grid(
-    remedies=REMEDIES,
+    remedies=ONE_OF_EACH,
     lrs=LRS,
     seeds=range(8),
     tuning_seeds=(1000, 1001),

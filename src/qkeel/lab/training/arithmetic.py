@@ -116,9 +116,8 @@ def _backward(run: RunState, examples: Examples, config: RunConfig) -> Tensor:
         logits = run.model(examples.inputs)
     loss = token_loss(logits, examples.targets)
     total = loss + z_loss(logits, config.optim.z_loss) if config.optim.z_loss else loss
-    (
-        total / config.accumulate if run.loss_scale is None else total * run.loss_scale.value / config.accumulate
-    ).backward()
+    scaled = total if run.loss_scale is None else total * run.loss_scale.value
+    (scaled / config.accumulate).backward()
     return loss.detach() / config.accumulate
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import DamagedFileError, RunDirectoryError
+from qkeel.handle import under
 from qkeel.lab.training.run_state import RunState
 from qkeel.records import RunDirectory, write_bytes
 from qkeel.records.disk import make_directory
@@ -105,11 +106,11 @@ def restore(directory: RunDirectory, run: RunState, checkpoint: Checkpoint) -> N
     """
     tensors = checkpoint.tensors
     try:
-        _load_model(run.model, _under(tensors, "model."))
-        _load_optimizer(run.optimizer, _under(tensors, "optimizer."), checkpoint.numbers)
-        run.handle.load(_under(tensors, "remedy."))
+        _load_model(run.model, under("model.", tensors))
+        _load_optimizer(run.optimizer, under("optimizer.", tensors), checkpoint.numbers)
+        run.handle.load(under("remedy.", tensors))
         if run.loss_scale is not None:
-            run.loss_scale.load(_under(tensors, "loss_scale."))
+            run.loss_scale.load(under("loss_scale.", tensors))
         _set_random_state(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunDirectoryError(
@@ -136,10 +137,6 @@ def _digits(data: bytes | bytearray, digest: str) -> int:
     """
     field = f'"{_DIGEST}":"'.encode()
     return data.index(field + digest.encode() + b'"') + len(field)
-
-
-def _under(tensors: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
-    return {name[len(head) :]: t for name, t in tensors.items() if name.startswith(head)}
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:

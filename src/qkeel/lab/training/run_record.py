@@ -27,10 +27,6 @@ from qkeel.records.rundir import Sizes, note_checksums
 _SUMMED = ("step", "max_logit", "max_abs_logit", "capped_max_logit", "entropy")  # in every line, never null
 
 
-def _ignore(record: Mapping[str, object]) -> None:
-    return
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Watcher:
     """The callbacks that follow a run while it trains.
@@ -39,7 +35,7 @@ class Watcher:
     True
     """
 
-    on_record: Callable[[Mapping[str, object]], None] = _ignore
+    on_record: Callable[[Mapping[str, object]], None] = lambda record: None
     """Called with every line of metrics.jsonl as it is written."""
     should_stop: Callable[[], bool] = lambda: False
     """Called after every step; when it returns true a checkpoint is written and KeyboardInterrupt raised."""

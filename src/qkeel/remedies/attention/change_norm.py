@@ -13,7 +13,7 @@ from torch import nn
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.patching.instance_forward import put_in_place, take_out
+from qkeel.patching.instance_forward import put_in_place
 from qkeel.patching.module_tables import parameters_of, submodules_of
 from qkeel.remedies.attention.change_spec import ChangeSpec
 from qkeel.remedies.attention.exchange_calls import base_spec, exchange_calls, number
@@ -166,8 +166,7 @@ def _norm_projections(
                 [norm.module for norm in own],
                 inside=None if id(module) in called or "weight" not in parameters_of(module) else site.module,
             )
-            put_in_place(new)
-            yield Handle(lambda new=new: take_out(new))
+            yield put_in_place(new)
             placed.append(new)
     if placed:
         _check_ran(remedy, target, sites, placed)

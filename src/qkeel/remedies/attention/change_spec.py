@@ -27,6 +27,8 @@ class ChangeSpec(Remedy):
     """Gives each site a new spec; parameters it needs live on the site's module and join the optimizer. One of
     qkeel's modules has a spec of its own. In any other the attention call is exchanged while its forward runs."""
 
+    stacks = True
+
     __slots__ = ()
 
     @abc.abstractmethod

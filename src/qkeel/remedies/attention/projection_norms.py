@@ -173,9 +173,8 @@ class NormedProjection(InstanceForward):
         self.size = heads[0].size
         self.seen: list[int] | None = None
         made = heads[0].module
-        self.channels = (
-            -made.weight.ndim + 1 if isinstance(made, _CONVOLUTIONS) else -1
-        )  # the dimension of the features
+        # The dimension of the features.
+        self.channels = -made.weight.ndim + 1 if isinstance(made, _CONVOLUTIONS) else -1
         self.cuts = _cuts([h.index for h in heads], self.size)
         if self.cuts is None:
             home = next(self.module.parameters()).device

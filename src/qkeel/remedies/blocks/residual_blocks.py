@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import final
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qkeel.errors import RefusedError
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.nn.block import Block, NormOrder
 from qkeel.patching.module_tables import submodules_of
 from qkeel.remedies.base import Target, evaluating, module_name, where
@@ -38,25 +38,18 @@ class Branch:
         """Makes it x + norm(F(...)), the norm a child of the block under `post`."""
         if isinstance(self.block, Block):
             return swap(self.block, self.post, norm)
-        hook = self.block.get_submodule(self.function).register_forward_hook(_PostNorm(norm))
+        hook = self.block.get_submodule(self.function).register_forward_hook(functools.partial(_normed, norm))
         self.block.register_module(self.post, norm)
-
-        def undo() -> None:
-            hook.remove()
-            del submodules_of(self.block)[self.post]
-
-        return Handle(undo)
+        return compose(
+            [Handle(functools.partial(submodules_of(self.block).__delitem__, self.post)), Handle(hook.remove)]
+        )
 
 
 def swap(block: nn.Module, name: str, module: nn.Module) -> Handle:
     """Another module in a block's place of that name."""
     old = submodules_of(block)[name]
     submodules_of(block)[name] = module
-
-    def undo() -> None:
-        submodules_of(block)[name] = old
-
-    return Handle(undo)
+    return Handle(lambda: submodules_of(block).update({name: old}))
 
 
 def pre_norm_branches(target: Target, remedy: str) -> list[Branch]:
@@ -176,17 +169,14 @@ def _first(value: object) -> Tensor | None:
     return next((x for x in tensors(value) if x.is_floating_point()), None)
 
 
-@final
-class _PostNorm:
+def _normed(norm: nn.Module, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
     """A forward hook that norms the first output of a branch; the norm is a child of the block, and copied with it."""
+    return of_first(output, norm)
 
-    def __init__(self, norm: nn.Module) -> None:
-        self.norm = norm
 
-    def __call__(self, module: nn.Module, inputs: object, output: ModuleOutput) -> ModuleOutput:
-        if isinstance(output, tuple):
-            return (self.norm(output[0]), *output[1:])
-        return self.norm(output)
+def of_first(output: ModuleOutput, change: Callable[[Tensor], Tensor]) -> ModuleOutput:
+    """What a module returned, its first tensor changed."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 def ordered(block: nn.Module, order: NormOrder) -> Handle:

@@ -7,7 +7,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from qkeel import dist
 from qkeel.errors import RefusedError
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
 from qkeel.patching.parallel_training import running_stage
 
 
@@ -30,9 +30,4 @@ def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
             )
 
     passes, steps = model.register_forward_pre_hook(look), register_optimizer_step_pre_hook(refuse)
-
-    def undo() -> None:
-        passes.remove()
-        steps.remove()
-
-    return Handle(undo)
+    return compose(map(Handle, (passes.remove, steps.remove)))

@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.handle import Handle
+from qkeel.patching.optimizer_hooks import go_first
 from qkeel.remedies.steps.mixed_precision import innermost
 
 
@@ -20,13 +21,11 @@ def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> 
     def before(*_: object) -> None:
         if not left and not member.step():
             left.append(True)
-            if list(hooks or ())[-1:] == [hook.id]:  # else torch goes on through them: it stays, idle
+            if list(hook.hooks_dict_ref() or ())[-1:] == [hook.id]:  # else torch goes on through them: it stays, idle
                 hook.remove()
 
     hook = innermost(optimizer).register_step_pre_hook(before)
-    hooks = hook.hooks_dict_ref()
-    assert hooks is not None
-    hooks.move_to_end(hook.id, last=False)  # before any other hook waits for the other processes
+    go_first(hook)  # before any other hook waits for the other processes
 
     def undo() -> None:
         handle.remove()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qkeel.errors import DataError, InvalidTypeError, RefusedError, RunDirectoryError
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.records.files import write_json
+from qkeel.records.system_calls import reported
 from qkeel.remedies.apply import in_force
 from qkeel.remedies.attention.projection_norms import HeadNorm
 from qkeel.remedies.retrofit.architectures import SHAPES, Plan, plan
@@ -208,19 +209,14 @@ def _whole(out: Path, source: Path | None) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(f"{out} exists already and nothing there is overwritten; choose another place")
     part: Path | None = None
+    advice = ". Expected a writable place with free space; nothing that stood there was changed"
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part"))
-        yield part
-        os.chmod(part, 0o755)
-        os.replace(part, out)
-    except OSError as error:
-        if isinstance(error, (DataError, RunDirectoryError)):
-            raise
-        raise RunDirectoryError(
-            f"cannot write {out}: {error.strerror or error}. Expected a writable place with free space; nothing that "
-            "stood there was changed"
-        ) from error
+        with reported(f"cannot write {out}", advice):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            part = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.", suffix=".part"))
+            yield part
+            os.chmod(part, 0o755)
+            os.replace(part, out)
     finally:
         if part is not None and part.exists():
             shutil.rmtree(part)

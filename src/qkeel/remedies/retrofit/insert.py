@@ -128,9 +128,8 @@ def retrofit(
     with evaluating(plain):
         reference = Reference(plain, given)
         found_sites = find_sites(plain, *given[0][0], **given[0][1])
-        sites = list({id(site.module): site for site in reversed(found_sites)}.values())[
-            ::-1
-        ]  # the first of each module
+        # The first of each module.
+        sites = list({id(site.module): site for site in reversed(found_sites)}.values())[::-1]
         balance = Balance.of(reference, sites) if fitting.balance and not fitting.anneal else None
         replays = captured(plain, sites, given)
     with ExitStack() as undo:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from qkeel import dist
-from qkeel.handle import Handle
-from qkeel.patching.optimizer_hooks import before_change
+from qkeel.handle import Handle, compose
+from qkeel.patching.optimizer_hooks import before_change, go_first
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.fused_adam import AdamPass
 from qkeel.remedies.steps.head_groups import HeadGroups, Measure, frobenius_norm, views_by_tensor
@@ -21,7 +21,7 @@ from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import ParamGroup, check_linear
 from qkeel.remedies.steps.mixed_precision import found_inf, innermost
 from qkeel.remedies.steps.replaced_weights import ReplacementCheck
-from qkeel.remedies.steps.split_norms import SplitNorms
+from qkeel.remedies.steps.sharded_weights import SplitNorms
 
 Rates = Callable[[Tensor], Tensor]
 
@@ -113,16 +113,8 @@ class HeadSteps:
 
         first = self._optimizer.register_step_pre_hook(before_change(before))
         last = self._optimizer.register_step_post_hook(after)
-        hooks = last.hooks_dict_ref()
-        assert hooks is not None
-        hooks.move_to_end(last.id, last=False)
-
-        def undo() -> None:
-            first.remove()
-            last.remove()
-            self._clear()
-
-        return Handle(undo)
+        go_first(last)
+        return compose(map(Handle, (self._clear, last.remove, first.remove)))
 
     def _ready_adam(self) -> AdamPass | None:
         """The pass that takes the coming step over, if there is one and it can."""

@@ -22,6 +22,8 @@ class StepRemedy(Remedy):
     if_normed: ClassVar[tuple[str, str]] = ("", "")  # the reason and the way out
     if_computed: ClassVar[str] = ""
 
+    stacks = True
+
     __slots__ = ()
 
     def holds(self, site: AttentionSite) -> Refusal | None:

@@ -61,7 +61,7 @@ class ReRope(Position):
         """The product q·k [b h t s]."""
         return Position.scores(self, q, k, q, k, {})
 
-    def near(self, x: Heads, pos: Tensor) -> Heads:
+    def near(self, x: Heads, pos: PosQ) -> Heads:
         """Returns q or k rotated as usual: for pairs inside the window."""
         return self._rotated(x, pos)
 

@@ -8,10 +8,14 @@ import math
 from typing import Literal, final, get_args
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, unknown
 from qkeel.functional import rope_frequencies as f
+from qkeel.spec.shapes import PosK
+
+Frequencies = Float[Tensor, "half"]
 
 
 class Stretch(abc.ABC):
@@ -27,7 +31,7 @@ class Stretch(abc.ABC):
     magnitude: float = 1.0
 
     @abc.abstractmethod
-    def frequencies(self, theta: Tensor, base: float, pos_k: Tensor) -> Tensor:
+    def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         """[half] from RoPE's own [half] and the positions of all keys [b|1 s], which are not read back."""
 
     @abc.abstractmethod
@@ -42,7 +46,7 @@ class NoStretch(Stretch):
 
     changes = False
 
-    def frequencies(self, theta: Tensor, base: float, pos_k: Tensor) -> Tensor:
+    def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         return theta
 
     def formula(self) -> str:
@@ -59,7 +63,7 @@ class PI(Stretch):
     def __post_init__(self) -> None:
         _check(self, factor=self.factor)
 
-    def frequencies(self, theta: Tensor, base: float, pos_k: Tensor) -> Tensor:
+    def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         return f.interpolate(theta, self.factor)
 
     def formula(self) -> str:
@@ -85,7 +89,7 @@ class NTK(Stretch):
         if not self.power >= 0:
             raise InvalidValueError(f"expected a power of at least 0 for NTK-mixed, got {self.power}")
 
-    def frequencies(self, theta: Tensor, base: float, pos_k: Tensor) -> Tensor:
+    def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         if self.kind in ("old", "exact"):
             return f.ntk(theta, self.factor, exact=self.kind == "exact")
         return f.ntk_mixed(theta, self.factor, 1.0 if self.kind == "fixed" else self.power)
@@ -111,7 +115,7 @@ class DynamicNTK(Stretch):
     def __post_init__(self) -> None:
         _check(self, factor=self.factor, train_length=self.train_length)
 
-    def frequencies(self, theta: Tensor, base: float, pos_k: Tensor) -> Tensor:
+    def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         length = pos_k.amax() + 1 if pos_k.numel() else torch.ones((), device=pos_k.device)
         share = length.to(theta.dtype).clamp_min(self.train_length) / self.train_length
         return f.ntk(theta.to(length.device), self.factor * share - (self.factor - 1), exact=True)
@@ -145,7 +149,7 @@ class YaRN(Stretch):
         if self.attention_factor is not None and not self.attention_factor > 0:
             raise InvalidValueError(f"expected an attention_factor above 0, got {self.attention_factor}")
 
-    def frequencies(self, theta: Tensor, base: float, pos_k: Tensor) -> Tensor:
+    def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         return f.yarn(theta, self.factor, self.train_length, base=base, fast=self.fast, slow=self.slow, ramp=self.ramp)
 
     @property
@@ -173,7 +177,7 @@ class Llama3(Stretch):
         if not 0 < self.low < self.high:
             raise InvalidValueError(f"expected 0 < low < high turns, got low={self.low}, high={self.high}")
 
-    def frequencies(self, theta: Tensor, base: float, pos_k: Tensor) -> Tensor:
+    def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         return f.llama3(theta, self.factor, self.train_length, self.low, self.high)
 
     def formula(self) -> str:
