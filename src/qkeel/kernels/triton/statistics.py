@@ -98,7 +98,7 @@ def reach(
 
 
 @triton.jit
-def span(starts, stops, row, ok, length, KEYS: tl.constexpr):
+def span(starts, stops, row, ok, length, KEYS: tl.constexpr) -> Any:
     """Returns the first key that each row sees and the one after the last; and, of all of these rows, where their keys
     begin, up to where all rows see all of them, in whole tiles, and where they end.
     """
@@ -108,7 +108,7 @@ def span(starts, stops, row, ok, length, KEYS: tl.constexpr):
     stop = tl.max(tl.where(some, high, 0), 0)
     shared = tl.min(tl.where(some, high, tl.where(ok, begin, length)), 0)  # a row that sees nothing shares nothing
     alike = tl.max(tl.where(some, low, begin), 0) == begin
-    whole = begin + tl.where(alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS
+    whole = begin + tl.where(alike, tl.maximum(shared - begin, 0), 0) // KEYS * KEYS  # pyright: ignore[reportOperatorIssue]
     return low, high, begin, whole, stop
 
 
@@ -116,7 +116,7 @@ def span(starts, stops, row, ok, length, KEYS: tl.constexpr):
 def bounds(
     starts, stops, row, ok, first, last, length, window,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr, SPANS: tl.constexpr,
-):  # fmt: skip
+) -> Any:  # fmt: skip
     """Returns what `span` does; without spans the three of `reach`, and any numbers for the ends of each row."""
     low, high = row, row
     if SPANS:
