@@ -73,7 +73,7 @@ class ExchangedCode:
             finally:
                 uncompiled(guard, over.close)
             uncompiled(guard, report, out)
-            return own(out)
+            return uncompiled(own, out)
 
         return enter  # type: ignore[return-value]
 
