@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
 import os
 import random
 import signal
@@ -11,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.forked import forkserver
 
 KILLS = 8
 
@@ -40,13 +41,6 @@ def table(out: Path) -> list[dict[str, str]]:
     """The table.csv of a study, without what depends on the clock."""
     with open(out / "table.csv", newline="") as file:
         return [{k: v for k, v in row.items() if k != "cpu_seconds"} for row in csv.DictReader(file)]
-
-
-def forkserver() -> Any:
-    """Starts processes in milliseconds: its server has imported everything once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qkeel.lab.execution.execute"])
-    return context
 
 
 def kill_until_done(work: Callable[..., None], args: tuple[Any, ...], *, longest: float, seed: int) -> None:

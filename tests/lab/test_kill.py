@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.lab.killing import forkserver, kill_until_done, session, survivors, table
+from tests.forked import forkserver
+from tests.lab.killing import kill_until_done, session, survivors, table
 
 from qkeel.lab import Execution, Grid, RunConfig, make_plan, run_plan
 

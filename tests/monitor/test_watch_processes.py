@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import Forked
 from tests.monitor.processes import FAST, SLOW
 
 
 def run(where: Path, names: list[str], seconds: float) -> None:
     """Both processes, which must end by themselves: one that waits for ever is a failure."""
-    command = [sys.executable, "-m", "tests.monitor.processes"]
-    both = [
-        subprocess.Popen(
-            [*command, str(rank), str(where / "store"), *names],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    both = [Forked("tests.monitor.processes", str(rank), str(where / "store"), *names) for rank in range(2)]
     said = []
     try:
         for process in both:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import Forked
 
 
 def run(folder: Path, *cases: str) -> None:
     """Two processes, which must end by themselves."""
-    command = [sys.executable, "-m", "tests.processes.searching"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), *cases], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
+    started = [Forked("tests.processes.searching", str(rank), str(folder), *cases) for rank in range(2)]
     try:
         said = [process.communicate()[0] for process in started]
     finally:

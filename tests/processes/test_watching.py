@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.forked import Forked
 from tests.processes.seen import Seen
 from tests.processes.setups import SETUPS, Setup
 from tests.processes.watching import alone
@@ -28,13 +26,8 @@ SLOW = [name for name, setup in SETUPS.items() if not setup.quick]
 def found(world: int, names: tuple[str, ...]) -> dict[str, list[Seen]]:
     """What each process has recorded, of setups that are run one after the other by the same processes."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.processes.watching"]
-        tail = [str(world), folder, *names]
-        one_core = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started = [
-            subprocess.Popen([*command, str(rank), *tail], stdout=-1, stderr=subprocess.STDOUT, text=True, env=one_core)
-            for rank in range(world)
-        ]
+        words = [str(world), folder, *names]
+        started = [Forked("tests.processes.watching", str(rank), *words) for rank in range(world)]
         try:
             said = [process.communicate(timeout=400)[0] for process in started]
         finally:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from tests.forked import Forked
 from tests.processes.setups import SETUPS
 
 import qkeel
@@ -18,23 +17,12 @@ from qkeel.remedies.processes.shared_maxima import SharedMaxima
 
 from .models import attention
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(folder: Path, world: int, cases: Sequence[str], *, limit: float = 300) -> None:
     """Each process does the cases and ends well."""
     (folder / "store").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.remedies.processes"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(folder), *cases],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    words = [str(world), str(folder), *cases]
+    started = [Forked("tests.remedies.processes", str(rank), *words) for rank in range(world)]
     try:
         said = [process.communicate(timeout=limit)[0] for process in started]
     finally:

@@ -15,6 +15,7 @@ from qkeel.patching.compiler_state import compile_again
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
+from qkeel.remedies.attention.change_spec import ChangeSpec
 from qkeel.remedies.base import Remedy, Target, compose_all, where
 from qkeel.remedies.cosine import Cosine
 from qkeel.remedies.dropout import Dropout
@@ -226,7 +227,8 @@ def apply(
 
 
 def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, partial: bool) -> Iterator[Handle]:
-    """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them."""
+    """Apply one remedy after the other. Sites are found once, and again after a remedy that changes them: for others,
+    and to see that the model still runs where the remedy itself has not run it."""
     sites = known if known is not None else _sites(found[0], bare) if found else Sites()
     check_mates(bare.model, sites)
     for remedy in found:
@@ -240,7 +242,8 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
         inner = remedy.apply(target)
         try:
             inner = check_added(remedy.name, target, before, inner)
-            if not remedy.on_steps and known is None:
+            others = remedy is not found[-1] or in_force(bare.model)  # that a look at the change is for
+            if not remedy.on_steps and known is None and (others or not isinstance(remedy, ChangeSpec)):
                 sites = _sites(remedy, bare)
             _check_others(remedy, sites)
         except BaseException:
