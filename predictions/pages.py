@@ -8,49 +8,70 @@ from typing import Any
 
 import numpy as np
 
-from predictions import after, edge_of_chaos, transfer
+from predictions import edge_again, edge_of_chaos, transfer, transfer_again
 from predictions.charts import Axis, chart
 from qkeel.metrics import PairedEffect
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "results"
 Rows = Sequence[Mapping[str, Any]]
-RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+Table = tuple[Mapping[str, Any], Rows]  # what is said about rows, and the rows
+RATES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+FIRST = tuple(name for name, *_ in edge_of_chaos.PREDICTED)
 
 
-def edge_page(about: Mapping[str, Any], rows: Rows) -> dict[str, str]:
-    """Returns the files of the page of the edge of chaos by name."""
-    found = edge_of_chaos.judged(rows)
-    predicted = [(name, found[name]) for name, *_ in edge_of_chaos.PREDICTED]
-    verdicts = [(f"{name}: {own['words']}", interval(own["value"]), f"**{own['verdict']}**") for name, own in predicted]
+def edge_page(first: Table, again: Table) -> dict[str, str]:
+    """Returns the files of the page of the edge of chaos by name: of the first table its verdicts, of the second, which
+    holds all cells and seeds, everything else."""
+    found = edge_of_chaos.judged(first[1])
+    verdicts = [(f"{name}: {found[name]['words']}", found[name]["value"], found[name]["verdict"]) for name in FIRST]
+    new = [row for row in again[1] if row["seed"] in edge_again.SEEDS]
+    second = [(f"{name}: {words}", value, said) for name, words, value, said in edge_again.judged(new)]
+    whole = edge_of_chaos.judged(again[1])
+    lrs = sorted({row["lr"] for row in again[1]})
     cells = [
-        (c["d_model"], f"`{c['remedy']}`", *(rate(c[k]) for k in ("edge", "knee", "logit"))) for c in found["cells"]
+        (c["d_model"], f"`{c['remedy']}`", *(rate(c[k], lrs) for k in ("edge", "knee", "logit")))
+        for c in whole["cells"]
     ]
     text = "\n".join(
         (
             (HERE / "edge_of_chaos.md").read_text(encoding="utf-8"),
             "## Results\n",
-            made(about, rows, found["seeds"]),
-            table(("prediction", "found (95 %)", "verdict"), verdicts),
+            made(*first, found["seeds"]),
+            judgements(verdicts),
+            (HERE / "edge_again.md").read_text(encoding="utf-8"),
+            "## Results of the second\n",
+            made(*again, edge_again.SEEDS),
+            judgements(second),
+            same(first[1], again[1]),
+            "## All seeds\n",
+            f"Edge, knee and rival on seeds {whole['seeds'][0]} to {whole['seeds'][-1]}.\n",
             "![Edge and knee of each remedy at each width](../images/edge-of-chaos.svg)\n",
             "![Exponent against rate at width 64](../images/edge-of-chaos-exponents.svg)\n",
             "Rates; ≤ or ≥ where it lies outside of the grid:\n",
             table(("width", "remedy", "edge", "knee", "largest logit passes 100"), cells),
-            _after(rows),
+            _loud(again[1]),
             (HERE / "edge_of_chaos_reading.md").read_text(encoding="utf-8"),
         )
     )
-    return {"edge-of-chaos.md": text, **_edge_pictures(found, rows)}
+    return {"edge-of-chaos.md": text, **_edge_pictures(whole, again[1])}
 
 
-def _after(rows: Rows) -> str:
-    statistics, (both, quiet, loud, neither) = after.looked_at(rows)
+def _loud(rows: Rows) -> str:
+    both, quiet, loud, neither = edge_again.chaotic_and_loud(rows)
     return (
-        "## Looked at afterwards\n\nNot predicted, so it suggests and tests nothing.\n\n"
-        + table(("statistic", "found (95 %)"), [(words, interval(value)) for words, value in statistics])
-        + f"\nOf {both + quiet + loud + neither} cells and rates {both + quiet} are chaotic, {both} of them with a "
-        f"floor over {edge_of_chaos.FLOOR:g} nats; of the {loud + neither} others {loud} have one.\n"
+        f"Of {both + quiet + loud + neither} cells and rates {both + quiet} are chaotic, {both} of them with a floor "
+        f"over {edge_of_chaos.FLOOR:g} nats; of the {loud + neither} others {loud} have one.\n"
     )
+
+
+def same(first: Rows, again: Rows) -> str:
+    """Returns how many rows of the first table the second, which was made anew, has with the same numbers."""
+    names = ("remedy", "parametrisation", "n_layers", "d_model", "steps", "lr", "seed")
+    numbers = [name for name in first[0] if name not in (*names, "cpu_seconds")]
+    known = {tuple(row[name] for name in names): [row[name] for name in numbers] for row in again}
+    both = [known[key] == [row[n] for n in numbers] for row in first if (key := tuple(row[n] for n in names)) in known]
+    return f"Of the {len(both)} runs that both tables have, {sum(both)} have the same numbers in every digit.\n"
 
 
 def _edge_pictures(found: Mapping[str, Any], rows: Rows) -> dict[str, str]:
@@ -84,48 +105,68 @@ WORDS = {
 }
 
 
-def transfer_page(about: Mapping[str, Any], rows: Rows) -> dict[str, str]:
-    """Returns the files of the page of transfer by name."""
-    found = transfer.judged(rows)
-    verdicts = [(words, _value(found[name]["value"]), f"**{found[name]['verdict']}**") for name, words in WORDS.items()]
-    proxies = sorted(found["right"], key=lambda size: (size[0] != "standard", size[1]))
-    seeds = list(found["right"][proxies[0]])
-    shares = [[f"{found['right'][size][n]:.0%}, {found['pairs'][size][n]:.0%}" for n in seeds] for size in proxies]
-    right = [(_name(size), interval(found["tau"][size]), *own) for size, own in zip(proxies, shares)]
+def transfer_page(first: Table, again: Table) -> dict[str, str]:
+    """Returns the files of the page of transfer by name: of the first table its verdicts, of the second, which holds
+    all sizes and seeds, everything else."""
+    found = transfer.judged(first[1])
+    verdicts = [(words, found[name]["value"], found[name]["verdict"]) for name, words in WORDS.items()]
+    second = [(f"{name}: {words}", value, said) for name, words, value, said in transfer_again.judged(again[1])]
+    whole = transfer.judged([row for row in again[1] if row["n_layers"] == transfer_again.BLOCKS])
     text = "\n".join(
         (
             (HERE / "transfer.md").read_text(encoding="utf-8"),
             "## Results\n",
-            made(about, rows, found["seeds"]),
-            table(("prediction", "found (95 %)", "verdict"), verdicts),
-            smallest(found, proxies, seeds),
-            table(("proxy", "τ to the target", *(f"advice, pairs: {n} seed{'s' * (n > 1)}" for n in seeds)), right),
+            made(*first, found["seeds"]),
+            judgements(verdicts),
+            (HERE / "transfer_again.md").read_text(encoding="utf-8"),
+            "## Results of the second\n",
+            made(*again, transfer_again.SEEDS),
+            judgements(second),
+            "## All seeds\n",
+            f"Seeds {whole['seeds'][0]} to {whole['seeds'][-1]}. How often a proxy's advice is right, by the number of "
+            "its seeds:\n",
+            _shares("width 64", whole["right"]),
+            _shares("width 128", transfer_again.advice_at_wide(again[1])),
             "Mean held-out loss of `none` in nats per byte, and the others' gain over it, with 95 % intervals (Holm "
             "over the remedies of a size); in brackets the tuned rate:\n",
-            table(*_gains(found, rows)),
+            table(*_gains(whole, again[1])),
             "![Gain over none by width](../images/transfer.svg)\n",
-            _costs(found),
+            _costs(whole),
             (HERE / "transfer_reading.md").read_text(encoding="utf-8"),
         )
     )
-    return {"transfer.md": text, "../images/transfer.svg": _transfer_picture(found)}
+    return {"transfer.md": text, "../images/transfer.svg": _transfer_picture(whole)}
 
 
-def smallest(found: Mapping[str, Any], proxies: Sequence[tuple[str, int]], seeds: Sequence[int]) -> str:
+def _shares(target: str, right: Mapping[tuple[str, int], Mapping[int, float]]) -> str:
+    """Returns how often the advice of each proxy is right for a target, and which is the smallest that is in RIGHT."""
+    seeds = list(next(iter(right.values())))
+    lines = [(_name(size), *(f"{share:.0%}" for share in own.values())) for size, own in right.items()]
+    return f"**{target}**: {smallest(right)}\n\n" + table(
+        ("proxy", *(f"{n} seed{'s' * (n > 1)}" for n in seeds)), sorted(lines, key=lambda line: "µP" in line[0])
+    )
+
+
+def smallest(right: Mapping[tuple[str, int], Mapping[int, float]]) -> str:
     """Returns the sentence about the smallest proxy whose advice is right in 90 % of draws."""
-    good = [(n * size[1] ** 2, size, n) for size in proxies for n in seeds if found["right"][size][n] >= transfer.RIGHT]
+    good = [
+        (n * size[1] ** 2, size, n)
+        for size, own in right.items()
+        for n, share in own.items()
+        if share >= transfer.RIGHT
+    ]
     if not good:
-        return "**No proxy's advice was right in 90 % of draws.**\n"
+        return "no proxy's advice was right in 90 % of draws."
     _, size, n = min(good, key=lambda one: one[0])
     return (
-        f"**The smallest proxy whose advice is right in 90 % of draws: {_name(size)} with {n} seed{'s' * (n > 1)}** "
-        "(least width² × seeds).\n"
+        f"the smallest proxy whose advice is right in 90 % of draws is {_name(size)} with {n} seed{'s' * (n > 1)} "
+        "(least width² × seeds)."
     )
 
 
 def _gains(found: Mapping[str, Any], rows: Rows) -> tuple[list[str], list[list[str]]]:
     sizes = sorted(set(found["losses"]) - {("mup", transfer.TARGET)}, key=lambda size: (size[0] != "standard", size[1]))
-    compared = [row for row in rows if row["seed"] < transfer.TUNING]
+    compared = [row for row in rows if row["seed"] < transfer.TUNING and row["n_layers"] == transfer_again.BLOCKS]
     rates = {(row["parametrisation"], row["d_model"], row["remedy"]): row["lr"] for row in compared}
     lines = []
     for i, remedy in enumerate(found["remedies"]):
@@ -156,7 +197,7 @@ def _transfer_picture(found: Mapping[str, Any]) -> str:
         if name != "none"
     }
     x = Axis(name="width", ticks=widths)
-    y = Axis(name="gain over none at tuned rates, nats", ticks=(-0.1, -0.05, 0, 0.05), log=False)
+    y = Axis(name="gain over none at tuned rates, nats", ticks=(-0.15, -0.1, -0.05, 0, 0.05, 0.1), log=False)
     return chart("Gain over none by width, standard parametrisation, tuned rates", x, y, gains)
 
 
@@ -187,16 +228,20 @@ def gain(effect: PairedEffect) -> str:
     return f"{effect.mean:+.3f} ({effect.low:+.3f} to {effect.high:+.3f})".replace("-", "−")
 
 
-def rate(value: float) -> str:
-    """Returns a rate; half a step outside of the grid it is said to be outside.
+def rate(value: float, lrs: Sequence[float]) -> str:
+    """Returns a rate; outside of the grid it is said to be outside.
 
-    >>> rate(0.05), rate(0.012 * 2**-0.5)
+    >>> rate(0.05, (0.012, 0.384)), rate(0.012 * 2**-0.5, (0.012, 0.384))
     ('0.05', '≤ 0.012')
     """
-    lrs = (0.012, 0.384)
     if value < lrs[0]:
         return f"≤ {lrs[0]:g}"
-    return f"≥ {lrs[1]:g}" if value > lrs[1] else f"{value:.2g}"
+    return f"≥ {lrs[-1]:g}" if value > lrs[-1] else f"{value:.2g}"
+
+
+def judgements(found: Iterable[tuple[str, float | Sequence[float], str]]) -> str:
+    """Returns predictions in words with what was found and the verdict."""
+    return table(("prediction", "found (95 %)", "verdict"), [(w, _value(v), f"**{said}**") for w, v, said in found])
 
 
 def _value(value: float | Sequence[float]) -> str:
@@ -204,7 +249,7 @@ def _value(value: float | Sequence[float]) -> str:
 
 
 def _name(size: tuple[str, int]) -> str:
-    return f"width {size[1]}{', µP' if size[0] == 'mup' else ''}"
+    return f"width {size[1]}{', µP' if size[0].startswith('mup') else ''}"
 
 
 def write(out: Path, files: Mapping[str, str]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from predictions.order import over_seeds, verdict
-from predictions.transfer import RIGHT, TARGET, TUNING, Row, advice, gains, losses, order
+from predictions.transfer import RIGHT, TARGET, TUNING, Row, advice, losses, order
 from predictions.transfer import judged as judged_first
 
 SEEDS = range(8, 16)
@@ -75,9 +74,8 @@ def judged(rows: Sequence[Row]) -> list[tuple[str, str, Value, str]]:
     return found
 
 
-def at_wide(rows: Sequence[Row]) -> tuple[list[str], dict[str, Any], dict[tuple[str, int], dict[int, float]]]:
-    """Returns of all seeds: remedies, gains over none at the wide target, and the shares of right advice by proxy."""
-    remedies, seeds, _ = losses([row for row in rows if row["n_layers"] == BLOCKS])
+def advice_at_wide(rows: Sequence[Row]) -> dict[tuple[str, int], dict[int, float]]:
+    """Returns how often the advice of each proxy with so many seeds is right for the wide target, on all seeds."""
     wide = seen_from(rows, "standard", WIDE)
-    shares = {size: {n: advice(wide, size, n) for n in (1, 2, 4, 8, len(seeds))} for size in wide if "proxy" in size[0]}
-    return remedies, gains(remedies, wide["standard", TARGET]), shares
+    n = wide["standard", TARGET].shape[1]
+    return {size: {k: advice(wide, size, k) for k in (1, 2, 4, n)} for size in wide if "proxy" in size[0]}
