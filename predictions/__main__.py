@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from predictions.pages import DOCS, edge_page, transfer_page, write
-from predictions.table import PLACES, read
+from predictions.table import PLACES, tables_of
 from predictions.table import write as write_rows
 from qkeel.lab import RunConfig
 from qkeel.lab.training.environment import computed_with
@@ -30,15 +30,14 @@ def keep(name: str, source: Path) -> None:
 
 
 def main() -> None:
-    """Keeps rows if asked to, then writes all pages whose tables are there."""
+    """Keeps rows if asked to, then writes all pages."""
     parser = argparse.ArgumentParser(prog="python -m predictions", description=__doc__)
     parser.add_argument("--keep", nargs=2, metavar=("STUDY", "ROWS"), help="rows that become the committed table")
     options = parser.parse_args()
     if options.keep:
         keep(options.keep[0], Path(options.keep[1]))
     for name, page in PAGES.items():
-        if all(place.exists() for place in PLACES[name]):
-            write(DOCS, page(*map(read, PLACES[name])))
+        write(DOCS, page(*tables_of(name)))
 
 
 if __name__ == "__main__":

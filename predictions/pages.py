@@ -10,27 +10,29 @@ import numpy as np
 
 from predictions import edge_again, edge_of_chaos, transfer, transfer_again
 from predictions.charts import Axis, chart
-from predictions.table import PLACES, read
+from predictions.table import tables_of
 from qkeel.metrics import PairedEffect
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "results"
 Rows = Sequence[Mapping[str, Any]]
 Table = tuple[Mapping[str, Any], Rows]  # what is said about rows, and the rows
+Size = tuple[str, int]
+Shares = Mapping[Size, Mapping[int, float]]
 RATES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 HIGH = (0.048, 0.192)  # rates over the best one of none
+NOT_RUN = "Its runs are not made yet.\n"
 FIRST = tuple(name for name, *_ in edge_of_chaos.PREDICTED)
 
 
-def edge_page(first: Table, again: Table) -> dict[str, str]:
+def edge_page(first: Table, again: Table | None = None) -> dict[str, str]:
     """Returns the files of the page of the edge of chaos by name: of the first table its verdicts, of the second, which
-    holds all cells and seeds, everything else."""
+    holds all cells and seeds, everything else; where it is not there, of the first."""
     found = edge_of_chaos.judged(first[1])
     verdicts = [(f"{name}: {found[name]['words']}", found[name]["value"], found[name]["verdict"]) for name in FIRST]
-    new = [row for row in again[1] if row["seed"] in edge_again.SEEDS]
-    second = [(f"{name}: {words}", value, said) for name, words, value, said in edge_again.judged(new)]
-    whole = edge_of_chaos.judged(again[1])
-    lrs = sorted({row["lr"] for row in again[1]})
+    rows = (again or first)[1]
+    whole = edge_of_chaos.judged(rows)
+    lrs = sorted({row["lr"] for row in rows})
     cells = [
         (c["d_model"], f"`{c['remedy']}`", *(rate(c[k], lrs) for k in ("edge", "knee", "logit")))
         for c in whole["cells"]
@@ -43,20 +45,24 @@ def edge_page(first: Table, again: Table) -> dict[str, str]:
             judgements(verdicts),
             (HERE / "edge_again.md").read_text(encoding="utf-8"),
             "## Results of the second\n",
-            made(*again, edge_again.SEEDS),
-            judgements(second),
-            same(first[1], again[1]),
+            _edge_again(first[1], *again) if again else NOT_RUN,
             "## All seeds\n",
             f"Edge, knee and rival on seeds {whole['seeds'][0]} to {whole['seeds'][-1]}.\n",
             "![Edge and knee of each remedy at each width](../images/edge-of-chaos.svg)\n",
             "![Exponent against rate at width 64](../images/edge-of-chaos-exponents.svg)\n",
             "Rates; ≤ or ≥ where it lies outside of the grid:\n",
             table(("width", "remedy", "edge", "knee", "largest logit passes 100"), cells),
-            _loud(again[1]),
+            _loud(rows),
             (HERE / "edge_of_chaos_reading.md").read_text(encoding="utf-8"),
         )
     )
-    return {"edge-of-chaos.md": text, **_edge_pictures(whole, again[1])}
+    return {"edge-of-chaos.md": text, **_edge_pictures(whole, rows)}
+
+
+def _edge_again(first: Rows, about: Mapping[str, Any], rows: Rows) -> str:
+    new = [row for row in rows if row["seed"] in edge_again.SEEDS]
+    verdicts = [(f"{name}: {words}", value, said) for name, words, value, said in edge_again.judged(new)]
+    return "\n".join((made(about, rows, edge_of_chaos.Table.of(new).seeds), judgements(verdicts), same(first, rows)))
 
 
 def _loud(rows: Rows) -> str:
@@ -107,13 +113,13 @@ WORDS = {
 }
 
 
-def transfer_page(first: Table, again: Table) -> dict[str, str]:
+def transfer_page(first: Table, again: Table | None = None) -> dict[str, str]:
     """Returns the files of the page of transfer by name: of the first table its verdicts, of the second, which holds
-    all sizes and seeds, everything else."""
+    all sizes and seeds, everything else; where it is not there, of the first."""
     found = transfer.judged(first[1])
     verdicts = [(words, found[name]["value"], found[name]["verdict"]) for name, words in WORDS.items()]
-    second = [(f"{name}: {words}", value, said) for name, words, value, said in transfer_again.judged(again[1])]
-    whole = transfer.judged([row for row in again[1] if row["n_layers"] == transfer_again.BLOCKS])
+    rows = [row for row in (again or first)[1] if row["n_layers"] == transfer_again.BLOCKS]
+    whole = transfer.judged(rows)
     text = "\n".join(
         (
             (HERE / "transfer.md").read_text(encoding="utf-8"),
@@ -122,34 +128,50 @@ def transfer_page(first: Table, again: Table) -> dict[str, str]:
             judgements(verdicts),
             (HERE / "transfer_again.md").read_text(encoding="utf-8"),
             "## Results of the second\n",
-            made(*again, transfer_again.SEEDS),
-            judgements(second),
+            _transfer_again(*again) if again else NOT_RUN,
             "## All seeds\n",
             f"Seeds {whole['seeds'][0]} to {whole['seeds'][-1]}. How often a proxy's advice is right, by the number of "
             "its seeds:\n",
-            _shares("width 64", whole["right"]),
-            _shares("width 128", transfer_again.advice_at_wide(again[1])),
+            _shares("width 64", whole["right"], whole["tau"], whole["pairs"]),
+            *([_shares("width 128", transfer_again.advice_at_wide(rows), {}, {})] if again else []),
             "Mean held-out loss of `none` in nats per byte, and the others' gain over it, with 95 % intervals (Holm "
             "over the remedies of a size); in brackets the tuned rate:\n",
-            table(*_gains(whole, again[1])),
+            table(*_gains(whole, rows)),
             "![Gain over none by width](../images/transfer.svg)\n",
-            _fronts(whole, read(PLACES["edge"][-1])[1]),
+            _fronts(whole, tables_of("edge")[-1][1]),
             (HERE / "transfer_reading.md").read_text(encoding="utf-8"),
         )
     )
     return {"transfer.md": text, "../images/transfer.svg": _transfer_picture(whole)}
 
 
-def _shares(target: str, right: Mapping[tuple[str, int], Mapping[int, float]]) -> str:
-    """Returns how often the advice of each proxy is right for a target, and which is the smallest that is in RIGHT."""
-    seeds = list(next(iter(right.values())))
-    lines = [(_name(size), *(f"{share:.0%}" for share in own.values())) for size, own in right.items()]
-    return f"**{target}**: {smallest(right)}\n\n" + table(
-        ("proxy", *(f"{n} seed{'s' * (n > 1)}" for n in seeds)), sorted(lines, key=lambda line: "µP" in line[0])
-    )
+def _transfer_again(about: Mapping[str, Any], rows: Rows) -> str:
+    verdicts = [(f"{name}: {words}", value, said) for name, words, value, said in transfer_again.judged(rows)]
+    return made(about, rows, transfer_again.SEEDS) + "\n" + judgements(verdicts)
 
 
-def smallest(right: Mapping[tuple[str, int], Mapping[int, float]]) -> str:
+def _shares(target: str, right: Shares, tau: Mapping[Size, Sequence[float]], pairs: Shares) -> str:
+    """Returns how often the advice of each proxy is right for a target, and which is the smallest that is in RIGHT.
+
+    Args:
+        target: its name. right: shares of draws by proxy and number of seeds. tau: Kendall's τ to the target by proxy,
+            or nothing. pairs: shares of pairs in the right order, as `right`, or nothing.
+    """
+    sizes = sorted(right, key=lambda size: (not size[0].startswith("standard"), size[1]))
+    seeds = [f"{n} seed{'s' * (n > 1)}" for n in right[sizes[0]]]
+    lines = [
+        (
+            _name(size),
+            *([interval(tau[size])] if tau else []),
+            *(f"{share:.0%}" + (f", {pairs[size][n]:.0%}" if pairs else "") for n, share in right[size].items()),
+        )
+        for size in sizes
+    ]
+    head = ("proxy", *(["τ to the target"] if tau else []), *((f"advice, pairs: {n}" if pairs else n) for n in seeds))
+    return f"**{target}**: {smallest(right)}\n\n" + table(head, lines)
+
+
+def smallest(right: Shares) -> str:
     """Returns the sentence about the smallest proxy whose advice is right in 90 % of draws."""
     good = [
         (n * size[1] ** 2, size, n)
@@ -168,7 +190,7 @@ def smallest(right: Mapping[tuple[str, int], Mapping[int, float]]) -> str:
 
 def _gains(found: Mapping[str, Any], rows: Rows) -> tuple[list[str], list[list[str]]]:
     sizes = sorted(set(found["losses"]) - {("mup", transfer.TARGET)}, key=lambda size: (size[0] != "standard", size[1]))
-    compared = [row for row in rows if row["seed"] < transfer.TUNING and row["n_layers"] == transfer_again.BLOCKS]
+    compared = [row for row in rows if row["seed"] < transfer.TUNING]
     rates = {(row["parametrisation"], row["d_model"], row["remedy"]): row["lr"] for row in compared}
     lines = []
     for i, remedy in enumerate(found["remedies"]):
@@ -181,33 +203,26 @@ def _gains(found: Mapping[str, Any], rows: Rows) -> tuple[list[str], list[list[s
     return ["remedy", *map(_name, sizes)], lines
 
 
-def _fronts(found: Mapping[str, Any], rows: Rows) -> str:
+def _fronts(found: Mapping[str, Any], edge: Rows) -> str:
     """Returns the gain over none at the tuned rate, and from the rows of the edge at higher ones, against the cost."""
-    width = transfer.TARGET
-    losses = {(row["remedy"], row["lr"], row["seed"]): row["val_loss"] for row in rows if row["d_model"] == width}
-    seeds = sorted({seed for _, _, seed in losses})
-    spent = {name: [r["cpu_seconds"] for r in rows if r["remedy"] == name] for name in found["remedies"]}
-    cost = {name: float(np.median(own)) / float(np.median(spent["none"])) for name, own in spent.items()}
-    columns = {"tuned": found["effects"]}
+    losses = {(r["remedy"], r["lr"], r["seed"]): r["val_loss"] for r in edge if r["d_model"] == transfer.TARGET}
+    names, seeds = (list(dict.fromkeys(key[i] for key in losses)) for i in (0, 2))
+    cost, columns = found["cost"], {"tuned rate": found["effects"]}
     for lr in HIGH:
-        tables = np.array([[losses[name, lr, seed] for seed in seeds] for name in found["remedies"]])
-        columns[f"{lr:g}"] = transfer.gains(found["remedies"], tables)
-    fronts = {
-        rate: transfer.front({name: (own[name].mean if name in own else 0.0, cost[name]) for name in cost})
-        for rate, own in columns.items()
-    }
+        columns[f"rate {lr:g}"] = transfer.gains(names, np.array([[losses[n, lr, s] for s in seeds] for n in names]))
+    known = {rate: {"none": 0.0, **{n: own[n].mean for n in own}} for rate, own in columns.items()}
+    fronts = {rate: transfer.front({n: (mean, cost[n]) for n, mean in own.items()}) for rate, own in known.items()}
     lines = []
     for name in sorted(cost, key=cost.__getitem__):
-        cells = [gain(own[name]) if name in own else "0" for own in columns.values()]
+        cells = [gain(own[name]) if name in own else "0" if name == "none" else "–" for own in columns.values()]
         marked = [f"**{cell}**" if name in fronts[rate] else cell for rate, cell in zip(columns, cells)]
         lines.append((f"`{name}`", f"{cost[name]:.2f}×", *marked))
     return (
-        f"Gain over `none` at width {width} in nats per byte, at each remedy's tuned rate and at rates above, against "
-        "the processor time of a run: bold are those that no other remedy beats in both, the Pareto front. Gains at "
-        f"fixed rates are of the runs of the [edge of chaos](edge-of-chaos.md), seeds {seeds[0]} to {seeds[-1]}, Holm "
-        "over the remedies of a rate. The time is the median of these runs in stacks on a busy machine; differences "
-        "under a tenth say nothing.\n\n"
-        + table(("remedy", "time", "tuned rate", *(f"rate {lr:g}" for lr in HIGH)), lines)
+        f"Gain over `none` at width {transfer.TARGET} in nats per byte, at each remedy's tuned rate and at two rates "
+        "over it, against the processor time of a run. Bold are those that no other remedy beats in both: the Pareto "
+        f"front. Gains at fixed rates are of the runs of the [edge of chaos](edge-of-chaos.md), {len(seeds)} seeds, "
+        "Holm over the remedies of a rate. The time is the least of the stacks of this study on a busy machine; "
+        "differences under a fifth say nothing.\n\n" + table(("remedy", "time", *columns), lines)
     )
 
 

@@ -34,3 +34,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def _short(value: object) -> object:
     return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def tables_of(study: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Returns the tables of a study that are there, in the order of its predictions."""
+    return [read(place) for place in PLACES[study] if place.exists()]

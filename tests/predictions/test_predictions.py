@@ -13,7 +13,7 @@ from predictions.__main__ import PAGES
 from predictions.order import crossing, kendall, over_seeds
 from predictions.pages import DOCS, HERE
 from predictions.run import SIZES, compared_units, edge_units, left, tuning_units
-from predictions.table import PLACES, read
+from predictions.table import PLACES, tables_of
 
 from qkeel.lab.studies import edge_of_chaos as edge_of_chaos_study
 from qkeel.lab.studies import find_study
@@ -34,11 +34,11 @@ REGISTERED = {
 
 @pytest.mark.parametrize("study", list(PLACES))
 def test_a_page_says_what_the_committed_tables_say(study: str) -> None:
-    tables = [read(place) for place in PLACES[study]]
+    tables = tables_of(study)
     for name, text in PAGES[study](*tables).items():
         assert (DOCS / name).read_text(encoding="utf-8") == text, "run python -m predictions"
     rows, grid = tables[-1][1], find_study(study).grid
-    assert {row["remedy"] for row in rows} == set(grid.remedies)
+    assert {row["remedy"] for row in rows} <= set(grid.remedies)
     assert {row["seed"] for row in rows} <= {*grid.seeds, *grid.tuning_seeds}
 
 
