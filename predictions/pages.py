@@ -146,7 +146,10 @@ def transfer_page(first: Table, again: Table | None = None) -> dict[str, str]:
 
 
 def _transfer_again(about: Mapping[str, Any], rows: Rows) -> str:
-    verdicts = [(f"{name}: {words}", value, said) for name, words, value, said in transfer_again.judged(rows)]
+    verdicts = [
+        (f"{name}: {words}", [value] if name == "no gain" else value, said)
+        for name, words, value, said in transfer_again.judged(rows)
+    ]
     return made(about, rows, transfer_again.SEEDS) + "\n" + judgements(verdicts)
 
 
@@ -282,7 +285,10 @@ def judgements(found: Iterable[tuple[str, float | Sequence[float], str]]) -> str
 
 
 def _value(value: float | Sequence[float]) -> str:
-    return interval(value) if isinstance(value, Sequence) else f"{value:.0%} of draws"
+    """Three numbers are a value and its interval, one a count; what stands by itself is a share."""
+    if not isinstance(value, Sequence):
+        return f"{value:.0%} of draws"
+    return interval(value) if len(value) > 1 else f"{value[0]:.0f}"
 
 
 def _name(size: tuple[str, int]) -> str:
