@@ -15,6 +15,7 @@ from predictions.pages import DOCS, HERE
 from predictions.run import SIZES, compared_units, edge_units, left, tuning_units
 from predictions.table import PLACES, tables_of
 
+from qkeel.lab.plan import ONE_OF_EACH
 from qkeel.lab.studies import edge_of_chaos as edge_of_chaos_study
 from qkeel.lab.studies import find_study
 
@@ -96,7 +97,7 @@ def parted(side: float) -> list[dict[str, object]]:
     under it elsewhere, logits pass 100 a little farther from the knee, and both fall by an octave with each width."""
     rows = []
     for d_model in (32, 64, 128):
-        for i, remedy in enumerate(REMEDIES):
+        for i, remedy in enumerate(ONE_OF_EACH):
             knee = 0.02 * 2 ** (0.35 * i) * 64 / d_model
             edge = knee * 2 ** (side if remedy in edge_again.HELD else -side)
             for seed in edge_again.SEEDS:
@@ -141,7 +142,7 @@ def compared(order: dict[int, int], blocks: Sequence[int] = (2,)) -> list[dict[s
         for (how, n_layers), widths in SIZES.items()
         for width in widths
         if width in order and n_layers in blocks
-        for i, remedy in enumerate(REMEDIES)
+        for i, remedy in enumerate(ONE_OF_EACH)
         for seed in (0, 1, 8, 9, 1000)
     ]
 
@@ -177,4 +178,4 @@ def test_units_are_what_the_studies_plan_and_only_what_is_missing_is_done() -> N
     ]
     chosen = compared_units(tuning, table, range(8))
     assert {unit.lrs for unit in chosen} == {(0.024,)}
-    assert len(chosen) == len(tuning) == 2 * len(REMEDIES)
+    assert len(chosen) == len(tuning) == 2 * len(ONE_OF_EACH)

@@ -5,21 +5,8 @@ from __future__ import annotations
 from qkeel.lab.config import RunConfig
 from qkeel.lab.plan import ONE_OF_EACH, Grid, Study, pairs
 
-# All of them train in stacks; σReparam and what acts inside a run's own forward pass do not.
-REMEDIES = (
-    "none",
-    "qk_norm",
-    "qkv_norm",
-    "softcap:cap=50",
-    "qk_clip:threshold=30",
-    "lalr:tau=0.1",
-    "sigmoid",
-    "key_norm",
-    "qk_lr:factor=0.1",
-    "swin_norm",
-)
 LRS = tuple(0.003 * 2**k for k in range(9))
-GRID = Grid(remedies=REMEDIES, lrs=LRS, seeds=range(8), d_model=(16, 32, 64, 128))
+GRID = Grid(remedies=ONE_OF_EACH, lrs=LRS, seeds=range(8), d_model=(16, 32, 64, 128))
 STUDY = Study(
     help="By default ten remedies at nine rates, 0.003 to 0.768 in factors of 2, on four widths with 8 seeds: "
     "5,760 runs. Its chaos.json and page have the exponent of each pair.",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from qkeel.lab.plan import Grid, Study, product
-from qkeel.lab.studies.edge_of_chaos import REMEDIES
+from qkeel.lab.plan import ONE_OF_EACH, Grid, Study, product
 
 LRS = tuple(0.003 * 2**k for k in range(7))
 GRID = Grid(
