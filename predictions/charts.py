@@ -45,12 +45,15 @@ def chart(title: str, x: Axis, y: Axis, series: Mapping[str, Sequence[Point]], l
         parts.append(f'<path class="grid" d="M{LEFT} {BOTTOM}L{RIGHT} {TOP}"/>')
     for i, (name, points) in enumerate(series.items()):
         colour = COLOURS[i % len(COLOURS)]
+        again = i >= len(COLOURS)  # a colour's second series is dashed, its points are hollow
+        dot = f'fill="{"#fff" if again else colour}" stroke="{colour}"'
         places = [(_across(x, a), _up(y, b)) for a, b in points]
         if line:
+            dashes = ' stroke-dasharray="5 4"' if again else ""
             path = "L".join(f"{a:.1f} {b:.1f}" for a, b in places)
-            parts.append(f'<path d="M{path}" stroke="{colour}"/>')
-        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colour}"/>' for a, b in places]
-        parts.append(f'<circle cx="{RIGHT + 22}" cy="{TOP + 22 * i + 6}" r="5" fill="{colour}"/>')
+            parts.append(f'<path d="M{path}" stroke="{colour}"{dashes}/>')
+        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" {dot}/>' for a, b in places]
+        parts.append(f'<circle cx="{RIGHT + 22}" cy="{TOP + 22 * i + 6}" r="5" {dot}/>')
         parts.append(f'<text x="{RIGHT + 34}" y="{TOP + 22 * i + 10}">{escape(name)}</text>')
     return picture(WIDTH, HEIGHT, title, STYLE, "".join(parts))
 

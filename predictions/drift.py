@@ -20,7 +20,7 @@ from pathlib import Path
 from qkeel.lab.config import RunConfig
 from qkeel.lab.plan import Grid, PlannedRun, product
 from qkeel.lab.studies import find_study
-from qkeel.lab.studies.drift import REMEDIES, variant
+from qkeel.lab.studies.drift import variant
 from qkeel.lab.train_runs import train_runs
 from qkeel.lab.training.environment import identity
 from qkeel.records import RunDirectory
@@ -30,6 +30,7 @@ COLUMNS = (
     *("part", *KEY),
     *("init_loss", "val_loss", "cpu_seconds", "at", "max_logit"),
 )
+REMEDIES = ("none", "qk_norm", "qk_clip:threshold=30", "lalr:tau=0.1")  # of the law of gains
 # Where gains are fitted, and where the fit is tested: widths with blocks, rates, seeds. Heads are of 16.
 GAINS = {
     "gain-fit": (

@@ -28,8 +28,10 @@ Row = dict[str, Any]
 COLUMNS = ("val_loss", "init_loss", "max_abs_logit", "end_entropy", "collapsed", "cpu_seconds")
 # Parametrisation and number of layers -> widths. µP is the standard parametrisation at width 64.
 SIZES: Mapping[tuple[str, int], Sequence[int]] = {
-    ("standard", 2): (16, 32, 64),
-    ("mup", 2): (16, 32),
+    ("standard", 2): (16, 32, 64, 128),
+    ("mup", 2): (16, 32, 128),
+    ("standard", 1): (64,),
+    ("standard", 4): (64,),
 }
 AT_ONCE = 8  # seeds of the transfer study that train as one stack
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from qkeel.records import read_json, write_text
 
-ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+# Of each study the table of the first prediction, then that of the second.
 PLACES = {
-    "edge": ROOT / "benchmarks" / "results" / "edge-of-chaos-2026-11-22.json",
-    "transfer": ROOT / "benchmarks" / "results" / "transfer-2026-11-22.json",
+    "edge": tuple(RESULTS / f"edge-of-chaos-2026-11-{day}.json" for day in (22, 23)),
+    "transfer": tuple(RESULTS / f"transfer-2026-11-{day}.json" for day in (22, 23)),
 }
 
 
@@ -33,3 +34,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def _short(value: object) -> object:
     return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def tables_of(study: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Returns the tables of a study that are there, in the order of its predictions."""
+    return [read(place) for place in PLACES[study] if place.exists()]

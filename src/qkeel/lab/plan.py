@@ -20,7 +20,10 @@ AXES = ("remedies", "lrs", "seeds", "blocks", "optimizers", "mixes", "tuning_see
 UNMOVED, MOVED = "unmoved", "moved"  # roles of the runs of a pair
 FULL_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023, arXiv 2309.14322, section 2.1
 # One remedy of each kind, that of the paper that it is from; all of them train in stacks.
-ONE_OF_EACH = ("none", "qk_norm", "qkv_norm", "softcap:cap=50", "qk_clip:threshold=30", "lalr:tau=0.1", "sigmoid")
+ONE_OF_EACH = (
+    *("none", "qk_norm", "qkv_norm", "softcap:cap=50", "qk_clip:threshold=30", "lalr:tau=0.1", "sigmoid"),
+    *("key_norm", "qk_lr:factor=0.1", "swin_norm"),
+)
 
 
 @final

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from qkeel.lab.plan import ONE_OF_EACH, Grid, Study, product
 
-LRS = tuple(0.006 * 2**k for k in range(5))
+LRS = tuple(0.003 * 2**k for k in range(7))
 GRID = Grid(
     remedies=ONE_OF_EACH,
     lrs=LRS,
-    seeds=range(8),
+    seeds=range(16),
     tuning_seeds=(1000, 1001),
-    d_model=(16, 32, 64),
+    d_model=(16, 32, 64, 128),
     parametrisation=("standard", "mup"),
 )
 STUDY = Study(
-    help="By default seven remedies, each at the best of five rates, 0.006 to 0.096 in factors of 2, on three widths "
-    "in the standard parametrisation and in µP, with 8 seeds.",
+    help="By default ten remedies, each at the best of seven rates, 0.003 to 0.192 in factors of 2, on four widths "
+    "in the standard parametrisation and in µP, with 16 seeds.",
     grid=GRID,
     runs=product,
 )
