@@ -160,7 +160,7 @@ def _check(call: AttentionCall, *ends: object) -> None:
             "without cu_seqlens each row of a batch is a sequence"
         )
     if not call.plain:
-        raise InvalidValueError("expected no pos_q and pos_k with cu_seqlens: positions begin anew in each sequence")
+        raise InvalidValueError("expected no pos_q and pos_k with cu_seqlens: positions start again in each sequence")
     for x, total in zip(ends, (call.q.shape[2], call.k.shape[2])):
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__

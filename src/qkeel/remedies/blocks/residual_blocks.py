@@ -175,7 +175,7 @@ def _normed(norm: nn.Module, module: nn.Module, inputs: object, output: ModuleOu
 
 
 def of_first(output: ModuleOutput, change: Callable[[Tensor], Tensor]) -> ModuleOutput:
-    """What a module returned, its first tensor changed."""
+    """The output of a module with its first tensor changed."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 

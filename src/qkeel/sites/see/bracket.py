@@ -125,7 +125,7 @@ def _by_row(lse: object, t: int) -> Tensor | None:
 
 
 def _some_key(call: AttentionCall) -> Tensor | None:
-    """Which rows [1 t] of a call without window see a key at all; None where all do."""
+    """True for the rows [1 t] of a call without window that see a key at all; None where all do."""
     return call.pos_q >= 0 if call.causal and call.q.shape[2] > call.k.shape[2] else None
 
 
