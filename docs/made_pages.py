@@ -101,7 +101,7 @@ def log_parts() -> list[str]:
     parts = [head]
     for entry in entries:
         if len(parts[-1]) + len(entry) > PART:
-            parts.append(f"# Notebook, part {len(parts) + 1}\n\n")
+            parts.append(f"---\nnosearch: true\n---\n\n# Notebook, part {len(parts) + 1}\n\n")
         parts[-1] += entry
     return parts
 

@@ -100,7 +100,8 @@ def _kind(x: Any) -> object:
     if kind in _ALIKE:
         return kind
     if isinstance(x, (torch.Tensor, np.ndarray)):
-        return kind, x.dtype, x.shape
+        known = all(type(size) is int for size in x.shape)  # those of a compiler's graph are not
+        return (kind, x.dtype, x.shape) if known else object()
     if x is None or kind in (bool, str) or isinstance(x, type):  # literals, and classes by name
         return kind, x
     if kind is tuple:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import runpy
 import shlex
@@ -53,7 +54,8 @@ def same(name: str, folder: Path) -> None:
     assert weights[0].keys() == weights[1].keys()
     for key, value in weights[0].items():
         assert torch.equal(value, weights[1][key]), f"{name}: {key} differs when watched"
-    assert len((folder / name / "metrics.jsonl").read_text().splitlines()) == 2, f"{name}: not measured"
+    measured = [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    assert measured == [0, 2, 4], f"{name}: not measured"  # the last is the end
 
 
 if __name__ == "__main__":

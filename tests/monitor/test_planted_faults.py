@@ -52,6 +52,7 @@ OTHERWISE = {
     "sites.probe:heads_seen": "of a shorter example; the whole one, which is searched where that fails, needs none",
     "sites.probe:heads_seen.<locals>.note": "as the one before",
     "sites.find:_heads": "as the one before",
+    "sites.find:_is_plain": "as the one before",
     "sites.site:AttentionSite.verified": "as the one before",
     "sites.weights.head_dims:layout_of": "inside a script, which replaces the message: the warning is there without it",
     "sites.weights.head_dims:_walk": "inside a script, as the one before",

@@ -120,8 +120,6 @@ def test_one_watched_number_passes_no_object_twice(monkeypatch: Any) -> None:
     assert names == [
         "CallStatistics",
         "_Pass",
-        "_Sites",  # of the pass
-        "_Sites",  # of the step
         "Tap",
         "WatchedModels",
         "StepEnd",
