@@ -254,7 +254,7 @@ def a_fault_in_the_search_of_a_sharded_model_is_one_of_all() -> None:
     from qkeel.monitor.measure.token_classes import PassTokens
     from qkeel.sites import find, probe
 
-    for home, name in ((PassTokens, "begin"), (find, "_own_sites"), (probe, "_note")):
+    for home, name in ((PassTokens, "begin"), (find, "_own_sites"), (probe._Reading, "_note")):
         original = vars(home)[name]
         if dist.get_rank() == 1:
             setattr(home, name, boom)
