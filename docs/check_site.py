@@ -10,7 +10,7 @@ from pathlib import Path
 BYTES = 150_000
 CLICKS = 2
 ANSWERS = {
-    "which remedy for a vision transformer at a high rate": "sigma_reparam, then qk_norm:kind=layer",
+    "which remedy for a vision transformer at a high rate": "sigma_reparam, then cosine",
     "what max logit is before or after the cap": "capped_max_logit is after the cap",
     "how to watch under torchrun": "qkeel watch -- torchrun",
     "how to undo": "handle.remove()",
