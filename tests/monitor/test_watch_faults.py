@@ -14,6 +14,7 @@ import torch
 from tests.monitor.families import decoder, token_loss
 from tests.monitor.faults import boom
 from tests.monitor.small import Small, batch, hooks, small, train
+from tests.sites.test_bad_input import Plain
 from torch import Tensor, nn
 
 from qkeel import watch
@@ -24,6 +25,7 @@ from qkeel.monitor.measure.weight_norms import WeightNorms
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.processes.transfer import Transfer
 from qkeel.monitor.record.journal import Journal
+from qkeel.nn import Attention
 from qkeel.sites.tap import Tap
 
 
@@ -302,3 +304,36 @@ def test_an_interrupt_in_a_pass_leaves_nothing_behind() -> None:
     hook.remove()
     monitor.remove()
     assert hooks(model) == []
+
+
+class Sometimes(nn.Module):
+    """A module of qkeel's, and another attention that some batches alone reach."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.own, self.other, self.reached = Attention(16, 4), other, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own(x)
+        return self.other(x) if self.reached else x
+
+
+@pytest.mark.parametrize("build", [Plain, lambda: Attention(16, 2)])
+def test_attention_that_comes_after_the_first_record_is_told(build: Callable[[], nn.Module]) -> None:
+    model = Sometimes(build())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with watch(model, optimizer, every=1) as monitor:
+
+        def steps(reached: bool) -> None:
+            model.reached = reached
+            for _ in range(2):
+                model(torch.randn(2, 3, 16)).square().mean().backward()
+                optimizer.step()
+
+        assert caught(lambda: steps(False))[1] == []
+        (told,) = caught(lambda: steps(True))[1]
+        assert "the attention of other was first seen at step 2" in told
+        assert monitor.history.layers == ("own",)
+    with watch(model, optimizer, every=1) as monitor:
+        assert caught(lambda: steps(True))[1] == []
+        assert monitor.history.layers == ("own", "other")

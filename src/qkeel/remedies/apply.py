@@ -15,7 +15,6 @@ from qkeel.patching.compiler_state import compile_again
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
-from qkeel.remedies.attention.change_spec import ChangeSpec
 from qkeel.remedies.base import Remedy, Target, compose_all, where
 from qkeel.remedies.cosine import Cosine
 from qkeel.remedies.dropout import Dropout
@@ -243,7 +242,7 @@ def _apply_all(found: Sequence[Remedy], bare: Target, known: Sites | None, *, pa
         try:
             inner = check_added(remedy.name, target, before, inner)
             others = remedy is not found[-1] or in_force(bare.model)  # that a look at the change is for
-            if not remedy.on_steps and known is None and (others or not isinstance(remedy, ChangeSpec)):
+            if not remedy.on_steps and known is None and (others or not remedy.changes_spec):
                 sites = _sites(remedy, bare)
             _check_others(remedy, sites)
         except BaseException:

@@ -76,7 +76,8 @@ class Tap(Handle):
     logit, see BracketMode. With `parts` own modules report calls that are made outside a pass of the model too, by who
     calls its parts one by one. `measure` is what is computed of a call, unless its kernel reports what it found and
     `measure_rows` makes do with that. `visitor` sees those passes too. With `keeps` the batch of the training pass seen
-    last is kept, for `look_again`. A fault in the tap warns once and switches it off.
+    last is kept, for `look_again`. `own_alone`: the model has no attention but of qkeel's own modules, as its maker knows;
+    nothing else is looked for then. A fault in the tap warns once and switches it off.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Tap(Handle):
         measure: Measure = statistics,
         measure_rows: MeasureRows | None = None,
         keeps: bool = False,
+        own_alone: bool = False,
         guard: Guard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
@@ -96,7 +98,7 @@ class Tap(Handle):
         self.sites = Sites()  # those that are known: how to see them
         self.latest: LastPass | None = None  # of those in training
         self._keeps = keeps
-        self.foreign = True  # until a pass has shown that all attention is of own modules
+        self.own_alone = own_alone
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
@@ -233,16 +235,12 @@ class Tap(Handle):
                     return self.model(*copied(args), **copied(dict(kwargs)))
             except Exception as error:
                 look.error = error  # no fault of the tap's if the model's own pass fails too
-            finally:
-                look.end()
         return None
 
     def _after(self, output: object, failed: bool) -> None:
         look, self._running = self._running, None
         if look is None:
             return
-        if isinstance(look, _Pass):
-            look.end()
         if failed:
             self.visitor.failed()
         elif not self.active:
@@ -281,7 +279,6 @@ class _Pass:
         self.phase: Phase = phase
         self.sites = SiteStatistics()
         self.error: Exception | None = None
-        self.own_calls = self.foreign_calls = 0
 
     def begin(self, call: tuple[Args, Kwargs] | None, around: ExitStack) -> None:
         """Start observing, until `around` is closed; `call`: arguments of the model's own call, if that has begun."""
@@ -293,7 +290,7 @@ class _Pass:
                 observer = self._observer(name)
                 module.observers.append(observer)
                 around.callback(module.observers.remove, observer)
-        if self.tap.foreign:
+        if not self.tap.own_alone:
             interceptor = Interceptor(
                 self.tap.model,
                 self._foreign,
@@ -309,10 +306,6 @@ class _Pass:
             interceptor.__enter__()
             around.callback(leave, interceptor)
 
-    def end(self) -> None:
-        """The pass is over. Where all attention was of own modules, no interceptor is needed from now on."""
-        self.tap.foreign = self.foreign_calls > 0 or self.own_calls == 0
-
     def _observer(self, name: str) -> Observer:
         see = functools.partial(self.tap.guard, self._own, name)
         if self.tap.measure_rows is None or self.kept is not None:
@@ -320,7 +313,6 @@ class _Pass:
         return Reader(see, functools.partial(self.tap.guard, self._read, name, self.tap.measure_rows))
 
     def _own(self, name: str, call: AttentionCall, measure: Measure | None = None) -> None:
-        self.own_calls += 1
         self._take(name, call, measure=measure)
 
     def _read(self, name: str, measure: MeasureRows, call: AttentionCall, rows: KernelRows) -> None:
@@ -329,7 +321,6 @@ class _Pass:
     def _foreign(self, sighting: Sighting) -> None:
         if not self.tap.active:
             return
-        self.foreign_calls += 1
         self.tap.tell_guess(sighting)
         rows, reads, measure = sighting.rows, self.tap.measure_rows, None
         if rows is not None and reads is not None and isinstance(sighting.call, AttentionCall):

@@ -52,6 +52,7 @@ class Journal:
         self._about: Callable[[], Mapping[str, object]] | None = about
         self.sites: tuple[str, ...] = ()
         self._width = 0
+        self._late: set[str] = set()  # sites of which it was said that they came too late
         self._carried: State = {}  # from a checkpoint, until the first numbers come
 
     def add(self, step: int, phase: Phase, measured: Measurement) -> None:
@@ -60,6 +61,7 @@ class Journal:
             self.sites = tuple(measured.stats)
             self._width = max(len(s.max_logit) for s in measured.stats.values())
             self.recording = Recording(self.sites, planned=self.recording.planned)
+        self._tell_late(step, measured)
         if self._about is not None:
             about, self._about = {**self._about(), **class_facts(measured.stats)}, None
             self.log = AlarmLog(self._rules())
@@ -74,6 +76,17 @@ class Journal:
                 if dist.rank() == 0:
                     caution(str(alarm), AlarmWarning)
                 self._each(lambda sink, alarm=alarm: sink.alarm(alarm))
+
+    def _tell_late(self, step: int, measured: Measurement) -> None:
+        """Say once for each site that it is not recorded, as the first measured step did not have it."""
+        late = [site for site in measured.stats if site not in self.sites and site not in self._late]
+        self._late.update(late)
+        if late and dist.rank() == 0:
+            caution(
+                f"the attention of {', '.join(late)} was first seen at step {step:,}. A record's layers are those of its "
+                "first measured step, so it is not recorded and no alarm looks at it. Close this monitor and watch again "
+                "from here on, or begin with a batch that uses all attention"
+            )
 
     def state(self) -> State:
         """The records and the alarms so far, as tensors by name."""

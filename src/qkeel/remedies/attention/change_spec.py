@@ -28,6 +28,7 @@ class ChangeSpec(Remedy):
     qkeel's modules has a spec of its own. In any other the attention call is exchanged while its forward runs."""
 
     stacks = True
+    changes_spec = True
 
     __slots__ = ()
 

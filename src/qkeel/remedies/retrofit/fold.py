@@ -15,7 +15,7 @@ from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.patching.module_tables import parameters_of
 from qkeel.remedies.apply import forget
-from qkeel.remedies.attention.change_spec import ChangeSpec, settle
+from qkeel.remedies.attention.change_spec import settle
 from qkeel.remedies.base import where
 from qkeel.remedies.sigma_reparam import SigmaReparam, folded
 from qkeel.sites.find import find_sites
@@ -99,7 +99,7 @@ def _fold_scale(model: nn.Module, site: AttentionSite) -> str | None:
     parameters_of(module).pop("logit_scale", None)
     module.spec = spec.replace(scale=spec.scale.with_base(InverseSqrt()))
     settle(module)
-    forget(module, lambda remedy: isinstance(remedy, ChangeSpec))
+    forget(module, lambda remedy: remedy.changes_spec)
     return ""
 
 
