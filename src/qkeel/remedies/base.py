@@ -76,10 +76,9 @@ class Remedy(abc.ABC):
     An option's annotation says what it may be: true or false, one of a Literal's words, a number above 0; numbers that
     `may_be_zero` names are at least 0. `rule` is the formula of a remedy that changes no slot of the spec, with the
     options in braces. `on_steps` says that the remedy acts through hooks of the optimizer only: a copy
-    of the model is without it. `changes_spec` says that it gives sites a new spec, which their calls are run with before
-    it is in force. `on_attention` says that it changes attention, all of it. `stacks`: runs
-    with it may train as one stack, which neither hooks on a forward pass nor weights computed from others nor random
-    numbers allow.
+    of the model is without it. `changes_spec` says that it gives sites a new spec, which their calls are run with
+    before it is in force. `on_attention` says that it changes attention, all of it. `stacks`: runs with it may train
+    as one stack, which neither hooks on a forward pass nor weights computed from others nor random numbers allow.
     """
 
     name: ClassVar[str]

@@ -76,8 +76,8 @@ class Tap(Handle):
     logit, see BracketMode. With `parts` own modules report calls that are made outside a pass of the model too, by who
     calls its parts one by one. `measure` is what is computed of a call, unless its kernel reports what it found and
     `measure_rows` makes do with that. `visitor` sees those passes too. With `keeps` the batch of the training pass seen
-    last is kept, for `look_again`. `own_alone`: the model has no attention but of qkeel's own modules, as its maker knows;
-    nothing else is looked for then. A fault in the tap warns once and switches it off.
+    last is kept, for `look_again`. `own_alone`: the model's maker knows that it has no attention but of
+    qkeel's own modules, and nothing else is looked for. A fault in the tap warns once and switches it off.
     """
 
     def __init__(

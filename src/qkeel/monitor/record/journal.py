@@ -83,9 +83,9 @@ class Journal:
         self._late.update(late)
         if late and dist.rank() == 0:
             caution(
-                f"the attention of {', '.join(late)} was first seen at step {step:,}. A record's layers are those of its "
-                "first measured step, so it is not recorded and no alarm looks at it. Close this monitor and watch again "
-                "from here on, or begin with a batch that uses all attention"
+                f"the attention of {', '.join(late)} was first seen at step {step:,}. A record's layers are those of "
+                "its first measured step, so it is not recorded and no alarm looks at it. Close this monitor and watch "
+                "again from here on, or begin with a batch that uses all attention"
             )
 
     def state(self) -> State:
