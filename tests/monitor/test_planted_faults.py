@@ -49,13 +49,14 @@ OTHERWISE = {
     "monitor.monitor:Monitor.close": "called by the user: its own fault is the answer; what it calls is guarded",
     "monitor.monitor:Monitor._switch_off": "a second fault: the first was told; the rest is switched off without it",
     "sites.handwritten.tags:Tags.put.<locals>.forget": "called by Python when a tensor dies, which drops its faults",
-    "sites.probe:heads_seen": "of a shorter example; the whole one, which is searched where that fails, needs none",
-    "sites.probe:heads_seen.<locals>.note": "as the one before",
+    "sites.plain_passes:heads_seen": "of a shorter example; the whole one, which is searched where that fails, needs none",
+    "sites.plain_passes:heads_seen.<locals>.note": "as the one before",
     "sites.find:_heads": "as the one before",
     "sites.find:_is_plain": "as the one before",
     "sites.site:AttentionSite.verified": "as the one before",
     "sites.weights.head_dims:layout_of": "inside a script, which replaces the message: the warning is there without it",
     "sites.weights.head_dims:_walk": "inside a script, as the one before",
+    "sites.weights.head_dims:_split_of": "as the one before",
     "monitor.monitor:Monitor._finish": "the end itself: an interrupt in it leaves it half done",
     "sites.tap:Tap._detach": "the end itself, as the one before",
     "sites.calls.mask_functions:_modified.<locals>.at": "torch traces it once in a process",
@@ -194,7 +195,7 @@ def wrong(name: str, calls: Calls, fault: Fault) -> str:
             return f"training was stopped by {error!r}"
     told = [str(w.message) for w in record if isinstance(w.message, QkeelWarning) and "boom" in str(w.message)]
     doubts = [site.unverified for site in monitor.sites if "boom" in site.unverified]
-    told = told or doubts[:1]
+    told = list(dict.fromkeys(told)) or doubts[:1]  # a search of a shorter example says the same; Python shows it once
     left = hooks(model)
     for _ in torch.overrides._get_current_function_mode_stack():  # so that only this fault is blamed for it
         torch.overrides._pop_mode()
