@@ -90,7 +90,6 @@ class Tap(Handle):
         measure: Measure = statistics,
         measure_rows: MeasureRows | None = None,
         keeps: bool = False,
-        own_alone: bool = False,
         guard: Guard | None = None,
     ) -> None:
         self.measure, self.measure_rows = measure, measure_rows
@@ -98,7 +97,7 @@ class Tap(Handle):
         self.sites = Sites()  # those that are known: how to see them
         self.latest: LastPass | None = None  # of those in training
         self._keeps = keeps
-        self.own_alone = own_alone
+        self.own_alone = False
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")

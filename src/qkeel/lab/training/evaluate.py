@@ -22,6 +22,7 @@ from qkeel.monitor.measure.logit_changes import change_between, frozen
 from qkeel.patching.compiler_state import is_compiled
 from qkeel.sites import Tap
 from qkeel.sites.calls.logit_statistics import Seen, statistics
+from qkeel.sites.tap import Measure
 
 # What the lab records of each head, by records.HEAD_FIELDS.
 PROBE_FIELDS = ("max_logit", "min_logit", "entropy", "query_norm", "key_norm")
@@ -96,7 +97,7 @@ def _sums(each: Tensor) -> list[tuple[float, int]]:
 def remembered(model: nn.Module, inputs: Tensor) -> list[Seen]:
     """The attention calls of one forward over the probe's inputs, for `logit_change` after a step."""
     kept: list[Seen] = []
-    with measuring(model), Tap(model, measure=lambda call: kept.append(frozen(call)), own_alone=True):
+    with measuring(model), _tapped(model, lambda call: kept.append(frozen(call))):
         model(inputs)
     return kept
 
@@ -132,7 +133,7 @@ def probe(model: nn.Module, inputs: Tensor, classes: TokenClasses | None = None,
         calls.extend([call] if before else ())
         return statistics(call if classes is None else dataclasses.replace(call, classes=classes))
 
-    with measuring(model), Tap(model, measure=measure, own_alone=True) as tap, _leaving(model, norms):
+    with measuring(model), _tapped(model, measure) as tap, _leaving(model, norms):
         model(inputs)
         stats = list(tap.read().values())
     found = summed_up(stats)
@@ -148,6 +149,13 @@ def summed_up(stats: Sequence[LogitStats]) -> Probe:
     entropy = torch.stack([s.entropy.mean() for s in stats]).mean()
     record = {name: float(value) for name, value in top.items()}
     return Probe({**record, "min_logit": float(low), "entropy": float(entropy)}, heads)
+
+
+def _tapped(model: nn.Module, measure: Measure) -> Tap:
+    """A tap on one of the lab's models, which have qkeel's own modules alone."""
+    tap = Tap(model, measure=measure)
+    tap.own_alone = True
+    return tap
 
 
 @contextlib.contextmanager
