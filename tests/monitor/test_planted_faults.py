@@ -49,7 +49,7 @@ OTHERWISE = {
     "monitor.monitor:Monitor.close": "called by the user: its own fault is the answer; what it calls is guarded",
     "monitor.monitor:Monitor._switch_off": "a second fault: the first was told; the rest is switched off without it",
     "sites.handwritten.tags:Tags.put.<locals>.forget": "called by Python when a tensor dies, which drops its faults",
-    "sites.plain_passes:heads_seen": "of a shorter example; the whole one, which is searched where that fails, needs none",
+    "sites.plain_passes:heads_seen": "of a shorter example; the whole one, searched where that fails, needs none",
     "sites.plain_passes:heads_seen.<locals>.note": "as the one before",
     "sites.find:_heads": "as the one before",
     "sites.find:_is_plain": "as the one before",
