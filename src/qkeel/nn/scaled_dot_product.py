@@ -31,6 +31,7 @@ def scaled_dot_product_attention(
     attn_mask: GivenMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "*batch t e"]:

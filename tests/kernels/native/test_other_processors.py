@@ -14,10 +14,23 @@ import pytest
 
 from qkeel.kernels.native import build
 
+# What makes of zig's clang, which finds its own C++ library, a compiler like GCC: torch was built with GCC's library.
+# Clang compiles, GCC links; without OpenMP, whose library for clang is not there.
+CLANG_ABOVE_GCC = """#!{python}
+import subprocess, sys
+given = sys.argv[1:]
+zig = [sys.executable, "-m", "ziglang", "c++", "-w", "-fno-sanitize=undefined", "-nostdinc++", *{include}]
+if "-E" in given:
+    sys.exit(subprocess.call([*zig, *given]))
+out, link = given[given.index("-o") + 1], [x for x in given if x.startswith(("-l", "-L"))]
+left_out = ("-fopenmp", "--param=", "-shared", "-l", "-L")
+own = [x for x in given if not x.startswith(left_out) and x not in ("-o", out)]
+sys.exit(subprocess.call([*zig, *own, "-c", "-o", out + ".o"]) or
+         subprocess.call(["c++", "-shared", out + ".o", "-o", out, *link]))
+"""
 OF_KERNELS = ("adamw", "attention", "attention_backward", "decode", "decode_latents", "logit_pass", "norm_rope")
 HERE = Path(__file__).parent
-# With sums of four one case misses its bound, twice the error of torch's path, by 1 %: 2.72e-6 against 2.70e-6.
-MISSED = "test_decode_latents.py::test_masks_windows_and_positions_hide_what_they_hide[(2, 3, 2, 16, 8)]"
+NO_ZIG = "the compiler for other machines is not installed: pip install 'qkeel[cross]'"
 
 
 @pytest.mark.slow
@@ -29,15 +42,34 @@ def test_the_kernels_pass_their_tests_with_registers_of_4_and_16_floats(lanes: i
     width = f'#include "tile.h"\nstatic_assert(qkeel::LANES == {lanes});'
     check = ["c++", *build.FLAGS, *flags.split(), f"-I{build.FOLDER}", "-fsyntax-only", "-x", "c++", "-"]
     subprocess.run(check, input=width, text=True, check=True)
+    run_tests(tmp_path, {"QKEEL_TEST_FLAGS": flags})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("c++") is None, reason="needs a compiler for x86-64")
+def test_the_kernels_pass_their_tests_compiled_by_clang(tmp_path: Path) -> None:
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip(NO_ZIG)
+    said = subprocess.run(["c++", "-E", "-v", "-x", "c++", os.devnull], capture_output=True, text=True, check=True)
+    include = [f"-I{line.strip()}" for line in said.stderr.splitlines() if line.startswith(" /") and "c++" in line]
+    compiler = tmp_path / "clang"
+    compiler.write_text(CLANG_ABOVE_GCC.format(python=sys.executable, include=include))
+    compiler.chmod(0o700)
+    room = {name: str(tmp_path / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    run_tests(tmp_path, {"CXX": str(compiler), **room})
+
+
+def run_tests(tmp_path: Path, variables: dict[str, str]) -> None:
+    """Runs the tests of all kernels in an environment with these variables too, with a cache of its own."""
     files = [str(HERE / f"test_{name}.py") for name in (*OF_KERNELS, "stacked_ops")]
     # torch's compiler sees nothing of a kernel but its shapes.
     chosen = ["-m", "not slow", "-k", "not one_graph", "--timeout", "600", "-rf", "--tb=no"]
-    environment = {**os.environ, "QKEEL_TEST_FLAGS": flags, "QKEEL_NATIVE_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, **variables, "QKEEL_NATIVE_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "pytest", "-n0", *chosen, *files]
     done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    assert done.returncode in (0, 1), done.stdout[-3000:]
-    assert all(lanes == 4 and MISSED in line for line in failed), failed
+    assert done.returncode == 0, failed or done.stdout[-3000:]
 
 
 @pytest.mark.slow
@@ -45,7 +77,7 @@ def test_the_kernels_pass_their_tests_with_registers_of_4_and_16_floats(lanes: i
 @pytest.mark.parametrize("target", ["aarch64-linux-gnu", "aarch64-macos"])
 def test_every_source_compiles_for_other_machines(target: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("ziglang") is None:
-        pytest.skip("the compiler for other machines is not installed: pip install 'qkeel[cross]'")
+        pytest.skip(NO_ZIG)
     own = ("-march=", "-mcpu=", "--param=", "-fopenmp", "-shared")  # of this machine, and of linking
     flags = [flag for flag in build.FLAGS if not flag.startswith(own)]
     environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(tmp_path), "ZIG_LOCAL_CACHE_DIR": str(tmp_path)}

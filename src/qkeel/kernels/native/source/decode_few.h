@@ -60,13 +60,14 @@ inline void weights(State& x, float* z, int64_t n, int64_t width) {
     x.top = top;
   }
   const float from = top == NEVER ? 0.0f : top;
-  Lanes sum{};
+  constexpr int64_t SUMS = LANES < 8 ? 8 / LANES : 1; // at least eight partial sums: the error grows with their length
+  Lanes sum[SUMS]{};
   for (int64_t j = 0; j < n; j += LANES) {
     const Lanes p = exponential(lanes(z + j) - from);
-    sum += p;
+    sum[j / LANES % SUMS] += p;
     put(z + j, p);
   }
-  for (int64_t i = 0; i < LANES; ++i) x.sum += sum[i];
+  for (int64_t i = 0; i < SUMS * LANES; ++i) x.sum += sum[i / LANES][i % LANES];
 }
 
 // values += weights · rows of v for R queries, N vectors of each in registers.
