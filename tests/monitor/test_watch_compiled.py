@@ -16,7 +16,20 @@ pytest.importorskip("transformers")
 from tests.monitor.compiled import compare
 from tests.monitor.families import FAMILIES
 
-from qkeel import watch
+from qkeel import find_sites, watch
+
+PASSES: list[str] = []
+
+
+@torch.library.custom_op("qkeel_tests::noted", mutates_args=())
+def noted(x: Tensor, how: str) -> Tensor:
+    """A copy of x; notes that what it is in has run once more."""
+    PASSES.append(how)
+    return x.clone()
+
+
+noted.register_fake(lambda x, how: torch.empty_like(x))
+noted.register_autograd(lambda ctx, grad: (grad, None))
 
 
 @pytest.mark.filterwarnings(
@@ -69,3 +82,50 @@ def test_a_compiled_optimizer_step_compiles_nothing_of_the_monitor() -> None:
     (plain, graphs, ops), (seen, graphs_watched, ops_watched) = run(False), run(True)
     assert torch.equal(plain, seen)
     assert (graphs, ops) == (graphs_watched, ops_watched)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
+)
+@pytest.mark.parametrize("parts", [False, True], ids=["the model", "its layers"])
+def test_a_measured_step_is_one_eager_pass_more_and_any_other_step_nothing(parts: bool) -> None:
+    """Counted: passes, graphs, graph breaks; a recompilation is an error."""
+
+    class Layer(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(noted(x, "compiled" if torch.compiler.is_compiling() else "eager"))
+
+    def run(every: int | None) -> tuple[list[list[str]], list[Tensor], tuple[int, int]]:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(Layer(), Layer())
+        batches = torch.randn(5, 1, 3, 8)
+        sites = find_sites(model, batches[0])
+        if parts:
+            for layer in model:
+                layer.compile(backend="aot_eager", fullgraph=True)
+        else:
+            model = torch.compile(model, backend="aot_eager", fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = None if every is None else watch(model, optimizer, every=every, sites=sites)
+        passes = []
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for x in batches:
+                PASSES.clear()
+                # With a gradient, as what enters the second layer has one: both are one graph.
+                model(x.clone().requires_grad_()).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                passes.append(PASSES.copy())
+        assert monitor is None or monitor.history.steps.tolist() == [0, 3]
+        made = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        return passes, [p.detach() for p in model.parameters()], made
+
+    (plain, weights, made), (watched, same, made_watched) = run(None), run(3)
+    once, measured = ["compiled"] * 2, ["eager"] * 2 + ["compiled"] * 2
+    assert plain == [once] * 5
+    assert watched == [measured, once, once, measured, once]
+    assert all(map(torch.equal, weights, same))
+    assert made == made_watched
+    assert made[1] == 0

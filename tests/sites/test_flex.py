@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as home
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
-from qkeel import find_sites
+from qkeel import apply, find_sites
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.kernels.stats import per_head as kernel
-from qkeel.sites.calls.logit_statistics import statistics
+from qkeel.sites.calls import logit_statistics
+from qkeel.sites.calls.logit_statistics import maxima, statistics
+from qkeel.sites.see import foreign_functions
+from qkeel.sites.see.bracket import BracketMode
 from qkeel.sites.see.intercept import Interceptor, Sighting
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -317,3 +321,157 @@ def test_two_threads_that_watch_see_their_own_calls_each() -> None:
         thread.join()
     assert counts == {1: 1, 3: 3}
     assert code() == before
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention with all that torch computes on a CPU and refuses to hand out there: maxima, and gradients."""
+    inner = home._apply_kernel_options
+
+    def options(q: Tensor, k: Tensor, v: Tensor, lse: bool, given: Any, aux: AuxRequest | None = None) -> Any:
+        wanted = aux is not None and aux.max_scores
+        made = inner(q, k, v, lse, given, aux._replace(max_scores=False) if aux is not None else None)
+        made["OUTPUT_MAX"], made["OUTPUT_LOGSUMEXP"] = wanted, True
+        return made
+
+    monkeypatch.setattr(home, "_apply_kernel_options", options)
+    monkeypatch.setattr(home, "_validate_device", lambda q, k, v: None)
+    monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", [])
+
+
+def alike(found: Any, expected: Any) -> bool:
+    """Whether two results of flex_attention have the same form and bits."""
+    if isinstance(expected, Tensor) or expected is None:
+        return found is expected or torch.equal(found, expected)
+    return type(found) is type(expected) and all(map(alike, found, expected))
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "lse": {"return_aux": AuxRequest(lse=True)},
+    "maxima": {"return_aux": AuxRequest(max_scores=True)},
+    "neither": {"return_aux": AuxRequest()},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_maxima_come_from_the_call_itself_and_the_caller_gets_what_it_asked_for(
+    case: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logit_statistics, "logit_maxima", lambda call: pytest.fail("a pass of its own"))
+    score_mod, block_mask = CASES[case]
+    q, k, v = parts(case)
+    top, _, _ = oracle(case, q, k)
+    for asked in ASKED.values():
+        model = Flex(
+            functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, **asked)
+        )
+        found: list[Sighting] = []
+        with torch.no_grad():
+            expected = model(q, k, v)
+            with Interceptor(model, found.append, maxima=True):
+                assert alike(model(q, k, v), expected), asked
+        (one,) = found
+        torch.testing.assert_close(maxima(one.call).max_logit.double(), top, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_kernel_without_maxima_is_not_asked(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = parts("not asked")
+    for how, without in (
+        ({"return_lse": True}, []),
+        ({"kernel_options": {"BACKEND": "FLASH"}}, []),
+        ({"kernel_options": {"BACKEND": "TRITON_DECODE"}}, []),
+        ({}, ["cpu"]),
+    ):
+        monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", without)
+        model = Flex(functools.partial(flex_attention, enable_gqa=True, **how))
+        found: list[Sighting] = []
+        with torch.no_grad():
+            expected = model(q, k, v)
+            with Interceptor(model, found.append, maxima=True):
+                assert alike(model(q, k, v), expected), how
+        (one,) = found
+        assert one.call.largest is None, how  # type: ignore[union-attr]
+        torch.testing.assert_close(maxima(one.call).max_logit, statistics(one.call).max_logit)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_between_measured_steps_what_the_caller_asked_for_bounds_the_logits(as_on_a_gpu: None) -> None:
+    for case, (score_mod, block_mask) in CASES.items():
+        q, k, v = parts(case)
+        top = float(oracle(case, q, k)[0].max())
+        for how in (*ASKED.values(), {"return_lse": True}):
+            model = Flex(
+                functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, **how)
+            )
+            with torch.no_grad():
+                expected = model(q, k, v)
+                with BracketMode() as mode:
+                    assert alike(model(q, k, v), expected), (case, how)
+            told = how.get("return_aux", AuxRequest(lse="return_lse" in how))
+            bound = None if mode.bound is None else float(mode.bound)
+            if told.max_scores:
+                assert bound == pytest.approx(top, abs=1e-5), case
+            elif told.lse:
+                assert bound is not None
+                assert top - 1e-5 <= bound <= top + math.log(T) + 1e-5, case
+            elif score_mod is None:
+                assert bound is not None
+                assert bound >= top - 1e-5, case
+            else:
+                assert bound is None, case
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_qk_clip_needs_no_pass_of_its_own_where_flex_attention_returns_maxima(
+    compiled: bool, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under gradient checkpointing too; a compiled function is compiled once more, at the first step."""
+    from torch._dynamo.utils import counters
+
+    passes: list[object] = []
+    inner = logit_statistics.logit_maxima
+    monkeypatch.setattr(logit_statistics, "logit_maxima", lambda call: (passes.append(call), inner(call))[1])
+    x, mask = torch.randn(B, T, H * D, generator=torch.Generator().manual_seed(0)), masked(causal)
+
+    def trained(without: list[str]) -> tuple[list[Tensor], int]:
+        monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", without)
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        function = torch.compile(flex_attention, backend="aot_eager", fullgraph=True) if compiled else flex_attention
+        block = Block(functools.partial(function, score_mod=alibi, block_mask=mask))
+        model = Checkpointed(block)
+        with torch.no_grad():
+            block.q.weight *= 8
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        site = find_sites(model, x)
+        apply("qk_clip", model, optimizer, sites=site, threshold=1.0)
+        graphs = []
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert not counters["graph_break"]
+        assert graphs[0] == graphs[-1]
+        return [p.detach() for p in model.parameters()], len(passes)
+
+    by_blocks, measured = trained(["cpu"])
+    assert measured == 3
+    returned, after = trained([])
+    assert after == measured
+    for a, b in zip(returned, by_blocks, strict=True):
+        torch.testing.assert_close(a, b)
+    torch._dynamo.reset()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)

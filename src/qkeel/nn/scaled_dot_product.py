@@ -61,7 +61,8 @@ def scaled_dot_product_attention(
     how: Kwargs = {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
     }  # fmt: skip
-    if has_torch_function_variadic(*given):
+    # A mode sees this function. Subclasses know torch's alone, nested tensors above all.
+    if has_torch_function_variadic(*given) and all(map(is_plain, given)):
         return handle_torch_function(scaled_dot_product_attention, given, *given, **how)
     kernel, call = _own({"query": query, "key": key, "value": value, **how})
     if kernel is not None and call is not None:

@@ -19,7 +19,7 @@ from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.guard import Guard
 from qkeel.patching.modes import Args, Kwargs, leave
-from qkeel.sites.calls.logit_statistics import Seen, statistics
+from qkeel.sites.calls.logit_statistics import Seen, maxima, statistics
 from qkeel.sites.calls.site_statistics import SiteStatistics
 from qkeel.sites.kept_state import copied, undisturbed
 from qkeel.sites.last_pass import LastPass
@@ -296,6 +296,7 @@ class _Pass:
                 guard=self.tap.guard,
                 dispatch=self.tap.sees_operators,
                 rows=self.tap.measure_rows is not None and self.kept is None,
+                maxima=self.tap.measure is maxima,  # nothing else of a call is read
                 described=[site for site in self.tap.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
             )

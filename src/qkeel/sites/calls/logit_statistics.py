@@ -9,6 +9,7 @@ import torch
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
 from qkeel.metrics import ALARM_THRESHOLD
+from qkeel.sites.calls.mask_functions import FlexCall
 from qkeel.sites.calls.scores import ScoresCall, scores_maxima, scores_stats
 from qkeel.spec import AttentionCall
 
@@ -22,8 +23,12 @@ def statistics(call: Seen, threshold: float = ALARM_THRESHOLD) -> LogitStats:
 
 
 def maxima(call: Seen) -> LogitStats:
-    """The max_logit and min_logit of `statistics`, the rest as if nothing was seen: for less than half its cost."""
+    """The max_logit and min_logit of `statistics`, the rest as if nothing was seen: for less than half its cost. Where
+    flex_attention returned the largest logits, they are all that is found, for one operation."""
     with torch.no_grad(), torch.autocast(_device(call), enabled=False):
+        if isinstance(call, FlexCall) and call.largest is not None and call.query_mask is None:
+            top = call.largest.amax((0, 2))
+            return dataclasses.replace(LogitStats.empty(len(top), len(top), top), max_logit=top)
         top, low = scores_maxima(call) if isinstance(call, ScoresCall) else logit_maxima(call)
         nothing = LogitStats.empty(len(top), len(top), top)
         return dataclasses.replace(nothing, max_logit=top, min_logit=low)

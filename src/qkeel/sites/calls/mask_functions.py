@@ -15,6 +15,7 @@ from qkeel.sites.calls.hidden_pairs import HIDES
 from qkeel.spec import AttentionCall, AttentionSpec
 from qkeel.spec.band_call import fields_of
 from qkeel.spec.call import make_call
+from qkeel.spec.shapes import PerRow
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -27,10 +28,13 @@ class FlexCall(AttentionCall):
     The logit is what comes out of score_mod. A tanh cap in there is one operation of many in a function and can't be
     separated from the rest, so the cap counts as part of the logit. A pair is hidden by the block mask, by a score of
     -inf, or by one that score_mod lowered by 9000 or more to a negative number, as additive masks do.
+
+    largest: each row's largest logit, where flex_attention's own kernel returned it; -inf of rows that see no key.
     """
 
     score_mod: ScoreMod | None
     block_mask: BlockMask | None
+    largest: PerRow | None = None
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
         z = AttentionCall.scores(self, q, k, rows, keys)

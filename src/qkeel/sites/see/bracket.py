@@ -21,7 +21,7 @@ from qkeel.patching.guard import Guarded, unguarded
 from qkeel.patching.modes import Args, Function, Kwargs, function_name, suspended
 from qkeel.patching.private_operators import flash_on_cpu, kernel_choice, operator_name
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
-from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError
+from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError, returned_rows
 from qkeel.sites.see.foreign_functions import LOGSUMEXPS, CallObserver, observed_by
 from qkeel.spec import AttentionCall
 from qkeel.spec.band_call import BandCall
@@ -39,9 +39,11 @@ class BracketMode(CallObserver):
     keys. qkeel's compiled attention returns them too, and so does functional_attention. Where no fused kernel is
     chosen, with dropout, on a GPU with a mask, and on a CPU under autocast, which casts what enters it:
     scale·max|q|·max|k|, O(T d). flash-attn's functions and torch's varlen_attn are asked for the logsumexps that they
-    compute anyway; with dropout, and where these are padded, the same bound. Softmax over rows of scores: their
-    maximum. Attention inside torch.nn.MultiheadAttention, flex_attention and compiled code is not seen, nor is what
-    torch.func transforms. `bound` is None until something was.
+    compute anyway; with dropout, and where these are padded, the same bound. flex_attention: the logsumexps or maxima
+    that its caller asked for, as transformers does on a GPU; to ask for more would compile it anew. Else the same bound
+    without score_mod, with one none. Softmax over rows of scores: their maximum. Attention inside
+    torch.nn.MultiheadAttention and compiled code is not seen, nor is what torch.func transforms. `bound` is None until
+    something was.
     """
 
     logsumexps = True
@@ -61,7 +63,15 @@ class BracketMode(CallObserver):
 
     @torch.no_grad()
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
-        """Notes what bounds the logits of a call of flash-attn's functions."""
+        """Notes what bounds the logits of a call of flex_attention or of flash-attn's functions."""
+        if name == "flex_attention":
+            lse, largest = returned_rows(out)
+            rows = lse if largest is None else largest
+            if rows is not None:
+                self._found.append(rows.detach().amax())
+            elif arguments["score_mod"] is None:
+                self._found.append(_norm_bound(arguments["query"], arguments["key"], arguments["scale"]))
+            return
         try:
             call = FLASH_AND_FLEX[name](arguments) if name in LOGSUMEXPS else None
         except UnreadError:

@@ -21,6 +21,7 @@ from qkeel.sites.see.foreign_functions import FLASH
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed, NoCap, Softcap
 from qkeel.spec.band_call import band_call
 from qkeel.spec.call import make_call
+from qkeel.spec.shapes import PerRow
 
 # Arguments that change what is computed, and at which values they don't.
 _UNREAD: dict[str, tuple[object, ...]] = {
@@ -54,6 +55,16 @@ def flex(given: Kwargs) -> AttentionCall:
     q, k = given["query"], given["key"]
     k = fewest_keys(k.expand(q.shape[0], *k.shape[1:]))
     return flex_call(_spec(q, given["scale"], 0.0), q, k, given["score_mod"], given["block_mask"])
+
+
+def returned_rows(out: object) -> tuple[PerRow | None, PerRow | None]:
+    """Each row's logsumexp and largest logit [b h t] in what flex_attention returned; None where it was not asked.
+
+    Both are of the scores that come out of score_mod, over the keys that the block mask shows; -inf of rows
+    that see none.
+    """
+    more = out[1] if isinstance(out, tuple) else None
+    return (more, None) if more is None or isinstance(more, Tensor) else (more.lse, more.max_scores)
 
 
 def flash(given: Kwargs) -> AttentionCall:

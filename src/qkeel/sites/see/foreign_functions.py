@@ -22,6 +22,7 @@ from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.exchanged_code import GUARD, Begun, Given, exchange
 from qkeel.patching.modes import FunctionMode
 
+_FLEX = ("torch.nn.attention.flex_attention", "flex_attention")
 _VARLEN = ("torch.nn.attention.varlen", "varlen_attn")
 # Names under which flash-attn, its Hopper version, the versions on the hub and wrappers around them offer it.
 FLASH = (
@@ -37,19 +38,23 @@ _ASKED = {"return_attn_probs", "return_aux"}  # arguments by which they are aske
 _ONE_HOME = (
     ("qkeel.ops", "run"),  # attention that a remedy put in the place of a model's own
     ("qkeel.ops", "run_with_weights"),
-    ("torch.nn.attention.flex_attention", "flex_attention"),
 )
+# Where flex_attention's kernel returns no maxima, and the kernels (by their name in kernel_options) that do elsewhere.
+_WITHOUT_MAXIMA = ["cpu", "mps"]
+_WITH_MAXIMA = ("AUTO", "TRITON")
 
 
 class CallObserver(FunctionMode, abc.ABC):
     """A function mode that also gets the calls of foreign functions.
 
     probing: it walks gradients from q and k. logsumexps: all that it wants to see is what flash-attn's functions
-    return, and they are to return the logsumexps of rows as well.
+    return, and they are to return the logsumexps of rows as well. maxima: flex_attention is to return the largest logit
+    of each row as well, where its kernel can.
     """
 
     probing = False
     logsumexps = False
+    maxima = False
 
     @abc.abstractmethod
     def called(self, name: str, arguments: Mapping[str, Any], out: object) -> None:
@@ -97,7 +102,7 @@ def _flash_homes(count: int, last: str) -> list[str]:
 def _functions(others: Iterable[tuple[str, str]]) -> Iterator[types.FunctionType]:
     """Attention functions of modules that are loaded: flash-attn's and others. One that is not, nobody can call."""
     seen: set[int] = set()
-    places = [(sys.modules.get(home), name) for home, name in (_VARLEN, *others)]
+    places = [(sys.modules.get(home), name) for home, name in (_VARLEN, _FLEX, *others)]
     for home in _flash_homes(len(sys.modules), next(reversed(sys.modules))):
         places += [(sys.modules.get(home), name) for name in FLASH]
     for module, name in places:
@@ -114,7 +119,10 @@ def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
     if recomputing() or silent:  # what a function without logsumexps calls in turn may have them
         return None
     given, own = _without_graph(observers, (args, kwargs)), _itself
-    if any(o.logsumexps for o in observers):
+    if function.__name__ == _FLEX[1]:
+        if any(o.maxima for o in observers):
+            given, own = _with_maxima(function, given)
+    elif any(o.logsumexps for o in observers):
         given, own = _with_logsumexps(function, given)
     return given, _suspended(observers), functools.partial(_report, function, observers, (args, kwargs)), own
 
@@ -133,6 +141,25 @@ def _with_logsumexps(function: types.FunctionType, plain: Given) -> tuple[Given,
     else:
         return plain, _itself
     return (list(bound.args), bound.kwargs), _first
+
+
+def _with_maxima(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[Any], object]]:
+    """The arguments with which flex_attention returns each row's largest logit too, where its kernel does; and what
+    takes it away again."""
+    bound = inspect.signature(function).bind(*plain[0], **plain[1])
+    bound.apply_defaults()
+    given = bound.arguments
+    asked, of_kernel = given["return_aux"], given["kernel_options"] or {}
+    able = given["query"].device.type not in _WITHOUT_MAXIMA and of_kernel.get("BACKEND", "AUTO") in _WITH_MAXIMA
+    if not able or given.get("return_lse"):  # the older way to ask, which torch takes alone only
+        return plain, _itself
+    request = function.__globals__["AuxRequest"]() if asked is None else asked
+    given["return_aux"] = request._replace(max_scores=True)
+    return (list(bound.args), bound.kwargs), _first if asked is None else functools.partial(_as_asked, asked)
+
+
+def _as_asked(asked: Any, out: Any) -> object:
+    return out if asked.max_scores else (out[0], out[1]._replace(max_scores=None))
 
 
 def _itself(out: object) -> object:

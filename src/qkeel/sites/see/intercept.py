@@ -29,13 +29,14 @@ from qkeel.patching.modes import Args, Function, Kwargs, OperatorMode, function_
 from qkeel.sites.by_hand import DescribedSiteHooks
 from qkeel.sites.calls.head_layout import Layout, fewest_keys, known_keys
 from qkeel.sites.calls.logit_statistics import Seen
+from qkeel.sites.calls.mask_functions import FlexCall
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.sites.handwritten.follow import Handwritten
 from qkeel.sites.handwritten.seen_call import fused_layout, seen_call
 from qkeel.sites.handwritten.tags import Scores
 from qkeel.sites.missed import Missed
-from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError
+from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError, returned_rows
 from qkeel.sites.see.foreign_functions import CallObserver, observed_by
 from qkeel.sites.see.running_modules import Frame, ModuleStack
 from qkeel.sites.see.sdpa import SDPA, Geometry
@@ -104,6 +105,7 @@ class Interceptor(CallObserver):
         dispatch: see also what torch.jit.script and torch.func.vmap hide from a function mode, at the price of a
             callback per operator.
         rows: have functional_attention report what its kernel finds of each row.
+        maxima: have flex_attention return each row's largest logit, where its kernel can.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: what the dimensions of scores are at sites that are known, by name.
         guard: calls everything in here and `report` while the model runs.
@@ -117,13 +119,14 @@ class Interceptor(CallObserver):
         probing: bool = False,
         dispatch: bool = False,
         rows: bool = False,
+        maxima: bool = False,
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, Layout] | None = None,
         guard: Guarded = unguarded,
     ) -> None:
         super().__init__(guard)
         self.stack = ModuleStack(model, keep_inputs=probing, guard=guard)
-        self.probing = probing
+        self.probing, self.maxima = probing, maxima
         self.unread: list[Missed] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._report, self._rows = report, rows
@@ -183,7 +186,7 @@ class Interceptor(CallObserver):
         return suspended(self, self._below)
 
     def called(self, name: str, arguments: Kwargs, out: object) -> None:
-        self.apart(lambda: self._read_foreign(name, arguments))
+        self.apart(lambda: self._read_foreign(name, arguments, out))
 
     def not_observable(self, name: str, error: Exception) -> None:
         self.hidden[f"{name}, which can't be watched ({error})"] = None
@@ -237,7 +240,7 @@ class Interceptor(CallObserver):
         finally:
             self.handwritten.below = False
 
-    def _read_foreign(self, name: str, arguments: Kwargs) -> None:
+    def _read_foreign(self, name: str, arguments: Kwargs, out: object) -> None:
         top = self.stack.top
         if self._elsewhere(top):
             return
@@ -247,6 +250,8 @@ class Interceptor(CallObserver):
             reason = f"{name} is called with {error}, whose effect is not known"
             self.unread.append(Missed(module=top.name, operation=name, reason=reason))
             return
+        if isinstance(call, FlexCall):
+            call = dataclasses.replace(call, largest=returned_rows(out)[1])
         self._saw(top, name, call)
 
     def _saw(
