@@ -99,6 +99,13 @@ GOALS = (
             ("watched every 10th step", "everything, every 10th step", 1.02),
         )
     ),
+    Goal(
+        "the same by stats=entropy, 100M",
+        MODEL_OF_100M,
+        "ten training steps",
+        "largest logits and entropies, every 10th step",
+        1.02,
+    ),
 )
 
 

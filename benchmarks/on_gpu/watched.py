@@ -48,6 +48,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     OFF: None,
     "between measured steps": {"every": Adaptive(least=NEVER, most=NEVER)},
     "everything, every 10th step": {"every": Every(10)},
+    "largest logits and entropies, every 10th step": {"every": Every(10), "stats": "entropy"},
     "everything, at every step": {},
     "largest logits and entropies, at every step": {"stats": "entropy"},
 }

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers")
 
+from tests.each_row import each_row
 from tests.monitor.compiled import compare
 from tests.monitor.families import FAMILIES
 
@@ -87,7 +88,7 @@ def test_a_compiled_optimizer_step_compiles_nothing_of_the_monitor() -> None:
 @pytest.mark.filterwarnings(
     "ignore::UserWarning:torch", "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
 )
-@pytest.mark.parametrize("parts", [False, True], ids=["the model", "its layers"])
+@each_row("parts", [False, True], ids=["the model", "its layers"])
 def test_a_measured_step_is_one_eager_pass_more_and_any_other_step_nothing(parts: bool) -> None:
     """Counted: passes, graphs, graph breaks; a recompilation is an error."""
 

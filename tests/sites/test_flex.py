@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.each_row import each_row
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as home
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
@@ -354,7 +355,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_maxima_come_from_the_call_itself_and_the_caller_gets_what_it_asked_for(
     case: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,8 +424,9 @@ def test_between_measured_steps_what_the_caller_asked_for_bounds_the_logits(as_o
                 assert bound is None, case
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_row("compiled", [False, True], ids=["eager", "compiled"])
 def test_qk_clip_needs_no_pass_of_its_own_where_flex_attention_returns_maxima(
     compiled: bool, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,6 +448,7 @@ def test_qk_clip_needs_no_pass_of_its_own_where_flex_attention_returns_maxima(
         model = Checkpointed(block)
         with torch.no_grad():
             block.q.weight *= 8
+            before = float(block.q.weight.norm())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         site = find_sites(model, x)
         apply("qk_clip", model, optimizer, sites=site, threshold=1.0)
@@ -457,6 +460,7 @@ def test_qk_clip_needs_no_pass_of_its_own_where_flex_attention_returns_maxima(
             graphs.append(counters["stats"]["unique_graphs"])
         assert not counters["graph_break"]
         assert graphs[0] == graphs[-1]
+        assert float(block.q.weight.norm()) < 0.8 * before  # it clipped
         return [p.detach() for p in model.parameters()], len(passes)
 
     by_blocks, measured = trained(["cpu"])
