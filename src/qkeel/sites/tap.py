@@ -296,10 +296,10 @@ class _Pass:
                 guard=self.tap.guard,
                 dispatch=self.tap.sees_operators,
                 rows=self.tap.measure_rows is not None and self.kept is None,
-                maxima=self.tap.measure is maxima,  # nothing else of a call is read
                 described=[site for site in self.tap.sites if site.description is not None],
                 layouts={site.name: site.layout for site in self.tap.sites if site.layout is not None},
             )
+            interceptor.maxima = self.tap.measure is maxima  # nothing else of a call is read
             interceptor.key_heads = {s.name: _key_heads(s) for s in self.tap.sites if s.verified}
             if call is not None:
                 interceptor.stack.begun(call[0], dict(call[1]))

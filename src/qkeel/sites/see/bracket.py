@@ -40,8 +40,8 @@ class BracketMode(CallObserver):
     chosen, with dropout, on a GPU with a mask, and on a CPU under autocast, which casts what enters it:
     scale·max|q|·max|k|, O(T d). flash-attn's functions and torch's varlen_attn are asked for the logsumexps that they
     compute anyway; with dropout, and where these are padded, the same bound. flex_attention: the logsumexps or maxima
-    that its caller asked for, as transformers does on a GPU; to ask for more would compile it anew. Else the same bound
-    without score_mod, with one none. Softmax over rows of scores: their maximum. Attention inside
+    that its caller asked for, as transformers does on a GPU (to ask for more would compile it again); else the same
+    bound, with a score_mod none. Softmax over rows of scores: their maximum. Attention inside
     torch.nn.MultiheadAttention and compiled code is not seen, nor is what torch.func transforms. `bound` is None until
     something was.
     """

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
 
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.exchanged_code import GUARD, Begun, Given, exchange
@@ -140,34 +141,31 @@ def _with_logsumexps(function: types.FunctionType, plain: Given) -> tuple[Given,
         given["return_aux"] = function.__globals__["AuxRequest"](lse=True)  # of the version that is there
     else:
         return plain, _itself
-    return (list(bound.args), bound.kwargs), _first
+    return (list(bound.args), bound.kwargs), functools.partial(_as_asked, None)
 
 
-def _with_maxima(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[Any], object]]:
+def _with_maxima(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[object], object]]:
     """The arguments with which flex_attention returns each row's largest logit too, where its kernel does; and what
     takes it away again."""
     bound = inspect.signature(function).bind(*plain[0], **plain[1])
     bound.apply_defaults()
     given = bound.arguments
-    asked, of_kernel = given["return_aux"], given["kernel_options"] or {}
-    able = given["query"].device.type not in _WITHOUT_MAXIMA and of_kernel.get("BACKEND", "AUTO") in _WITH_MAXIMA
-    if not able or given.get("return_lse"):  # the older way to ask, which torch takes alone only
-        return plain, _itself
-    request = function.__globals__["AuxRequest"]() if asked is None else asked
-    given["return_aux"] = request._replace(max_scores=True)
-    return (list(bound.args), bound.kwargs), _first if asked is None else functools.partial(_as_asked, asked)
-
-
-def _as_asked(asked: Any, out: Any) -> object:
-    return out if asked.max_scores else (out[0], out[1]._replace(max_scores=None))
+    backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
+    if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
+        return plain, _itself  # return_lse is the older way to ask, which torch takes alone only
+    asked: AuxRequest | None = given["return_aux"]
+    given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
+    return (list(bound.args), bound.kwargs), functools.partial(_as_asked, asked)
 
 
 def _itself(out: object) -> object:
     return out
 
 
-def _first(out: Any) -> object:
-    return out[0]
+def _as_asked(asked: AuxRequest | None, out: Any) -> object:
+    if asked is None:
+        return out[0]
+    return out if asked.max_scores else (out[0], out[1]._replace(max_scores=None))
 
 
 def _suspended(observers: tuple[CallObserver, ...]) -> ExitStack:

@@ -105,7 +105,6 @@ class Interceptor(CallObserver):
         dispatch: see also what torch.jit.script and torch.func.vmap hide from a function mode, at the price of a
             callback per operator.
         rows: have functional_attention report what its kernel finds of each row.
-        maxima: have flex_attention return each row's largest logit, where its kernel can.
         described: sites to be read as their descriptions say; nothing else is reported inside them.
         layouts: what the dimensions of scores are at sites that are known, by name.
         guard: calls everything in here and `report` while the model runs.
@@ -119,14 +118,13 @@ class Interceptor(CallObserver):
         probing: bool = False,
         dispatch: bool = False,
         rows: bool = False,
-        maxima: bool = False,
         described: Sequence[AttentionSite] = (),
         layouts: Mapping[str, Layout] | None = None,
         guard: Guarded = unguarded,
     ) -> None:
         super().__init__(guard)
         self.stack = ModuleStack(model, keep_inputs=probing, guard=guard)
-        self.probing, self.maxima = probing, maxima
+        self.probing = probing
         self.unread: list[Missed] = []
         self.hidden: dict[str, None] = {}  # where attention would not be seen
         self._report, self._rows = report, rows
