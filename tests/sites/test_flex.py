@@ -355,33 +355,44 @@ def alike(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and all(map(alike, found, expected))
 
 
-ASKED: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "lse": {"return_aux": AuxRequest(lse=True)},
-    "maxima": {"return_aux": AuxRequest(max_scores=True)},
-    "neither": {"return_aux": AuxRequest()},
-}
+ASKED = [None, AuxRequest(lse=True), AuxRequest(max_scores=True), AuxRequest()]
 
 
 @each_row("case", CASES)
-def test_maxima_come_from_the_call_itself_and_the_caller_gets_what_it_asked_for(
+def test_maxima_and_bounds_come_from_the_call_itself_and_the_caller_gets_what_it_asked_for(
     case: str, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logit_statistics, "logit_maxima", lambda call: pytest.fail("a pass of its own"))
     score_mod, block_mask = CASES[case]
     q, k, v = parts(case)
-    top, _, _ = oracle(case, q, k)
-    for asked in ASKED.values():
+    tops, _, _ = oracle(case, q, k)
+    top, turn = float(tops.max()), list(CASES).index(case) % len(ASKED)
+    for asked in ASKED if case == "alibi" else ASKED[turn : turn + 1]:
+        how = {} if asked is None else {"return_aux": asked}
         model = Flex(
-            functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, **asked)
+            functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, **how)
         )
         found: list[Sighting] = []
         with torch.no_grad():
             expected = model(q, k, v)
             with Asking(model, found.append):
                 assert alike(model(q, k, v), expected), asked
+            with BracketMode() as mode:
+                assert alike(model(q, k, v), expected), asked
         (one,) = found
-        torch.testing.assert_close(maxima(one.call).max_logit.double(), top, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(maxima(one.call).max_logit.double(), tops, rtol=1e-5, atol=1e-5)
+        # Between measured steps nothing is asked: what the caller asked for bounds the logits, else norms.
+        bound = None if mode.bound is None else float(mode.bound)
+        if asked is not None and asked.max_scores:
+            assert bound == pytest.approx(top, abs=1e-5)
+        elif asked is not None and asked.lse:
+            assert bound is not None
+            assert top - 1e-5 <= bound <= top + math.log(T) + 1e-5
+        elif score_mod is None:
+            assert bound is not None
+            assert bound >= top - 1e-5
+        else:
+            assert bound is None
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -399,39 +410,15 @@ def test_a_kernel_without_maxima_is_not_asked(as_on_a_gpu: None, monkeypatch: py
         found: list[Sighting] = []
         with torch.no_grad():
             expected = model(q, k, v)
-            with Asking(model, found.append):
+            with Asking(model, found.append), BracketMode() as mode:
                 assert alike(model(q, k, v), expected), how
         (one,) = found
+        assert mode.bound is not None
         assert one.call.largest is None, how  # type: ignore[union-attr]
-        torch.testing.assert_close(maxima(one.call).max_logit, statistics(one.call).max_logit)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_between_measured_steps_what_the_caller_asked_for_bounds_the_logits(as_on_a_gpu: None) -> None:
-    ways: list[dict[str, Any]] = [*ASKED.values(), {"return_lse": True}]
-    for case, (score_mod, block_mask) in CASES.items():
-        q, k, v = parts(case)
-        top = float(oracle(case, q, k)[0].max())
-        for how in ways:
-            model = Flex(
-                functools.partial(flex_attention, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, **how)
-            )
-            with torch.no_grad():
-                expected = model(q, k, v)
-                with BracketMode() as mode:
-                    assert alike(model(q, k, v), expected), (case, how)
-            told: Any = how.get("return_aux", AuxRequest(lse="return_lse" in how))
-            bound = None if mode.bound is None else float(mode.bound)
-            if told.max_scores:
-                assert bound == pytest.approx(top, abs=1e-5), case
-            elif told.lse:
-                assert bound is not None
-                assert top - 1e-5 <= bound <= top + math.log(T) + 1e-5, case
-            elif score_mod is None:
-                assert bound is not None
-                assert bound >= top - 1e-5, case
-            else:
-                assert bound is None, case
+        tops = maxima(one.call).max_logit
+        torch.testing.assert_close(tops, statistics(one.call).max_logit)
+        most = math.log(T) if "return_lse" in how else math.inf  # a logsumexp, or norms
+        assert float(tops.max()) - 1e-5 <= float(mode.bound) <= float(tops.max()) + most + 1e-5
 
 
 @pytest.mark.slow
