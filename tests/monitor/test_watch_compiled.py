@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_a_measured_step_is_one_eager_pass_more_and_any_other_step_nothing(parts
         torch._dynamo.reset()
         counters.clear()
         torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(Layer(), Layer())
+        model: Any = nn.Sequential(Layer(), Layer())
         batches = torch.randn(5, 1, 3, 8)
         sites = find_sites(model, batches[0])
         if parts:
