@@ -120,41 +120,31 @@ def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
     if recomputing() or silent:  # what a function without logsumexps calls in turn may have them
         return None
     given, own = _without_graph(observers, (args, kwargs)), _itself
-    if function.__name__ == _FLEX[1]:
-        if any(o.maxima for o in observers):
-            given, own = _with_maxima(function, given)
-    elif any(o.logsumexps for o in observers):
-        given, own = _with_logsumexps(function, given)
+    if any(o.maxima if function.__name__ == _FLEX[1] else o.logsumexps for o in observers):
+        given, own = _with_rows(function, given)
     return given, _suspended(observers), functools.partial(_report, function, observers, (args, kwargs)), own
 
 
-def _with_logsumexps(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[object], object]]:
-    """The arguments with which the function returns its rows' logsumexps too, where that costs nothing; and what takes
-    them away again. With dropout flash-attn's functions would return all weights besides.
+def _with_rows(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[object], object]]:
+    """The arguments with which the function returns its rows' logsumexps, or flex_attention their largest logits, too,
+    where that costs nothing; and what takes them away again. With dropout flash-attn's functions would return all
+    weights besides.
     """
     bound = inspect.signature(function).bind(*plain[0], **plain[1])
     bound.apply_defaults()
     given = bound.arguments
-    if given.get("return_attn_probs") is False and not given.get("dropout_p"):
+    asked = given.get("return_aux")
+    if function.__name__ == _FLEX[1]:
+        backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
+        if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
+            return plain, _itself  # return_lse is the older way to ask, which torch takes alone only
+        given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
+    elif given.get("return_attn_probs") is False and not given.get("dropout_p"):
         given["return_attn_probs"] = True
-    elif "return_aux" in given and given["return_aux"] is None:
+    elif "return_aux" in given and asked is None:
         given["return_aux"] = function.__globals__["AuxRequest"](lse=True)  # of the version that is there
     else:
         return plain, _itself
-    return (list(bound.args), bound.kwargs), functools.partial(_as_asked, None)
-
-
-def _with_maxima(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[object], object]]:
-    """The arguments with which flex_attention returns each row's largest logit too, where its kernel does; and what
-    takes it away again."""
-    bound = inspect.signature(function).bind(*plain[0], **plain[1])
-    bound.apply_defaults()
-    given = bound.arguments
-    backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
-    if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
-        return plain, _itself  # return_lse is the older way to ask, which torch takes alone only
-    asked: AuxRequest | None = given["return_aux"]
-    given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
     return (list(bound.args), bound.kwargs), functools.partial(_as_asked, asked)
 
 
