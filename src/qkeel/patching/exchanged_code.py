@@ -27,8 +27,8 @@ _LOCK = threading.Lock()
 
 Given = tuple[list[Any], dict[str, Any]]  # by position and by name
 # Arguments, what is to be closed when the call is over, what gets the result when it has returned, and what makes of
-# that what the caller asked for.
-Begun = tuple[Given, ExitStack, Callable[[object], None], Callable[[object], object]]
+# that what the caller asked for, where it is something else.
+Begun = tuple[Given, ExitStack, Callable[[object], None], Callable[[object], object] | None]
 # Gets the function and the arguments of a call.
 Begin = Callable[[types.FunctionType, list[Any], dict[str, Any]], Begun | None]
 
@@ -73,7 +73,7 @@ class ExchangedCode:
             finally:
                 uncompiled(guard, over.close)
             uncompiled(guard, report, out)
-            return uncompiled(own, out)
+            return out if own is None else uncompiled(own, out)
 
         return enter  # type: ignore[return-value]
 

@@ -119,13 +119,13 @@ def _begin(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
     silent = all(o.logsumexps for o in observers) and not _ASKED & inspect.signature(function).parameters.keys()
     if recomputing() or silent:  # what a function without logsumexps calls in turn may have them
         return None
-    given, own = _without_graph(observers, (args, kwargs)), _itself
+    given, own = _without_graph(observers, (args, kwargs)), None
     if any(o.maxima if function.__name__ == _FLEX[1] else o.logsumexps for o in observers):
         given, own = _with_rows(function, given)
     return given, _suspended(observers), functools.partial(_report, function, observers, (args, kwargs)), own
 
 
-def _with_rows(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[object], object]]:
+def _with_rows(function: types.FunctionType, plain: Given) -> tuple[Given, Callable[[object], object] | None]:
     """The arguments with which the function returns its rows' logsumexps, or flex_attention their largest logits, too,
     where that costs nothing; and what takes them away again. With dropout flash-attn's functions would return all
     weights besides.
@@ -137,19 +137,15 @@ def _with_rows(function: types.FunctionType, plain: Given) -> tuple[Given, Calla
     if function.__name__ == _FLEX[1]:
         backend = (given["kernel_options"] or {}).get("BACKEND", "AUTO")
         if given["query"].device.type in _WITHOUT_MAXIMA or backend not in _WITH_MAXIMA or given.get("return_lse"):
-            return plain, _itself  # return_lse is the older way to ask, which torch takes alone only
+            return plain, None  # return_lse is the older way to ask, which torch takes alone only
         given["return_aux"] = (asked or AuxRequest())._replace(max_scores=True)
     elif given.get("return_attn_probs") is False and not given.get("dropout_p"):
         given["return_attn_probs"] = True
     elif "return_aux" in given and asked is None:
         given["return_aux"] = function.__globals__["AuxRequest"](lse=True)  # of the version that is there
     else:
-        return plain, _itself
+        return plain, None
     return (list(bound.args), bound.kwargs), functools.partial(_as_asked, asked)
-
-
-def _itself(out: object) -> object:
-    return out
 
 
 def _as_asked(asked: AuxRequest | None, out: Any) -> object:
