@@ -30,8 +30,7 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
         if module is None:
             continue
         for part in (*site.query, *site.key):
-            p = parameters.get(part.parameter)
-            n = int(part.index.max()) + 1
+            p, n = parameters.get(part.parameter), int(part.index.max()) + 1
             rows = 0 if p is None else p.shape[1:].numel() if part.axis and p.ndim > 1 else p.shape[0]
             if rows < n:
                 raise RefusedError(
