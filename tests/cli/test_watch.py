@@ -17,15 +17,15 @@ from qkeel.autopilot import replay
 from qkeel.cli.app import main
 from qkeel.records import RunDirectory, RunStatus
 
-from .scripts import Start, run, script, watched
+from .scripts import run, script, watched
 
 CASES = Path(__file__).with_name("watch_cases.py")
 Capture = pytest.CaptureFixture[str]
 
 
-def train(folder: Path, text: str, start: Start = run) -> RunDirectory:
+def train(folder: Path, text: str) -> RunDirectory:
     """Watch a script in a process of its own; its run directory."""
-    result = watched(["python", script(folder, text).name], folder, "--every", "1", start=start)
+    result = watched(["python", script(folder, text).name], folder, "--every", "1")
     assert result.returncode == 0, result.stderr
     return RunDirectory(folder / "qkeel-runs" / "train")
 
@@ -222,10 +222,7 @@ def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
     assert directory.status is RunStatus.STARTED
 
 
-def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
-    directory = train(
-        tmp_path,
-        """
+CHILD = """
 import os, sys
 net = Net()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -234,9 +231,14 @@ if os.fork() == 0:
     sys.exit(3)
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
 train(net, optimizer)
-""",
-        forked.python,
-    )
+"""
+
+
+def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
+    words = ["python", script(tmp_path, CHILD).name]
+    result = watched(words, tmp_path, "--every", "1", start=forked.python)
+    assert (result.returncode, result.stderr.count("qkeel: run ")) == (0, 1), result.stderr
+    directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
     assert len(directory.metrics()) == 3
     assert directory.status is RunStatus.DONE
 
