@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 
@@ -39,11 +40,18 @@ def undocumented(node: ast.ClassDef) -> list[str]:
 def documented_in_bases(node: ast.ClassDef) -> set[str]:
     names = {base.id for base in node.bases if isinstance(base, ast.Name)}
     found: set[str] = set()
-    for _, tree in MODULES.values():
-        for cls in tree.body:
-            if isinstance(cls, ast.ClassDef) and cls.name in names:
-                found |= {m.name for m in cls.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)}
-                found |= documented_in_bases(cls)
+    for cls in (cls for name in names for cls in classes().get(name, ())):
+        found |= {m.name for m in cls.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)}
+        found |= documented_in_bases(cls)
+    return found
+
+
+@functools.cache
+def classes() -> dict[str, list[ast.ClassDef]]:
+    """The classes of all modules by name."""
+    found: dict[str, list[ast.ClassDef]] = {}
+    for cls in (node for _, tree in MODULES.values() for node in tree.body if isinstance(node, ast.ClassDef)):
+        found.setdefault(cls.name, []).append(cls)
     return found
 
 

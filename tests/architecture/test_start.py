@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tests.integrations.test_trackers import OUTSIDE
 
 from .source import PACKAGE
 
@@ -53,8 +55,8 @@ sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
 """
 
 
-def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def run(code: str, *words: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -79,15 +81,21 @@ import importlib
 for room in {ROOMS}:
     importlib.import_module("qkeel." + room)
     print(room)
+
+from qkeel.lab import DataConfig, ModelConfig, RunConfig, study
+model, data = ModelConfig(d_model=16, n_heads=2), DataConfig(source="topics", context=8)
+base = RunConfig(model=model, data=data, steps=2, device="cpu")
+print(study("lr", remedies=["none"], lrs=[0.1], seeds=[0], out=sys.argv[1], base=base).table[0]["status"])
 """
 
 
-def test_qkeel_and_its_rooms_work_with_its_four_dependencies_alone() -> None:
+def test_qkeel_and_its_rooms_work_with_its_four_dependencies_alone(tmp_path: Path) -> None:
     assert all((PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists() for room in ROOMS)
-    blocked, used, *rooms = run(BLOCKED + USE).splitlines()
+    blocked, used, *rooms, trained = run(BLOCKED + USE, str(tmp_path / "s")).splitlines()
     assert blocked == "No module named 'rich'", "the block does not block"
     assert used == "1 True True"
     assert rooms == list(ROOMS)
+    assert trained == "done", "the lab trains"
 
 
 def test_the_report_imports_without_torch() -> None:
@@ -117,13 +125,22 @@ with Watch():
     import qkeel.lab, qkeel.report
 print(loaded)
 print(seen)
+
+import qkeel.integrations
+print([name for name in TRACKERS if name in sys.modules])
+spec, q = preset("qwen3"), torch.randn(1, 2, 3, 8)
+attention(q, q, q, spec=spec, params=spec.init_params(2, 2, 8), stats="entropy")
+print("triton" in sys.modules)
 """
 
 
 def test_importing_qkeel_loads_nothing_it_does_not_need_and_computes_no_tensor() -> None:
-    loaded, computed = run(IMPORTS).splitlines()
+    trackers = repr(sorted(OUTSIDE.values()))
+    loaded, computed, tracking, triton = run(IMPORTS.replace("TRACKERS", trackers)).splitlines()
     assert loaded == "[]"  # torch's compiler alone would double the time of the import, sharding take half as long
     assert computed == "[]"
+    assert tracking == "[]", "the table of integrations imports no tracker"
+    assert triton == "False", "attention on a CPU needs no Triton"
 
 
 def test_every_public_name_is_there() -> None:

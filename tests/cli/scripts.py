@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+Start = Callable[[list[str], Path], subprocess.CompletedProcess[str]]
 
 MODEL = """
 import torch
@@ -67,6 +70,6 @@ def run(words: list[str], folder: Path, stdin: str = "") -> subprocess.Completed
     )
 
 
-def watched(command: list[str], folder: Path, *options: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def watched(command: list[str], folder: Path, *options: str, start: Start = run) -> subprocess.CompletedProcess[str]:
     """The command under watch, in a process of its own."""
-    return run(["-m", "qkeel", "watch", *options, "--", *command], folder, stdin)
+    return start(["-m", "qkeel", "watch", *options, "--", *command], folder)

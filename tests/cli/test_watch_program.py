@@ -111,7 +111,8 @@ def test_a_module_is_run_as_python_does_with_stdin_and_unbuffered_output(tmp_pat
     text = "import sys\nprint(sys.argv, sys.path[0], __name__, __spec__.name, sys.stdout.write_through)\n"
     (package / "go.py").write_text(text + "print(sys.stdin.read(), end='')\nsys.exit(5)\n")
     words = ["-u", "-m", "package.go", "-m", "x"]
-    plain, seen = run(words, tmp_path, "a\nb"), watched(["python", *words], tmp_path, stdin="a\nb")
+    asked = functools.partial(run, stdin="a\nb")
+    plain, seen = asked(words, tmp_path), watched(["python", *words], tmp_path, start=asked)
     assert plain.stdout.endswith("True\na\nb")
     assert (seen.stdout, seen.returncode) == (plain.stdout, 5)
 

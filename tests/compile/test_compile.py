@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import forked
 
 CASES = Path(__file__).with_name("cases.py")
 
 
 def gaps(*cases: str) -> list[float]:
-    result = subprocess.run([sys.executable, str(CASES), *cases], capture_output=True, text=True, check=False)
+    result = forked.python([str(CASES), *cases], CASES.parent)
     assert result.returncode == 0, result.stderr[-4000:]
     return [float(line) for line in result.stdout.split()]
 

@@ -48,7 +48,7 @@ def test_the_rate_of_a_known_course_is_found() -> None:
 
 def test_a_study_records_pairs_and_other_pages_mark_what_is_under_the_floor(tiny: Make, tmp_path: Path) -> None:
     grid = Grid(remedies=["none", "qk_norm"], lrs=[1.0], seeds=[0, 1])
-    result = run_plan(make_plan("chaos", tiny(), grid), tmp_path / "chaos", Execution(stack="auto"))
+    result = run_plan(make_plan("chaos", tiny(steps=6), grid), tmp_path / "chaos", Execution(stack="auto"))
     assert not result.failures
     assert len(result.table) == 8
     record = read_json(tmp_path / "chaos" / "chaos.json")
@@ -68,7 +68,7 @@ def test_a_study_records_pairs_and_other_pages_mark_what_is_under_the_floor(tiny
     assert "What rounding does" in page
 
     # The same configuration without a move: its runs are those of the chaos study, bit by bit.
-    run_plan(make_plan("lr", tiny(), grid), tmp_path / "lr", Execution())
+    run_plan(make_plan("lr", tiny(steps=6), grid), tmp_path / "lr", Execution())
     base = read_json(tmp_path / "lr" / "study.json")["base"]["grid"]
     floors = chaos_floors(tmp_path / "lr", base)
     assert floors.keys() == {("none", 1.0), ("qk_norm", 1.0)}

@@ -17,18 +17,6 @@ def python(code: str, *blocked: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, timeout=100)
 
 
-def test_the_lab_trains_with_the_core_dependencies_alone(tmp_path: object) -> None:
-    code = f"""
-from qkeel.lab import DataConfig, ModelConfig, RunConfig, study
-model, data = ModelConfig(d_model=16, n_heads=2), DataConfig(source="topics", context=8)
-base = RunConfig(model=model, data=data, steps=2, device="cpu")
-result = study("lr", remedies=["none"], lrs=[0.1], seeds=[0], out={str(tmp_path)!r} + "/s", base=base)
-print(result.table[0]["status"])
-"""
-    done = python(code, "joblib", "rich", "cyclopts", "transformers", "pyarrow", "datasets", "docstring_parser")
-    assert done.stdout.strip() == "done", done.stderr
-
-
 def test_the_command_line_says_what_it_needs() -> None:
     done = python("from qkeel.__main__ import main; sys.argv = ['qkeel', 'presets']; sys.exit(main())", "cyclopts")
     assert done.returncode == 2

@@ -16,7 +16,9 @@ Make = Callable[..., RunConfig]
 
 def part(tiny: Make, out: Path, *seeds: int, **fields: object) -> Path:
     grid = Grid(remedies=["none", "qk_norm"], lrs=[0.1], seeds=seeds)
-    run_plan(make_plan("lr", tiny(**fields), grid), out, Execution(command=f"qkeel study lr --seeds {seeds}"))
+    run_plan(
+        make_plan("lr", tiny(**{"steps": 6, **fields}), grid), out, Execution(command=f"qkeel study lr --seeds {seeds}")
+    )
     return out
 
 

@@ -51,7 +51,7 @@ def test_what_one_part_cannot_be_is_refused_before_anything_runs(tiny: Make) -> 
 
 
 def test_parts_are_run_recorded_extended_and_shown_apart(tiny: Make, tmp_path: Path) -> None:
-    out, base = tmp_path / "s", tiny()
+    out, base = tmp_path / "s", tiny(steps=6)
     run_plan(make_plan("mla", base, dataclasses.replace(GRID, blocks=["mla"])), out, Execution())
     before = {p: (p / "summary.json").read_bytes() for p in (out / "runs").iterdir()}
     assert len(before) == 4

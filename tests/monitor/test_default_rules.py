@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests import forked
 from tests.monitor.small import batch, small
 from torch import Tensor, nn
 
@@ -222,7 +221,8 @@ with qkeel.watch(model, optimizer, rules=qkeel.monitor.Ceiling(threshold=-100.0)
     monitor.close()
 """
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    done = forked.python([str(script)], tmp_path)
+    assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert lines[0].startswith(f"{script}:6: AlarmWarning: alarm at step 0"), done.stderr
     assert lines[1:] == ["  optimizer.step()"]

@@ -43,6 +43,9 @@ def test_qk_clip_brings_the_whole_logit_to_the_threshold() -> None:
 def test_qk_lr_at_zero_moves_no_weight_of_the_logit() -> None:
     for name in SUMS:
         model = made(name)
+        # Sites that are given are checked against the weights, some of them of three dimensions.
+        sites = qkeel.find_sites(model, batch())
+        qkeel.apply("qk_lr:factor=0", model, torch.optim.SGD(model.parameters()), sites=sites).remove()
         before = trained(model, "qk_lr:factor=0", lr=1e-3)
         moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
         assert moved == {"v.weight"}

@@ -30,8 +30,8 @@ def bound(sites: Sequence[AttentionSite], model: nn.Module) -> Sites:
         if module is None:
             continue
         for part in (*site.query, *site.key):
-            p = parameters.get(part.parameter)
-            n, rows = int(part.index.max()) + 1, 0 if p is None else p.shape[part.axis if p.ndim > 1 else 0]
+            p, n = parameters.get(part.parameter), int(part.index.max()) + 1
+            rows = 0 if p is None else p.shape[1:].numel() if part.axis and p.ndim > 1 else p.shape[0]
             if rows < n:
                 raise RefusedError(
                     f"the site {site.name} was found in a model with other weights: expected {part.parameter} with at "

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import forked
 from tests.conformance.cases import SPECS, Geometry, fits, masking, random_params, tensors, truth_of
 from tests.conformance.tolerance import allowed_error
 from torch import Tensor
@@ -360,10 +358,8 @@ def test_a_watch_bounds_the_logits_of_it() -> None:
 
 
 def test_compiled_into_one_graph_it_gives_eagers_numbers() -> None:
-    command = [sys.executable, str(CASES)]
-    for case in ("fullgraph", "stated"):
-        command += [case, "qwen3", "native", "aot_eager"]
-    env = {**os.environ, "QKEEL_NATIVE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    cases = [word for case in ("fullgraph", "stated") for word in (case, "qwen3", "native", "aot_eager")]
+    done = forked.python([str(CASES), *cases], CASES.parent, environment={"QKEEL_NATIVE": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
-    assert all(float(gap) < 1e-5 for gap in done.stdout.split())
+    first, second = map(float, done.stdout.split())
+    assert max(first, second) < 1e-5
