@@ -46,6 +46,15 @@ class Scale(Slot):
         """The same factors of the position on another scale."""
         return base
 
+    @property
+    def last_position(self) -> int:
+        """The position of the last query of training where the factor grows up to it; 0 for any other scale."""
+        return 0
+
+    def with_multiplier(self, multiplier: float) -> Scale:
+        """The same scale with its 1/√d times a number; itself where it has no 1/√d."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InverseSqrt(Scale):
@@ -63,6 +72,9 @@ class InverseSqrt(Scale):
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return self.multiplier / math.sqrt(self.dim or head_dim)
+
+    def with_multiplier(self, multiplier: float) -> Scale:
+        return dataclasses.replace(self, multiplier=self.multiplier * multiplier)
 
     def formula(self) -> str:
         return f"{self.multiplier:g}/√{self.dim or 'd'}"
@@ -178,6 +190,13 @@ class PositionFactor(Scale):
     def with_base(self, base: Scale) -> Scale:
         return dataclasses.replace(self, inner=self.inner.with_base(base))
 
+    @property
+    def last_position(self) -> int:
+        return self.inner.last_position
+
+    def with_multiplier(self, multiplier: float) -> Scale:
+        return dataclasses.replace(self, inner=self.inner.with_multiplier(multiplier))
+
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
         inner = self.inner.factor(pos_q, head_dim, params)
         dtype = wide(inner.dtype) if isinstance(inner, Tensor) else widest(pos_q.device)
@@ -216,6 +235,10 @@ class LogN(PositionFactor):
             return needed
         shape = (geometry.n_heads, 1, 1) if self.learned == "head" else ()
         return {**needed, "log_n_scale": Parameter(shape, 1 / math.log(self.train_length))}
+
+    @property
+    def last_position(self) -> int:
+        return self.train_length - 1
 
     def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
         return log_n(pos_q + 1, self.train_length, self.clip, dtype)
