@@ -37,6 +37,13 @@ class Scale(Slot):
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float | Factor:
         """The factor for queries at pos_q [b|1 t]."""
 
+    def constant(self, head_dim: int) -> float | None:
+        """The factor where it is one number for every query of any model, None where it is learned or moves."""
+        learned = self.parameters(Geometry(n_heads=1, n_kv_heads=1, head_dim=head_dim))
+        if learned or self.follows_position:
+            return None
+        return float(self.factor(torch.zeros(1, 1), head_dim, {}))
+
     @property
     def base(self) -> Scale:
         """The scale without factors of the position."""
