@@ -8,7 +8,7 @@ import inspect
 import re
 
 from . import limits
-from .source import MODULES, Documented, is_overload, listed, place, public_functions
+from .source import MODULES, ROOT, Documented, is_overload, listed, place, public_functions
 
 QUESTIONS = ("How", "What", "When", "Where", "Whether", "Which", "Who", "Whom", "Whose", "Why", "That")
 
@@ -67,6 +67,22 @@ def test_the_first_sentence_is_one() -> None:
                 first = " ".join(text.split("\n\n")[0].split())
                 found.append(f"{place(name, node)} {fault}: {first[:90]}")
     listed(found, limits.FIRST_SENTENCES)
+
+
+def test_the_code_of_the_pages_on_adding_keeps_these_rules() -> None:
+    """Classes, functions and whole files that a reader is told to add: those that begin with a docstring are files."""
+    files = set()
+    for page in sorted((ROOT / "docs").glob("adding-a*.md")):
+        for code in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.S | re.M):
+            tree = ast.parse(code)
+            files |= {page.stem} if ast.get_docstring(tree) else set()
+            texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, Documented)]
+            listed([f"{page.name} {fault_of(text)}: {text[:90]}" for text in texts if text and fault_of(text)])
+            bare = [
+                n for n in tree.body if isinstance(n, ast.ClassDef) and n.decorator_list and not ast.get_docstring(n)
+            ]
+            listed([f"{page.name}: {node.name} says nothing of itself" for node in bare])
+    assert files == {"adding-a-remedy", "adding-a-study", "adding-an-integration"}
 
 
 def fault_of(text: str) -> str | None:

@@ -36,14 +36,24 @@ def test_large_logits_stay_finite() -> None:
     assert all(g.isfinite().all() for g in grads)
 
 
+class Mine(ReRope):
+    """A subclass, of which nothing is known but that it is a position."""
+
+    __slots__ = ()
+
+    def formula(self) -> str:
+        return "a position of its own"
+
+
 def test_it_is_chosen_where_it_can_and_says_why_where_it_cannot() -> None:
     q = torch.randn(1, 2, 12, 8)
-    spec = AttentionSpec(position=ReRope(window=4))
+    spec, mine = AttentionSpec(position=ReRope(window=4)), AttentionSpec(position=Mine(window=4))
     assert choose(make_call(spec, q, q, q), "auto") is KERNELS["windowed"]
     assert choose(make_call(spec, q, q, q, dropout=0.1), "auto") is KERNELS["chunked"]
     assert choose(make_call(spec, q[:, :, :1], q, q), "auto") is KERNELS["chunked"]
     for other, how, words in (
         (AttentionSpec(position=Rope()), {}, "not for RoPE"),
+        (mine, {}, "not for a position of its own"),
         (AttentionSpec(position=ReRope(window=4), cap=Softcap(5.0)), {}, "without a cap"),
         (AttentionSpec(position=ReRope(window=4), normalizer=Sink(learned=False)), {}, "softmax"),
         (spec, {"causal": False}, "causal"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -13,6 +15,7 @@ from qkeel import find_sites
 from qkeel.monitor.measure.gain_bounds import GainBounds
 from qkeel.nn import MLA, Attention
 from qkeel.sites import Tap
+from qkeel.spec import Learned, LogN
 
 GROUPED = {
     "hidden_size": 32,
@@ -173,6 +176,21 @@ def test_no_logit_of_a_preset_passes_the_bound(preset: str) -> None:
     now, top = bound(model), reached(model, x)
     assert now.shape == (4,)
     assert (top <= now * (1 + 1e-5)).all()
+
+
+def test_no_logit_passes_the_bound_under_a_learned_factor_of_the_position() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 9, 32)
+    for scale in (LogN(train_length=9, learned="head"), LogN(train_length=9, inner=Learned(init=2.0))):
+        model = Attention(32, 4, 2, spec=qkeel.AttentionSpec(norm=qkeel.spec.RMSNorm(gain="dim"), scale=scale))
+        at_start = bound(model)
+        assert (reached(model, x) <= at_start * (1 + 1e-5)).all(), scale
+        stir(model)
+        assert (reached(model, x) <= bound(model) * (1 + 1e-5)).all(), scale
+        if scale.learned == "head":  # 1/√d · s_h · ln 9 at the last token of training
+            gains = 8 * model.q_norm.detach().abs().max() * model.k_norm.detach().abs().max()
+            expected = 8**-0.5 * model.log_n_scale.detach().abs().flatten() * math.log(9) * gains
+            torch.testing.assert_close(bound(model), expected)
 
 
 @pytest.mark.parametrize("over", ["head", "layer"])

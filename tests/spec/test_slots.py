@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qkeel import attention, preset, reference
-from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, ShapeError, UnknownNameError
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError, ShapeError, UnknownNameError
 from qkeel.kernels import encode
 from qkeel.spec import (
     PRESETS,
@@ -348,6 +348,21 @@ def test_a_norm_commutes_with_a_rotation_where_it_says_so(norm: Norm) -> None:
         spec = AttentionSpec(norm=norm, position=Rope(order=order))
         ends.append(spec.encode(q, q[:, :2], pos, pos, params)[0])
     assert torch.allclose(*ends, rtol=0, atol=1e-6) == norm.commutes_with_rotation
+
+
+def test_slots_say_what_they_are_without_one_part_of_them() -> None:
+    plain, other = RMSNorm(gain="dim"), type("Mine", (NoNorm,), {"__slots__": (), "sides": "k"})()
+    assert plain.without_keys() == RMSNorm(gain="dim", on="q")
+    assert (RMSNorm(on="q").without_keys(), RMSNorm(on="k").without_keys()) == (RMSNorm(on="q"), NoNorm())
+    assert NoNorm().without_keys() == NoNorm()
+    for norm in (RMSNorm(on="qkv"), other):
+        with pytest.raises(RefusedError, match="without its norm of the keys"):
+            norm.without_keys()
+    assert InverseSqrt(multiplier=3.0).with_multiplier(2.0) == InverseSqrt(multiplier=6.0)
+    assert LogN(train_length=8).with_multiplier(2.0) == LogN(train_length=8, inner=InverseSqrt(multiplier=2.0))
+    assert Fixed(3.0).with_multiplier(2.0) == Fixed(3.0)
+    temperature = FloorLogTemperature(inner=LogN(train_length=8))
+    assert [scale.last_position for scale in (Fixed(1.0), LogN(train_length=8), temperature)] == [0, 7, 7]
 
 
 def test_shapes_of_parameters_are_those_of_the_tensors_and_make_none() -> None:

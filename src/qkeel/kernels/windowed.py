@@ -14,7 +14,7 @@ from qkeel.kernels.encode import dense
 from qkeel.patching.compiler_state import transformed
 from qkeel.patching.private_operators import flash_on_cpu, flash_on_cpu_backward
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.position.rerope import ReRope
+from qkeel.spec.position.rerope import rerope
 from qkeel.spec.shapes import Outputs
 
 
@@ -29,7 +29,7 @@ class Windowed(Kernel):
 
     def supports(self, call: AttentionCall) -> Refusal | None:
         spec, out = call.spec, "use impl='chunked' (exact, O(T) memory) or impl='auto'"
-        if not isinstance(spec.position, ReRope):
+        if rerope(spec.position) is None:
             return Refusal(f"the windowed kernel is for ReRope, not for {spec.position.formula()}", out)
         if spec.normalizer.kind != "softmax" or spec.cap.kind != "none":
             return Refusal("the windowed kernel is for softmax without a cap", out)
@@ -42,8 +42,8 @@ class Windowed(Kernel):
         return None
 
     def __call__(self, call: AttentionCall) -> Outputs:
-        position = call.spec.position
-        assert isinstance(position, ReRope)
+        position = rerope(call.spec.position)
+        assert position is not None  # others are refused
         q, k = call.encoded()
         v, dtype = dense(call.spec.values(call.v, call.params)), call.q.dtype
         q = q * call.spec.factor(call.pos_q, q.shape[-1], call.params, q.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, final
 
@@ -111,6 +112,11 @@ class LongContexts:
         """Those of one form; as trained where no method is asked of it."""
         methods = [method for text in self.posthoc if (method := Method.parse(text)).form in ("", form)]
         return dataclasses.replace(self, posthoc=[method.label for method in methods] or ["none"])
+
+    @property
+    def pairs(self) -> list[tuple[str, int]]:
+        """Every method at every length."""
+        return list(itertools.product(self.posthoc, self.test_lengths))
 
     def check(self, train_length: int) -> None:
         """Raises unless every length is a multiple of the training length."""
@@ -280,23 +286,21 @@ def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     if not grid.blocks and not grid.optimizers:
         return product(base, grid)
     runs = []
-    for optimizer in grid.optimizers or (base.optim.name,):
-        for block in grid.blocks or (base.model.block,):
-            model = dataclasses.replace(base.model, block=block)
-            optim = dataclasses.replace(base.optim, name=optimizer)
-            runs += product(dataclasses.replace(base, model=model, optim=optim), grid, f"{block}, {optimizer}")
+    both = itertools.product(grid.optimizers or (base.optim.name,), grid.blocks or (base.model.block,))
+    for optimizer, block in both:
+        model = dataclasses.replace(base.model, block=block)
+        optim = dataclasses.replace(base.optim, name=optimizer)
+        runs += product(dataclasses.replace(base, model=model, optim=optim), grid, f"{block}, {optimizer}")
     return runs
 
 
 def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]:
     """Remedies × rates × seeds, in this order, each a variant of `base`."""
     runs = []
-    for remedy in grid.remedies:
-        for lr in grid.lrs:
-            for seed in grid.seeds:
-                optim = dataclasses.replace(base.optim, lr=lr)
-                config = dataclasses.replace(base, remedy=remedy, optim=optim, seed=seed)
-                runs.append(PlannedRun(config=config, role=role))
+    for remedy, lr, seed in itertools.product(grid.remedies, grid.lrs, grid.seeds):
+        optim = dataclasses.replace(base.optim, lr=lr)
+        config = dataclasses.replace(base, remedy=remedy, optim=optim, seed=seed)
+        runs.append(PlannedRun(config=config, role=role))
     return runs
 
 

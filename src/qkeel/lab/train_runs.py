@@ -139,23 +139,24 @@ class _Loop:
         """One step of all, and what follows it in each."""
         records = [self.records[i] for i in now]
         arithmetic = self._arithmetic(now)
-        if any(record.is_logged_next for record in records):
+        if any(record.is_logged(record.step + 1) for record in records):
             arithmetic.remember()
+        due = any(record.is_logged(record.step + 1) or record.is_saved(record.step + 1) for record in records)
         start = time.perf_counter()
         losses, norms = train_step(arithmetic, [record.step for record in records])
-        due = any(record.is_read_next for record in records)
         numbers = list(zip(losses.tolist(), norms.tolist())) if due else []  # an accelerator may be steps behind
         seconds = (time.perf_counter() - start) / len(now)
         for record in records:
             record.count(seconds)
-        logged = {i: own for i, own in zip(now, numbers) if self.records[i].is_logged}
+        logged = {i: own for i, own in zip(now, numbers) if self.records[i].is_logged(self.records[i].step)}
         if logged:
             self._write(arithmetic, now, logged)
         stop = any(not self.records[i].over for i in self.live) and self.watcher.should_stop()
         for i in list(self.live):
             with self._own(i):
-                if (stop or self.records[i].is_saved) and not self.records[i].stopped:
-                    self.records[i].save()
+                record = self.records[i]
+                if (stop or record.is_saved(record.step)) and not record.stopped:
+                    record.save()
         if stop:
             raise KeyboardInterrupt
 

@@ -8,7 +8,6 @@ on the logit.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
@@ -22,9 +21,9 @@ from qkeel.kernels.compiled_decode import latents
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.encode import encoded
 from qkeel.kernels.prepare import average, row_blocks
-from qkeel.spec import AttentionSpec, NoNorm
+from qkeel.spec import AttentionSpec
 from qkeel.spec.call import AttentionCall
-from qkeel.spec.norm import GainNorm, Norm
+from qkeel.spec.norm import Norm
 from qkeel.spec.shapes import Heads, PosQ, Queries
 from qkeel.spec.slot import Params
 
@@ -103,11 +102,7 @@ def encode(spec: AttentionSpec, q: Queries, rotated: SharedKey, at: PosQ, params
 @functools.cache
 def _query_alone(spec: AttentionSpec) -> AttentionSpec:
     """The spec that does nothing to keys besides rotating them."""
-    norm = spec.norm
-    if "k" not in norm.sides:
-        return spec
-    assert isinstance(norm, GainNorm)  # others are refused
-    return spec.replace(norm=dataclasses.replace(norm, on="q") if "q" in norm.on else NoNorm())
+    return spec.replace(norm=spec.norm.without_keys())
 
 
 def inverse_size(norm: Norm, k: Heads) -> PerKey:

@@ -114,32 +114,37 @@ class _Reading:
 
 
 def _watched(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[_Reading, str]:
-    """One forward pass as it was read. Below torch's functions too, unless that is what fails, and then why. Where
+    """One forward pass as it was read, and why it was not read below torch's functions, where that is what fails. Where
     weights and the logits that they make lie in two checkpointed parts, another pass keeps both, and a warning says so.
     """
-    failed, reasons, parted = None, [""], True
-    for keep in (False, True):
-        if not parted:
-            break
-        for dispatch in (True, False):
-            reading = _Reading(model, dispatch=dispatch, keep=keep)
-            try:
-                reading.run(copied(args), copied(kwargs))
-            except Exception as error:
-                if isinstance(error, dist.ApartError):
-                    raise
-                parted = reading.parts.any
-                failed, reasons = error, [*reasons, f"{type(error).__name__}: {error}"]
-                continue
-            if not reading.finished():
-                break
-            if keep:
-                caution(_KEPT.format(type(model).__name__))
-            return reading, "" if dispatch else reasons[-1]
+    reading, failed, why = _passed(model, args, kwargs, keep=False)
+    known = failed is None and reading.finished()
+    if not known and reading.parts.any:
+        reading, failed, why = _passed(model, args, kwargs, keep=True)
+        known = failed is None and reading.finished()
+        if known:
+            caution(_KEPT.format(type(model).__name__))
+    if known:
+        return reading, why
     raise InvalidValueError(
-        f"the forward pass of {type(model).__name__} on the example failed: {reasons[-1]}. "
+        f"the forward pass of {type(model).__name__} on the example failed: {why}. "
         f"Give arguments with which model(...) runs; its forward takes {inspect.signature(model.forward)}"
     ) from failed
+
+
+def _passed(model: nn.Module, args: Args, kwargs: Kwargs, *, keep: bool) -> tuple[_Reading, Exception | None, str]:
+    """A pass below torch's functions, or without that where it fails; its error, and why the one below them failed."""
+    why = ""
+    for dispatch in (True, False):
+        reading, failed = _Reading(model, dispatch=dispatch, keep=keep), None
+        try:
+            reading.run(copied(args), copied(kwargs))
+            break
+        except dist.ApartError:
+            raise
+        except Exception as error:
+            failed, why = error, f"{type(error).__name__}: {error}"
+    return reading, failed, why
 
 
 def spread(model: nn.Module) -> bool:

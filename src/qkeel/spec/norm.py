@@ -58,6 +58,12 @@ class Norm(Slot):
         """The same norm with another eps; itself where it has none."""
         return self
 
+    def without_keys(self) -> Norm:
+        """The same norm that leaves k as it is; itself where it does that already."""
+        if "k" not in self.sides:
+            return self
+        raise RefusedError(f"{type(self).__name__} does not say what it is without its norm of the keys")
+
     @abc.abstractmethod
     def apply(self, part: Part, x: Heads, params: Params) -> Heads:
         """Returns x normalised, or x itself where this norm leaves that part alone."""
@@ -106,6 +112,12 @@ class GainNorm(Norm):
 
     def with_eps(self, eps: float) -> Norm:
         return dataclasses.replace(self, eps=eps)
+
+    def without_keys(self) -> Norm:
+        left = self.on.replace("k", "")
+        if left == "qv":
+            return Norm.without_keys(self)
+        return dataclasses.replace(self, on=left) if left else NoNorm()
 
     def __post_init__(self) -> None:
         if self.over == "nope":

@@ -37,6 +37,13 @@ class Scale(Slot):
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float | Factor:
         """The factor for queries at pos_q [b|1 t]."""
 
+    def constant(self, head_dim: int) -> float | None:
+        """The factor where it is one number for every query of any model, None where it is learned or moves."""
+        learned = self.parameters(Geometry(n_heads=1, n_kv_heads=1, head_dim=head_dim))
+        if learned or self.follows_position:
+            return None
+        return float(self.factor(torch.zeros(1, 1), head_dim, {}))
+
     @property
     def base(self) -> Scale:
         """The scale without factors of the position."""
@@ -45,6 +52,15 @@ class Scale(Slot):
     def with_base(self, base: Scale) -> Scale:
         """The same factors of the position on another scale."""
         return base
+
+    @property
+    def last_position(self) -> int:
+        """The position of the last query of training where the factor grows up to it; 0 for any other scale."""
+        return 0
+
+    def with_multiplier(self, multiplier: float) -> Scale:
+        """The same scale with its 1/√d times a number; itself where it has no 1/√d."""
+        return self
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +79,9 @@ class InverseSqrt(Scale):
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return self.multiplier / math.sqrt(self.dim or head_dim)
+
+    def with_multiplier(self, multiplier: float) -> Scale:
+        return dataclasses.replace(self, multiplier=self.multiplier * multiplier)
 
     def formula(self) -> str:
         return f"{self.multiplier:g}/√{self.dim or 'd'}"
@@ -178,6 +197,13 @@ class PositionFactor(Scale):
     def with_base(self, base: Scale) -> Scale:
         return dataclasses.replace(self, inner=self.inner.with_base(base))
 
+    @property
+    def last_position(self) -> int:
+        return self.inner.last_position
+
+    def with_multiplier(self, multiplier: float) -> Scale:
+        return dataclasses.replace(self, inner=self.inner.with_multiplier(multiplier))
+
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> Factor:
         inner = self.inner.factor(pos_q, head_dim, params)
         dtype = wide(inner.dtype) if isinstance(inner, Tensor) else widest(pos_q.device)
@@ -216,6 +242,10 @@ class LogN(PositionFactor):
             return needed
         shape = (geometry.n_heads, 1, 1) if self.learned == "head" else ()
         return {**needed, "log_n_scale": Parameter(shape, 1 / math.log(self.train_length))}
+
+    @property
+    def last_position(self) -> int:
+        return self.train_length - 1
 
     def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
         return log_n(pos_q + 1, self.train_length, self.clip, dtype)

@@ -84,10 +84,15 @@ def outside(model: nn.Module, texts: Iterable[Tensor], ranges: Sequence[Range]) 
     return found
 
 
+def attentions(model: nn.Module) -> list[SpecModule]:
+    """The attentions of a model, layer by layer."""
+    return [module for module in model.modules() if isinstance(module, SpecModule)]
+
+
 @contextlib.contextmanager
 def observed(model: nn.Module, see: Callable[[int, AttentionCall], None]) -> Iterator[None]:
     """Shows each attention call of the model, with the number of its layer."""
-    modules = [module for module in model.modules() if isinstance(module, SpecModule)]
+    modules = attentions(model)
     observers = [lambda call, layer=layer: see(layer, call) for layer in range(len(modules))]
     for module, observer in zip(modules, observers, strict=True):
         module.observers.append(observer)

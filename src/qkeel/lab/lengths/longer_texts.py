@@ -16,7 +16,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.lab.data.corpus import batch, long_texts
 from qkeel.lab.data.corpus import load as load_corpus
-from qkeel.lab.lengths.angles import Range, cosine_ranges, outside
+from qkeel.lab.lengths.angles import Range, attentions, cosine_ranges, outside
 from qkeel.lab.lengths.retrieval import retrieved
 from qkeel.lab.model.build_model import autocast, layers, resolve, threads
 from qkeel.lab.plan import LongContexts, Method
@@ -25,7 +25,6 @@ from qkeel.lab.training.checkpoint import load
 from qkeel.lab.training.evaluate import measuring
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
-from qkeel.nn.spec_module import SpecModule
 from qkeel.records import EXTRAPOLATION_COLUMNS, RunDirectory, RunStatus, append_line
 from qkeel.records.disk import cut, remove, sync
 from qkeel.records.files import JSONObject, whole_bytes
@@ -72,7 +71,7 @@ def stretched(spec: AttentionSpec, method: Method, train_length: int, test_lengt
 def missing(place: RunDirectory, contexts: LongContexts) -> list[tuple[str, int]]:
     """The pairs of method and length that a run has not been measured at."""
     done = {(line["posthoc"], line["test_length"]) for line in _known(place)}
-    return [(m, n) for m in contexts.posthoc for n in contexts.test_lengths if (m, n) not in done]
+    return [pair for pair in contexts.pairs if pair not in done]
 
 
 def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait: float = 0.0) -> None:
@@ -226,7 +225,7 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     optim = dataclasses.replace(config.optim, lr=config.optim.lr / 10)
     longer = RunState(dataclasses.replace(config, data=data, optim=optim, steps=steps))
     longer.model.load_state_dict(run.model.state_dict())
-    for module, before in zip(_attentions(longer.model), _attentions(run.model), strict=True):
+    for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
         module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
     arithmetic = TorchArithmetic([longer], "its attention was changed after it was made")
     for step in range(steps):
@@ -238,17 +237,13 @@ def _share(hit: Tensor) -> float:
     return float(hit.cpu().double().mean())
 
 
-def _attentions(model: nn.Module) -> list[SpecModule]:
-    return [module for module in model.modules() if isinstance(module, SpecModule)]
-
-
 @contextlib.contextmanager
 def changed(model: nn.Module, method: Method, train_length: int, test_length: int) -> Iterator[None]:
     """Every attention of the model under a post-hoc method, afterwards as it was.
 
     Raises: RefusedError if the attention cannot be changed so.
     """
-    modules = _attentions(model)
+    modules = attentions(model)
     before = [m.spec for m in modules]
     after = [stretched(spec, method, train_length, test_length) for spec in before]
     try:
@@ -282,8 +277,7 @@ def long_rows(out: Path, about: Json) -> list[Json]:
         named["train_length"] = about["base"][entry["role"]]["data"]["context"]
         named["max_logit"] = place.summary()["max_logit"] if done else None
         contexts = LongContexts(**about["contexts"]).of(entry["remedy"])
-        pairs = [(method, length) for method in contexts.posthoc for length in contexts.test_lengths]
-        table += [_row(named, lines.get(pair, {}), pair) for pair in pairs]
+        table += [_row(named, lines.get(pair, {}), pair) for pair in contexts.pairs]
     return table
 
 

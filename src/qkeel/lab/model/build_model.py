@@ -15,7 +15,7 @@ from qkeel.lab.model.optimizers import build_optimizer
 from qkeel.lab.model.run_remedies import canonical, put_on
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, ViT
 from qkeel.registry import parse
-from qkeel.spec import AttentionSpec, InverseSqrt, layer_specs, preset
+from qkeel.spec import AttentionSpec, layer_specs, preset
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -80,12 +80,8 @@ def width_ratio(config: ModelConfig) -> float:
 
 def _mup(spec: AttentionSpec, config: ModelConfig) -> AttentionSpec:
     """The spec with its scale 1/√d times √(base_head_dim / d): under µP logits are q·k / d. Other scales stay."""
-    scale, size = spec.scale.base, config.head_dim or config.d_model // config.n_heads
-    if not isinstance(scale, InverseSqrt):
-        return spec
-    factor = (config.base_head_dim / size) ** 0.5
-    scale = dataclasses.replace(scale, multiplier=scale.multiplier * factor)
-    return spec.replace(scale=spec.scale.with_base(scale))
+    size = config.head_dim or config.d_model // config.n_heads
+    return spec.replace(scale=spec.scale.with_multiplier((config.base_head_dim / size) ** 0.5))
 
 
 def build_decoder(config: ModelConfig, vocab_size: int, train_length: int | None = None) -> Decoder:

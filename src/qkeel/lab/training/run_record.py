@@ -132,25 +132,14 @@ class RunRecord:
         """Returns whether no step is left."""
         return self.stopped or self.step >= self.config.steps
 
-    @property
-    def is_logged(self) -> bool:
-        """Returns whether the step that is done is recorded."""
-        return self._is_logged(self.step)
+    def is_logged(self, step: int) -> bool:
+        """Returns whether a step is recorded."""
+        return step % self.config.log_every == 0 or step == self.config.steps
 
-    @property
-    def is_logged_next(self) -> bool:
-        """Returns whether the step to come is recorded."""
-        return self._is_logged(self.step + 1)
-
-    @property
-    def is_saved(self) -> bool:
-        """Returns whether a checkpoint of the step that is done is due."""
-        return self._is_saved(self.step)
-
-    @property
-    def is_read_next(self) -> bool:
-        """Returns whether anything is written after the step to come, so that the host waits for its numbers."""
-        return self._is_logged(self.step + 1) or self._is_saved(self.step + 1)
+    def is_saved(self, step: int) -> bool:
+        """Returns whether a checkpoint of a step is due."""
+        every = self.config.checkpoint_every
+        return step == self.config.steps or bool(every and step % every == 0)
 
     def wants_held(self, *numbers: float) -> bool:
         """True if held-out numbers are part of the record of the finished step; `numbers` are its others."""
@@ -218,7 +207,7 @@ class RunRecord:
             place.cut_to(sizes)
         place.events(sizes)
         check_recorded(place, sizes)
-        wanted = [step for step in range(step + 1) if self._is_logged(step)]
+        wanted = [step for step in range(step + 1) if self.is_logged(step)]
         for name, steps in (
             ("metrics.jsonl", [record["step"] for record in place.metrics(sizes)]),
             ("heads.f32", place.heads(sizes).steps.tolist()),
@@ -233,13 +222,6 @@ class RunRecord:
         """True if training cannot go on after a step with these numbers; under a loss scale single steps may fail."""
         scale = self.state.loss_scale
         return not all(map(math.isfinite, numbers)) if scale is None else scale.exhausted
-
-    def _is_logged(self, step: int) -> bool:
-        return step % self.config.log_every == 0 or step == self.config.steps
-
-    def _is_saved(self, step: int) -> bool:
-        every = self.config.checkpoint_every
-        return step == self.config.steps or bool(every and step % every == 0)
 
     def _write(self, numbers: tuple[float, float] | None, probe: Probe, held: Mapping[str, float]) -> None:
         config, step, held = self.config, self.step, dict(held)

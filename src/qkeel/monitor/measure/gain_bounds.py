@@ -15,9 +15,7 @@ from qkeel.monitor.measure.head_stacks import Joined, Place, Places, stacks
 from qkeel.monitor.processes.share import Key, Share
 from qkeel.nn.spec_module import SpecModule
 from qkeel.sites.site import AttentionSite, NormGain
-from qkeel.spec.scale import Fixed, InverseSqrt, LogN, Scale, Sqrt
-
-_PLAIN = (Fixed, InverseSqrt, LogN, Sqrt)  # scales without parameters
+from qkeel.spec.slot import Geometry, Params
 
 
 @final
@@ -62,7 +60,7 @@ class GainBounds:
         found = self._places.taken(lengths, torch.mul)
         for site in self.sites:
             scaled = (site.name, "query_bound" if self._is_split(site) else "gain_bound")
-            if not _has_plain_scale(site):
+            if _scale_params(site):
                 found[scaled] = _scale(site, found[scaled]) * found[scaled]
         return {key: _largest(x) if key[1] != "gain_bound" else x for key, x in found.items()}
 
@@ -71,7 +69,7 @@ class GainBounds:
         pairs: dict[Key, tuple[Place, Place]] = {}
         for site in self.sites:
             at, factor = _served(site.query_gains, site.n_heads, joined)
-            query: Place = [at], factor * (_scale(site, factor) if _has_plain_scale(site) else 1.0)
+            query: Place = [at], factor * (1.0 if _scale_params(site) else _scale(site, factor))
             at, factor = _served(site.key_gains, site.n_kv_heads, joined)
             used = site.used(site.n_kv_heads)
             key: Place = [at[used]], factor[used]
@@ -115,9 +113,8 @@ class GainBounds:
 
     def _unknown(self, site: AttentionSite) -> bool:
         """Returns whether no process knows the bound: a part of its scale, or of a bias, is with another."""
-        params = site.module.spec_params() if isinstance(site.module, SpecModule) else {}
         biases = [norm.bias for norm in (*site.query_gains, *site.key_gains) if norm.bias is not None]
-        learned = [] if isinstance(site.spec.scale, _PLAIN) else [*params.values()]
+        learned = _scale_params(site).values()
         return any(map(dist.is_split, (*learned, *(self._parameters[name] for name in biases))))
 
 
@@ -145,18 +142,16 @@ def _largest(value: Tensor) -> Share:
     return Share(value=value, weight=torch.ones_like(value), how="max", of="weights")
 
 
-def _has_plain_scale(site: AttentionSite) -> bool:
-    return not isinstance(site.module, SpecModule) or isinstance(site.spec.scale, _PLAIN)
+def _scale_params(site: AttentionSite) -> Params:
+    """The parameters that a learned scale is computed from, {} where it has none."""
+    heads = Geometry(n_heads=site.n_heads, n_kv_heads=site.n_kv_heads, head_dim=site.head_dim)
+    if not isinstance(site.module, SpecModule) or not site.spec.scale.parameters(heads):
+        return {}
+    return site.module.spec_params()
 
 
 def _scale(site: AttentionSite, like: Tensor) -> Tensor:
     """|scale|, one number or one for each head."""
-    params = {} if _has_plain_scale(site) else site.module.spec_params()  # type: ignore[operator]
-    at = torch.full((1, 1), _position(site.spec.scale), device=like.device)
-    factor = site.spec.scale.factor(at, site.head_dim, params)
+    at = torch.full((1, 1), site.spec.scale.last_position, device=like.device)
+    factor = site.spec.scale.factor(at, site.head_dim, _scale_params(site))
     return torch.as_tensor(factor, dtype=like.dtype, device=like.device).abs().flatten()
-
-
-def _position(scale: Scale) -> int:
-    """The positions at which a scale that grows with the position is read."""
-    return scale.train_length - 1 if isinstance(scale, LogN) else 0

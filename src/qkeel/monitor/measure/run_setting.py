@@ -11,14 +11,12 @@ from qkeel.monitor.alarms.setup_rules import Setting
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
 from qkeel.sites.site import AttentionSite, Kind, NormGain
-from qkeel.spec.scale import Fixed, InverseSqrt, Scale, Sqrt
 
 _NAMES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
 }
-_CONSTANT = (Fixed, InverseSqrt, Sqrt)
 
 
 @final
@@ -37,7 +35,7 @@ class SettingSeen:
         if call.q is not None:
             dtype = call.q.dtype
             self._dims.add(call.q.shape[-1])
-            self._scales.add(_constant(call.spec.scale, call.q.shape[-1]))
+            self._scales.add(call.spec.scale.constant(call.q.shape[-1]))
         if dtype is not None:
             self._formats.add((dtype, "eager" if written else "fused"))
 
@@ -55,11 +53,6 @@ class SettingSeen:
             scale=scale,
             norm=next(iter(kinds)) if len(kinds) == 1 else None,
         )
-
-
-def _constant(scale: Scale, head_dim: int) -> float | None:
-    """The factor, unless it is learned or depends on the query's position."""
-    return float(scale.factor(torch.zeros(1, 1), head_dim, {})) if isinstance(scale, _CONSTANT) else None
 
 
 def _both(site: AttentionSite) -> tuple[NormGain, ...]:

@@ -56,8 +56,7 @@ def _line(study: StudyData, line: Standing, gain_lrs: Sequence[float], sensitivi
     top = study.lrs()[-1]
     note = "all tried" if line.stable_lr == top else _stable(line.stable_lrs)
     cells.append(cell("no LR" if line.stable_lr is None else rate(line.stable_lr), line.stable_lr or 0.0, note))
-    cells.append(NOTHING if line.cpu_ratio is None else cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio))
-    return table_row(swatch(study, line.remedy), *cells)
+    return table_row(swatch(study, line.remedy), *cells, cost_cell(line))
 
 
 def _loss(total: Spread | None) -> Markup:
@@ -72,9 +71,18 @@ def spread_cell(total: Spread, write: Callable[[float], str]) -> Markup:
 def _gain(one: Gain | None, remedy: str) -> Markup:
     if one is None:
         return cell("" if remedy == BASELINE else "–", -math.inf)
-    small = f"{one.over()}{'; collapsed' if one.collapsed else ''}"
-    kind = "faint" if one.collapsed or one.verdict in ("equal", "undecided") else ""
-    return cell(signed(one.mean), one.mean, small, kind)
+    return gain_cell(one, f"{one.over()}{'; collapsed' if one.collapsed else ''}")
+
+
+def gain_cell(one: Gain, small: str) -> Markup:
+    """Returns the cell of a gain, grey where it is equal, undecided, or of a remedy that collapsed."""
+    faint = one.collapsed or one.verdict in ("equal", "undecided")
+    return cell(signed(one.mean), one.mean, small, "faint" if faint else "")
+
+
+def cost_cell(line: Standing) -> Markup:
+    """Returns the cell of a remedy's processor time over that of the baseline."""
+    return NOTHING if line.cpu_ratio is None else cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio)
 
 
 def _stable(ends: tuple[float, float] | None) -> str:

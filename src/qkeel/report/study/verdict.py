@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 from qkeel.errors import RunDirectoryError
-from qkeel.metrics import Row
+from qkeel.metrics import Row, Verdict
 from qkeel.report.html.formats import count, listing, number, rate, signed
 from qkeel.report.html.markup import NOTHING, Markup, cell, columns, join, table, table_row, tag
 from qkeel.report.html.page import command_block, note
 from qkeel.report.study.collect import BASELINE, StudyData
 from qkeel.report.study.compare import Gain, Standing, standings
-from qkeel.report.study.tables import swatch
-
-_SAID = {"better": "better", "worse": "worse", "equal": "equal", "undecided": "undecided"}
+from qkeel.report.study.tables import cost_cell, gain_cell, swatch
 
 
 def verdict_table(study: StudyData) -> Markup:
@@ -67,15 +66,15 @@ def collapsed_at(rows: Sequence[Row], remedy: str) -> list[str]:
 
 
 def _line(study: StudyData, line: Standing, fallen: Sequence[str]) -> Markup:
-    gain, mean = _shown(line)
-    shown = NOTHING if gain is None else cell(signed(mean), mean, f"at LR {rate(gain.lr)}: {gain.over()}", _faint(gain))
+    gain, _ = _shown(line)
+    shown = NOTHING if gain is None else gain_cell(gain, f"at LR {rate(gain.lr)}: {gain.over()}")
     return table_row(
         swatch(study, line.remedy),
         tag("td", {"class": "text wide"}, _words(line)),
         cell("", -math.inf) if line.remedy == BASELINE else shown,
         cell(number(line.max_logit), line.max_logit),
         cell(f"LR {listing(fallen)}" if fallen else "never", len(fallen)),
-        NOTHING if line.cpu_ratio is None else cell(f"{line.cpu_ratio:.2f}", line.cpu_ratio),
+        cost_cell(line),
     )
 
 
@@ -86,18 +85,14 @@ def _shown(line: Standing) -> tuple[Gain | None, float]:
     return best, -math.inf if best is None else best.mean
 
 
-def _faint(gain: Gain) -> str:
-    return "faint" if gain.verdict in ("equal", "undecided") else ""
-
-
 def _words(line: Standing) -> str:
     """The verdicts by rate; where attention collapsed nothing is said of the loss."""
     if line.remedy == BASELINE:
         return "the baseline"
     at = {
-        said: [rate(lr) for lr, gain in sorted(line.gains.items()) if not gain.collapsed and gain.verdict == verdict]
-        for verdict, said in _SAID.items()
+        verdict: [rate(lr) for lr, gain in sorted(line.gains.items()) if not gain.collapsed and gain.verdict == verdict]
+        for verdict in get_args(Verdict)
     }
-    parts = [f"{said} at LR {listing(lrs)}" for said, lrs in at.items() if lrs]
+    parts = [f"{verdict} at LR {listing(lrs)}" for verdict, lrs in at.items() if lrs]
     parts += ["collapsed elsewhere"] if parts and any(gain.collapsed for gain in line.gains.values()) else []
     return "; ".join(parts) or ("collapsed wherever it was tried" if line.gains else "not compared: no seed has both")

@@ -96,7 +96,10 @@ def _observe(observers: tuple[CallObserver, ...]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _flash_homes(count: int, last: str) -> list[str]:
-    """The loaded modules that are named after flash attention, while these are the number and the last of all."""
+    """The loaded modules that are named after flash attention, while these are the number and the last of all.
+
+    One is missed only if as many were taken out of sys.modules as came, and the last has the name it had.
+    """
     return [home for home in sys.modules if "flash_att" in home]
 
 

@@ -13,7 +13,6 @@ from torch.autograd.graph import GradientEdge
 from qkeel.functional.norms import widest
 from qkeel.sites.site import NormGain
 from qkeel.sites.weights.nearest_norms import Norm, norms
-from qkeel.spec.norm import GainNorm
 from qkeel.spec.norm import Norm as SpecNorm
 
 
@@ -27,7 +26,7 @@ def spec_gains(norm: SpecNorm, prefix: str, part: Literal["q", "k"], heads: int,
         heads: how many heads that part has.
         head_dim: numbers per head.
     """
-    if norm.kind == "none" or norm.kind == "other" or not isinstance(norm, GainNorm) or part not in norm.sides:
+    if norm.kind == "none" or norm.kind == "other" or part not in norm.sides:
         return ()
     places = {
         "dim": torch.arange(head_dim)[None],

@@ -86,6 +86,11 @@ class ReRope(Position):
         return f"ReRoPE(window {self.window}, base {self.base:g})"
 
 
+def rerope(position: Position) -> ReRope | None:
+    """The position as a ReRope; None for any other, also for a subclass of it that states no kind."""
+    return position if isinstance(position, ReRope) and position.kind == "rerope" else None
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeakyReRope(ReRope):
