@@ -54,3 +54,9 @@ def test_llama4_temperature_constants_are_those_of_the_shipped_config() -> None:
     configs = importlib.import_module("transformers.models.llama4.configuration_llama4")
     config, scale = configs.Llama4TextConfig(), preset("llama4_nope").scale
     assert (scale.alpha, scale.floor) == (config.attn_scale, config.floor_scale)
+
+
+def test_the_base_of_ngpt_is_that_of_its_authors_code() -> None:
+    spec = preset("ngpt")  # NVIDIA/ngpt, model.py: sinusoids of 10000
+    assert isinstance(spec.position, Rope)
+    assert spec.position.base == 10_000.0
