@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self, final
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.dist.layout import Layout
-from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.errors import InvalidValueError, RefusedError, caution
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms.advice import fitted
@@ -40,9 +41,10 @@ from qkeel.monitor.record.sample import Sample
 from qkeel.monitor.record.sample_table import coverage, sample_html, sample_table
 from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
+from qkeel.monitor.step_weights import StepWeights
 from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.patching.guard import Guard
-from qkeel.patching.optimizer_hooks import StepHooks
+from qkeel.patching.optimizer_hooks import StepHooks, stepping
 from qkeel.patching.parallel_training import joined
 from qkeel.sites.example import Arguments
 from qkeel.sites.missed import Missed, Sites
@@ -113,7 +115,9 @@ class Monitor(Handle):
             numbers = StepNumbers(self._steps, known, calls.tokens, changes, optimizer, guard=self._guard)
             self._models.add(name, tap, numbers, self._step_end.pass_over if optimizer is None else None)
         self._hooks: StepHooks | None = None
+        self._weights: StepWeights | None = None
         self._complete = False
+        self._end_asked: int | None = None  # the steps done when the end was asked for
         if optimizer is None:
             self._group.records_alone = True
         else:
@@ -121,6 +125,8 @@ class Monitor(Handle):
             self._hooks = StepHooks(before, after, optimizer)
             if early:
                 self._hooks.come_first()
+            if dist.world() == 1:
+                self._weights = StepWeights(optimizer, self._guard)
         super().__init__(functools.partial(self._guard, self._finish), state=self._state, load=self._load_state)
 
     @property
@@ -163,22 +169,28 @@ class Monitor(Handle):
         self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
 
     def measure_end(self) -> None:
-        """Measures how a training ended whose last step nobody knew beforehand; call it after the last step.
+        """Measures how a training ended whose last step nobody knew beforehand, as `close()` and the end of `with` do.
+
+        To be called where the weights were changed since the last step, or for the numbers before watching ends.
 
         The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the training
         pass seen last, in training mode; random streams and buffers are put back. Gradients are not read: there is no
         backward pass. Nothing is done where the last step was measured.
 
         Raises:
-            RefusedError: several processes train, no optimizer was given, no training pass was seen, or the pass fails.
+            RefusedError: several processes train, no optimizer was given or it is in the middle of a step, no training
+                pass was seen, or the pass fails.
         """
-        last = self._steps.last
-        if not self.active or (last is not None and last >= self.steps - 1):
+        self._end_asked = self.steps
+        if not self._end_missing:
             return
         if dist.world() > 1 or self._group.members is not None:
-            raise RefusedError("several processes train, and a pass of one alone could wait for the others")
-        if self._hooks is None or not self.steps:
-            raise RefusedError("no step of an optimizer was seen")
+            raise RefusedError(
+                "several processes train, and a pass of one alone could wait for the others; a last step that is known "
+                "beforehand is measured by planned=PlannedRates.of(rates) or measure_next()"
+            )
+        if self._hooks is None or not self.steps or stepping():
+            raise RefusedError("no finished step of an optimizer was seen")
         try:
             seen = self._models.look_again()
         except Exception as error:
@@ -186,6 +198,31 @@ class Monitor(Handle):
         if not seen:
             raise RefusedError("no training pass with attention was seen")
         self._guard(self._step_end.training_over)
+
+    def training_over(self, tell: Callable[[str], None] = caution) -> None:
+        """Measures the end as `close()` does. Where it can't, `tell` gets one sentence, with the step measured last:
+        after an error, or where the weights are not those that the last step left."""
+        self._guard(self._training_over, tell)
+
+    def _training_over(self, tell: Callable[[str], None]) -> None:
+        if self._end_asked == self.steps or self._hooks is None or not self._end_missing:
+            return
+        last = self._steps.last
+        try:
+            if sys.exception() is not None:
+                raise RefusedError("an exception is being handled")
+            if self._weights is not None and not self._weights.unchanged:
+                raise RefusedError("its weights were changed after its last step, as by a checkpoint or an average")
+            self.measure_end()
+        except RefusedError as error:
+            self._end_asked = self.steps
+            if last is not None:
+                tell(f"{type(self.model).__name__} is measured up to step {last:,} of {self.steps:,}: {error}")
+
+    @property
+    def _end_missing(self) -> bool:
+        last = self._steps.last
+        return self.active and (last is None or last < self.steps - 1)
 
     @property
     def closer(self) -> int | None:
@@ -286,17 +323,25 @@ class Monitor(Handle):
         self.close(complete=exc[0] is None)
 
     def remove(self) -> None:
-        """Stops watching; the run counts as complete. Where several processes train, all of them must."""
+        """Stops watching, at once; the run counts as complete. Where several processes train, all of them must."""
+        self._end_asked = self.steps
         self.close()
 
     def close(self, *, complete: bool = True) -> None:
-        """Stops watching; `complete` says whether training ended as planned."""
+        """Stops watching; `complete` says whether training ended as planned. Then its end is measured first, where the
+        cadence has left it out, as by `measure_end`; one warning says so where it can't."""
         if self.active:
             self._complete = complete
-            super().remove()
+            try:
+                if complete:
+                    self.training_over()
+            finally:
+                super().remove()
         # What is left of the hooks says so to others that wait for this process, at the next measured step.
         if self._hooks is not None and not self._waited_for:
             self._guard(self._hooks.remove)  # again, where the first was in the middle of a step
+        if self._weights is not None:
+            self._guard(self._weights.hooks.remove)
         self._group.stopped = True
 
     def _state(self) -> State:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,14 @@ from qkeel.patching.modes import Args
 
 @final
 class LastPass:
-    """The arguments of a pass, without the graph that made them, and whether it ran under autocast."""
+    """The arguments of a pass, without the graph that made them, and whether it ran under autocast.
+
+    They are kept, not copied: until the next training pass begins, or the tap is removed, the tensors of one batch stay
+    alive. A loop that keeps its batch until it has the next one needs no more memory for that.
+    """
 
     def __init__(self, model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> None:
-        self.args = tuple(map(_detached, args))
-        self.kwargs = {name: _detached(value) for name, value in kwargs.items()}
+        self.args, self.kwargs = tuple(map(_detached, args)), _detached(dict(kwargs))
         device = next((p.device.type for p in model.parameters()), "cpu")
         self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
         self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
@@ -38,5 +41,9 @@ class LastPass:
                 module.training = mode
 
 
-def _detached(value: object) -> object:
+def _detached(value: Any) -> Any:
+    if type(value) is dict:
+        return {name: _detached(part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_detached, value))
     return value.detach() if isinstance(value, Tensor) else value
