@@ -18,6 +18,7 @@ from qkeel.report.study.compare import HELD, REVERSE, UNDECIDED, Effect, less, t
 from qkeel.report.study.modality_table import by_modality
 from qkeel.report.study.study_page import study_page
 
+WIDE = "qk_norm:kind=layer+swin_norm"
 FIELDS = ("query_norm", "key_norm", "last_block_norm", "val_loss")
 
 
@@ -118,11 +119,11 @@ def test_the_lead_answers_with_numbers(tmp_path: Path) -> None:
     for claimed in modality_findings.claims(data):
         assert kinds.pop(claimed.text) == ("undecided" if claimed.effect.verdict == UNDECIDED else "note")
     assert not kinds
-    page = study_page(dataclasses.replace(data, remedies=["none", "swin_norm", "qk_norm:kind=layer+swin_norm"]))
+    page = study_page(dataclasses.replace(data, remedies=[*data.remedies, "swin_norm", WIDE]))
     text = page.html()
     assert text.index("not shown</summary>") < text.index("Charts</h2>")
-    marked = page.mark("as with qk_norm:kind=layer+swin_norm: more than none, and swin_norm:a=1")
-    assert re.findall('"name">([^<]*)', marked) == ["qk_norm:kind=layer+swin_norm", "none"]
+    marked = page.mark(f"as with {WIDE}: more than none, and swin_norm:a=1")
+    assert re.findall('"name">([^<]*)', marked) == [WIDE, "none"]
     assert lead.text.startswith("Why do mixed modalities blow up? From LR 0.01 to 0.1 the largest logit grows")
     assert "which is not shown" in lead.text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self, final
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.dist.layout import Layout
-from qkeel.errors import InvalidValueError, RefusedError, caution
+from qkeel.errors import InvalidValueError, caution
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms.advice import fitted
@@ -41,10 +40,10 @@ from qkeel.monitor.record.sample import Sample
 from qkeel.monitor.record.sample_table import coverage, sample_html, sample_table
 from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
-from qkeel.monitor.step_weights import StepWeights
+from qkeel.monitor.training_end import TrainingEnd
 from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.patching.guard import Guard
-from qkeel.patching.optimizer_hooks import StepHooks, stepping
+from qkeel.patching.optimizer_hooks import StepHooks
 from qkeel.patching.parallel_training import joined
 from qkeel.sites.example import Arguments
 from qkeel.sites.missed import Missed, Sites
@@ -106,6 +105,7 @@ class Monitor(Handle):
         )
         self._arrivals = Arrivals(self._group, self._journal)
         self._step_end = StepEnd(self._steps, self._models, self._group, self._arrivals)
+        self._end = TrainingEnd(self._steps, self._models, self._group, self._step_end, optimizer, guard=self._guard)
         for name, one in model.items():
             calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, stats)
             due, rows = functools.partial(self._steps.due, name), None if stats is True else calls.rows
@@ -115,9 +115,7 @@ class Monitor(Handle):
             numbers = StepNumbers(self._steps, known, calls.tokens, changes, optimizer, guard=self._guard)
             self._models.add(name, tap, numbers, self._step_end.pass_over if optimizer is None else None)
         self._hooks: StepHooks | None = None
-        self._weights: StepWeights | None = None
         self._complete = False
-        self._end_asked: int | None = None  # the steps done when the end was asked for
         if optimizer is None:
             self._group.records_alone = True
         else:
@@ -125,8 +123,6 @@ class Monitor(Handle):
             self._hooks = StepHooks(before, after, optimizer)
             if early:
                 self._hooks.come_first()
-            if dist.world() == 1:
-                self._weights = StepWeights(optimizer, self._guard)
         super().__init__(functools.partial(self._guard, self._finish), state=self._state, load=self._load_state)
 
     @property
@@ -181,48 +177,14 @@ class Monitor(Handle):
             RefusedError: several processes train, no optimizer was given or it is in the middle of a step, no training
                 pass was seen, or the pass fails.
         """
-        self._end_asked = self.steps
-        if not self._end_missing:
-            return
-        if dist.world() > 1 or self._group.members is not None:
-            raise RefusedError(
-                "several processes train, and a pass of one alone could wait for the others; a last step that is known "
-                "beforehand is measured by planned=PlannedRates.of(rates) or measure_next()"
-            )
-        if self._hooks is None or not self.steps or stepping():
-            raise RefusedError("no finished step of an optimizer was seen")
-        try:
-            seen = self._models.look_again()
-        except Exception as error:
-            raise RefusedError(f"the model failed in one more pass: {type(error).__name__}: {error}") from error
-        if not seen:
-            raise RefusedError("no training pass with attention was seen")
-        self._guard(self._step_end.training_over)
+        if self.active:
+            self._end.measure()
 
     def training_over(self, tell: Callable[[str], None] = caution) -> None:
         """Measures the end as `close()` does. Where it can't, `tell` gets one sentence, with the step measured last:
         after an error, or where the weights are not those that the last step left."""
-        self._guard(self._training_over, tell)
-
-    def _training_over(self, tell: Callable[[str], None]) -> None:
-        if self._end_asked == self.steps or self._hooks is None or not self._end_missing:
-            return
-        last = self._steps.last
-        try:
-            if sys.exception() is not None:
-                raise RefusedError("an exception is being handled")
-            if self._weights is not None and not self._weights.unchanged:
-                raise RefusedError("its weights were changed after its last step, as by a checkpoint or an average")
-            self.measure_end()
-        except RefusedError as error:
-            self._end_asked = self.steps
-            if last is not None:
-                tell(f"{type(self.model).__name__} is measured up to step {last:,} of {self.steps:,}: {error}")
-
-    @property
-    def _end_missing(self) -> bool:
-        last = self._steps.last
-        return self.active and (last is None or last < self.steps - 1)
+        if self.active:
+            self._guard(self._end.measure_or_tell, tell)
 
     @property
     def closer(self) -> int | None:
@@ -324,7 +286,7 @@ class Monitor(Handle):
 
     def remove(self) -> None:
         """Stops watching, at once; the run counts as complete. Where several processes train, all of them must."""
-        self._end_asked = self.steps
+        self._end.skip()
         self.close()
 
     def close(self, *, complete: bool = True) -> None:
@@ -334,14 +296,14 @@ class Monitor(Handle):
             self._complete = complete
             try:
                 if complete:
-                    self.training_over()
+                    self._guard(self._end.measure_or_tell, caution)
             finally:
                 super().remove()
         # What is left of the hooks says so to others that wait for this process, at the next measured step.
         if self._hooks is not None and not self._waited_for:
             self._guard(self._hooks.remove)  # again, where the first was in the middle of a step
-        if self._weights is not None:
-            self._guard(self._weights.hooks.remove)
+        if self._end.hooks is not None:
+            self._guard(self._end.hooks.remove)
         self._group.stopped = True
 
     def _state(self) -> State:

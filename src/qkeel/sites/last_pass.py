@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ class LastPass:
     """
 
     def __init__(self, model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> None:
-        self.args, self.kwargs = tuple(map(_detached, args)), _detached(dict(kwargs))
+        self.args = tuple(map(_detached, args))
+        self.kwargs = {name: _detached(value) for name, value in kwargs.items()}
         device = next((p.device.type for p in model.parameters()), "cpu")
         self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
         self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
@@ -41,9 +42,11 @@ class LastPass:
                 module.training = mode
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: object) -> object:
     if type(value) is dict:
         return {name: _detached(part) for name, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_detached, value))
+    if type(value) is list:
+        return [_detached(part) for part in value]
+    if type(value) is tuple:
+        return tuple(_detached(part) for part in value)
     return value.detach() if isinstance(value, Tensor) else value
