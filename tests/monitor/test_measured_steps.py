@@ -108,7 +108,7 @@ def watched(**how: Any) -> tuple[Any, torch.optim.Optimizer, Monitor]:
             model.blocks[0].q.weight.mul_(0.9)
             model.norm.bias.add_(0.1)
 
-    model = small()
+    model: Any = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     monitor = watch(model, optimizer, **how)
     optimizer.register_step_post_hook(shrink)
