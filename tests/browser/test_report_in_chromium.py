@@ -88,7 +88,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("joined")
-    study = make_study(folder / "study", grid(("none", "qk_norm"), (0.01, 0.1), seeds=(0, 1, 2)))
+    runs = grid(("none", "qk_norm"), (0.01, 0.1), seeds=(0, 1, 2))
+    wide = "qk_norm:kind=layer+swin_norm+z_loss:coefficient=1e-05"  # wider than a phone
+    renamed = [dataclasses.replace(run, remedy=wide) if run.remedy == "qk_norm" else run for run in runs]
+    study = make_study(folder / "study", renamed)
     return qkeel.report.write([make_watch(folder / "watch"), study], folder / "report.html")
 
 
@@ -96,7 +99,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def precise(tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = tmp_path_factory.mktemp("precise") / "report.html"
     rows, thresholds = measured()
-    page.write_text(precision_page(rows, thresholds, 0.25), encoding="utf-8")
+    page.write_text(precision_page(rows, thresholds, 0.25, {"qkeel": "0"}, "qkeel study precision"), encoding="utf-8")
     return page
 
 

@@ -170,6 +170,15 @@ for p in loaded.parameters():
     p.data.mul_(2)
 """
 
+DROPPED = """
+import gc
+
+net = Net(2)
+train(net, torch.optim.AdamW(net.parameters()), 4)
+del net
+gc.collect()
+"""
+
 
 def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(tmp_path: Path) -> None:
     text = "class Critic(Net):\n    pass\n" + ENDS
@@ -183,8 +192,10 @@ def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(
     assert [line["step"] for line in held.metrics()] == [0, 2, 4]
     assert np.isfinite(held.heads().values["max_logit"]).all()
     assert [line["step"] for line in changed.metrics()] == [0, 2]
-    assert "qkeel: Critic is measured up to step 2 of 4: its weights were exchanged" in result.stderr
+    assert "qkeel: Critic is measured up to step 2 of 4: its weights were changed" in result.stderr
     assert result.stderr.count("measured up to") == 1
+    result = watched(["python", script(tmp_path, DROPPED).name], tmp_path, "--every", "2")
+    assert "qkeel: Net is measured up to step 2: the script dropped it before it ended" in result.stderr
 
 
 REASONS = [

@@ -119,8 +119,14 @@ def mlflow(active: bool = False) -> types.ModuleType:
         def set_tag(self, run_id: str, key: str, value: Any) -> None:
             state.tags[run_id, key] = value
 
-    def start_run(run_name: str | None = None) -> Any:
-        state.run = run
+        def get_experiment_by_name(self, name: str) -> Any:
+            return None
+
+        def create_experiment(self, name: str) -> str:
+            return f"number of {name}"
+
+    def start_run(run_name: str | None = None, experiment_id: str | None = None) -> Any:
+        state.run, state.experiment = run, experiment_id
         return run
 
     def log_metrics(metrics: dict[str, float], step: int | None = None, run_id: str | None = None) -> None:
@@ -134,5 +140,4 @@ def mlflow(active: bool = False) -> types.ModuleType:
     module.MlflowClient = MlflowClient  # type: ignore[attr-defined]
     module.active_run = lambda: state.run  # type: ignore[attr-defined]
     module.start_run, module.log_metrics, module.end_run = start_run, log_metrics, end_run  # type: ignore[attr-defined]
-    module.set_experiment = lambda name: setattr(state, "experiment", name)  # type: ignore[attr-defined]
     return module

@@ -36,7 +36,6 @@ def trained(folder: Path, *sinks: Any, owner: Any = None, accumulate: int = 2) -
             optimizer.zero_grad()
             if owner is not None:
                 owner(step)
-        monitor.measure_end()
     run = RunDirectory(folder / "run")
     assert len(run.events()) == 1
     found = {record["step"]: record["max_logit"] for record in run.metrics()}

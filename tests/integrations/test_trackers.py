@@ -95,7 +95,7 @@ def test_mlflow_ends_the_run_it_started_and_no_other(active: bool, monkeypatch: 
     assert [(step, run_id) for _, step, run_id in state.metrics] == [(0, "r1"), (10, "r1"), (10, "r1")]
     assert state.tags["r1", "qkeel.alarm.ceiling_1000"] == str(alarm(step=10))
     assert state.ended == (None if active else "FINISHED")
-    assert state.experiment == (None if active else "e")
+    assert state.experiment == (None if active else "number of e")
 
 
 def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from qkeel import watch
+from qkeel.autopilot import attach
 from qkeel.errors import RefusedError
 from qkeel.monitor import PlannedRates
 from qkeel.monitor.monitor import Monitor
@@ -54,7 +61,7 @@ def test_the_end_of_a_training_is_measured_once_by_a_pass_that_changes_nothing()
     model, weights = small(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plain = small()
-    with watch(model, optimizer, every=4) as monitor, pytest.raises(RefusedError, match="no step of an optimizer"):
+    with watch(model, optimizer, every=4) as monitor, pytest.raises(RefusedError, match="no finished step"):
         monitor.measure_end()
     with watch(model, optimizer, every=4) as monitor:
         for step in range(8):
@@ -84,6 +91,126 @@ def test_the_end_of_a_training_is_measured_once_by_a_pass_that_changes_nothing()
     assert "query_grad_rms" not in end.heads
     assert "query_weight_norm" in end.heads
     assert all(map(torch.equal, weights[-1], model.parameters()))
+
+
+def loop(monitor: Monitor, optimizer: torch.optim.Optimizer, batches: Iterable[int] = range(6)) -> None:
+    for seed in batches:
+        monitor.model(batch(seed)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def watched(**how: Any) -> tuple[Any, torch.optim.Optimizer, Monitor]:
+    """The small model, with a hook behind the step that was put on later than the monitor, as a clip may be."""
+
+    def shrink(*_: object) -> None:
+        with torch.no_grad():
+            model.blocks[0].q.weight.mul_(0.9)
+            model.norm.bias.add_(0.1)
+
+    model: Any = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = watch(model, optimizer, **how)
+    optimizer.register_step_post_hook(shrink)
+    return model, optimizer, monitor
+
+
+def test_a_plain_loop_ends_with_the_record_that_a_cadence_would_make() -> None:
+    """By the end of `with`, by close() and by an autopilot; it changes nothing, and the last batch is let go."""
+    model, optimizer, cadence = watched(every=6)
+    loop(cadence, optimizer, [*range(6), 5])
+    expected = cadence.sample
+    for way in ("with", "close", "autopilot", "with autopilot"):
+        model, optimizer, monitor = watched(every=4)
+        with ExitStack() as around:
+            if way == "with":
+                around.enter_context(monitor)
+            elif "autopilot" in way:
+                pilot = attach(monitor, optimizer)
+                around.callback(pilot.close) if way == "autopilot" else around.enter_context(pilot)
+            else:
+                around.callback(monitor.close)
+            loop(monitor, optimizer)
+            before, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
+            model.eval()
+            (tap,) = monitor._models.taps
+            assert tap.latest is not None
+        monitor.close()
+        assert tap.latest is None
+        assert not model.training
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(map(torch.equal, before, model.parameters()))
+        assert all(p.grad is None for p in model.parameters())
+        assert monitor.history.steps.tolist()[-2:] == [4, 6]
+        assert monitor.sample is not None
+        assert expected is not None
+        assert monitor.sample.heads.keys() == {name for name in expected.heads if "grad" not in name}
+        for name, values in monitor.sample.heads.items():
+            assert np.array_equal(values, expected.heads[name], equal_nan=True), (way, name)
+
+
+def test_a_step_that_never_came_is_measured_by_its_own_pass() -> None:
+    model, optimizer, monitor = watched(every=3)
+    loop(monitor, optimizer)
+    monitor.read()
+    model(batch(9))
+    monitor.training_over()
+    assert monitor.history.steps.tolist() == [0, 3, 6]
+    found = monitor.read()
+    monitor.close()
+    with watch(model, every=1) as others:
+        model(batch(9))
+    for site, expected in others.read().items():
+        assert torch.equal(found[site].max_logit, expected.max_logit)
+        assert torch.equal(found[site].n_queries, expected.n_queries)
+
+
+def test_where_the_end_is_not_measured_one_sentence_says_so() -> None:
+    def interrupted(monitor: Monitor, model: Any) -> None:
+        with pytest.raises(KeyboardInterrupt), monitor:
+            raise KeyboardInterrupt
+
+    def handled(monitor: Monitor, model: Any) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            monitor.close()
+
+    def averaged(monitor: Monitor, model: Any) -> None:
+        for p in model.parameters():
+            p.data.mul_(0.5)
+        monitor.close()
+        monitor.close()
+
+    def no_more_passes(monitor: Monitor, model: Any) -> None:
+        model.forward = None
+        monitor.close()
+
+    def in_a_step(monitor: Monitor, model: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer.register_step_pre_hook(lambda *_: monitor.close())
+        optimizer.step()
+
+    def removed(monitor: Monitor, model: Any) -> None:
+        monitor.remove()
+
+    ends = {
+        interrupted: None,
+        handled: "an exception is being handled",
+        averaged: "its weights were changed after its last step",
+        no_more_passes: "the model failed in one more pass: TypeError",
+        in_a_step: "no finished step",
+        removed: None,
+    }
+    for end, reason in ends.items():
+        model, optimizer, monitor = watched(every=4)
+        loop(monitor, optimizer)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            end(monitor, model)
+        assert monitor.history.steps.tolist() == [0, 4], end
+        expected = [] if reason is None else [f"Small is measured up to step 4 of 6: {reason}"]
+        assert [str(one.message)[: len(expected[0])] if expected else str(one.message) for one in said] == expected, end
 
 
 def test_a_model_that_fails_in_the_pass_at_the_end_is_watched_on() -> None:

@@ -47,7 +47,6 @@ with qkeel.watch(model, optimizer, every=10, sinks=SINKS) as monitor:
         loss_of(model, tokens[8 * step : 8 * step + 8]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    monitor.measure_end()
 """
 TRAINER = """
 import transformers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from qkeel.report.study import accuracy_findings, modality_findings
 from qkeel.report.study.collect import StudyData, collect
 from qkeel.report.study.compare import HELD, REVERSE, UNDECIDED, Effect, less, times
 from qkeel.report.study.modality_table import by_modality
+from qkeel.report.study.study_page import study_page
 
+WIDE = "qk_norm:kind=layer+swin_norm"
 FIELDS = ("query_norm", "key_norm", "last_block_norm", "val_loss")
 
 
@@ -108,8 +112,18 @@ def test_claims_are_judged_one_by_one(tmp_path: Path) -> None:
 
 
 def test_the_lead_answers_with_numbers(tmp_path: Path) -> None:
-    lead = modality_findings.findings(study(tmp_path / "s"))[0]
+    data = study(tmp_path / "s")
+    lead, *others = modality_findings.findings(data)
     assert lead.kind == "lead"
+    kinds = {f.text: f.kind for f in others if f.kind != "caution"}
+    for claimed in modality_findings.claims(data):
+        assert kinds.pop(claimed.text) == ("undecided" if claimed.effect.verdict == UNDECIDED else "note")
+    assert not kinds
+    page = study_page(dataclasses.replace(data, remedies=[*data.remedies, "swin_norm", WIDE]))
+    text = page.html()
+    assert text.index("not shown</summary>") < text.index("Charts</h2>")
+    marked = page.mark(f"as with {WIDE}: more than none, and swin_norm:a=1")
+    assert re.findall('"name">([^<]*)', marked) == [WIDE, "none"]
     assert lead.text.startswith("Why do mixed modalities blow up? From LR 0.01 to 0.1 the largest logit grows")
     assert "which is not shown" in lead.text
 

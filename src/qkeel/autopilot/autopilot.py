@@ -94,11 +94,17 @@ class Autopilot(Handle):
         self.load(state)
 
     def close(self, *, complete: bool = True) -> None:
-        """Stops watching; `complete` says whether training ended as planned."""
+        """Stops watching, as `Monitor.close` does; `complete` says whether training ended as planned."""
+        if complete:
+            self.monitor.training_over()  # while what it has put on is in force
         self._end()
         if self.actuator is not None:
             self.actuator.remove(norm=False)
         self.monitor.close(complete=complete)
+
+    def __exit__(self, *exc: object) -> None:
+        self.close(complete=exc[0] is None)
+        self.remove()
 
     def _take_off(self) -> None:
         self._end()

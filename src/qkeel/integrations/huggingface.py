@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from qkeel.autopilot import Autopilot, Policy, attach, policy
 from qkeel.errors import caution, missing
 from qkeel.frames import Foreign
-from qkeel.integrations.sample_queue import SampleQueue, measure_end
+from qkeel.integrations.sample_queue import SampleQueue
 from qkeel.monitor import Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
@@ -119,7 +119,7 @@ class QkeelCallback(TrainerCallback):
     ) -> None:
         """Give the reporters what has arrived from the device by now; where training ends early, measure its end."""
         if self.monitor is not None and control.should_training_stop:
-            measure_end(self.monitor)
+            self.monitor.training_over()
         self._send(args, state, control)
 
     on_epoch_end = on_step_end

@@ -12,7 +12,7 @@ from torch import nn
 from qkeel.autopilot import Autopilot, Policy, attach, policy
 from qkeel.errors import InvalidValueError, missing
 from qkeel.handle import State
-from qkeel.integrations.sample_queue import SampleQueue, measure_end
+from qkeel.integrations.sample_queue import SampleQueue
 from qkeel.monitor import Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
@@ -115,7 +115,7 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the end of a training whose last step was not known, and log the rest."""
         if self.monitor is not None:
-            measure_end(self.monitor)
+            self.monitor.training_over()
         if self.monitor is not None and self.monitor.sample is not None:  # asking for the sample waits for all of them
             for sample in self._queue.take():
                 for logger in trainer.loggers:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from qkeel.errors import missing
+from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Sink
 
 
@@ -28,11 +29,18 @@ class MLflowSink(Sink):
             raise missing("the MLflow sink", "mlflow") from error
         self._mlflow = mlflow
         self._own = self._mlflow.active_run() is None
-        if self._own and self.experiment:
-            self._mlflow.set_experiment(self.experiment)
-        run = self._mlflow.start_run(run_name=self.name) if self._own else self._mlflow.active_run()
-        self._client, self._run_id = self._mlflow.MlflowClient(), run.info.run_id
+        self._client = self._mlflow.MlflowClient()
+        run = self._begun() if self._own else self._mlflow.active_run()
+        self._run_id = run.info.run_id
         self._client.set_tag(self._run_id, "qkeel.model", str(about.get("model")))
+
+    def _begun(self) -> Foreign:
+        """A run in the experiment, which stays that of this run alone: others go where the program has them."""
+        if not self.experiment:
+            return self._mlflow.start_run(run_name=self.name)
+        known = self._client.get_experiment_by_name(self.experiment)
+        number = self._client.create_experiment(self.experiment) if known is None else known.experiment_id
+        return self._mlflow.start_run(run_name=self.name, experiment_id=number)
 
     def write(self, sample: Sample) -> None:
         """All summaries of a sample in one call for each 1,000, which is MLflow's limit."""

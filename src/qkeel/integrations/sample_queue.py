@@ -1,13 +1,11 @@
-"""The parts that the callbacks of trainers share: the samples not passed on yet, and the end of a training."""
+"""The part that the callbacks of trainers share: the samples not passed on yet."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import final
 
-from qkeel.errors import RefusedError, caution
 from qkeel.monitor import Alarm, Sample, Sink
-from qkeel.monitor.monitor import Monitor
 
 
 @final
@@ -35,11 +33,3 @@ class SampleQueue(Sink):
         """The samples since the last call, in the order of their steps."""
         taken, self._samples = self._samples, []
         return taken
-
-
-def measure_end(monitor: Monitor) -> None:
-    """Measures the model as the last step left it, unless that step was measured; warns where it can't."""
-    try:
-        monitor.measure_end()
-    except RefusedError as error:
-        caution(f"the last step is not measured: {error}")

@@ -31,7 +31,9 @@ class TrackioSink(Sink):
             raise missing("the trackio sink", "trackio") from error
         module: Any = trackio
         self._histogram = module.Histogram
-        self._run, self._own = current_run.get(), current_run.get() is None
+        self._run = current_run.get()
+        stopped: Foreign = None if self._run is None else vars(self._run).get("_stop_flag")
+        self._own = self._run is None or (stopped is not None and stopped.is_set())  # run.finish() leaves it active
         if self._own:
             self._run = module.init(project=self.project, name=self.name, config={"qkeel": dict(about)}, embed=False)
 

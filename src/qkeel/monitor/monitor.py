@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self, final
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.dist.layout import Layout
-from qkeel.errors import InvalidValueError, RefusedError
+from qkeel.errors import InvalidValueError, caution
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms.advice import fitted
@@ -40,6 +40,7 @@ from qkeel.monitor.record.sample import Sample
 from qkeel.monitor.record.sample_table import coverage, sample_html, sample_table
 from qkeel.monitor.record.sinks import Sink
 from qkeel.monitor.step_end import StepEnd
+from qkeel.monitor.training_end import TrainingEnd
 from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.patching.guard import Guard
 from qkeel.patching.optimizer_hooks import StepHooks
@@ -104,6 +105,7 @@ class Monitor(Handle):
         )
         self._arrivals = Arrivals(self._group, self._journal)
         self._step_end = StepEnd(self._steps, self._models, self._group, self._arrivals)
+        self._end = TrainingEnd(self._steps, self._models, self._group, self._step_end, optimizer, guard=self._guard)
         for name, one in model.items():
             calls = CallStatistics(PassTokens(query_mask.get(name), classes.get(name)), setting, stats)
             due, rows = functools.partial(self._steps.due, name), None if stats is True else calls.rows
@@ -163,29 +165,26 @@ class Monitor(Handle):
         self._steps.besides.add(self._steps.rounds("train") if self._hooks is None else self.steps)
 
     def measure_end(self) -> None:
-        """Measures how a training ended whose last step nobody knew beforehand; call it after the last step.
+        """Measures how a training ended whose last step nobody knew beforehand, as `close()` and the end of `with` do.
+
+        To be called where the weights were changed since the last step, or for the numbers before watching ends.
 
         The model as it is after N steps is recorded at step N, by one more forward pass on the batch of the training
         pass seen last, in training mode; random streams and buffers are put back. Gradients are not read: there is no
         backward pass. Nothing is done where the last step was measured.
 
         Raises:
-            RefusedError: several processes train, no optimizer was given, no training pass was seen, or the pass fails.
+            RefusedError: several processes train, no optimizer was given or it is in the middle of a step, no training
+                pass was seen, or the pass fails.
         """
-        last = self._steps.last
-        if not self.active or (last is not None and last >= self.steps - 1):
-            return
-        if dist.world() > 1 or self._group.members is not None:
-            raise RefusedError("several processes train, and a pass of one alone could wait for the others")
-        if self._hooks is None or not self.steps:
-            raise RefusedError("no step of an optimizer was seen")
-        try:
-            seen = self._models.look_again()
-        except Exception as error:
-            raise RefusedError(f"the model failed in one more pass: {type(error).__name__}: {error}") from error
-        if not seen:
-            raise RefusedError("no training pass with attention was seen")
-        self._guard(self._step_end.training_over)
+        if self.active:
+            self._end.measure()
+
+    def training_over(self, tell: Callable[[str], None] = caution) -> None:
+        """Measures the end as `close()` does. Where it can't, `tell` gets one sentence, with the step measured last:
+        after an error, or where the weights are not those that the last step left."""
+        if self.active:
+            self._guard(self._end.measure_or_tell, tell)
 
     @property
     def closer(self) -> int | None:
@@ -286,17 +285,25 @@ class Monitor(Handle):
         self.close(complete=exc[0] is None)
 
     def remove(self) -> None:
-        """Stops watching; the run counts as complete. Where several processes train, all of them must."""
+        """Stops watching, at once; the run counts as complete. Where several processes train, all of them must."""
+        self._end.skip()
         self.close()
 
     def close(self, *, complete: bool = True) -> None:
-        """Stops watching; `complete` says whether training ended as planned."""
+        """Stops watching; `complete` says whether training ended as planned. Then its end is measured first, where the
+        cadence has left it out, as by `measure_end`; one warning says so where it can't."""
         if self.active:
             self._complete = complete
-            super().remove()
+            try:
+                if complete:
+                    self._guard(self._end.measure_or_tell, caution)
+            finally:
+                super().remove()
         # What is left of the hooks says so to others that wait for this process, at the next measured step.
         if self._hooks is not None and not self._waited_for:
             self._guard(self._hooks.remove)  # again, where the first was in the middle of a step
+        if self._end.hooks is not None:
+            self._guard(self._end.hooks.remove)
         self._group.stopped = True
 
     def _state(self) -> State:

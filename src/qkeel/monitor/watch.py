@@ -85,7 +85,8 @@ def watch(
             several models for each, as a list or a dict by name. None to find them in the first measured pass.
         layout: the place of this process among those of the run, where torch's own wrappers do not show it.
 
-    Returns: the Monitor: `read()`, `table()`, `alarms`, `remove()`; a context manager.
+    Returns: the Monitor: `read()`, `table()`, `alarms`, `close()`, `remove()`; a context manager. With an optimizer,
+        `close()` and the end of `with` measure how the training ended; see `Monitor.measure_end`.
 
     Raises:
         InvalidTypeError: an argument is something else.

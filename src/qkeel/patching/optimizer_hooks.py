@@ -47,15 +47,23 @@ class StepHooks(Handle):
         """`after` is called before other hooks behind the step that there are now."""
         go_first(self._hooks[1])
 
+    def come_last(self) -> None:
+        """`after` is called after other hooks behind the step that there are now; not to be called by one of these."""
+        _move(self._hooks[1], last=True)
+
     def _idle_once_removed(self, act: Act) -> Callable[..., None]:
         return lambda optimizer, *_: act(optimizer) if self.active else None
 
 
 def go_first(hook: RemovableHandle) -> None:
     """Has torch call a hook before all others of its kind that there are now."""
+    _move(hook, last=False)
+
+
+def _move(hook: RemovableHandle, *, last: bool) -> None:
     hooks = hook.hooks_dict_ref()
     assert hooks is not None
-    hooks.move_to_end(hook.id, last=False)
+    hooks.move_to_end(hook.id, last=last)
 
 
 def before_change(act: Act) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from qkeel.report.html.formats import listing, number, rounded
 from qkeel.report.html.markup import Markup, columns, join, measured, table, tag, words
-from qkeel.report.html.page import Chart, Finding, Page, Section, details, note
+from qkeel.report.html.page import Chart, Finding, Page, Section, details, facts, make_again, note
 
 Row = Mapping[str, float | str]
 ERROR = Chart(
@@ -35,8 +35,18 @@ _WORDS = {
 }
 
 
-def precision_page(rows: Sequence[Row], thresholds: Sequence[Row], tolerance: float) -> str:
-    """Returns the text of the page; rows and thresholds by lab.studies.precision, `tolerance` in nats."""
+def precision_page(
+    rows: Sequence[Row], thresholds: Sequence[Row], tolerance: float, made: Mapping[str, str], command: str
+) -> str:
+    """Returns the text of the page.
+
+    Args:
+        rows: every size, by lab.studies.precision.
+        thresholds: where each format fails, by the same.
+        tolerance: of logits in nats, and of the output as a share of its length.
+        made: when, where and by which versions.
+        command: what makes it again.
+    """
     what = (
         "Spread: independent logits whose standard deviation grows. Shifted: logits of standard deviation 1 around a "
         "mean that grows, which does not change softmax but is rounded. Fused kernels read q, k and v in the format; "
@@ -54,6 +64,7 @@ def precision_page(rows: Sequence[Row], thresholds: Sequence[Row], tolerance: fl
             Section("charts", "Charts", ERROR.figure()),
             Section("thresholds", "Thresholds", join([note(what + safe), _table("Thresholds", harmed)])),
             Section("sizes", "Every size", details(f"{len(rows):,} measurements", _table("Every size", rows))),
+            Section("provenance", "Provenance", join([facts(made), make_again(command)])),
         ],
         data=_data(rows, tolerance),
         drawing="precision.js",

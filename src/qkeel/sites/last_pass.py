@@ -14,7 +14,11 @@ from qkeel.patching.modes import Args
 
 @final
 class LastPass:
-    """The arguments of a pass, without the graph that made them, and whether it ran under autocast."""
+    """The arguments of a pass, without the graph that made them, and whether it ran under autocast.
+
+    They are kept, not copied: until the next training pass begins, or the tap is removed, the tensors of one batch stay
+    alive. A loop that keeps its batch until it has the next one needs no more memory for that.
+    """
 
     def __init__(self, model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> None:
         self.args = tuple(map(_detached, args))
@@ -39,4 +43,10 @@ class LastPass:
 
 
 def _detached(value: object) -> object:
+    if type(value) is dict:
+        return {name: _detached(part) for name, part in value.items()}
+    if type(value) is list:
+        return [_detached(part) for part in value]
+    if type(value) is tuple:
+        return tuple(_detached(part) for part in value)
     return value.detach() if isinstance(value, Tensor) else value

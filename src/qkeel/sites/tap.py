@@ -137,6 +137,7 @@ class Tap(Handle):
 
     def _detach(self) -> None:
         self._forwards.remove()
+        self.latest = None
         for module, part in self._parts:
             if part in module.observers:
                 module.observers.remove(part)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import platform
+import time
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from cyclopts import Parameter
 
 from qkeel.cli.console import make_console, numbers, print_line
-from qkeel.cli.exits import OK
+from qkeel.cli.exits import OK, command_line
 from qkeel.errors import InvalidValueError
 from qkeel.lab.execution.results_table import write_table
 from qkeel.lab.studies import precision
 from qkeel.records import write_text
 from qkeel.records.disk import make_directory
+from qkeel.records.made_on import made_on
 from qkeel.report.precision_page import precision_page
+from qkeel.version import VERSION
 
 _SEVERAL = Parameter(consume_multiple=True, negative_iterable=(), show_default=False)
 
@@ -43,7 +48,15 @@ def study_precision(
     table = list(precision.rows(shape, remedies=remedies or tuple(precision.REMEDIES), seed=seed))
     write_table(out, table, precision.COLUMNS)
     lines = precision.thresholds(table)
-    write_text(out / "report.html", precision_page(table, lines, precision.TOLERANCE))
+    made = {
+        "Made": time.strftime("%Y-%m-%d %H:%M"),
+        "qkeel": VERSION,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "Processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        **{name.capitalize(): value for name, value in made_on().items()},
+    }
+    write_text(out / "report.html", precision_page(table, lines, precision.TOLERANCE, made, command_line()))
     console = make_console()
     text = f"largest logit at which rounding moves logits by {precision.TOLERANCE:g} nats (– where it never does):"
     console.print(text, highlight=False)

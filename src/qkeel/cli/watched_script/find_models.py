@@ -8,8 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.errors import caution
@@ -42,7 +41,6 @@ class ModelFinder(Handle):
         self._start = start
         self._pid = os.getpid()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._norms: weakref.WeakKeyDictionary[Optimizer, Tensor] = weakref.WeakKeyDictionary()
         self._watches: list[_Watch] = []
         made = when_made(lambda optimizer: self._safely(self._made, optimizer))
         before, after = self._before_step, self._after_step
@@ -83,7 +81,6 @@ class ModelFinder(Handle):
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
-        self._norms[optimizer] = _norm(optimizer)
         mine = [watch for watch in self._watches if watch.optimizer() is optimizer]
         for watch in mine:
             if watch.mistaken:
@@ -91,11 +88,6 @@ class ModelFinder(Handle):
                 self._begin(watch.inwards(), optimizer)
         if not mine and steps <= LOOKS:
             self._look(optimizer)
-
-    def unchanged(self, optimizer: Optimizer) -> bool:
-        """Returns whether the weights are as the optimizer's last step left them: no others were loaded or averaged."""
-        then, now = (float(x) for x in (self._norms.get(optimizer, torch.nan), _norm(optimizer)))
-        return now == then or (now != now and then != then)
 
     def _safely(self, act: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
         if os.getpid() != self._pid or not self.active:
@@ -133,13 +125,7 @@ class _Watch:
         """Stop watching it."""
         monitor = self.monitor()
         if monitor is not None:
-            monitor.remove()
-
-
-def _norm(optimizer: Optimizer) -> Tensor:
-    """The norm of one of its weights, which waits for no device: where weights are exchanged, this one is too."""
-    own = [p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter]
-    return torch.linalg.vector_norm(own[len(own) // 2].detach()) if own else torch.zeros(())
+            monitor.close()
 
 
 def chains(optimizer: Optimizer) -> list[list[nn.Module]]:

@@ -25,6 +25,11 @@ class MessageSink(Sink):
         self._alarms: list[Alarm] = []
 
     @property
+    def last(self) -> int | None:
+        """The step measured last."""
+        return None if self._sample is None else self._sample.step
+
+    @property
     def place(self) -> str:
         """The directory, as a relative path where that is shorter."""
         path = Path(os.path.relpath(self.run.path or self.run.asked))

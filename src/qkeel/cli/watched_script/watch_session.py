@@ -15,7 +15,6 @@ from qkeel.autopilot import Autopilot
 from qkeel.autopilot import attach as attach_autopilot
 from qkeel.cli.watched_script.find_models import ModelFinder
 from qkeel.cli.watched_script.messages import MessageSink, MessageWriter
-from qkeel.errors import RefusedError
 from qkeel.monitor import Cadence, RunDirectorySink, Sink
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch as attach
@@ -40,7 +39,6 @@ class _Run:
     model: str
     message_sink: MessageSink
     monitor: weakref.ref[Monitor]
-    optimizer: weakref.ref[Optimizer]
     pilot: weakref.ref[Autopilot] | None
     done: weakref.finalize
 
@@ -75,8 +73,9 @@ class WatchSession:
         pilot = None if plan.policy is None else weakref.ref(attach_autopilot(monitor, optimizer, policy=plan.policy))
         done = weakref.finalize(optimizer, run.close, True)
         done.atexit = False
-        refs = {"monitor": weakref.ref(monitor), "optimizer": weakref.ref(optimizer), "pilot": pilot}
-        self._runs.append(_Run(model=name, message_sink=message_sink, done=done, **refs))
+        self._runs.append(
+            _Run(model=name, message_sink=message_sink, monitor=weakref.ref(monitor), pilot=pilot, done=done)
+        )
         return monitor
 
     def _place(self, model: str) -> Path:
@@ -90,7 +89,10 @@ class WatchSession:
         self._finder.remove()
         seen = [monitor for run in self._runs if (monitor := run.monitor()) is not None]
         for run in self._runs if complete else ():
-            self._measure_end(run)
+            if (monitor := run.monitor()) is not None:
+                monitor.training_over(self.writer)
+            elif (last := run.message_sink.last) is not None:
+                self.writer(f"{run.model} is measured up to step {last:,}: the script dropped it before it ended")
         broken = any(monitor.passes and not monitor.active for monitor in seen)
         pilots = [pilot for run in self._runs if run.pilot is not None and (pilot := run.pilot()) is not None]
         for one in (*pilots, *seen):  # an autopilot closes its monitor, after it has seen the last record
@@ -106,21 +108,6 @@ class WatchSession:
             self.writer(f"for a page of it: {shlex.join(['qkeel', 'report', *(n.place for n in written)])}")
         else:
             self.writer(f"nothing was measured: {'see above' if broken else self._why_nothing(seen)}")
-
-    def _measure_end(self, run: _Run) -> None:
-        """Measures the model as its last step left it, unless that step was measured; says so where it can't."""
-        monitor, optimizer = run.monitor(), run.optimizer()
-        if monitor is None or optimizer is None or not monitor.active or not len(monitor.history):
-            return
-        last = int(monitor.history.steps[-1])
-        if last >= monitor.steps - 1:
-            return
-        try:
-            if not self._finder.unchanged(optimizer):
-                raise RefusedError("its weights were exchanged after its last step, as by a checkpoint or an average")
-            monitor.measure_end()
-        except RefusedError as error:
-            self.writer(f"{run.model} is measured up to step {last:,} of {monitor.steps:,}: {error}")
 
     def _why_nothing(self, monitors: list[Monitor]) -> str:
         if not self._finder.optimizers:

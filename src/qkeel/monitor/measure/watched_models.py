@@ -75,11 +75,12 @@ class WatchedModels:
             numbers.before_step(gradient_scale)
 
     def look_again(self) -> bool:
-        """Measures all models as they are, each on the batch of its last training pass; False where one has none."""
+        """Measures all models as they are, each on the batch of its last training pass; False where one has none.
+        Passes of a step that never came are measured already."""
         if any(tap.latest is None for tap in self.taps):
             return False
         try:
-            seen = all(tap.look_again() for tap in self.taps)
+            seen = all(tap.has("train") or tap.look_again() for tap in self.taps)
         except Exception:
             self.read("train")  # nothing of it counts, of no model
             raise

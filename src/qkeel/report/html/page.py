@@ -7,12 +7,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from qkeel.report.html.formats import count
 from qkeel.report.html.markup import Markup, join, json_script, tag
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence of the first screen. `kind`: lead (what to remember), note, caution (what limits it)."""
+    """One sentence of the first screen. `kind`: lead (what to remember), note, caution (what limits it), or undecided:
+    shown when asked for."""
 
     kind: str
     text: str
@@ -53,7 +55,8 @@ class Page:
 
     def _header(self) -> Markup:
         leads = [tag("p", {"class": "lead"}, self.mark(f.text)) for f in self.findings if f.kind == "lead"]
-        rest = [f for f in self.findings if f.kind != "lead"]
+        rest = [f for f in self.findings if f.kind not in ("lead", "undecided")]
+        folded = [f for f in self.findings if f.kind == "undecided"]
         both = " columns" if leads and rest else ""
         return tag(
             "header",
@@ -67,6 +70,7 @@ class Page:
                 tag("div", {}, *leads) if leads else "",
                 finding_list(rest, self.mark),
             ),
+            details(f"{count(len(folded), 'claim')} not shown", finding_list(folded, self.mark)) if folded else "",
         )
 
     def _section(self, section: Section) -> Markup:
@@ -114,6 +118,12 @@ def command_block(text: str) -> Markup:
     """Returns a command with a button that copies it."""
     button = tag("button", {"type": "button", "class": "copy", "hidden": None}, "Copy")
     return join([tag("pre", {"class": "command-text"}, text), button])
+
+
+def make_again(text: str) -> Markup:
+    """Returns the command that makes the runs of a page; empty without one."""
+    block = tag("div", {}, command_block(text))
+    return tag("div", {"class": "command"}, tag("h3", {}, "Make it again"), block) if text else Markup("")
 
 
 ASSETS = Path(__file__).parents[1] / "assets"

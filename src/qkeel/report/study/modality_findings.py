@@ -11,7 +11,7 @@ from qkeel.metrics import paired_effects
 from qkeel.report.html.formats import count, listing, number, rate
 from qkeel.report.html.page import Finding
 from qkeel.report.study.collect import BASELINE, RunData, StudyData
-from qkeel.report.study.compare import HELD, Effect, less, times
+from qkeel.report.study.compare import HELD, UNDECIDED, Effect, less, times
 
 REMEDY = "qk_norm"
 
@@ -59,7 +59,7 @@ def findings(study: StudyData) -> list[Finding]:
     answer = _answer(study, found)
     text = f"Why do mixed modalities blow up? {answer}" if answer else ""
     tally = f"{len(held)} of {count(len(found), 'claim')} held, by intervals of 95 % for all at once (Holm)."
-    notes = [Finding("note", claim.text) for claim in sorted(found, key=lambda claim: not claim.held)]
+    notes = [Finding("undecided" if claim.effect.verdict == UNDECIDED else "note", claim.text) for claim in found]
     return [Finding("lead", f"{text}{tally}"), *notes, *_cautions(study)]
 
 

@@ -11,7 +11,7 @@ from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row
 from qkeel.records import EXTRAPOLATION_COLUMNS, STEP_FIELDS, TABLE_COLUMNS, TASK_FIELDS
 from qkeel.report.html.formats import count, number
 from qkeel.report.html.markup import Markup, join, tag
-from qkeel.report.html.page import command_block, details, facts
+from qkeel.report.html.page import details, facts, make_again
 from qkeel.report.run_times import duration, written_times
 from qkeel.report.study.collect import RunData, StudyData
 from qkeel.report.study.compare import MARGIN
@@ -111,10 +111,7 @@ def _compared(run: RunData) -> object:
 
 def _commands(study: StudyData) -> Markup:
     own = dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command"))
-    text = study.command or "\n".join(own)
-    if not text:
-        return Markup("")
-    return tag("div", {"class": "command"}, tag("h3", {}, "Make it again"), tag("div", {}, command_block(text)))
+    return make_again(study.command or "\n".join(own))
 
 
 def _corpus(corpus: object) -> str | None:

@@ -107,7 +107,7 @@ def _read(study: StudyData) -> list[Finding]:
 def _named(text: str, remedies: Sequence[str]) -> Markup:
     """The sentence with the names of remedies set apart: 'none' is one."""
     names = "|".join(re.escape(name) for name in sorted(remedies, key=len, reverse=True))
-    parts = re.split(rf"(?<![\w:])({names})(?![\w:=])", text) if names else [text]
+    parts = re.split(rf"(?<![\w:+])({names})(?![\w=+]|:\w)", text) if names else [text]
     return join(tag("span", {"class": "name"}, part) if i % 2 else part for i, part in enumerate(parts))
 
 
