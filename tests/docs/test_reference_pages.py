@@ -87,4 +87,12 @@ def test_the_page_of_each_remedy_names_its_spec_string_and_source_and_the_sideba
     inside = '<a href="x">qkeel.nn</a><input id="1"/><label for="1">v</label><ul><li>a</li></ul></li>'
     closed = f'<li class="toctree-l2 has-children">{inside}'
     mine = closed.replace("has-children", "current has-children")
+    groups = [f'<p class="caption" role="heading">{name}</p>\n<ul>{name}</ul>' for name in "abc"]
+    shut, shown = "<details><summary", "<details open><summary"
+    tree = pages.pruned("<div>" + "".join(groups) + "</div>")
+    assert (tree.count(shown), tree.count(shut)) == (2, 1)
+    assert tree.endswith("<ul>c</ul></details></div>")
+    tree = pages.pruned("".join(groups) + '<ul class="current"></ul>')
+    assert tree.startswith(shut)
+    assert tree.count(shown) == 1
     assert pages.pruned(closed + mine) == '<li class="toctree-l2"><a href="x">qkeel.nn</a></li>' + mine
