@@ -17,7 +17,7 @@ HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer, exam
 
 
 class Severity(StrEnum):
-    """How grave an alarm is.
+    """The three grades of an alarm.
 
     NOTICE: worth knowing, healthy runs have it too. ALARM: act, or lose loss. CRITICAL: runs do not come back.
     """
