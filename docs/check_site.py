@@ -1,4 +1,4 @@
-"""Checks the built site, for `make docs`: no dead link, no page over 150 kB, and ten answers that readers look for."""
+"""Checks the built site, for `make docs`: no dead link, nothing from other hosts, no page over 150 kB, ten answers."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Page(HTMLParser):
         super().__init__()
         self.links: list[str] = []
         self.own: set[str] = set()
+        self.foreign: list[str] = []
         self.in_text = False
         self.parts: list[str] = []
         self.anchors: set[str] = set()
@@ -42,6 +43,8 @@ class Page(HTMLParser):
         if tag == "a" and not re.match(r"https?:|mailto:|javascript:", found.get("href") or "#"):
             self.links.append(found.get("href") or "")
             self.own |= {self.links[-1]} if self.in_text else set()
+        loads = {"script": "src", "img": "src", "link": "href"}.get(tag, "")
+        self.foreign += [found[loads] or ""] if re.match(r"(https?:)?//", found.get(loads) or "") else []
         self.in_text |= tag == "article"
 
     def handle_endtag(self, tag: str) -> None:
@@ -74,6 +77,7 @@ def main(site: Path) -> list[str]:
     pages = {path.resolve(): Page(path) for path in sorted(site.rglob("*.html"))}
     wrong = [f"{path.name} has {path.stat().st_size:,} bytes" for path in pages if path.stat().st_size > BYTES]
     for page, read in pages.items():
+        wrong += [f"{page.name} needs a network for {link}" for link in read.foreign]
         for link in read.links:
             leads_to, anchor = place(page, link), link.partition("#")[2]
             if not leads_to.exists() or (anchor and leads_to in pages and anchor not in pages[leads_to].anchors):

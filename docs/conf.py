@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 sys.path.insert(0, str(Path(__file__).parent))
 import made_pages
 
@@ -16,10 +19,12 @@ copyright = "the qkeel developers, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.autosummary"]
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
+html_math_renderer = "mathml"  # browsers draw it themselves; MathJax would come from another host
 html_theme = "furo"
 html_title = "qkeel"
 html_split_index = True  # one page of every name is longer than 200 kB
 html_static_path = ["_static"]
+html_search_scorer = str(Path(__file__).parent / "_static" / "search_order.js")
 html_css_files = ["site.css"]
 pygments_dark_style = "github-dark"  # the theme's own underlines the names of modules, as if they were links
 templates_path = ["_templates"]
@@ -39,7 +44,7 @@ napoleon_attr_annotations = False  # shapes in annotations are markup to Sphinx
 
 
 def pruned(app: Any, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
-    """Called with each page after the theme: in the sidebar, rooms of the reference are closed but the reader's own."""
+    """Called with each page after the theme: in the sidebar, groups are closed but the reader's own."""
     context["furo_navigation_tree"] = made_pages.pruned(context.get("furo_navigation_tree", ""))
 
 
@@ -56,6 +61,13 @@ def read(app: Any, name: str, source: list[str]) -> None:
     source[0] = made_pages.changed(name, source[0])
 
 
+def formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
+    """Writes a formula as MathML, which needs neither a network nor a script."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    writer.body.append(convert(node.astext(), display=display))
+    raise nodes.SkipNode
+
+
 def finished(app: Any, error: Exception | None) -> None:
     """Takes the index on one page away: its parts by letter hold the same."""
     (Path(app.outdir) / "genindex-all.html").unlink(missing_ok=True)
@@ -64,6 +76,7 @@ def finished(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     made_pages.write_pages()
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("autodoc-process-docstring", escaped)
     app.connect("source-read", read)
     app.connect("html-page-context", pruned, priority=900)

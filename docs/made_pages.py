@@ -90,9 +90,15 @@ def sourced(value: object) -> list[str]:
 
 
 def pruned(tree: str) -> str:
-    """The tree of the sidebar without the third level, except where the reader is: it was two thirds of each page."""
+    """The tree of the sidebar, its groups closed and without the third level, except where the reader is."""
     deeper = r'(<li class="toctree-l2) has-children("><a [^>]*>[^<]*</a>)<input [^>]*/><label .*?</label><ul>.*?</ul>'
-    return re.sub(deeper, r"\1\2", tree, flags=re.S)
+    first, *groups = re.split(r'(?=<p class="caption")', re.sub(deeper, r"\1\2", tree, flags=re.S))
+    mine = [i for i, group in enumerate(groups) if re.search(r'class="[^"]*\bcurrent\b', group)] or [0, 1]
+    for i, group in enumerate(groups):
+        pattern = r'<p class="caption"[^>]*>(.*?)</p>(.*</ul>)'
+        closed = rf'<details{" open" if i in mine else ""}><summary class="caption">\1</summary>\2</details>'
+        first += re.sub(pattern, closed, group, flags=re.S)
+    return first
 
 
 def log_parts() -> list[str]:

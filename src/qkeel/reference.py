@@ -35,7 +35,19 @@ def attend(
     pos_k: Tensor | None = None,
 ) -> Attended:
     """Attention of raw q [b h t d], k, v [b g s d] under `spec`, every intermediate returned. Slow and T×T on
-    purpose: every kernel is measured against it, best in float64."""
+    purpose: every kernel is measured against it, best in float64.
+
+    Args:
+        spec: what is computed.
+        q: queries [b h t d].
+        k: keys [b g s d]; g divides h.
+        v: values [b g s d].
+        params: what the spec learns, from `spec.init_params`.
+        causal: hide keys after the query.
+        mask: True where a key is visible, or a bias that is added.
+        pos_q: positions of queries; by default the last t of s.
+        pos_k: positions of keys; by default 0 to s - 1.
+    """
     call = make_call(spec, q, k, v, params=params, causal=causal, mask=mask, pos_q=pos_q, pos_k=pos_k)
     return attend_call(call)
 

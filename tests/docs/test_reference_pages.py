@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -87,4 +88,25 @@ def test_the_page_of_each_remedy_names_its_spec_string_and_source_and_the_sideba
     inside = '<a href="x">qkeel.nn</a><input id="1"/><label for="1">v</label><ul><li>a</li></ul></li>'
     closed = f'<li class="toctree-l2 has-children">{inside}'
     mine = closed.replace("has-children", "current has-children")
+    groups = [f'<p class="caption" role="heading">{name}</p>\n<ul>{name}</ul>' for name in "abc"]
+    shut, shown = "<details><summary", "<details open><summary"
+    tree = pages.pruned("<div>" + "".join(groups) + "</div>")
+    assert (tree.count(shown), tree.count(shut)) == (2, 1)
+    assert tree.endswith("<ul>c</ul></details></div>")
+    tree = pages.pruned("".join(groups) + '<ul class="current"></ul>')
+    assert tree.startswith(shut)
+    assert tree.count(shown) == 1
     assert pages.pruned(closed + mine) == '<li class="toctree-l2"><a href="x">qkeel.nn</a></li>' + mine
+
+
+def test_functions_say_their_arguments_and_errors() -> None:
+    """From four parameters on each has its line; a function that raises an error of ours says when."""
+    functions = {name: _found(name) for name in sorted(_named())}
+    functions = {name: one for name, one in functions.items() if inspect.isfunction(one)}
+    said = {name: one.__doc__ or "" for name, one in functions.items()}
+    assert len(said) > 100
+    unsaid = [name for name, one in functions.items() if len(inspect.signature(one).parameters) >= 4]
+    assert not [name for name in unsaid if "Args:" not in said[name]]
+    raising = r"raise (?!AssertionError)(\w+Error|unknown|missing)\("
+    silent = [name for name, one in functions.items() if re.search(raising, inspect.getsource(one))]
+    assert not [name for name in silent if not re.search(r"Raises:|Error|refus|raises", said[name])]

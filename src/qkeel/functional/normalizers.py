@@ -31,6 +31,8 @@ def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
     """Returns exp(z_ij) / (exp(s) + Σ_j exp(z_ij)): rows sum to less than 1. `sink` broadcasts to [*batch t 1].
 
     s = 0 is "softmax off by one"; a learned s per head is that of gpt-oss and DeepSeek-V4.
+
+    Source: Miller 2023, Attention is off by one; gpt-oss as shipped in transformers.
     """
     column = sink.to(z.dtype).expand(*z.shape[:-1], 1)
     padded = torch.softmax(torch.cat([_hide(z, visible), column], dim=-1), dim=-1)

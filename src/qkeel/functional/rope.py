@@ -76,6 +76,12 @@ def rotate(
     Cohere, Llama 4) and (x_{i+half}, x_i) for "half_reversed" (nanochat, modded-nanogpt: it turns "half" by -θ):
     (a, b) -> (a cos - b sin, b cos + a sin).
 
+    Args:
+        x: queries or keys.
+        cos: of the angles, from `rope_table`.
+        sin: of the same angles.
+        pairing: which two dimensions turn together.
+
     >>> c, s = torch.zeros(1), torch.ones(1)
     >>> rotate(torch.tensor([1.0, 2.0]), c, s)
     tensor([-2.,  1.])

@@ -71,6 +71,15 @@ def yarn(
     the index i between the floor and the ceiling of the two cut-offs, which differs much in between.
 
     Source: Peng et al. 2023, arXiv 2309.00071, section 3.2.
+
+    Args:
+        theta: the frequencies θ_i in radians per token.
+        factor: how many times longer the texts become.
+        train_length: L, in tokens.
+        base: that of the frequencies.
+        fast: turns in training from which a pair stays as it is.
+        slow: turns below which a pair is slowed by the whole factor.
+        ramp: between the two, "code" or "paper".
     """
     half = len(theta)
     if ramp == "paper":
@@ -101,6 +110,13 @@ def llama3(theta: Frequencies, factor: float, train_length: float, low: float = 
     """Pairs with more than `high` turns in training stay, with fewer than `low` are slowed by factor, linear between.
 
     Linear in the number of turns, of the frequency itself. Source: Llama 3.1 as shipped in transformers.
+
+    Args:
+        theta: the frequencies in radians per token.
+        factor: how many times longer the texts become.
+        train_length: in tokens.
+        low: turns below which a pair is slowed by the whole factor.
+        high: turns above which it stays.
     """
     turns = train_length * theta / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)

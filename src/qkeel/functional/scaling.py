@@ -19,6 +19,15 @@ def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype =
 
     Source: Su 2021, kexue.fm 8823 (entropy invariance); clip: kexue.fm 9706.
 
+    Args:
+        n: the number of keys that each query sees.
+        train_length: the training length in tokens, at least 2.
+        clip: keep the factor at 1 or above.
+        dtype: of the result.
+
+    Raises:
+        InvalidValueError: train_length is under 2.
+
     >>> log_n(torch.tensor([512, 4096]), 512)
     tensor([1.0000, 1.3333])
     """
@@ -35,6 +44,12 @@ def floor_log_temperature(
 
     Source: Llama 4 as shipped in transformers (attn_scale, floor_scale).
 
+    Args:
+        pos: the position of each query.
+        alpha: the weight of the logarithm.
+        floor: the number of positions on one step.
+        dtype: of the result.
+
     >>> floor_log_temperature(torch.tensor([0, 8191, 16383]))
     tensor([1.0000, 1.0693, 1.1099])
     """
@@ -45,6 +60,9 @@ def qk_norm_init(length: float) -> float:
     """The initial logit scale g₀ = log₂(L² - L) of QKNorm; L = 97.5th percentile of the lengths in training.
 
     Source: Henry et al. 2020, arXiv 2010.04245, section 3.
+
+    Raises:
+        InvalidValueError: the length is not above 1.
 
     >>> round(qk_norm_init(72), 4)
     12.3197
@@ -58,6 +76,9 @@ def cosine_scale(train_length: float) -> float:
     """λ = 4 ln n with n = train_length / 2, the scale of cosine attention for head_dim near 128.
 
     Source: Su 2023, kexue.fm 9812 and 9859.
+
+    Raises:
+        InvalidValueError: the training length is not above 2.
 
     >>> round(cosine_scale(512), 2)
     22.18
@@ -125,6 +146,9 @@ def sigmoid_bias(length: float) -> float:
 
     Source: Ramapuram et al. 2024, arXiv 2409.04431, section 3.
 
+    Raises:
+        InvalidValueError: the length is not above 0.
+
     >>> round(sigmoid_bias(2048), 6)
     -7.624619
     """
@@ -138,6 +162,9 @@ def deepnorm(sublayers: int) -> tuple[float, float]:
 
     Source: Wang et al. 2022, arXiv 2203.00555, decoder-only: (2M)^(1/4) and (8M)^(-1/4) for M layers of two sublayers.
     That a layer of one sublayer (GAU) counts once is our reading of it.
+
+    Raises:
+        InvalidValueError: there is no sublayer.
 
     >>> [round(x, 4) for x in deepnorm(48)]
     [2.6321, 0.2686]

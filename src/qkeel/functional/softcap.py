@@ -16,6 +16,9 @@ def softcap(z: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
 
     Source: Gemma 2 (arXiv 2408.00118), section 2; Bello et al. 2016 before it.
 
+    Raises:
+        InvalidValueError: the cap is not above 0.
+
     >>> softcap(torch.tensor([10.0, 500.0]), 50.0)
     tensor([ 9.8688, 50.0000])
     """

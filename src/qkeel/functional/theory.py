@@ -22,6 +22,12 @@ def logit_std(query_rms: float, key_rms: float, head_dim: int, scale: float | No
 
     rms: per entry. With 1/√d and entries of RMS 1 it is 1 at any d, without the root √d, with 1/d it is 1/√d.
 
+    Args:
+        query_rms: of the entries of queries.
+        key_rms: of the entries of keys.
+        head_dim: d.
+        scale: the factor on q·k; 1/√d if not given.
+
     >>> [round(logit_std(1, 1, 64, scale), 3) for scale in (1.0, 64**-0.5, 1 / 64)]
     [8.0, 1.0, 0.125]
     """

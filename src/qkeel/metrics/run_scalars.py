@@ -24,6 +24,9 @@ def lr_sensitivity(losses: Sequence[float], init_loss: float = math.inf) -> floa
 
     Source: Wortsman et al. 2023, arXiv 2309.14322, section 2.1 (they clip at the loss of initialisation).
 
+    Raises:
+        InvalidValueError: there is no loss.
+
     >>> round(lr_sensitivity([3.5, 3.3, 3.2, 3.25, 3.6, 9.0, math.inf], math.log(32101)), 6)
     1.975235
     """

@@ -158,7 +158,7 @@ def cut_heads(directory: Path, last_step: int) -> None:
 
 
 def fold_heads(name: str, values: np.ndarray) -> np.ndarray:
-    """[... heads] -> [...]: the largest, smallest or mean head by records.HEAD_FIELDS; NaN is not measured.
+    """The largest, smallest or mean head of [... heads], by records.HEAD_FIELDS, as [...]; NaN is not measured.
 
     >>> float(fold_heads("max_logit", np.array([1.0, np.nan, 3.0])))
     3.0

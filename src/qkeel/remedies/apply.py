@@ -104,6 +104,9 @@ def parse(named: Named, **options: float | int | bool | str) -> tuple[Remedy, ..
 
     Keyword options go to the one remedy named.
 
+    Raises:
+        InvalidTypeError: not a remedy, or options for several at once. UnknownNameError: no such remedy or option.
+
     >>> parse("quack", tau=0.3)
     (LALR(tau=0.3, norm='frobenius', decay='scaled', heads=None),)
     """

@@ -259,6 +259,9 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
 
     Options are the recipe's own constants (train_length, base, eps, …); an unknown one names the nearest.
 
+    Raises:
+        UnknownNameError: no such preset or option. InvalidTypeError: an option of another type.
+
     >>> preset("kna", train_length=512).scale.formula()
     '1'
     """

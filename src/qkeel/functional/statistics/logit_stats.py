@@ -147,7 +147,11 @@ DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
 
 
 def merge(a: LogitStats, b: LogitStats) -> LogitStats:
-    """The statistics of both data sets as one. Associative and commutative up to rounding."""
+    """The statistics of both data sets as one. Associative and commutative up to rounding.
+
+    Raises:
+        InvalidValueError: the two have other numbers of heads.
+    """
     if a.max_logit.shape != b.max_logit.shape or a.key_norm.shape != b.key_norm.shape:
         raise InvalidValueError(
             f"cannot merge statistics of {len(a.max_logit)} heads ({len(a.key_norm)} key heads) with those of "

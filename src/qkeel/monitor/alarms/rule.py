@@ -17,7 +17,10 @@ HOLD = 'qkeel.apply("lalr:tau=0.1+qk_clip:threshold=100", model, optimizer, exam
 
 
 class Severity(StrEnum):
-    """NOTICE: worth knowing, healthy runs have it too. ALARM: act, or lose loss. CRITICAL: runs do not come back."""
+    """The three grades of an alarm.
+
+    NOTICE: worth knowing, healthy runs have it too. ALARM: act, or lose loss. CRITICAL: runs do not come back.
+    """
 
     NOTICE = "notice"
     ALARM = "alarm"

@@ -93,6 +93,9 @@ class Sample:
 def repeat_groups(values: np.ndarray, n_heads: int) -> np.ndarray:
     """[kv heads] -> [heads]: a key head's value stands at each query head of its group.
 
+    Raises:
+        ShapeError: the number of key heads does not divide `n_heads`.
+
     >>> repeat_groups(np.array([1.0, 2.0]), 4).tolist()
     [1.0, 1.0, 2.0, 2.0]
     """
