@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -55,6 +56,11 @@ def transformed() -> bool:
     # What is exported or traced runs elsewhere, in programs that do not have qkeel's operators.
     differentiated = in_function_transform() or with_tangents()
     return differentiated or torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def in_dispatch_mode() -> bool:
+    """True if a TorchDispatchMode is active: it may make tensors of another kind, or count what is done."""
+    return _get_current_dispatch_mode() is not None
 
 
 def run_uncompiled(*codes: CodeType) -> None:
