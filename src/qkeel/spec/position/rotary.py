@@ -144,16 +144,14 @@ class Rope(Position):
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Table, Table]:
         """The cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider.
 
-        They are kept for the next layer and step (`functional.kept_tables`): not to be changed.
+        They are kept for the next layer and step (`functional.kept_tables`): not to be written into.
         """
         if torch.compiler.is_compiling():
             return self._made(q, k, pos_q, pos_k)
-        setting = self, q.shape[-1], q.dtype, k.dtype, q.device, pos_q is pos_k
+        setting = self, q.shape[-1], q.dtype, k.dtype, q.device
         return kept(lambda: self._made(q, k, pos_q, pos_k), setting, pos_q, pos_k)
 
-    def _made(
-        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def _made(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Table, Table]:
         # A copy from the host would make it wait for a GPU; elsewhere float64 may not be had.
         device = q.device if q.device.type == "cuda" else None
         theta = rope_frequencies(self._rotated(q.shape[-1]), self.base, device)
