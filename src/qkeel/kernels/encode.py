@@ -227,8 +227,11 @@ def _takes(norm: Norm, position: Position) -> bool:
 
 def _fits(plan: _Plan, q: Tensor, k: Tensor) -> bool:
     """Returns whether a program holds a token's heads, where a norm is over all of them."""
-    sides = ((q, plan.kind_q), (k, plan.kind_k))
-    return all(kind < WHOLE or (1 << (x.shape[1] - 1).bit_length()) * x.shape[3] <= _WIDEST_TOKEN for x, kind in sides)
+    widest = max(
+        (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3]) if kind >= WHOLE else 0
+        for x, kind in ((q, plan.kind_q), (k, plan.kind_k))
+    )
+    return widest <= _WIDEST_TOKEN
 
 
 def _one(operator: Operator, x: Tensor, gain: Tensor | None, table: Table | None, kind: int, eps: float) -> Tensor:

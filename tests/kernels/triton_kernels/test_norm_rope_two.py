@@ -92,6 +92,7 @@ def test_nan_stays_in_its_row_and_other_widths_and_types_take_two_launches(launc
     assert launches == ["one", "one"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_poisoned")
 def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(
     launches: list[str], monkeypatch: pytest.MonkeyPatch
@@ -115,6 +116,10 @@ def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(
             for a, b in zip(found(case), found(case, apart=True), strict=True):
                 assert torch.equal(a, b), (norm, position)
     assert {"one", "two"} == set(launches)
+
+
+@pytest.mark.usefixtures("launches", "_poisoned")
+def test_a_norm_over_any_number_of_heads_is_of_its_token_alone_and_too_many_are_left_to_torch() -> None:
     for heads in ((1, 1), (70, 3)):  # more than a tile of heads has, and none that it fills
         spec = AttentionSpec(norm=LayerNorm(over="layer", gain="head_dim"), position=Rope())
         q, k = (torch.randn(2, 2, h, 16).transpose(1, 2) for h in heads)
@@ -124,7 +129,11 @@ def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(
     out = encode.fused(spec, q, k, pos, pos, spec.init_params(70, 3, 16))
     assert out is not None
     assert out[0].isnan().sum() == out[0][0, :, 1].isnan().sum() == 70 * 16
-    assert encode.fused(spec, torch.randn(1, 70, 1, 128), k[:1, :, :1], pos[:, :1], pos[:, :1], {}) is None
+    spec = AttentionSpec(norm=RMSNorm(over="layer", gain="none"))
+    for heads, d in ((70, 128), (1024, 8)):
+        assert (
+            encode.fused(spec, torch.randn(1, heads, 1, d), torch.randn(1, 2, 1, d), pos[:, :1], pos[:, :1], {}) is None
+        )
 
 
 def test_a_rotation_is_differentiable_twice_and_a_norm_once(launches: list[str]) -> None:
