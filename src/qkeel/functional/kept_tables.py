@@ -17,6 +17,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from qkeel.patching.compiler_state import in_python_mode, transformed
+from qkeel.patching.graph_nodes import version_of
 
 MOST = 16  # tensors of positions and groups of tables together
 MOST_BYTES = 128 * 2**20  # of all of them
@@ -24,7 +25,7 @@ Tables = TypeVar("Tables", bound=tuple[tuple[Tensor, ...], ...])
 
 
 class _Kept(NamedTuple):
-    """What was made, and all tensors of it and of its positions: while those are held, their ids are theirs alone."""
+    """Tables, and all tensors of them and of their positions: while those are held, their ids are theirs alone."""
 
     made: tuple[tuple[Tensor, ...], ...]
     tensors: list[Tensor]
@@ -33,10 +34,20 @@ class _Kept(NamedTuple):
     @property
     def untouched(self) -> bool:
         """False once somebody who was handed one of the tensors has written into it, and for what may not be kept."""
-        return not any(x._version or x.requires_grad or type(x) is not Tensor for x in self.tensors)
+        return not any(version_of(x) or x.requires_grad or type(x) is not Tensor for x in self.tensors)
 
 
-_KEPT: OrderedDict[tuple[Hashable, Hashable], _Kept] = OrderedDict()  # what was asked for last comes last
+class _Store(OrderedDict[tuple[Hashable, Hashable], _Kept]):
+    """The tables that are kept, by device, stream and setting; those that were asked for last come last."""
+
+    def put(self, key: tuple[Hashable, Hashable], one: _Kept) -> None:
+        """Keep one more, and drop what was not asked for longest where that is too much."""
+        self[key] = one
+        while len(self) > MOST or sum(each.size for each in list(self.values())) > MOST_BYTES:
+            self.popitem(last=False)
+
+
+_KEPT = _Store()
 
 
 def counted(first: int, stop: int, device: torch.device) -> Int64[Tensor, "1 n"]:
@@ -45,7 +56,7 @@ def counted(first: int, stop: int, device: torch.device) -> Int64[Tensor, "1 n"]
 
 
 def kept(make: Callable[[], Tables], setting: Hashable, *positions: Tensor) -> Tables:
-    """What `make` makes of these positions and of a setting that says all else, not to be written into."""
+    """The tables that `make` makes of these positions and of a setting that says all else: not to be written into."""
     return _kept(make, (setting, *map(id, positions)), positions[0].device, positions)
 
 
@@ -58,7 +69,7 @@ def _kept(
     place = device, stream
     found = _KEPT.pop((place, what), None)  # out and in again: another thread may take it away meanwhile
     if found is not None and found.untouched:
-        _KEPT[place, what] = found
+        _KEPT.put((place, what), found)
         return found.made  # type: ignore[return-value]
     others = list(_KEPT.items())
     ours = [id(one.made[0][0]) for (where, _), one in others if where == place]
@@ -69,9 +80,7 @@ def _kept(
     tensors = [*positions, *(x for group in made for x in group)]
     new = _Kept(made, tensors, sum(x.numel() * x.element_size() for x in {id(x): x for x in tensors}.values()))
     if new.untouched and new.size <= MOST_BYTES:
-        _KEPT[place, what] = new
-        while len(_KEPT) > MOST or sum(one.size for one in list(_KEPT.values())) > MOST_BYTES:
-            _KEPT.popitem(last=False)
+        _KEPT.put((place, what), new)
     return made
 
 

@@ -256,16 +256,19 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _sizes(x: Tensor, cos: Tensor | None, by_head: bool, whole: bool) -> dict[str, int]:
-    """The cut of a head into pieces and of heads and tokens into tiles; of `whole` tokens, and their warps."""
-    d, h = x.shape[-1], x.shape[1]
+def _constants(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, kind: int, step: int, by_head: bool = False
+) -> dict[str, int]:
+    """The cut of a head into pieces and of heads and tokens into tiles, what is done, and the warps of whole tokens."""
+    d, h, whole = x.shape[-1], x.shape[1], kind >= WHOLE
     half = d // 2 if cos is None else cos.shape[-1]
     wide, tail = max(8, triton.next_power_of_2(half)), triton.next_power_of_2(max(1, d - 2 * half))
     rows = _ROWS[max(wide, triton.next_power_of_2(triton.cdiv(tail, 2)))]
     heads = triton.next_power_of_2(h) if whole else min(rows, triton.next_power_of_2(h))
-    tokens = 1 if by_head or whole else rows // heads
-    warps = {"num_warps": 4 * max(1, heads // rows)} if whole else {}
-    return {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, "HEADS": heads, "TOKENS": tokens, **warps}
+    tile = {"HEADS": heads, "TOKENS": 1 if by_head or whole else rows // heads}
+    tile |= {"num_warps": 4 * max(1, heads // rows)} if whole else {}
+    flags = {"KIND": kind % WHOLE, "WHOLE": whole, "GAIN": gain is not None, "TURN": cos is not None, "STEP": step}
+    return {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, **tile, **flags}
 
 
 def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int, int, int]:
@@ -292,60 +295,51 @@ def there(
 ) -> Launch:  # fmt: skip
     """The launch for norm and rotation of x, and its inverse norms if they are wanted."""
     x = _dense(x)
-    y = torch.empty_like(x)
-    b, h, t, _ = x.shape
+    y, (b, h, t, _) = torch.empty_like(x), x.shape
     inverse = x.new_empty((b, t, h) if inverses and kind != NONE else (0,), dtype=torch.float32)
-    kind, whole = kind % WHOLE, kind >= WHOLE
-    sizes = _sizes(x, cos, False, whole)
-    blocks, groups = triton.cdiv(h, sizes["HEADS"]), triton.cdiv(b * t, sizes["TOKENS"])
-    flags = {"KIND": kind, "GAIN": gain is not None, "TURN": cos is not None, "INVERSES": inverse.numel() > 0}
-    flags |= {"STEP": step, "WHOLE": whole}
+    constants = {**_constants(x, gain, cos, kind, step), "INVERSES": inverse.numel() > 0}
+    blocks, groups = triton.cdiv(h, constants["HEADS"]), triton.cdiv(b * t, constants["TOKENS"])
     given = tuple(x if one is None else one for one in (gain, cos, sin))
     steps = (*x.stride()[:3], *y.stride()[:3], *_steps(x, gain, cos))
-    arguments = (x, y, inverse if flags["INVERSES"] else x, *given, eps, h, t, b * t, blocks, *steps)
-    return Launch((y, inverse), blocks * groups, arguments, {**sizes, **flags})
+    arguments = (x, y, inverse if constants["INVERSES"] else x, *given, eps, h, t, b * t, blocks, *steps)
+    return Launch((y, inverse), blocks * groups, arguments, constants)
 
 
-def _run(*how: Foreign) -> tuple[Tensor, Tensor]:
-    launch = there(*how)
-    kernel: Foreign = forward
+def _launched(kernel: Foreign, launch: Launch) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(launch.out[0]):
         kernel[(launch.programs,)](0, *launch.arguments, **launch.constants)
     return launch.out
 
 
 def _run_alone(*how: Foreign) -> Tensor:
-    return _run(*how, False)[0]
+    return _launched(forward, there(*(*how, False)))[0]
 
 
 def _run_tracked(*how: Foreign) -> tuple[Tensor, Tensor]:
-    return _run(*how[:-1], True)  # the last says what backward is to keep
+    return _launched(forward, there(*(*how[:-1], True)))  # the last says what backward is to keep
 
 
 def back(
     dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    *how: int | float,
+    *how: Foreign,
 ) -> Launch:  # fmt: skip
     """The launch for the gradients of x, and of the gain in parts."""
     kind, eps, step, kept_x = how
-    kind, whole = int(kind) % WHOLE, kind >= WHOLE
     dy, kept = _dense(dy), _dense(kept)
     dx = torch.empty_like(kept)
     b, h, t, d = kept.shape
     by_head = gain is not None and gain.ndim == 2
-    sizes = _sizes(kept, cos, by_head, whole)
-    blocks, groups = triton.cdiv(h, sizes["HEADS"]), triton.cdiv(b * t, sizes["TOKENS"])
+    constants = {**_constants(kept, gain, cos, kind, step, by_head), "BY_HEAD": by_head, "KEPT_X": kept_x}
+    blocks, groups = triton.cdiv(h, constants["HEADS"]), triton.cdiv(b * t, constants["TOKENS"])
     most = groups if gain is None else max(1, (_PROGRAMS_BY_HEAD if by_head else _PROGRAMS) // blocks)
     each = triton.cdiv(groups, min(most, groups))
     chunks = triton.cdiv(groups, each)
     shape = (0, 1, d) if gain is None else (chunks, h, d) if by_head else (chunks * blocks, 1, d)
     parts = kept.new_empty(shape, dtype=torch.float32)
-    flags = {"KIND": kind, "GAIN": gain is not None, "BY_HEAD": by_head, "TURN": cos is not None, "KEPT_X": kept_x}
-    flags |= {"STEP": step, "WHOLE": whole}
     given = tuple(kept if one is None else one for one in (gain, cos, sin))
     steps = (*dy.stride()[:3], *kept.stride()[:3], *dx.stride()[:3], *_steps(kept, gain, cos))
     own = (dx, kept if gain is None else parts, eps, h, t, b * t, blocks, groups, each)
-    return Launch((dx, parts), chunks * blocks, (dy, kept, inverse, *given, *own, *steps), {**sizes, **flags})
+    return Launch((dx, parts), chunks * blocks, (dy, kept, inverse, *given, *own, *steps), constants)
 
 
 def summed(parts: Tensor) -> Tensor:
@@ -354,11 +348,8 @@ def summed(parts: Tensor) -> Tensor:
 
 
 def _run_back(*how: Foreign) -> tuple[Tensor, Tensor]:
-    launch = back(*how)
-    kernel: Foreign = backward
-    with torch.cuda.device_of(launch.out[0]):
-        kernel[(launch.programs,)](0, *launch.arguments, **launch.constants)
-    return launch.out[0], summed(launch.out[1])
+    dx, parts = _launched(backward, back(*how))
+    return dx, summed(parts)
 
 
 def _forward_shapes(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -392,18 +383,16 @@ def once(*_: object) -> None:
 def register() -> None:
     """Registers the operators with torch: what runs them, their shapes, their derivative."""
     given = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, int step"
-    schemas = {
-        "norm_rope": f"(Tensor x, {given}, bool keep_x) -> (Tensor, Tensor)",
-        "norm_rope_alone": f"(Tensor x, {given}) -> Tensor",
-        "norm_rope_backward": f"(Tensor dy, Tensor kept, Tensor inverse, {given}, bool kept_x) -> (Tensor, Tensor)",
+    operators = {
+        "norm_rope": (f"(Tensor x, {given}, bool keep_x) -> (Tensor, Tensor)", _run_tracked, _forward_shapes),
+        "norm_rope_alone": (f"(Tensor x, {given}) -> Tensor", _run_alone, same_shape),
+        "norm_rope_backward": (
+            f"(Tensor dy, Tensor kept, Tensor inverse, {given}, bool kept_x) -> (Tensor, Tensor)",
+            _run_back,
+            backward_shapes,
+        ),
     }
-    runs = {
-        "norm_rope": (_run_tracked, _forward_shapes),
-        "norm_rope_alone": (_run_alone, same_shape),
-        "norm_rope_backward": (_run_back, backward_shapes),
-    }
-    for name, schema in schemas.items():
-        run, shapes = runs[name]
+    for name, (schema, run, shapes) in operators.items():
         torch.library.define(f"qkeel_triton::{name}", schema)
         torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
         torch.library.register_fake(f"qkeel_triton::{name}", shapes)
