@@ -8,6 +8,7 @@ capture (its memory goes with the graph), in transforms, traces and modes that s
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
@@ -42,11 +43,13 @@ class _Store(OrderedDict[tuple[Hashable, Hashable], _Kept]):
 
     def put(self, key: tuple[Hashable, Hashable], one: _Kept) -> None:
         """Keep one more, and drop what was not asked for longest where that is too much."""
-        self[key] = one
-        while len(self) > MOST or sum(each.size for each in list(self.values())) > MOST_BYTES:
-            self.popitem(last=False)
+        with _LOCK:
+            self[key] = one
+            while len(self) > MOST or sum(each.size for each in self.values()) > MOST_BYTES:
+                self.popitem(last=False)
 
 
+_LOCK = threading.Lock()  # of several threads, each of which drives a GPU say
 _KEPT = _Store()
 
 
@@ -67,11 +70,11 @@ def _kept(
     if stream is None:
         return make()
     place = device, stream
-    found = _KEPT.pop((place, what), None)  # out and in again: another thread may take it away meanwhile
+    with _LOCK:
+        found, others = _KEPT.pop((place, what), None), list(_KEPT.items())
     if found is not None and found.untouched:
         _KEPT.put((place, what), found)
         return found.made  # type: ignore[return-value]
-    others = list(_KEPT.items())
     ours = [id(one.made[0][0]) for (where, _), one in others if where == place]
     if any(id(pos) not in ours for pos in positions):
         return make()
