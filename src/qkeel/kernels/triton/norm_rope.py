@@ -312,11 +312,11 @@ def _launched(kernel: Foreign, launch: Launch) -> tuple[Tensor, Tensor]:
 
 
 def _run_alone(*how: Foreign) -> Tensor:
-    return _launched(forward, there(*(*how, False)))[0]
+    return _launched(forward, there(*[*how, False]))[0]
 
 
 def _run_tracked(*how: Foreign) -> tuple[Tensor, Tensor]:
-    return _launched(forward, there(*(*how[:-1], True)))  # the last says what backward is to keep
+    return _launched(forward, there(*[*how[:-1], True]))  # the last says what backward is to keep
 
 
 def back(
