@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import qkeel
-from qkeel.functional import kept_tables
-from qkeel.functional.kept_tables import counted
+from qkeel.functional import rope as kept_tables
+from qkeel.functional.rope import counted
 from qkeel.spec import NTK, PI, DynamicNTK, Rope, YaRN
 from qkeel.spec.position.rotary import Table
 
@@ -30,7 +30,8 @@ ROPES = (
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Rope]:
-    """The Ropes whose tables were made."""
+    """The Ropes whose tables were made, where a CPU's are kept as a GPU's are."""
+    monkeypatch.setattr(kept_tables, "KEPT_ON", {"cpu", "cuda"})
     kept_tables._KEPT.clear()
     found: list[Rope] = []
     make = Rope._made

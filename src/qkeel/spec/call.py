@@ -10,8 +10,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
-from qkeel.functional.kept_tables import counted
 from qkeel.functional.norms import unrounded
+from qkeel.functional.rope import counted
 from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.shapes import (

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
 from qkeel.functional.distances import xpos_decay
-from qkeel.functional.kept_tables import kept
-from qkeel.functional.rope import Pairing, check_pairs, rope_frequencies, rope_table, rotate
+from qkeel.functional.rope import Pairing, check_pairs, kept, rope_frequencies, rope_table, rotate
 from qkeel.spec.position.rope_scaling import NoStretch, Stretch
 from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries
 from qkeel.spec.slot import Geometry, Parameter, Params, Slot
@@ -144,7 +143,7 @@ class Rope(Position):
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Table, Table]:
         """The cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider.
 
-        They are kept for the next layer and step (`functional.kept_tables`): not to be written into.
+        On a GPU they are kept for the next layer and step (`functional.rope`): not to be written into.
         """
         if torch.compiler.is_compiling():
             return self._made(q, k, pos_q, pos_k)
