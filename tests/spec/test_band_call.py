@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -165,3 +167,10 @@ def test_a_mask_of_the_callers_hides_keys_besides() -> None:
     )
     assert not out.any()
     assert not found.n_queries.any()
+
+
+@pytest.mark.slow
+def test_torchs_compiler_makes_one_graph_for_any_ends_and_what_is_watched_of_it_is_the_same() -> None:
+    command = [sys.executable, "-m", "tests.spec.packed_compiled"]  # without the checks of types that tests have
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

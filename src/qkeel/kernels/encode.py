@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from qkeel.kernels.native.norm_rope import NONE, functions, norm_rope, ready
+from qkeel.kernels.native.norm_rope import NONE, WHOLE, functions, norm_rope, ready
 from qkeel.kernels.native.operator import reads
 from qkeel.kernels.triton import available
 from qkeel.spec.attention import AttentionSpec
@@ -24,6 +24,7 @@ from qkeel.spec.slot import Params
 KINDS: dict[NormKind, int] = {"none": NONE, "rms": 1, "l2": 2, "layer": 3}
 # The least min |gain| / max |gain| of a pair at which x̂ is made from the result: dividing magnifies its rounding.
 _SPREADS = {torch.float32: 0.05, torch.bfloat16: 0.25, torch.float16: 0.25}
+_WIDEST_TOKEN = 8192  # numbers of all heads, a power of two of them, that one program holds
 
 Table = tuple[Tensor, Tensor]
 KeyParts = Float[Tensor, "b g s r"]  # keys, or the part of them that is rotated
@@ -40,7 +41,7 @@ class _Plan:
     kind_q: int
     kind_k: int
     eps: float
-    interleaved: bool
+    on_gpu: bool  # with interleaved pairs, or a norm over all heads of a token: only there
 
 
 def _planned(norm: Norm, position: Position) -> _Plan | None:
@@ -51,10 +52,11 @@ def _planned(norm: Norm, position: Position) -> _Plan | None:
 def _plan(norm: Norm, position: Position) -> _Plan | None:
     if norm.kind not in KINDS or position.kind not in ("none", "rope") or not _takes(norm, position):
         return None
-    kind_q, kind_k = (KINDS[norm.kind] if part in norm.sides else NONE for part in "qk")
+    whole = WHOLE if norm.over == "layer" else 0
+    kind_q, kind_k = (KINDS[norm.kind] + whole if part in norm.sides else NONE for part in "qk")
     rope = position.rope
-    pairs = rope is not None and rope.pairing == "interleaved"
-    return _Plan(norm=norm, position=rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps, interleaved=pairs)
+    on_gpu = bool(whole) or (rope is not None and rope.pairing == "interleaved")
+    return _Plan(norm=norm, position=rope, kind_q=kind_q, kind_k=kind_k, eps=norm.eps, on_gpu=on_gpu)
 
 
 _plan_once = functools.lru_cache(maxsize=256)(_plan)
@@ -103,7 +105,8 @@ def fused(
     """The q and k of `spec.encode`, rounded to their own dtype; None where the operators do not apply.
 
     They are for a norm over heads without bias, before RoPE or none, or after it where norm and rotation commute, with
-    half pairs, on a CUDA device with interleaved ones too; float32, bfloat16 and float16; head_dim a multiple of 8.
+    half pairs, on a CUDA device with interleaved ones and for a norm over all heads of a token too; float32, bfloat16
+    and float16; head_dim a multiple of 8.
     """
     plan = _planned(spec.norm, spec.position)
     if plan is None:
@@ -119,9 +122,9 @@ def fused(
         if x.device != device:
             return None  # torch's own error
     operator = operator_for(device)
-    if operator is None or (plan.interleaved and operator is norm_rope):
+    if operator is None or (plan.on_gpu and (operator is norm_rope or not _fits(plan, q, k))):
         return None
-    step = {"step": 2} if plan.interleaved else {}
+    step = {"step": 2} if plan.position is not None and plan.position.pairing == "interleaved" else {}
     gain_q, gain_k = _gain(plan, "q", params), _gain(plan, "k", params)
     table_q, table_k = _tables(plan, q, k, pos_q, pos_k)
     kinds = plan.kind_q, plan.kind_k
@@ -146,7 +149,7 @@ def _directly(
     """Without torch's dispatcher, which is most of the price of a token."""
     if pos_q is not pos_k and plan.position is not None:
         return None
-    if plan.interleaved or not (
+    if plan.on_gpu or not (
         q.is_cpu and q.dtype in _SPREADS and (plan.position is not None or (plan.kind_q and plan.kind_k))
     ):
         return None
@@ -214,12 +217,21 @@ def _turned(position: Rope, table: Table) -> Table:
 
 def _takes(norm: Norm, position: Position) -> bool:
     rope = position.rope
-    if norm.over != "head" or norm.bias:
+    if norm.bias:
         return False
     if rope is None:
         return norm.kind != "none"
     before = rope.order == "norm_then_rotate" or norm.commutes_with_rotation
     return before
+
+
+def _fits(plan: _Plan, q: Tensor, k: Tensor) -> bool:
+    """Returns whether a program holds a token's heads, where a norm is over all of them."""
+    widest = max(
+        (1 << (x.shape[1] - 1).bit_length()) * max(16, x.shape[3]) if kind >= WHOLE else 0
+        for x, kind in ((q, plan.kind_q), (k, plan.kind_k))
+    )
+    return widest <= _WIDEST_TOKEN
 
 
 def _one(operator: Operator, x: Tensor, gain: Tensor | None, table: Table | None, kind: int, eps: float) -> Tensor:

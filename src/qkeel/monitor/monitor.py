@@ -115,7 +115,6 @@ class Monitor(Handle):
             numbers = StepNumbers(self._steps, known, calls.tokens, changes, optimizer, guard=self._guard)
             self._models.add(name, tap, numbers, self._step_end.pass_over if optimizer is None else None)
         self._hooks: StepHooks | None = None
-        self._complete = False
         if optimizer is None:
             self._group.records_alone = True
         else:
@@ -293,7 +292,7 @@ class Monitor(Handle):
         """Stops watching; `complete` says whether training ended as planned. Then its end is measured first, where the
         cadence has left it out, as by `measure_end`; one warning says so where it can't."""
         if self.active:
-            self._complete = complete
+            self._journal.complete = complete
             try:
                 if complete:
                     self._guard(self._end.measure_or_tell, caution)
@@ -331,7 +330,7 @@ class Monitor(Handle):
         if self._group.members is None:
             self._guard(self._leave)
         self._guard(self._look_for_others)
-        self._guard(self._journal.close, self._complete and self._guard.error is None)
+        self._guard(self._journal.close, self._guard.error is None)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._step_end.after(optimizer)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.functional.rope import counted
 from qkeel.spec.shapes import GivenMask, GivenPosQ, Heads, Keys, PosK, PosQ, Values
 
 Latent = Float[Tensor, "b one t l"]
@@ -42,8 +43,9 @@ class Cache:
         """Positions [b|1 t] of the next tokens, like [b h t d]: `pos` checked, or those after the last ones."""
         b, t = like.shape[0], like.shape[2]
         if pos is None:
-            after = torch.arange(t, device=like.device)[None]
-            return after + (self.length if self.pos is None else self.pos[:, -1:] + 1)
+            if self.pos is None:
+                return counted(self.length, self.length + t, like.device)
+            return counted(0, t, like.device) + self.pos[:, -1:] + 1
         rows = pos[None] if pos.ndim == 1 else pos
         if rows.ndim != 2 or rows.shape[0] not in (1, b) or rows.shape[1] != t:
             raise ShapeError(f"expected pos of shape [{b} {t}] or [{t}], got {tuple(pos.shape)}")
@@ -80,7 +82,7 @@ class Cache:
         return [held[:, :, :length] for held in self._held]
 
     def _place(self, new: Tensor, like: Tensor) -> None:
-        old = torch.arange(self.length, device=like.device)[None] if self.pos is None else self.pos
+        old = counted(0, self.length, like.device) if self.pos is None else self.pos
         b = max(old.shape[0], new.shape[0])
         self.pos = torch.cat([old.expand(b, -1), new.expand(b, -1)], dim=1)
 

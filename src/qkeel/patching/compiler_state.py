@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -55,6 +58,12 @@ def transformed() -> bool:
     # What is exported or traced runs elsewhere, in programs that do not have qkeel's operators.
     differentiated = in_function_transform() or with_tangents()
     return differentiated or torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def in_python_mode() -> bool:
+    """True if a mode in Python is active that sees or replaces torch's calls, but for torch.set_default_device's."""
+    functions = _get_current_function_mode_stack()
+    return _get_current_dispatch_mode() is not None or any(type(mode) is not DeviceContext for mode in functions)
 
 
 def run_uncompiled(*codes: CodeType) -> None:

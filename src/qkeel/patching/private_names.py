@@ -96,6 +96,20 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "sites inside torch.jit.script and torch.func.vmap",
     ),
     *_rows(
+        "torch.overrides",
+        "compiler_state",
+        ("_get_current_function_mode_stack",),
+        "to know that a mode sees or replaces torch's calls",
+        "tables of RoPE in every layer of such a mode: they would be kept from one to the next",
+    ),
+    *_rows(
+        "torch.utils",
+        "compiler_state",
+        ("_device",),
+        "to tell torch.set_default_device from other modes",
+        "the keeping of tables where a default device is set",
+    ),
+    *_rows(
         "torch.utils._python_dispatch",
         "modes",
         ("_get_current_dispatch_mode", "_pop_mode_temporarily"),

@@ -103,23 +103,25 @@ def band_call(
     """
     if window == (-1, -1) and slopes is None and cu_seqlens is None:
         return call
-    t, s, device = call.q.shape[2], call.k.shape[2], call.q.device
-    begin, length, at = call.pos_q.new_zeros(1, t), call.pos_q.new_full((1, t), s), call.pos_q
+    t, s = call.q.shape[2], call.k.shape[2]
     fields: dict[str, object] = {"of_key": None, "longest": None, "masked": call.mask is not None}
-    if slopes is not None and cu_seqlens is None:
-        slopes = (slopes if slopes.ndim == 2 else slopes[None])[..., None]
-    if cu_seqlens is not None:
+    if cu_seqlens is None:
+        begin, length, at = call.pos_q.new_zeros(1, t), call.pos_q.new_full((1, t), s), call.pos_q
+        slopes = slopes if slopes is None else (slopes if slopes.ndim == 2 else slopes[None])[..., None]
+    else:
         ends_q, ends_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
         _check(call, ends_q, ends_k)
-        of_q, of_k = _sequence_of(ends_q, t, -1), _sequence_of(ends_k, s, -2)
-        inside, n, own = of_q >= 0, of_q.clamp_min(0), ends_k.long()
-        begin = (own[n] * inside)[None]
-        length = ((own[n + 1] - own[n]) * inside)[None]
-        at = (torch.arange(t, device=device) - ends_q[n + 1])[None] + length
-        pos_k = (torch.arange(s, device=device) - own[of_k.clamp_min(0)])[None]
         same = ends_q is ends_k and t == s
-        fields |= {"of_key": of_k, "longest": longest if same else None, "plain": False}
-        fields |= {"pos_q": pos_k if same else at, "pos_k": pos_k}
+        own_q = ends_q.long()
+        own_k = own_q if same else ends_k.long()
+        token, n, inside = _tokens(own_q, t)
+        key, n_k, inside_k = (token, n, inside) if same else _tokens(own_k, s)
+        first, stop = own_k[n], n + 1
+        begin, length = (first * inside)[None], ((own_k[stop] - first) * inside)[None]
+        pos_k = (key - (first if same else own_k[n_k]))[None]
+        at = pos_k if same else (token - own_q[stop])[None] + length
+        fields |= {"of_key": torch.where(inside_k, n_k, -2), "longest": longest if same else None, "plain": False}
+        fields |= {"pos_q": at, "pos_k": pos_k}
         if slopes is not None:
             slopes = slopes[n].mT[None] if slopes.ndim == 2 else slopes[None, :, None]
     low, high = _spans(call, at, begin, length, window)
@@ -129,10 +131,12 @@ def band_call(
     return BandCall(**{**fields_of(call), **fields, "mask": mask, "low": low, "high": high, "slopes": slopes})  # type: ignore[arg-type]
 
 
-def _sequence_of(ends: Ends, total: int, none: int) -> Tensor:
-    """The number of the sequence of each token."""
-    n = torch.searchsorted(ends, torch.arange(total, dtype=ends.dtype, device=ends.device), right=True) - 1
-    return torch.where((n >= 0) & (n < len(ends) - 1), n, none)
+def _tokens(ends: Ends, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens, the number of the sequence of each, and whether it is of one: of none has the nearest one's."""
+    token = torch.arange(total, device=ends.device)
+    found = torch.searchsorted(ends, token, right=True) - 1
+    n = found.clamp(0, len(ends) - 2)
+    return token, n, n == found
 
 
 def _spans(
@@ -147,7 +151,7 @@ def _spans(
     if left >= 0:
         low = begin + (at - left).clamp_min(0)
     if right >= 0:
-        high = torch.minimum(high, begin + (at + right + 1).clamp_min(0))
+        high = torch.minimum(high, begin + (at + (right + 1)).clamp_min(0))
     s = call.k.shape[2]
     low = low.clamp(0, s)
     return low, torch.maximum(low, high.clamp(0, s))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.functional.norms import unrounded
+from qkeel.functional.rope import counted
 from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.shapes import (
@@ -153,8 +154,13 @@ class Visibility:
             raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
         t, s = q.shape[2], k.shape[2]
         plain = self.pos_q is None and self.pos_k is None
-        keys = _positions("pos_k", self.pos_k, q, s, torch.arange(s, device=q.device))
-        aligned = keys if plain and t == s else _aligned(keys, s, t, self.pos_k)
+        keys = counted(0, s, q.device) if self.pos_k is None else _positions("pos_k", self.pos_k, q, s)
+        if t == s and (self.pos_q is None or self.pos_q is self.pos_k):
+            queries = keys  # one object: what is made of it is made once
+        elif self.pos_q is not None:
+            queries = _positions("pos_q", self.pos_q, q, t)
+        else:
+            queries = counted(s - t, s, q.device) if self.pos_k is None or t > s else keys[:, s - t :]
         return AttentionCall(
             spec=spec,
             q=q,
@@ -163,7 +169,7 @@ class Visibility:
             params=_params(spec, q, k, params),
             causal=self.causal,
             mask=_mask(self.mask, q, s),
-            pos_q=_positions("pos_q", self.pos_q, q, t, aligned),
+            pos_q=queries,
             pos_k=keys,
             plain=plain,
             dropout=dropout,
@@ -230,12 +236,6 @@ def make_call(
     return seen.call(spec, q, k, v, params, dropout)
 
 
-def _aligned(keys: Tensor, s: int, t: int, pos_k: GivenPosK | None) -> Tensor:
-    if pos_k is not None and t <= s:
-        return keys[:, s - t :]
-    return torch.arange(s - t, s, device=keys.device)
-
-
 def _check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise InvalidTypeError(f"expected {name} to be a tensor, got {type(x).__name__}")
@@ -273,9 +273,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _positions(name: str, pos: Tensor | None, q: Tensor, n: int, default: Tensor) -> Tensor:
-    if pos is None:
-        return default if default.ndim == 2 else default[None]
+def _positions(name: str, pos: Tensor, q: Tensor, n: int) -> Tensor:
     _check_tensor(name, pos)
     _check_device(name, pos, q)
     if pos.dtype not in _COUNTS and not (pos.is_floating_point() and pos.dtype.itemsize > 1):

@@ -27,8 +27,9 @@ WHOLE = {
     "counts": "*i64",
     "picked": "*i32",
 }
-HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1}
-PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2}
+HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1, "WHOLE": False}
+PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2, "WHOLE": False}
+TOKEN = {**HEAD, "HEADS": 64, "WHOLE": True}
 FORTH = {"KIND": 1, "GAIN": True, "TURN": True, "INVERSES": True}
 BACK = {"KIND": 1, "GAIN": True, "BY_HEAD": False, "TURN": True, "KEPT_X": True}
 SEEN = {
@@ -63,6 +64,8 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     # Triton's launcher makes constants of whole numbers that are 1.
     ("forward of both", norm_rope_two._forward_two, both({**HEAD, **FORTH}), 4),
     ("backward of both", norm_rope_two._backward_two, both({**HEAD, **BACK}), 4),
+    ("forward of whole tokens", norm_rope.forward, {**TOKEN, **FORTH}, 16),
+    ("backward of whole tokens", norm_rope.backward, {**TOKEN, **BACK, "KIND": 3, "BY_HEAD": True}, 16),
     ("backward of one token", norm_rope.backward, {**HEAD, **BACK, **dict.fromkeys(ONES, 1)}, 4),
     ("statistics of one token", statistics._rows, {**SEEN, **dict.fromkeys(ONES, 1)}, 8),
     ("statistics", statistics._rows, {**SEEN, "WINDOW": True, "MASK": True, "CAP": True}, 8),

@@ -10,7 +10,7 @@ import qkeel
 from qkeel.kernels import encode
 from qkeel.kernels.triton import available
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope
-from qkeel.spec.norm import NoNorm
+from qkeel.spec.norm import NoNorm, Norm
 from qkeel.spec.position.rotary import NoPosition
 
 from ..native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, check, given
@@ -90,6 +90,50 @@ def test_nan_stays_in_its_row_and_other_widths_and_types_take_two_launches(launc
     launches.clear()
     assert encode.fused(spec, q, k.half(), pos, pos, params) is not None
     assert launches == ["one", "one"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_poisoned")
+def test_a_norm_over_all_heads_of_a_token_is_that_of_the_definition(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide: list[Norm] = [kind(over="layer", gain=gain) for kind in (RMSNorm, LayerNorm) for gain in ("none", "head_dim")]
+    wide += [
+        RMSNorm(over="layer", gain="one_plus_dim"),
+        L2Norm(over="layer", gain="head"),
+        L2Norm(over="layer", eps=30.0),
+    ]
+    positions = [Rope(), Rope(pairing="interleaved"), NoPosition(), Rope(rotary=0.5, pairing="interleaved")]
+    for turn, norm in enumerate(wide):
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[turn % 3]
+        keeps = turn % 2 == 0 or dtype != torch.float32
+        monkeypatch.setattr(encode, "_keeps", lambda x, gain, keeps=keeps: keeps)
+        t, d = (5, 1, 3)[turn % 3], (24, 16, 64)[turn % 3]
+        position = positions[turn % 4]
+        case = given(norm, position, t, d, dtype, list(LAYOUTS)[turn % len(LAYOUTS)])
+        check(case, dtype, f"{norm} {position.formula()} {dtype}")
+        if not isinstance(position, NoPosition):
+            for a, b in zip(found(case), found(case, apart=True), strict=True):
+                assert torch.equal(a, b), (norm, position)
+    assert {"one", "two"} == set(launches)
+
+
+@pytest.mark.usefixtures("launches", "_poisoned")
+def test_a_norm_over_any_number_of_heads_is_of_its_token_alone_and_too_many_are_left_to_torch() -> None:
+    for heads in ((1, 1), (70, 3)):  # more than a tile of heads has, and none that it fills
+        spec = AttentionSpec(norm=LayerNorm(over="layer", gain="head_dim"), position=Rope())
+        q, k = (torch.randn(2, 2, h, 16).transpose(1, 2) for h in heads)
+        check((spec, q, k, spec.init_params(*heads, 16)), torch.float32, f"{heads}")
+    q[0, 1, 1, 3] = torch.nan
+    pos = torch.arange(2)[None]
+    out = encode.fused(spec, q, k, pos, pos, spec.init_params(70, 3, 16))
+    assert out is not None
+    assert out[0].isnan().sum() == out[0][0, :, 1].isnan().sum() == 70 * 16
+    spec = AttentionSpec(norm=RMSNorm(over="layer", gain="none"))
+    for heads, d in ((70, 128), (1024, 8)):
+        assert (
+            encode.fused(spec, torch.randn(1, heads, 1, d), torch.randn(1, 2, 1, d), pos[:, :1], pos[:, :1], {}) is None
+        )
 
 
 def test_a_rotation_is_differentiable_twice_and_a_norm_once(launches: list[str]) -> None:

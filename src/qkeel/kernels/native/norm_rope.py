@@ -9,6 +9,7 @@ from torch import Tensor
 from qkeel.kernels.native.operator import OperatorSource
 
 NONE = 0  # the kind of a pass that only rotates
+WHOLE = 4  # added to the kind of a norm over all heads of a token, which only Triton's kernels take
 Table = tuple[Float[Tensor, "b 1 t half"], Float[Tensor, "b 1 t half"]]  # cos and sin, float32; 1 for any b and t
 
 

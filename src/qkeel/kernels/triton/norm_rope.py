@@ -14,7 +14,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.kernels.native.norm_rope import NONE, backward_shapes, same_shape
+from qkeel.kernels.native.norm_rope import NONE, WHOLE, backward_shapes, same_shape
 
 Foreign = Any  # a kernel of Triton, a context of autograd, arguments that torch's dispatcher passes on
 # The kinds of norms besides NONE.
@@ -97,27 +97,32 @@ def _turn(a, b, c, s):
 
 
 @triton.jit
-def _total(a, b, c):
-    return tl.sum(a, 1) + tl.sum(b, 1) + tl.sum(c, 1)
+def _total(a, b, c, WHOLE: tl.constexpr):
+    """The sum of each row; of the WHOLE heads of a token, which all rows of a tile are, the sum of all of them."""
+    total = tl.sum(a, 1) + tl.sum(b, 1) + tl.sum(c, 1)
+    return tl.zeros([total.shape[0]], tl.float32) + tl.sum(total, 0) if WHOLE else total
 
 
 @triton.jit
-def _centred(a, b, c, ok, D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr):
-    """The pieces without their row's mean; 0 stays where there is no number."""
-    mean = (_total(a, b, c) / D)[:, None]
+def _centred(
+    a, b, c, ok, n,
+    D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The pieces without the mean of the n numbers that are normed together; 0 stays where there is no number."""
+    mean = (_total(a, b, c, WHOLE) / n)[:, None]
     pair = ok[:, None] & (tl.arange(0, WIDE)[None, :] < HALF)
     rest = ok[:, None] & (tl.arange(0, TAIL)[None, :] < D - 2 * HALF)
     return tl.where(pair, a - mean, 0.0), tl.where(pair, b - mean, 0.0), tl.where(rest, c - mean, 0.0)
 
 
 @triton.jit
-def _inverse(a, b, c, ok, eps, D: tl.constexpr, KIND: tl.constexpr):
-    """1 over the size of a row, 1 where there is none; NaN stays NaN."""
-    squares = _total(a * a, b * b, c * c)
+def _inverse(a, b, c, ok, eps, n, KIND: tl.constexpr, WHOLE: tl.constexpr):
+    """1 over the size of the n numbers that are normed together, 1 where there are none; NaN stays NaN."""
+    squares = _total(a * a, b * b, c * c, WHOLE)
     if KIND == L2:
         size = tl.maximum(tl.sqrt_rn(squares), eps, propagate_nan=tl.PropagateNan.ALL)
     else:
-        size = tl.sqrt_rn(squares / D + eps)
+        size = tl.sqrt_rn(squares / n + eps)
     return tl.div_rn(tl.full(size.shape, 1.0, tl.float32), tl.where(ok, size, 1.0))
 
 
@@ -127,15 +132,15 @@ def forward(
     x_b, x_h, x_t, y_b, y_h, y_t, gain_h, gain_d, cos_b, cos_t,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
-    KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr,
+    KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, INVERSES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One tensor there, by the programs of a launch from number `before` on."""
     n, head, time, ok = _rows(tl.program_id(0) - before, heads, times, outer, blocks, HEADS, TOKENS)
     a, b, c = _pieces(x, n * x_b + head * x_h + time * x_t, ok, D, HALF, WIDE, TAIL, STEP)
     if KIND == LAYER:
-        a, b, c = _centred(a, b, c, ok, D, HALF, WIDE, TAIL)
+        a, b, c = _centred(a, b, c, ok, D * heads if WHOLE else D, D, HALF, WIDE, TAIL, WHOLE)
     if KIND != 0:
-        k = _inverse(a, b, c, ok, eps, D, KIND)
+        k = _inverse(a, b, c, ok, eps, D * heads if WHOLE else D, KIND, WHOLE)
         if INVERSES:
             tl.store(inverse + (n * times + time) * heads + head, k, mask=ok)
         a, b, c = a * k[:, None], b * k[:, None], c * k[:, None]
@@ -150,14 +155,14 @@ def forward(
 
 @triton.jit
 def _hat(
-    a, b, c, k, ga, gb, gc, cosine, sine, ok,
+    a, b, c, k, ga, gb, gc, cosine, sine, ok, n,
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
-    KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
+    KIND: tl.constexpr, GAIN: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Returns x̂, the normed row before its gain, from what was kept: x, or y = rotation(gain · x̂)."""
     if KEPT_X:
         if KIND == LAYER:
-            a, b, c = _centred(a, b, c, ok, D, HALF, WIDE, TAIL)
+            a, b, c = _centred(a, b, c, ok, n, D, HALF, WIDE, TAIL, WHOLE)
         a, b, c = a * k[:, None], b * k[:, None], c * k[:, None]
     else:
         if TURN:
@@ -175,10 +180,12 @@ def backward(
     D: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, GAIN: tl.constexpr, BY_HEAD: tl.constexpr, TURN: tl.constexpr, KEPT_X: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One tensor back, by the programs of a launch from number `before` on."""
     pid = tl.program_id(0) - before
     chunk, block = pid // blocks, pid % blocks
+    size = D * heads if WHOLE else D
     da = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     db = tl.zeros([HEADS * TOKENS, WIDE], tl.float32)
     dc = tl.zeros([HEADS * TOKENS, TAIL], tl.float32)
@@ -193,13 +200,15 @@ def backward(
         if TURN:
             cosine, sine = _angles(cos, sin, n * cos_b + time * cos_t, ok, HALF, WIDE)
             ua, ub = _turn(ua, ub, cosine, -sine)
-        a, b, c = _hat(a, b, c, k, ga, gb, gc, cosine, sine, ok, D, HALF, WIDE, TAIL, KIND, GAIN, TURN, KEPT_X)
+        a, b, c = _hat(
+            a, b, c, k, ga, gb, gc, cosine, sine, ok, size, D, HALF, WIDE, TAIL, KIND, GAIN, TURN, KEPT_X, WHOLE
+        )
         if GAIN:
             da, db, dc = da + ua * a, db + ub * b, dc + uc * c
             ua, ub, uc = ua * ga, ub * gb, uc * gc
-        along = _total(ua * a, ub * b, uc * c)
-        along = tl.where(k < 1.0 / eps, along, 0.0) if KIND == L2 else along / D
-        mean = (_total(ua, ub, uc) / D if KIND == LAYER else along * 0.0)[:, None]
+        along = _total(ua * a, ub * b, uc * c, WHOLE)
+        along = tl.where(k < 1.0 / eps, along, 0.0) if KIND == L2 else along / size
+        mean = (_total(ua, ub, uc, WHOLE) / size if KIND == LAYER else along * 0.0)[:, None]
         k, along = k[:, None], along[:, None]
         a, b, c = k * (ua - mean - a * along), k * (ub - mean - b * along), k * (uc - mean - c * along)
         _store(dx, n * x_b + head * x_h + time * x_t, ok, a, b, c, D, HALF, WIDE, TAIL, STEP)
@@ -247,15 +256,19 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _sizes(x: Tensor, cos: Tensor | None, by_head: bool) -> dict[str, int]:
-    """The cut of a head into pieces and of heads and tokens into tiles."""
-    d, h = x.shape[-1], x.shape[1]
+def _constants(
+    x: Tensor, gain: Tensor | None, cos: Tensor | None, kind: int, step: int, by_head: bool = False
+) -> dict[str, int]:
+    """The cut of a head into pieces and of heads and tokens into tiles, what is done, and the warps of whole tokens."""
+    d, h, whole = x.shape[-1], x.shape[1], kind >= WHOLE
     half = d // 2 if cos is None else cos.shape[-1]
     wide, tail = max(8, triton.next_power_of_2(half)), triton.next_power_of_2(max(1, d - 2 * half))
     rows = _ROWS[max(wide, triton.next_power_of_2(triton.cdiv(tail, 2)))]
-    heads = min(rows, triton.next_power_of_2(h))
-    tokens = 1 if by_head else rows // heads
-    return {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, "HEADS": heads, "TOKENS": tokens}
+    heads = triton.next_power_of_2(h) if whole else min(rows, triton.next_power_of_2(h))
+    tile = {"HEADS": heads, "TOKENS": 1 if by_head or whole else rows // heads}
+    tile |= {"num_warps": 4 * max(1, heads // rows)} if whole else {}
+    flags = {"KIND": kind % WHOLE, "WHOLE": whole, "GAIN": gain is not None, "TURN": cos is not None, "STEP": step}
+    return {"D": d, "HALF": half, "WIDE": wide, "TAIL": tail, **tile, **flags}
 
 
 def _steps(x: Tensor, gain: Tensor | None, cos: Tensor | None) -> tuple[int, int, int, int]:
@@ -282,38 +295,33 @@ def there(
 ) -> Launch:  # fmt: skip
     """The launch for norm and rotation of x, and its inverse norms if they are wanted."""
     x = _dense(x)
-    y = torch.empty_like(x)
-    b, h, t, _ = x.shape
+    y, (b, h, t, _) = torch.empty_like(x), x.shape
     inverse = x.new_empty((b, t, h) if inverses and kind != NONE else (0,), dtype=torch.float32)
-    sizes = _sizes(x, cos, False)
-    blocks, groups = triton.cdiv(h, sizes["HEADS"]), triton.cdiv(b * t, sizes["TOKENS"])
-    flags = {"KIND": kind, "GAIN": gain is not None, "TURN": cos is not None, "INVERSES": inverse.numel() > 0}
-    flags["STEP"] = step
+    constants = {**_constants(x, gain, cos, kind, step), "INVERSES": inverse.numel() > 0}
+    blocks, groups = triton.cdiv(h, constants["HEADS"]), triton.cdiv(b * t, constants["TOKENS"])
     given = tuple(x if one is None else one for one in (gain, cos, sin))
     steps = (*x.stride()[:3], *y.stride()[:3], *_steps(x, gain, cos))
-    arguments = (x, y, inverse if flags["INVERSES"] else x, *given, eps, h, t, b * t, blocks, *steps)
-    return Launch((y, inverse), blocks * groups, arguments, {**sizes, **flags})
+    arguments = (x, y, inverse if constants["INVERSES"] else x, *given, eps, h, t, b * t, blocks, *steps)
+    return Launch((y, inverse), blocks * groups, arguments, constants)
 
 
-def _run(*how: Foreign) -> tuple[Tensor, Tensor]:
-    launch = there(*how)
-    kernel: Foreign = forward
+def _launched(kernel: Foreign, launch: Launch) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(launch.out[0]):
         kernel[(launch.programs,)](0, *launch.arguments, **launch.constants)
     return launch.out
 
 
 def _run_alone(*how: Foreign) -> Tensor:
-    return _run(*how, False)[0]
+    return _launched(forward, there(*[*how, False]))[0]
 
 
 def _run_tracked(*how: Foreign) -> tuple[Tensor, Tensor]:
-    return _run(*how[:-1], True)  # the last says what backward is to keep
+    return _launched(forward, there(*[*how[:-1], True]))  # the last says what backward is to keep
 
 
 def back(
     dy: Tensor, kept: Tensor, inverse: Tensor, gain: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    *how: int | float,
+    *how: Foreign,
 ) -> Launch:  # fmt: skip
     """The launch for the gradients of x, and of the gain in parts."""
     kind, eps, step, kept_x = how
@@ -321,19 +329,17 @@ def back(
     dx = torch.empty_like(kept)
     b, h, t, d = kept.shape
     by_head = gain is not None and gain.ndim == 2
-    sizes = _sizes(kept, cos, by_head)
-    blocks, groups = triton.cdiv(h, sizes["HEADS"]), triton.cdiv(b * t, sizes["TOKENS"])
+    constants = {**_constants(kept, gain, cos, kind, step, by_head), "BY_HEAD": by_head, "KEPT_X": kept_x}
+    blocks, groups = triton.cdiv(h, constants["HEADS"]), triton.cdiv(b * t, constants["TOKENS"])
     most = groups if gain is None else max(1, (_PROGRAMS_BY_HEAD if by_head else _PROGRAMS) // blocks)
     each = triton.cdiv(groups, min(most, groups))
     chunks = triton.cdiv(groups, each)
     shape = (0, 1, d) if gain is None else (chunks, h, d) if by_head else (chunks * blocks, 1, d)
     parts = kept.new_empty(shape, dtype=torch.float32)
-    flags = {"KIND": kind, "GAIN": gain is not None, "BY_HEAD": by_head, "TURN": cos is not None, "KEPT_X": kept_x}
-    flags["STEP"] = step
     given = tuple(kept if one is None else one for one in (gain, cos, sin))
     steps = (*dy.stride()[:3], *kept.stride()[:3], *dx.stride()[:3], *_steps(kept, gain, cos))
     own = (dx, kept if gain is None else parts, eps, h, t, b * t, blocks, groups, each)
-    return Launch((dx, parts), chunks * blocks, (dy, kept, inverse, *given, *own, *steps), {**sizes, **flags})
+    return Launch((dx, parts), chunks * blocks, (dy, kept, inverse, *given, *own, *steps), constants)
 
 
 def summed(parts: Tensor) -> Tensor:
@@ -342,11 +348,8 @@ def summed(parts: Tensor) -> Tensor:
 
 
 def _run_back(*how: Foreign) -> tuple[Tensor, Tensor]:
-    launch = back(*how)
-    kernel: Foreign = backward
-    with torch.cuda.device_of(launch.out[0]):
-        kernel[(launch.programs,)](0, *launch.arguments, **launch.constants)
-    return launch.out[0], summed(launch.out[1])
+    dx, parts = _launched(backward, back(*how))
+    return dx, summed(parts)
 
 
 def _forward_shapes(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -380,18 +383,16 @@ def once(*_: object) -> None:
 def register() -> None:
     """Registers the operators with torch: what runs them, their shapes, their derivative."""
     given = "Tensor? gain, Tensor? cos, Tensor? sin, int kind, float eps, int step"
-    schemas = {
-        "norm_rope": f"(Tensor x, {given}, bool keep_x) -> (Tensor, Tensor)",
-        "norm_rope_alone": f"(Tensor x, {given}) -> Tensor",
-        "norm_rope_backward": f"(Tensor dy, Tensor kept, Tensor inverse, {given}, bool kept_x) -> (Tensor, Tensor)",
+    operators = {
+        "norm_rope": (f"(Tensor x, {given}, bool keep_x) -> (Tensor, Tensor)", _run_tracked, _forward_shapes),
+        "norm_rope_alone": (f"(Tensor x, {given}) -> Tensor", _run_alone, same_shape),
+        "norm_rope_backward": (
+            f"(Tensor dy, Tensor kept, Tensor inverse, {given}, bool kept_x) -> (Tensor, Tensor)",
+            _run_back,
+            backward_shapes,
+        ),
     }
-    runs = {
-        "norm_rope": (_run_tracked, _forward_shapes),
-        "norm_rope_alone": (_run_alone, same_shape),
-        "norm_rope_backward": (_run_back, backward_shapes),
-    }
-    for name, schema in schemas.items():
-        run, shapes = runs[name]
+    for name, (schema, run, shapes) in operators.items():
         torch.library.define(f"qkeel_triton::{name}", schema)
         torch.library.impl(f"qkeel_triton::{name}", ("cuda", "cpu"), run)  # on a CPU in interpreter mode only
         torch.library.register_fake(f"qkeel_triton::{name}", shapes)

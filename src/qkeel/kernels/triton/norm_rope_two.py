@@ -25,23 +25,23 @@ def _forward_two(
     programs,
     D_Q: tl.constexpr, HALF_Q: tl.constexpr, WIDE_Q: tl.constexpr, TAIL_Q: tl.constexpr, HEADS_Q: tl.constexpr,
     TOKENS_Q: tl.constexpr, STEP_Q: tl.constexpr, KIND_Q: tl.constexpr, GAIN_Q: tl.constexpr, TURN_Q: tl.constexpr,
-    INVERSES_Q: tl.constexpr,
+    INVERSES_Q: tl.constexpr, WHOLE_Q: tl.constexpr,
     D_K: tl.constexpr, HALF_K: tl.constexpr, WIDE_K: tl.constexpr, TAIL_K: tl.constexpr, HEADS_K: tl.constexpr,
     TOKENS_K: tl.constexpr, STEP_K: tl.constexpr, KIND_K: tl.constexpr, GAIN_K: tl.constexpr, TURN_K: tl.constexpr,
-    INVERSES_K: tl.constexpr,
+    INVERSES_K: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Programs of q, then of k."""
     if tl.program_id(0) < programs:
         forward(
             0, x_q, y_q, inverse_q, gain_q, cos_q, sin_q, eps_q, heads_q, times_q, outer_q, blocks_q, x_b_q,
             x_h_q, x_t_q, y_b_q, y_h_q, y_t_q, gain_h_q, gain_d_q, cos_b_q, cos_t_q,
-            D_Q, HALF_Q, WIDE_Q, TAIL_Q, HEADS_Q, TOKENS_Q, STEP_Q, KIND_Q, GAIN_Q, TURN_Q, INVERSES_Q,
+            D_Q, HALF_Q, WIDE_Q, TAIL_Q, HEADS_Q, TOKENS_Q, STEP_Q, KIND_Q, GAIN_Q, TURN_Q, INVERSES_Q, WHOLE_Q,
         )  # fmt: skip
     else:
         forward(
             programs, x_k, y_k, inverse_k, gain_k, cos_k, sin_k, eps_k, heads_k, times_k, outer_k, blocks_k,
             x_b_k, x_h_k, x_t_k, y_b_k, y_h_k, y_t_k, gain_h_k, gain_d_k, cos_b_k, cos_t_k,
-            D_K, HALF_K, WIDE_K, TAIL_K, HEADS_K, TOKENS_K, STEP_K, KIND_K, GAIN_K, TURN_K, INVERSES_K,
+            D_K, HALF_K, WIDE_K, TAIL_K, HEADS_K, TOKENS_K, STEP_K, KIND_K, GAIN_K, TURN_K, INVERSES_K, WHOLE_K,
         )  # fmt: skip
 
 
@@ -56,10 +56,10 @@ def _backward_two(
     programs,
     D_Q: tl.constexpr, HALF_Q: tl.constexpr, WIDE_Q: tl.constexpr, TAIL_Q: tl.constexpr, HEADS_Q: tl.constexpr,
     TOKENS_Q: tl.constexpr, STEP_Q: tl.constexpr, KIND_Q: tl.constexpr, GAIN_Q: tl.constexpr, BY_HEAD_Q: tl.constexpr,
-    TURN_Q: tl.constexpr, KEPT_X_Q: tl.constexpr,
+    TURN_Q: tl.constexpr, KEPT_X_Q: tl.constexpr, WHOLE_Q: tl.constexpr,
     D_K: tl.constexpr, HALF_K: tl.constexpr, WIDE_K: tl.constexpr, TAIL_K: tl.constexpr, HEADS_K: tl.constexpr,
     TOKENS_K: tl.constexpr, STEP_K: tl.constexpr, KIND_K: tl.constexpr, GAIN_K: tl.constexpr, BY_HEAD_K: tl.constexpr,
-    TURN_K: tl.constexpr, KEPT_X_K: tl.constexpr,
+    TURN_K: tl.constexpr, KEPT_X_K: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Programs of q, then of k."""
     if tl.program_id(0) < programs:
@@ -68,6 +68,7 @@ def _backward_two(
             blocks_q, groups_q, each_q, u_b_q, u_h_q, u_t_q, k_b_q, k_h_q, k_t_q, x_b_q, x_h_q, x_t_q, gain_h_q,
             gain_d_q, cos_b_q, cos_t_q,
             D_Q, HALF_Q, WIDE_Q, TAIL_Q, HEADS_Q, TOKENS_Q, STEP_Q, KIND_Q, GAIN_Q, BY_HEAD_Q, TURN_Q, KEPT_X_Q,
+            WHOLE_Q,
         )  # fmt: skip
     else:
         backward(
@@ -75,6 +76,7 @@ def _backward_two(
             outer_k, blocks_k, groups_k, each_k, u_b_k, u_h_k, u_t_k, k_b_k, k_h_k, k_t_k, x_b_k, x_h_k, x_t_k,
             gain_h_k, gain_d_k, cos_b_k, cos_t_k,
             D_K, HALF_K, WIDE_K, TAIL_K, HEADS_K, TOKENS_K, STEP_K, KIND_K, GAIN_K, BY_HEAD_K, TURN_K, KEPT_X_K,
+            WHOLE_K,
         )  # fmt: skip
 
 
@@ -101,7 +103,11 @@ def norm_rope_two(
 
 
 def _launch(kernel: Foreign, q: Launch, k: Launch) -> None:
-    constants = {f"{n}_Q": x for n, x in q.constants.items()} | {f"{n}_K": x for n, x in k.constants.items()}
+    sides = {"Q": {**q.constants}, "K": {**k.constants}}
+    warps = [side.pop("num_warps", 0) for side in sides.values()]
+    constants = {f"{name}_{end}": x for end, side in sides.items() for name, x in side.items()}
+    if any(warps):
+        constants["num_warps"] = max(warps)
     with torch.cuda.device_of(q.out[0]):
         kernel[(q.programs + k.programs,)](*q.arguments, *k.arguments, q.programs, **constants)
 

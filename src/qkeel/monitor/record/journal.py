@@ -53,6 +53,7 @@ class Journal:
         self.sites: tuple[str, ...] = ()
         self._width = 0
         self._late: set[str] = set()  # sites of which it was said that they came too late
+        self.complete = False  # whether training ended as planned
         self._carried: State = {}  # from a checkpoint, until the first numbers come
 
     def add(self, step: int, phase: Phase, measured: Measurement) -> None:
@@ -116,10 +117,10 @@ class Journal:
         """Something else that happened, for the sinks; after the first sample."""
         self._each(lambda sink: sink.event(event))
 
-    def close(self, complete: bool) -> None:
-        """Nothing more comes."""
+    def close(self, sound: bool) -> None:
+        """Nothing more comes; the run is complete if training was and watching was `sound`."""
         if self._about is None:
-            self._each(lambda sink: sink.close(complete))
+            self._each(lambda sink: sink.close(self.complete and sound))
         self.sinks.clear()
 
     def _each(self, act: Callable[[Sink], None]) -> None:

@@ -6,15 +6,17 @@ import abc
 import dataclasses
 from typing import Literal, final, get_args
 
+import torch
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
 from qkeel.functional.distances import xpos_decay
-from qkeel.functional.rope import Pairing, check_pairs, rope_frequencies, rope_table, rotate
+from qkeel.functional.rope import Pairing, check_pairs, kept, rope_frequencies, rope_table, rotate
 from qkeel.spec.position.rope_scaling import NoStretch, Stretch
 from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries
 from qkeel.spec.slot import Geometry, Parameter, Params, Slot
 
+Table = tuple[Tensor, Tensor]  # cos and sin
 Order = Literal["norm_then_rotate", "rotate_then_norm"]
 
 
@@ -138,10 +140,17 @@ class Rope(Position):
         (cos_q, sin_q), (cos_k, sin_k) = self.tables(q, k, pos_q, pos_k)
         return rotate(q, cos_q, sin_q, self.pairing), rotate(k, cos_k, sin_k, self.pairing)
 
-    def tables(
-        self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """The cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider."""
+    def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Table, Table]:
+        """The cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider.
+
+        On a GPU they are kept for the next layer and step (`functional.rope`): not to be written into.
+        """
+        if torch.compiler.is_compiling():
+            return self._made(q, k, pos_q, pos_k)
+        setting = self, q.shape[-1], q.dtype, k.dtype, q.device
+        return kept(lambda: self._made(q, k, pos_q, pos_k), setting, pos_q, pos_k)
+
+    def _made(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Table, Table]:
         # A copy from the host would make it wait for a GPU; elsewhere float64 may not be had.
         device = q.device if q.device.type == "cuda" else None
         theta = rope_frequencies(self._rotated(q.shape[-1]), self.base, device)
@@ -149,7 +158,7 @@ class Rope(Position):
         keys = self._table(pos_k, frequencies, k)
         return (keys if pos_q is pos_k else self._table(pos_q, frequencies, q)), keys
 
-    def _table(self, pos: Tensor, frequencies: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _table(self, pos: Tensor, frequencies: Tensor, like: Tensor) -> Table:
         cos, sin = rope_table(pos[:, None], frequencies, like.dtype)
         m = self.stretch.magnitude
         return (cos, sin) if m == 1 else (cos * m, sin * m)
