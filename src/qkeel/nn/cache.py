@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkeel.errors import InvalidValueError, ShapeError
-from qkeel.functional.rope import counted
+from qkeel.spec.position.rotary import counted
 from qkeel.spec.shapes import GivenMask, GivenPosQ, Heads, Keys, PosK, PosQ, Values
 
 Latent = Float[Tensor, "b one t l"]

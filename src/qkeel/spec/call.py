@@ -11,9 +11,9 @@ from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
 from qkeel.functional.norms import unrounded
-from qkeel.functional.rope import counted
 from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.spec.attention import AttentionSpec
+from qkeel.spec.position.rotary import counted
 from qkeel.spec.shapes import (
     GivenMask,
     GivenPosK,

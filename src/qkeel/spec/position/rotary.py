@@ -7,17 +7,26 @@ import dataclasses
 from typing import Literal, final, get_args
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
 from qkeel.functional.distances import xpos_decay
-from qkeel.functional.rope import Pairing, check_pairs, kept, rope_frequencies, rope_table, rotate
+from qkeel.functional.rope import Pairing, check_pairs, rope_frequencies, rope_table, rotate
+from qkeel.spec.position import kept_tables
 from qkeel.spec.position.rope_scaling import NoStretch, Stretch
 from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries
 from qkeel.spec.slot import Geometry, Parameter, Params, Slot
 
 Table = tuple[Tensor, Tensor]  # cos and sin
 Order = Literal["norm_then_rotate", "rotate_then_norm"]
+
+
+def counted(first: int, stop: int, device: torch.device) -> Int64[Tensor, "1 n"]:
+    """The positions first … stop - 1; on a GPU one tensor for all who ask for the same ones: not to be written into."""
+    if torch.compiler.is_compiling() or device.type not in kept_tables.KEPT_ON:
+        return torch.arange(first, stop, device=device)[None]
+    return kept_tables.kept_positions(first, stop, device)
 
 
 class Position(Slot):
@@ -143,12 +152,12 @@ class Rope(Position):
     def tables(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Table, Table]:
         """The cos and sin that turn q and those that turn k, [b|1 1 t half] each, float32 or wider.
 
-        On a GPU they are kept for the next layer and step (`functional.rope`): not to be written into.
+        On a GPU they are kept for the next layer and step: not to be written into.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or q.device.type not in kept_tables.KEPT_ON:
             return self._made(q, k, pos_q, pos_k)
         setting = self, q.shape[-1], q.dtype, k.dtype, q.device
-        return kept(lambda: self._made(q, k, pos_q, pos_k), setting, pos_q, pos_k)
+        return kept_tables.kept(lambda: self._made(q, k, pos_q, pos_k), setting, pos_q, pos_k)
 
     def _made(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK) -> tuple[Table, Table]:
         # A copy from the host would make it wait for a GPU; elsewhere float64 may not be had.

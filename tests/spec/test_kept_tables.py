@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import qkeel
-from qkeel.functional import rope as kept_tables
-from qkeel.functional.rope import counted
 from qkeel.spec import NTK, PI, DynamicNTK, Rope, YaRN
-from qkeel.spec.position.rotary import Table
+from qkeel.spec.position import kept_tables
+from qkeel.spec.position.rotary import Table, counted
 
 CPU = torch.device("cpu")
 ROPES = (
