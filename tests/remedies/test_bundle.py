@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
+from qkeel.errors import RefusedError
+from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, factor_per_row, frobenius_norm, views_by_tensor
-from qkeel.sites import HeadSlice
+from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.sites import HeadSlice, find_sites
 
 from .models import attention, gradients, step_by
 
@@ -127,3 +131,18 @@ def test_weights_may_get_another_storage_or_dtype_between_steps(remedy: str) -> 
         found.append(model.double())
     for a, b in zip(*(model.parameters() for model in found)):
         assert (a - b).abs().max() < 1e-6
+
+
+def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -> None:
+    model = attention()
+    (site,) = find_sites(model)
+    (query,) = site.query
+    columns = HeadSlice(parameter=query.parameter, axis=1, index=query.index)
+    terms = tuple(dataclasses.replace(term, key=(columns,)) for term in site.terms)
+    for key, refused in ((site.terms, False), (terms, True)):
+        target = Target(model=model, optimizer=None, sites=[dataclasses.replace(site, terms=key)])
+        if refused:
+            with pytest.raises(RefusedError, match="of its rows and of its columns"):
+                HeadWeights.of(target)
+        else:
+            assert len(HeadWeights.of(target).parameters) == 2

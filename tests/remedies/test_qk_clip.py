@@ -351,6 +351,17 @@ def test_a_fused_step_that_a_scaler_skipped_is_clipped_by_at_the_next_one() -> N
     kept = by_name(model)
     optimizer.step()
     assert all(torch.equal(kept[n], p) for n, p in model.named_parameters())
+    with torch.no_grad():
+        model.q_proj.weight.mul_(3)
+    model(x)
+    optimizer.found_inf = torch.ones(1)
+    optimizer.step()
+    del optimizer.found_inf  # a step without the scaler clips by them too, once
+    optimizer.step()
+    once = by_name(model)
+    assert not torch.equal(once["q_proj.weight"], kept["q_proj.weight"] * 3)
+    optimizer.step()
+    assert all(torch.equal(once[n], p) for n, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("fused", [False, True])
