@@ -43,11 +43,15 @@ def of_rows(found: LogitStats, rows: tuple[Tensor, ...], counted: Tensor | None 
 @each_row("name, how", CASES)
 def test_where_ends_are_not_read_a_span_has_all_keys_that_its_rows_see(name: str, how: dict[str, object]) -> None:
     call = packed(name, **how).call()  # type: ignore[arg-type]
-    unread, (t, s) = dataclasses.replace(call, low=call.low.to("meta")), (call.q.shape[2], call.k.shape[2])
-    for start, stop in ((a, b) for a in range(0, t, 3) for b in range(a + 1, t + 1, 4)):
-        read, whole = call.span(slice(start, stop)), unread.span(slice(start, stop))
-        assert read.start == read.stop or (whole.start <= read.start and read.stop <= whole.stop)
-        assert 0 <= whole.start <= whole.stop <= s
+    (t, s), row = (call.q.shape[2], call.k.shape[2]), torch.arange(call.q.shape[2])
+    sees = (call.high > call.low)[0]
+    farthest = int(torch.maximum(row - call.low, call.high - row)[0, sees].max())
+    for longest in (farthest, None):
+        unread = dataclasses.replace(call, low=call.low.to("meta"), longest=longest)
+        for start, stop in ((a, b) for a in range(0, t, 3) for b in range(a + 1, t + 1, 4)):
+            read, whole = call.span(slice(start, stop)), unread.span(slice(start, stop))
+            assert read.start == read.stop or (whole.start <= read.start and read.stop <= whole.stop)
+            assert 0 <= whole.start <= whole.stop <= s
 
 
 @each_row("name, how", CASES)
