@@ -25,13 +25,25 @@ NOT_RUN = "Its runs are not made yet.\n"
 FIRST = tuple(name for name, *_ in edge_of_chaos.PREDICTED)
 
 
+def _cells(rows: Rows) -> dict[str, Any]:
+    """The seeds, and the rates of each cell over all of them, as `judged` has them, without its bootstrap."""
+    table = edge_of_chaos.Table.of(rows)
+    of = {"edge": edge_of_chaos.edges, "knee": edge_of_chaos.knees, "logit": edge_of_chaos.passes_logit}
+    rates = {name: 2.0 ** rate(table, np.arange(len(table.seeds))) for name, rate in of.items()}
+    cells = [
+        {"d_model": d, "remedy": remedy, **{name: float(rate[i]) for name, rate in rates.items()}}
+        for i, (d, remedy) in enumerate(table.cells)
+    ]
+    return {"seeds": list(table.seeds), "cells": cells}
+
+
 def edge_page(first: Table, again: Table | None = None) -> dict[str, str]:
     """Returns the files of the page of the edge of chaos by name: of the first table its verdicts, of the second, which
     holds all cells and seeds, everything else; where it is not there, of the first."""
     found = edge_of_chaos.judged(first[1])
     verdicts = [(f"{name}: {found[name]['words']}", found[name]["value"], found[name]["verdict"]) for name in FIRST]
     rows = (again or first)[1]
-    whole = edge_of_chaos.judged(rows)
+    whole = _cells(rows)
     lrs = sorted({row["lr"] for row in rows})
     cells = [
         (c["d_model"], f"`{c['remedy']}`", *(rate(c[k], lrs) for k in ("edge", "knee", "logit")))

@@ -16,6 +16,7 @@ from qkeel.functional.updates import qk_clip_gamma
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.kernels.stats.per_head import stats_of_rows
+from qkeel.nn.spec_module import SpecModule
 from qkeel.patching.guard import Guard
 from qkeel.remedies.base import Heads, Target
 from qkeel.remedies.processes.shared_maxima import SharedMaxima
@@ -177,6 +178,7 @@ class _Clip:
             target.model, when_training=True, parts=True, measure=maxima, measure_rows=stats_of_rows, guard=Guard(_OFF)
         )
         self.tap.sites.extend(target.sites)
+        self.tap.own_alone = all(isinstance(site.module, SpecModule) for site in target.sites)  # no other is clipped
         self.kept: Tensor | None = None  # maxima of a step that a GradScaler skipped, else -inf
         self._copies: dict[int, tuple[str, ...]] = {}
         self._warned = False

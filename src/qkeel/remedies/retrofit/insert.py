@@ -32,11 +32,12 @@ class Fitting:
     """The settings by which a retrofit is fitted.
 
     iterations: of L-BFGS per site after the least-squares start; 0 keeps that. balance: whether queries are scaled
-    against keys in the weights, which the old model would not notice (`retrofit.balance`); not while anneal blends in,
-    which starts at the old model bit for bit. distil: steps of AdamW at rate `lr` on
-    the q and k weights and the gains against the old model's predictions. anneal: optimizer steps over which the norm
-    is blended in, from the old model to the new. eps: of the norm; by default rms_norm_eps of the model's config, if it
-    has that, so that it can be exported as it is. Not both distil and anneal: training goes on while it is blended in.
+    against keys in the weights, which the old model would not notice (`retrofit.balance`); not while anneal blends
+    in, which starts at the old model (bit for bit where the same kernel computes both). distil: steps of AdamW at
+    rate `lr` on the q and k weights and the gains against the old model's predictions. anneal: optimizer steps over
+    which the norm is blended in, from the old model to the new. eps: of the norm; by default rms_norm_eps of the
+    model's config, if it has that, so that it can be exported as it is. Not both distil and anneal: training goes
+    on while it is blended in.
     """
 
     iterations: int = 20

@@ -87,6 +87,11 @@ def _turns(function: Function, args: Args) -> bool:
     return args[0].ndim > 2 and function.__self__.__name__ in ("mT", "mH")  # type: ignore[attr-defined]
 
 
+def _in_own(frame: Frame) -> bool:
+    """True inside one of qkeel's modules, whose statistics are of its observers: to follow them would be to wait."""
+    return any(isinstance(f.module, SpecModule) for f in frame.line())
+
+
 def name_of(frame: Frame, ordinal: int) -> str:
     """The name of the site of a module's call number `ordinal`, from 0."""
     return frame.name if ordinal == 0 else f"{frame.name}#{ordinal + 1}"
@@ -172,7 +177,7 @@ class Interceptor(CallObserver):
         name = function_name(function)
         if name == "get":
             name, args = "transpose", (args[0], -2, -1)
-        if name in SDPA or self.handwritten.minds(name):
+        if (name in SDPA or self.handwritten.minds(name)) and not _in_own(self.stack.top):
             self.apart(lambda: self._read(name, args, kwargs, out, more))
 
     @property
@@ -279,4 +284,4 @@ class Interceptor(CallObserver):
 
     def _elsewhere(self, frame: Frame) -> bool:
         """True if this is the inside of an attention that is reported otherwise."""
-        return any(isinstance(f.module, SpecModule) or f.name in self._described for f in frame.line())
+        return _in_own(frame) or any(f.name in self._described for f in frame.line())
