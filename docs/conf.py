@@ -50,7 +50,7 @@ def pruned(app: Any, page: str, template: str, context: dict[str, Any], doctree:
 
 def escaped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Lets |i - j|, z* and query_ in a docstring stand as they are: to Sphinx their signs are markup."""
-    lines += made_pages.sourced(obj)
+    lines += made_pages.sourced(obj) + (made_pages.inherited(obj) if isinstance(obj, type) else [])
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             lines[i] = re.sub(r"(`[^`]*`)|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], line)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
 import sys
+from enum import Enum
 from pathlib import Path
 
 from tests.docs.page_text import loaded
@@ -110,3 +112,27 @@ def test_functions_say_their_arguments_and_errors() -> None:
     raising = r"raise (?!AssertionError)(\w+Error|unknown|missing)\("
     silent = [name for name, one in functions.items() if re.search(raising, inspect.getsource(one))]
     assert not [name for name in silent if not re.search(r"Raises:|Error|refus|raises", said[name])]
+
+
+def test_classes_say_their_fields() -> None:
+    """Each field, or argument of a constructor, is named in the docstring or has a text that its page shows."""
+    texts = loaded("made_pages").field_texts
+    classes = {name: one for name in sorted(_named()) if isinstance(one := _found(name), type)}
+    assert len(classes) > 150
+    assert "severity" in texts(classes["qkeel.monitor.Ceiling"])  # of its base
+    silent = []
+    for name, one in classes.items():
+        said, known = one.__doc__ or "", texts(one)
+        fields = list(_fields(one))
+        if not dataclasses.is_dataclass(one) and "made by `" in said:
+            continue  # nobody calls its constructor
+        silent += [f"{name}.{f}" for f in fields if f not in known and not re.search(rf"(?<!\w){f}(?!\w)", said)]
+    assert not silent
+
+
+def _fields(cls: type) -> list[str]:
+    if dataclasses.is_dataclass(cls):
+        return [field.name for field in dataclasses.fields(cls) if field.name[0] != "_"]
+    if cls.__init__ is object.__init__ or issubclass(cls, (Enum, BaseException)):
+        return list(getattr(cls, "_fields", ()))
+    return [name for name in inspect.signature(cls).parameters if name not in ("args", "kwargs")]

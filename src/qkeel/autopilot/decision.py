@@ -36,8 +36,8 @@ class SiteFacts:
     `unknown` says why the weights of its heads are not confirmed, "" if they are.
     """
 
-    name: str
-    n_heads: int
+    name: str  #: of the site
+    n_heads: int  #: query heads
     unknown: str = ""
 
 
@@ -49,7 +49,7 @@ class Refused:
     step: int
     action: str
     site: str | None
-    reason: str
+    reason: str  #: in words
 
 
 @final
@@ -62,12 +62,12 @@ class Decision:
     words. After a release `heads` are those that are released.
     """
 
-    step: int
+    step: int  #: optimizer steps done when it was made
     action: Action
     site: str | None = None
     heads: tuple[int, ...] = ()
     remedy: str = ""
-    release: bool = False
+    release: bool = False  #: whether it ends the action
     rule: str
     forecast: Forecast | None = None
     expected: str
@@ -111,12 +111,12 @@ class Effect:
 
     step: int
     of_step: int
-    action: Action
-    site: str | None
-    heads: tuple[int, ...]
-    before: float
-    after: float
-    expected: str
+    action: Action  #: of the decision
+    site: str | None  #: of the decision; None: the whole model
+    heads: tuple[int, ...]  #: of the decision; empty: all
+    before: float  #: largest logit at `of_step`, in nats
+    after: float  #: largest logit at `step`, in nats
+    expected: str  #: the effect that the decision named, in words
 
     def __str__(self) -> str:
         """One sentence."""

@@ -33,7 +33,7 @@ class QKVNorm(ChangeNorm):
     in a peri block the one before goes and the one after stays.
     """
 
-    kind: Literal["layer", "rms"] = "layer"
+    kind: Literal["layer", "rms"] = "layer"  #: LayerNorm or RMS norm
     gain: Gain = "dim"
     drop_pre_norm: bool = True
 

@@ -104,7 +104,7 @@ class Sqrt(Scale):
 class Fixed(Scale):
     """A constant."""
 
-    value: float
+    value: float  #: the finite factor on q·k
     kind = "fixed"
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class GradientMax(Scale):
 class Learned(Scale):
     """A learned scale per layer or head; with `log`, its logarithm is stored and may be clamped by `maximum`."""
 
-    init: float
+    init: float  #: the scale at the start, above 0
     per: Literal["layer", "head"] = "layer"
     log: bool = False
     maximum: float | None = None

@@ -83,14 +83,14 @@ class ClassStats:
         key_norm: mean L2 norm over `n_keys` keys; that count is 0 in the same case.
     """
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: of the c classes
     max_logit: PerPair
     mass: PerPair
     uniform_mass: PerPair
     query_norm: Float[Tensor, "h c"]
-    query_norm_max: Float[Tensor, "h c"]
+    query_norm_max: Float[Tensor, "h c"]  #: largest L2 norm of the queries
     key_norm: Float[Tensor, "g c"]
-    key_norm_max: Float[Tensor, "g c"]
+    key_norm_max: Float[Tensor, "g c"]  #: largest L2 norm of the keys
     n_queries: Int[Tensor, "h c"]
     n_pairs: Int[Tensor, "h c c"]
     n_normed: Int[Tensor, "h c"]

@@ -101,20 +101,20 @@ class RowStats:
     """
 
     n_keys: Int[Tensor, "b h t"]
-    max_logit: PerRow
-    min_logit: PerRow
-    capped_max: PerRow
+    max_logit: PerRow  #: largest before the cap, in nats
+    min_logit: PerRow  #: smallest before the cap, in nats
+    capped_max: PerRow  #: largest after the cap, in nats
     total: PerRow
     above: PerRow
-    entropy: PerRow
+    entropy: PerRow  #: of the weights, in nats
     first_weight: PerRow
     product_norm: PerRow
-    cos_max: PerRow
+    cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
     cos_total: PerRow
     n_products: Int[Tensor, "b h t"]
-    class_max: PerRowAndClass | None = None
-    class_mass: PerRowAndClass | None = None
-    class_keys: PerRowAndClass | None = None
+    class_max: PerRowAndClass | None = None  #: largest logit over the keys of each class
+    class_mass: PerRowAndClass | None = None  #: weight on the keys of each class, in [0, 1]
+    class_keys: PerRowAndClass | None = None  #: visible keys of each class
 
     @classmethod
     def nothing(cls, like: PerRow, keys: KeyClasses | None = None) -> RowStats:

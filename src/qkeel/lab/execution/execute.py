@@ -53,9 +53,9 @@ class Execution:
 class StudyResult:
     """The result of a study: tables of all runs of the directory and of its long contexts, and the new failures."""
 
-    path: Path
-    table: Sequence[Json]
-    long_table: Sequence[Json]
+    path: Path  #: of the study's directory
+    table: Sequence[Json]  #: one row for each run that is done
+    long_table: Sequence[Json]  #: one row for each of them, method and length
     failures: Sequence[Outcome]
 
 

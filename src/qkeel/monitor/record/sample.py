@@ -29,7 +29,7 @@ class Sample:
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layers: tuple[str, ...] = ()
     heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    phase: Literal["train", "eval"] = "train"
+    phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
 
     def __post_init__(self) -> None:
         if self.phase not in ("train", "eval"):

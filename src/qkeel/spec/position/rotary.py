@@ -109,7 +109,7 @@ class Rope(Position):
 
     base: float = 10_000.0
     rotary: float = 1.0
-    pairing: Pairing = "half"
+    pairing: Pairing = "half"  #: which two numbers turn together, see functional.rope.rotate
     order: Order = "norm_then_rotate"
     stretch: Stretch = dataclasses.field(default_factory=NoStretch)
     kind = "rope"
@@ -255,7 +255,7 @@ class XPos(Position):
     Source: Sun et al. 2022, arXiv 2212.10554 (LeX), torchscale.
     """
 
-    base: float = 10_000.0
+    base: float = 10_000.0  #: of RoPE's frequencies
     scale: float = 512.0
     kind = "xpos"
 
