@@ -51,7 +51,7 @@ def pruned(app: Any, page: str, template: str, context: dict[str, Any], doctree:
 def untyped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Called before napoleon, which takes the words before a colon in the text of an attribute for its type."""
     if what in ("attribute", "property", "data"):
-        lines.insert(0, "")
+        lines[:0] = ["..", ""]  # a comment without words comes first
 
 
 def escaped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

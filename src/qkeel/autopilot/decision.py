@@ -31,14 +31,11 @@ class Action(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFacts:
-    """A site as a policy sees it: its name and its number of query heads.
-
-    `unknown` says why the weights of its heads are not confirmed, "" if they are.
-    """
+    """A site as a policy sees it."""
 
     name: str  #: of the site
     n_heads: int  #: query heads
-    unknown: str = ""
+    unknown: str = ""  #: why the weights of its heads are not confirmed; "" if they are
 
 
 @final
@@ -55,23 +52,18 @@ class Refused:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """An action at one site (None: the whole model), or its release.
-
-    heads: those it acts on, empty for all. remedy: what is applied, as a spec string, where the action is a remedy.
-    rule: what raised it; forecast: of the largest logit, where one could be made; expected: the effect; reason: in
-    words. After a release `heads` are those that are released.
-    """
+    """An action at one site, or its release."""
 
     step: int  #: optimizer steps done when it was made
-    action: Action
-    site: str | None = None
-    heads: tuple[int, ...] = ()
-    remedy: str = ""
+    action: Action  #: what is done, or released
+    site: str | None = None  #: None: the whole model
+    heads: tuple[int, ...] = ()  #: those it acts on, or that are released; empty for all
+    remedy: str = ""  #: what is applied, as a spec string; "" where it is no remedy
     release: bool = False  #: whether it ends the action
-    rule: str
-    forecast: Forecast | None = None
-    expected: str
-    reason: str
+    rule: str  #: what raised it
+    forecast: Forecast | None = None  #: of the largest logit, where one could be made
+    expected: str  #: the effect, in words
+    reason: str  #: in words
 
     def __post_init__(self) -> None:
         if self.action not in list(Action):

@@ -15,20 +15,16 @@ from qkeel.audit.explain.responses import Rotation
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NormRecipe:
-    """The norm that acts on q or k. kind: none, RMS, layer, L2, or "unknown"; over: head, layer, or the wrong axes.
+    """The norm that acts on q or k."""
 
-    eps is None where it is unknown; gain: none, scalar …, per dim, per head, per head and dim, unknown;
-    `factor`: what q is multiplied with where nothing norms it; order: before RoPE, after RoPE, either (they commute).
-    """
-
-    kind: str = "none"
-    over: str = ""
-    eps: float | None = None
-    gain: str = "none"
+    kind: str = "none"  #: none, RMS, layer, L2 or unknown
+    over: str = ""  #: head, layer, or the wrong axes
+    eps: float | None = None  #: None where it is unknown
+    gain: str = "none"  #: none, scalar …, per dim, per head, per head and dim, unknown
     bias: bool = False  #: whether something is added after the gain
     parameters: tuple[str, ...] = ()  #: names of those that hold gain and bias
-    factor: float = 1.0
-    order: str = ""
+    factor: float = 1.0  #: what q is multiplied with where nothing norms it
+    order: str = ""  #: before RoPE, after RoPE, either (they commute)
     why: str = ""  #: what is unknown or unusual, in words
 
     @property

@@ -19,14 +19,10 @@ from qkeel.sites.see.running_modules import tensors
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The distance of a changed model from the old one on the batches given.
+    """The distance of a changed model from the old one on the batches given."""
 
-    `kl`: mean over tokens of KL(old ‖ new) of the predicted distributions, in nats. `loss`: the new loss of the next
-    tokens minus the old one, in nats; None where there is no such loss.
-    """
-
-    kl: float
-    loss: float | None
+    kl: float  #: mean over tokens of KL(old ‖ new) of the predicted distributions, in nats
+    loss: float | None  #: of the next tokens, new minus old, in nats; None where there is no such loss
 
     def __str__(self) -> str:
         return f"KL {self.kl:.4g}" + ("" if self.loss is None else f", loss {self.loss:+.4g}")
