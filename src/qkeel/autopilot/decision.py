@@ -44,8 +44,8 @@ class Refused:
     """An action that a site refused (None: the whole model) when it was tried at `step`, and why."""
 
     step: int
-    action: str
-    site: str | None
+    action: str  #: by name
+    site: str | None  #: by name
     reason: str  #: in words
 
 

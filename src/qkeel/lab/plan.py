@@ -163,9 +163,9 @@ class PlannedRun:
 class Plan:
     """A study's name, grid, and runs in the order of the table. Configurations are resolved."""
 
-    name: str
-    grid: Grid
-    runs: Sequence[PlannedRun]
+    name: str  #: of the study
+    grid: Grid  #: its axes
+    runs: Sequence[PlannedRun]  #: in the order of the table
     contexts: LongContexts | None = None  #: what is measured at longer lengths; None: nothing
     tuned: Sequence[Json] = ()
     """The rate that was chosen for each remedy of each role, see `lab.tuning`."""

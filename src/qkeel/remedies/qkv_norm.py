@@ -34,7 +34,7 @@ class QKVNorm(ChangeNorm):
     """
 
     kind: Literal["layer", "rms"] = "layer"  #: LayerNorm or RMS norm
-    gain: Gain = "dim"
+    gain: Gain = "dim"  #: its shape, see `qkeel.spec.RMSNorm`
     drop_pre_norm: bool = True
 
     sides = ("q", "k", "v")

@@ -151,8 +151,8 @@ class LogitTerm:
     graph, so `normed` does not show it.
     """
 
-    query: tuple[HeadSlice, ...]
-    key: tuple[HeadSlice, ...]
+    query: tuple[HeadSlice, ...]  #: weights of q, input first
+    key: tuple[HeadSlice, ...]  #: weights of k, input first
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -34,7 +34,7 @@ class TensorReport:
     """One tensor: dtype as the file names it, Frobenius norm of its finite values (None if not floating), NaN + inf."""
 
     name: str  #: as in the checkpoint
-    dtype: str
+    dtype: str  #: as in the checkpoint
     shape: tuple[int, ...]  #: as in the checkpoint
     frobenius: float | None  #: ‖·‖_F of the finite values
     non_finite: int  #: how many values are NaN or infinite

@@ -19,9 +19,9 @@ PerPair = Float[Tensor, "h c c"]
 class TokenClasses:
     """Of which class each query and each key of a call is: a number of `names`, or -1 for none."""
 
-    names: tuple[str, ...]
-    query: Int[Tensor, "#b t"]
-    key: Int[Tensor, "#b s"]
+    names: tuple[str, ...]  #: of the c classes
+    query: Int[Tensor, "#b t"]  #: number of the class of each query; -1: none
+    key: Int[Tensor, "#b s"]  #: number of the class of each key; -1: none
 
     def keys(self, like: Tensor) -> KeyClasses:
         """Made ready for logits of this dtype."""

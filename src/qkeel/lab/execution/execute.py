@@ -56,7 +56,7 @@ class StudyResult:
     path: Path  #: of the study's directory
     table: Sequence[Json]  #: one row for each run that is done
     long_table: Sequence[Json]  #: one row for each of them, method and length
-    failures: Sequence[Outcome]
+    failures: Sequence[Outcome]  #: runs that failed this time
 
 
 def make_plan(

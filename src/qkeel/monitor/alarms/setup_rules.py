@@ -35,8 +35,8 @@ class Resolution(Rule):
     """
 
     dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
-    kernel: Literal["fused", "eager"]
-    head_dim: int
+    kernel: Literal["fused", "eager"]  #: "eager" writes scores to memory
+    head_dim: int  #: d, numbers of one head's query
     scale: float | None = None
     tolerance: float = ROUNDING
     severity: Severity = Severity.ALARM
@@ -107,7 +107,7 @@ class IdleNorm(Rule):
     """
 
     kind: Literal["rms", "layer", "l2"]  #: the norm that is configured
-    head_dim: int
+    head_dim: int  #: d, numbers of one head's query
     sides: tuple[Literal["query", "key"], ...] = ("query", "key")  #: which of q and k it norms
     fresh: bool = True
     tolerance: float = IDLE_TOLERANCE  #: relative deviation that is borne

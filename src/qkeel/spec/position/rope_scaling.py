@@ -58,7 +58,7 @@ class NoStretch(Stretch):
 class PI(Stretch):
     """Position interpolation: θ / factor. Source: Chen et al. 2023, arXiv 2306.15595."""
 
-    factor: float
+    factor: float  #: test length / training length, at least 1
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor)
@@ -78,8 +78,8 @@ class NTK(Stretch):
     Formulas: functional.rope_frequencies. Source: kexue.fm 9706. "exact" is the base that transformers uses.
     """
 
-    factor: float
-    kind: Literal["old", "exact", "fixed", "mixed"] = "old"
+    factor: float  #: test length / training length, at least 1
+    kind: Literal["old", "exact", "fixed", "mixed"] = "old"  #: which of the published formulas
     power: float = 0.625
 
     def __post_init__(self) -> None:
