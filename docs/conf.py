@@ -48,9 +48,15 @@ def pruned(app: Any, page: str, template: str, context: dict[str, Any], doctree:
     context["furo_navigation_tree"] = made_pages.pruned(context.get("furo_navigation_tree", ""))
 
 
+def untyped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Called before napoleon, which takes the words before a colon in the text of an attribute for its type."""
+    if what in ("attribute", "property", "data"):
+        lines[:0] = ["..", ""]  # a comment without words comes first
+
+
 def escaped(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Lets |i - j|, z* and query_ in a docstring stand as they are: to Sphinx their signs are markup."""
-    lines += made_pages.sourced(obj)
+    lines += made_pages.sourced(obj) + (made_pages.inherited(obj) if isinstance(obj, type) else [])
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             lines[i] = re.sub(r"(`[^`]*`)|(\||\*|(?<=\w)_(?!\w))", lambda m: m[1] or "\\" + m[2], line)
@@ -77,6 +83,7 @@ def setup(app: Any) -> None:
     """Called by Sphinx."""
     made_pages.write_pages()
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
+    app.connect("autodoc-process-docstring", untyped, priority=400)
     app.connect("autodoc-process-docstring", escaped)
     app.connect("source-read", read)
     app.connect("html-page-context", pruned, priority=900)

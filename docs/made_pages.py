@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +77,28 @@ def notebook_page(path: Path) -> str:
                 parts.append("```text\n" + "".join(output.get("text") or data["text/plain"]).rstrip() + "\n```")
     where = f"This page is the notebook `docs/notebooks/{path.name}` with its output; the tests run it."
     return "\n\n".join([parts[0], where, *parts[1:]]) + "\n"
+
+
+def own_texts(cls: type) -> dict[str, str]:
+    """The texts at the fields that a class of ours adds or changes: behind `#:`, or in quotes on the next line."""
+    if not cls.__module__.startswith("qkeel"):
+        return {}
+    source = Path(sys.modules[cls.__module__].__file__ or "").read_text(encoding="utf-8")
+    body = re.search(rf"^class {cls.__name__}\b.*\n(?:[ )].*\n|\n)*", source, flags=re.M)
+    pattern = r'^    (\w+): (?:.*#: (.+)|.*\n    """(.+?)(?:""")?$)'
+    found = re.finditer(pattern, body[0] if body else "", flags=re.M)
+    return {field[1]: field[2] or field[3] for field in found}
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """The texts at the fields of a class and of its bases."""
+    return {name: text for one in reversed(cls.__mro__) for name, text in own_texts(one).items()}
+
+
+def inherited(cls: type) -> list[str]:
+    """The texts of a class's bases alone, as lines of its docstring: on its page only its own fields have entries."""
+    rows = [f"- `{name}`: {text}" for name, text in field_texts(cls).items() if name not in own_texts(cls)]
+    return ["", "Fields of its bases:", "", *rows] if rows else []
 
 
 def sourced(value: object) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
 import sys
+from enum import Enum
 from pathlib import Path
 
 from tests.docs.page_text import loaded
@@ -33,6 +35,8 @@ ROOMS = (
 FORMULAS = sorted(path.stem for path in (PAGES.parents[1] / "src" / "qkeel" / "functional").glob("[a-z]*.py"))
 # Tables of names, which their functions list; and an alias of Any in annotations.
 TABLES = {"Foreign", "ALIASES", "DEFAULT", "POLICIES", "METHODS", "POSITIONS", "PRESETS", "REMEDIES", "SINKS"}
+# Functions of qkeel.functional that are no published or derived formula, and those defined in their first sentence.
+PLAIN = {"check_pairs", "repeat_groups", "unrounded", "wide", "widest", "spectral_norm", "gram_spectral_norm"}
 
 
 def _named() -> set[str]:
@@ -100,7 +104,7 @@ def test_the_page_of_each_remedy_names_its_spec_string_and_source_and_the_sideba
 
 
 def test_functions_say_their_arguments_and_errors() -> None:
-    """From four parameters on each has its line; a function that raises an error of ours says when."""
+    """From four parameters on each has its line; one that raises an error of ours says when, a formula its source."""
     functions = {name: _found(name) for name in sorted(_named())}
     functions = {name: one for name, one in functions.items() if inspect.isfunction(one)}
     said = {name: one.__doc__ or "" for name, one in functions.items()}
@@ -110,3 +114,29 @@ def test_functions_say_their_arguments_and_errors() -> None:
     raising = r"raise (?!AssertionError)(\w+Error|unknown|missing)\("
     silent = [name for name, one in functions.items() if re.search(raising, inspect.getsource(one))]
     assert not [name for name in silent if not re.search(r"Raises:|Error|refus|raises", said[name])]
+    formulas = [name for name in said if name.startswith("qkeel.functional.") and functions[name].__name__ not in PLAIN]
+    assert not [name for name in formulas if "ource" not in said[name]]
+
+
+def test_classes_say_their_fields() -> None:
+    """Each field, or argument of a constructor, is named in the docstring or has a text that its page shows."""
+    texts = loaded("made_pages").field_texts
+    classes = {name: one for name in sorted(_named()) if isinstance(one := _found(name), type)}
+    assert len(classes) > 150
+    assert "severity" in texts(classes["qkeel.monitor.Ceiling"])  # of its base
+    silent = []
+    for name, one in classes.items():
+        said, known = one.__doc__ or "", texts(one)
+        fields = list(_fields(one))
+        if not dataclasses.is_dataclass(one) and "made by `" in said:
+            continue  # nobody calls its constructor
+        silent += [f"{name}.{f}" for f in fields if f not in known and not re.search(rf"(?<!\w){f}(?!\w)", said)]
+    assert not silent
+
+
+def _fields(cls: type) -> list[str]:
+    if dataclasses.is_dataclass(cls):
+        return [field.name for field in dataclasses.fields(cls) if field.name[0] != "_"]
+    if cls.__init__ is object.__init__ or issubclass(cls, (Enum, BaseException)):
+        return list(getattr(cls, "_fields", ()))
+    return [name for name in inspect.signature(cls).parameters if name not in ("args", "kwargs")]

@@ -31,14 +31,11 @@ class Action(StrEnum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFacts:
-    """A site as a policy sees it: its name and its number of query heads.
+    """A site as a policy sees it."""
 
-    `unknown` says why the weights of its heads are not confirmed, "" if they are.
-    """
-
-    name: str
-    n_heads: int
-    unknown: str = ""
+    name: str  #: of the site
+    n_heads: int  #: query heads
+    unknown: str = ""  #: why the weights of its heads are not confirmed; "" if they are
 
 
 @final
@@ -47,31 +44,26 @@ class Refused:
     """An action that a site refused (None: the whole model) when it was tried at `step`, and why."""
 
     step: int
-    action: str
-    site: str | None
-    reason: str
+    action: str  #: by name
+    site: str | None  #: by name
+    reason: str  #: in words
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """An action at one site (None: the whole model), or its release.
+    """An action at one site, or its release."""
 
-    heads: those it acts on, empty for all. remedy: what is applied, as a spec string, where the action is a remedy.
-    rule: what raised it; forecast: of the largest logit, where one could be made; expected: the effect; reason: in
-    words. After a release `heads` are those that are released.
-    """
-
-    step: int
-    action: Action
-    site: str | None = None
-    heads: tuple[int, ...] = ()
-    remedy: str = ""
-    release: bool = False
-    rule: str
-    forecast: Forecast | None = None
-    expected: str
-    reason: str
+    step: int  #: optimizer steps done when it was made
+    action: Action  #: what is done, or released
+    site: str | None = None  #: None: the whole model
+    heads: tuple[int, ...] = ()  #: those it acts on, or that are released; empty for all
+    remedy: str = ""  #: what is applied, as a spec string; "" where it is no remedy
+    release: bool = False  #: whether it ends the action
+    rule: str  #: what raised it
+    forecast: Forecast | None = None  #: of the largest logit, where one could be made
+    expected: str  #: the effect, in words
+    reason: str  #: in words
 
     def __post_init__(self) -> None:
         if self.action not in list(Action):
@@ -111,12 +103,12 @@ class Effect:
 
     step: int
     of_step: int
-    action: Action
-    site: str | None
-    heads: tuple[int, ...]
-    before: float
-    after: float
-    expected: str
+    action: Action  #: of the decision
+    site: str | None  #: of the decision; None: the whole model
+    heads: tuple[int, ...]  #: of the decision; empty: all
+    before: float  #: largest logit at `of_step`, in nats
+    after: float  #: largest logit at `step`, in nats
+    expected: str  #: the effect that the decision named, in words
 
     def __str__(self) -> str:
         """One sentence."""

@@ -17,7 +17,7 @@ _SHOWN = 6  # rows at each end of what a notebook shows
 
 @final
 class Frame:
-    """Columns of one length by name; a column is `frame["max_logit"]`, an array [rows]."""
+    """A table of `columns` of one length by name; a column is `frame["max_logit"]`, an array [rows]."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         self.columns = dict(columns)

@@ -21,9 +21,9 @@ _ROWS = 100_000  # rows of Parquet held back: a file has a row group for each wr
 
 @final
 class TableFiles:
-    """Files of one folder, NAME.csv or NAME.parquet: `append("heads", frame)` adds the rows of a frame.
+    """Files of one `folder`, NAME.csv or NAME.parquet by `kind`: `append("heads", frame)` adds the rows of a frame.
 
-    A file's columns are those of its first frame, or those announced for it; what comes later and has no column is
+    A file's columns are those of its first frame, or those `announced` for it; what comes later and has no column is
     left out, with one warning. CSV can be read at every moment, Parquet after `close()`. NaN is an empty cell in CSV.
 
     Raises: MissingLibraryError for Parquet without pyarrow, UnknownNameError for another format.

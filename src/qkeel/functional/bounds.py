@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def entropy_floor(sigma: float, n: int) -> float:
-    """The smallest entropy of a softmax row over n keys whose logits, mean removed, have L2 norm <= sigma.
+    """The smallest entropy, in nats, of a softmax row over n keys whose logits, mean removed, have L2 norm <= sigma.
 
     With β = exp(-σ √(n/(n-1))):  ln(1 + (n-1) β) + σ √(n (n-1)) β / (1 + (n-1) β). Tight.
 
@@ -27,6 +27,8 @@ def entropy_floor(sigma: float, n: int) -> float:
 
 def rms_logit_bound(head_dim: int, gain: float = 1.0) -> float:
     """√d · gain: the largest |q·k|/√d of RMS-normed q and k whose gains multiply to at most `gain` per dimension.
+
+    In nats, before a cap. Source: derived, |q·k| ≤ ‖q‖ ‖k‖ and an RMS-normed vector has norm √d.
 
     >>> round(rms_logit_bound(128), 6)
     11.313708
@@ -54,7 +56,10 @@ def dilution_bound(logit: Tensor, n: int) -> Tensor:
 
 
 def logit_frobenius(q: Float[Tensor, "*b t d"], k: Float[Tensor, "*b s d"]) -> Float[Tensor, "*b"]:
-    """‖q kᵀ‖_F = sqrt(Σ (qᵀq) ∘ (kᵀk)): two d×d Gram matrices, O(T d²)."""
+    """‖q kᵀ‖_F = sqrt(Σ (qᵀq) ∘ (kᵀk)) over all pairs: two d×d Gram matrices, O(T d²).
+
+    Times the scale it is in nats. Source: derived, tr(k qᵀ q kᵀ) = tr(qᵀq kᵀk).
+    """
     return ((q.mT @ q) * (k.mT @ k)).sum((-2, -1)).clamp_min(0).sqrt()
 
 
@@ -63,7 +68,7 @@ def gram_interaction_norms(
 ) -> tuple[Float[Tensor, "*h"], Float[Tensor, "*h"]]:
     """Frobenius and spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ.
 
-    ‖·‖_F² = Σ a ∘ b; see `interaction_norm`. NaN where a or b is not finite.
+    ‖·‖_F² = Σ a ∘ b; see `interaction_norm`. NaN where a or b is not finite. Source: as `logit_frobenius`.
     """
     finite = (a.isfinite() & b.isfinite()).all(-1).all(-1)
     frobenius = (a * b).sum((-2, -1)).clamp_min(0).sqrt()
@@ -74,7 +79,8 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
     """Spectral norm of W_Qᵀ W_K per head from a = W_Q W_Qᵀ and b = W_K W_Kᵀ; NaN where one is not finite.
 
     ‖·‖₂² = the largest eigenvalue of a b. On a CPU that is computed on the symmetric matrix Lᵀ b L with a = L Lᵀ:
-    Cholesky's L, or a^½ where a is singular; elsewhere by `squared_eigenvalue`.
+    Cholesky's L, or a^½ where a is singular; elsewhere by `squared_eigenvalue`. Source: derived, (W_Qᵀ W_K)(W_Qᵀ W_K)ᵀ
+    and a b have the same eigenvalues but for zeros.
     """
     if not a.is_cpu:
         return squared_eigenvalue(a, b).sqrt()
@@ -89,12 +95,12 @@ def interaction_norm(a: Float[Tensor, "*h d d"], b: Float[Tensor, "*h d d"]) -> 
 
 
 def spectral_norm(w: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h"]:
-    """Largest singular value of each matrix, from the smaller Gram matrix; on a GPU by `squared_eigenvalue`."""
+    """Largest singular value σ₁ of each matrix, from the smaller Gram matrix; on a GPU by `squared_eigenvalue`."""
     return gram_spectral_norm(w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w)
 
 
 def gram_spectral_norm(gram: Float[Tensor, "*h d d"]) -> Float[Tensor, "*h"]:
-    """Largest singular value of W from W Wᵀ."""
+    """Largest singular value of W, the root of the largest eigenvalue of W Wᵀ, from that."""
     largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0) if gram.is_cpu else squared_eigenvalue(gram)
     return largest.sqrt()
 
@@ -109,7 +115,7 @@ def squared_eigenvalue(
     matrix, and the host waits for each. What is returned is a mean of the eigenvalues with weights λᵢᵖ, so it lies in
     [λ (1 - ln d / p), λ]: at 11 squarings within 0.4 % where many eigenvalues crowd just under the largest, and exact
     where they do not; ± 4 d u tr a · tr b by rounding, u that of the dtype. 0 for a or b zero; NaN where they are not
-    finite.
+    finite. Source: derived, a power iteration by squaring from every start at once.
 
     >>> a = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
     >>> round(float(squared_eigenvalue(a)), 5), round(float(squared_eigenvalue(a, torch.eye(3) / 2)), 5)

@@ -33,12 +33,18 @@ def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
 
 
 def kerple_log(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
-    """-p ln(1 + a|r|), p and a at least 0.01. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, logarithmic)."""
+    """The bias -p ln(1 + a|r|) on logits, in nats, at most 0, of the shape that r, a and p broadcast to.
+
+    a and p count as at least 0.01. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, logarithmic).
+    """
     return -p.clamp_min(0.01) * torch.log1p(a.clamp_min(0.01) * distance.abs())
 
 
 def kerple_power(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
-    """-a|r|^p, a at least 0.01, p from 0.01 to 2. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power)."""
+    """The bias -a|r|^p on logits, in nats, at most 0, of the shape that r, a and p broadcast to.
+
+    a counts as at least 0.01, p as from 0.01 to 2. Source: Chi et al. 2022, arXiv 2205.09921 (KERPLE, power).
+    """
     r = distance.abs()
     # The derivative of r^p at r = 0 is infinite or no number; the value is 0 whatever p is.
     grown = r.clamp_min(1e-6) ** p.clamp(0.01, 2.0)
@@ -46,7 +52,7 @@ def kerple_power(distance: Tensor, a: Tensor, p: Tensor) -> Tensor:
 
 
 def xpos_decay(rotary_dim: int) -> Float[Tensor, " half"]:
-    """ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …: what pair i/2 keeps of a score over 512 tokens of distance.
+    """ζ_i = (i + 0.4 d)/(1.4 d) for i = 0, 2, …: what pair i/2 keeps of a score over 512 tokens, in (0, 1).
 
     Source: Sun et al. 2022, arXiv 2212.10554, γ = 0.4 as in the released code.
     """

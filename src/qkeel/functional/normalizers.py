@@ -23,7 +23,7 @@ def _blank(weights: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def softmax(z: Logits, visible: Visible = None) -> Logits:
-    """Returns exp(z_ij) / Σ_j exp(z_ij) over the visible keys."""
+    """Returns exp(z_ij) / Σ_j exp(z_ij) over the visible keys. Source: Vaswani et al. 2017, arXiv 1706.03762."""
     return _blank(torch.softmax(_hide(z, visible), dim=-1), visible)
 
 
@@ -40,7 +40,7 @@ def sink_softmax(z: Logits, sink: Tensor, visible: Visible = None) -> Logits:
 
 
 def sigmoid(z: Logits, bias: float | Tensor, visible: Visible = None) -> Logits:
-    """σ(z + b), no normalisation over the row. Source: Ramapuram et al. 2024, arXiv 2409.04431, equation 3."""
+    """σ(z + b) in [0, 1], not normalised over the row. Source: Ramapuram et al. 2024, arXiv 2409.04431, equation 3."""
     return _blank(torch.sigmoid(z + bias), visible)
 
 
@@ -73,7 +73,9 @@ def entropy(weights: Float[Tensor, "*batch s"]) -> Float[Tensor, "*batch"]:
     """-Σ p ln p of the row made to sum to one, in nats; 0 for an empty row.
 
     Weights that do not sum to one (sinks, sigmoid, squared ReLU, softpick) are renormalised first, so the
-    number says how spread the mass on the keys is, whatever share of it went to a sink.
+    number says how spread the mass on the keys is, whatever share of it went to a sink. At most ln s.
+
+    Source: Zhai et al. 2023, arXiv 2303.06296 (attention entropy).
     """
     total = weights.sum(-1, keepdim=True)
     p = weights / torch.where(total > 0, total, torch.ones_like(total))

@@ -18,7 +18,7 @@ Pairing = Literal["half", "interleaved", "half_reversed"]
 def rope_frequencies(
     rotary_dim: int, base: float = 10_000.0, device: torch.device | None = None
 ) -> Float[Tensor, " half"]:
-    """θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, in float64, on a device (default: the CPU).
+    """θ_i = base^(-2i/d) for i = 0 .. d/2 - 1, radians per token, in float64, on a device (default: the CPU).
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2.
     """
@@ -38,7 +38,7 @@ def check_pairs(rotary_dim: int) -> None:
 def rope_table(
     pos: Tensor, frequencies: Float[Tensor, " half"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*pos half"], Float[Tensor, "*pos half"]]:
-    """Returns cos(pos·θ_i) and sin(pos·θ_i), in float32 or wider."""
+    """Returns cos(pos·θ_i) and sin(pos·θ_i), in float32 or wider. Source: Su et al. 2021, arXiv 2104.09864."""
     table = _table_whole if torch.compiler.is_compiling() else _table
     return table(pos, frequencies, torch.promote_types(dtype, torch.float32))
 
@@ -74,7 +74,7 @@ def rotate(
 
     Pair i is (x_i, x_{i+half}) for "half" (GPT-NeoX, Llama), (x_{2i}, x_{2i+1}) for "interleaved" (RoFormer,
     Cohere, Llama 4) and (x_{i+half}, x_i) for "half_reversed" (nanochat, modded-nanogpt: it turns "half" by -θ):
-    (a, b) -> (a cos - b sin, b cos + a sin).
+    (a, b) -> (a cos - b sin, b cos + a sin). Source: Su et al. 2021, arXiv 2104.09864.
 
     Args:
         x: queries or keys.

@@ -98,7 +98,9 @@ def yarn(
 
 
 def yarn_magnitude(factor: float) -> float:
-    """The factor 0.1 ln factor + 1 on cos and sin: logits gain its square. Source: arXiv 2309.00071, equation 22.
+    """The factor 0.1 ln factor + 1 on cos and sin: logits gain its square. 1 for a factor of at most 1.
+
+    Source: Peng et al. 2023, arXiv 2309.00071, equation 22.
 
     >>> round(yarn_magnitude(8.0), 6), round(yarn_magnitude(8.0) ** 2, 6)
     (1.207944, 1.459129)

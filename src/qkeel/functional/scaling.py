@@ -57,7 +57,7 @@ def floor_log_temperature(
 
 
 def qk_norm_init(length: float) -> float:
-    """The initial logit scale g₀ = log₂(L² - L) of QKNorm; L = 97.5th percentile of the lengths in training.
+    """The initial logit scale g₀ = log₂(L² - L) of QKNorm, in nats; L = 97.5th percentile of the lengths in training.
 
     Source: Henry et al. 2020, arXiv 2010.04245, section 3.
 
@@ -73,7 +73,7 @@ def qk_norm_init(length: float) -> float:
 
 
 def cosine_scale(train_length: float) -> float:
-    """λ = 4 ln n with n = train_length / 2, the scale of cosine attention for head_dim near 128.
+    """λ = 4 ln n, n = train_length / 2, the scale of cosine attention in nats for head_dim near 128.
 
     Source: Su 2023, kexue.fm 9812 and 9859.
 
@@ -142,7 +142,7 @@ def _summit(height: Callable[[float], float], right: float) -> float:
 
 
 def sigmoid_bias(length: float) -> float:
-    """The bias b = -ln n, which keeps the row sum of sigmoid attention near 1 at initialisation.
+    """The bias b = -ln n on logits, in nats, which keeps the row sum of sigmoid attention near 1 at initialisation.
 
     Source: Ramapuram et al. 2024, arXiv 2409.04431, section 3.
 

@@ -23,7 +23,7 @@ def qk_clip_gamma(max_logit: Float[Tensor, " h"], threshold: float) -> Float[Ten
 
 
 def repeat_groups(x: Float[Tensor, "g ..."], n_heads: int) -> Float[Tensor, "h ..."]:
-    """Each group's value for its query heads."""
+    """Each group's value, once for each of the h / g consecutive query heads that share it."""
     return x.repeat_interleave(n_heads // x.shape[0], dim=0)
 
 

@@ -47,6 +47,9 @@ class QkeelCallback(TrainerCallback):
     With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`), and is bit for
     bit the training without it until its first action. Its state is saved next to each checkpoint and taken up again
     where the training is resumed from one.
+
+    For every, sinks, rules and query_mask see `qkeel.watch`. per_layer: log each layer too. autopilot: true, or its
+    policy.
     """
 
     def __init__(
@@ -59,9 +62,6 @@ class QkeelCallback(TrainerCallback):
         per_layer: bool = False,
         autopilot: bool | str | Policy = False,
     ) -> None:
-        """See `qkeel.watch` for every, sinks, rules and query_mask; per_layer: log each layer too; autopilot: true, or
-        its policy.
-        """
         self.monitor: Monitor | None = None
         self.pilot: Autopilot | None = None
         self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot

@@ -39,6 +39,9 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
     With `autopilot` the callback also holds the logits of the heads that need it (`qkeel.autopilot`); its state is in
     Lightning's checkpoints. From one taken within an epoch Lightning itself goes on with the first batches of the epoch
     again, unless the data loader has a `state_dict()`; with such a loader the resumed training is bit for bit the same.
+
+    For every, sinks, rules and query_mask see `qkeel.watch`. module: its dotted name. autopilot: true, or its policy.
+    example: what the module takes, which an autopilot needs to resume.
     """
 
     def __init__(
@@ -52,9 +55,6 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         autopilot: bool | str | Policy = False,
         example: object = None,
     ) -> None:
-        """Takes the dotted name of the module that is watched; true or the policy of an autopilot, and an example of
-        what the module takes, which it needs to resume; for the rest see `qkeel.watch`.
-        """
         super().__init__()
         self.monitor: Monitor | None = None
         self.pilot: Autopilot | None = None

@@ -211,10 +211,10 @@ _NEWER = {
 class RunConfig:
     """One training run. Everything in it decides the recorded numbers, except `checkpoint_every`."""
 
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)  #: the decoder
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)  #: the text
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)  #: the optimizer
+    images: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)  #: unused by text
     remedy: str = "none"
     """Spec string of the remedy, like 'lalr:tau=0.1+qk_clip'."""
     seed: int = 0

@@ -42,24 +42,24 @@ class Grid:
     With tuning seeds, each remedy runs in every part at the rate that is best for it on those seeds.
     """
 
-    remedies: Sequence[str]
-    lrs: Sequence[float]
-    seeds: Sequence[int]
-    blocks: Sequence[str] = ()
-    optimizers: Sequence[str] = ()
-    mixes: Sequence[str] = ()
-    tuning_seeds: Sequence[int] = ()
-    d_model: Sequence[int] = ()
-    n_layers: Sequence[int] = ()
-    n_heads: Sequence[int] = ()
-    head_dim: Sequence[int] = ()
-    context: Sequence[int] = ()
-    batch: Sequence[int] = ()
-    steps: Sequence[int] = ()
-    parametrisation: Sequence[str] = ()
-    schedule: Sequence[str] = ()
-    weight_decay: Sequence[float] = ()
-    decay: Sequence[str] = ()
+    remedies: Sequence[str]  #: spec strings, such as "qk_clip:threshold=100"
+    lrs: Sequence[float]  #: peak learning rates
+    seeds: Sequence[int]  #: of the initial weights and the batches
+    blocks: Sequence[str] = ()  #: "mha", "mla", "gau"
+    optimizers: Sequence[str] = ()  #: "adamw", "sgd", "muon"
+    mixes: Sequence[str] = ()  #: of the data's sources
+    tuning_seeds: Sequence[int] = ()  #: seeds of the search for the rate
+    d_model: Sequence[int] = ()  #: width of the model
+    n_layers: Sequence[int] = ()  #: blocks of the model
+    n_heads: Sequence[int] = ()  #: query heads of a block
+    head_dim: Sequence[int] = ()  #: numbers of one head's query
+    context: Sequence[int] = ()  #: tokens of a sequence
+    batch: Sequence[int] = ()  #: sequences of a step
+    steps: Sequence[int] = ()  #: optimizer steps of a run
+    parametrisation: Sequence[str] = ()  #: "standard" or "mup"
+    schedule: Sequence[str] = ()  #: "constant", "cosine" or "wsd"
+    weight_decay: Sequence[float] = ()  #: of matrices, at least 0
+    decay: Sequence[str] = ()  #: "coupled" or "independent" weight decay
 
     def __post_init__(self) -> None:
         _settle_lists(self, AXES)
@@ -89,9 +89,9 @@ class LongContexts:
     'kna/ntk' for one, 'baseline/pi@256' trained on at 256 tokens. Lengths are multiples of the training length.
     """
 
-    posthoc: Sequence[str] = ("none", "rerope", "ntk")
-    test_lengths: Sequence[int] = (512,)
-    sequences: int = 64
+    posthoc: Sequence[str] = ("none", "rerope", "ntk")  #: the methods, as text
+    test_lengths: Sequence[int] = (512,)  #: tokens
+    sequences: int = 64  #: held-out sequences, at least 1
     continue_steps: int = 100
     """Steps of a method that is trained on."""
 
@@ -163,10 +163,10 @@ class PlannedRun:
 class Plan:
     """A study's name, grid, and runs in the order of the table. Configurations are resolved."""
 
-    name: str
-    grid: Grid
-    runs: Sequence[PlannedRun]
-    contexts: LongContexts | None = None
+    name: str  #: of the study
+    grid: Grid  #: its axes
+    runs: Sequence[PlannedRun]  #: in the order of the table
+    contexts: LongContexts | None = None  #: what is measured at longer lengths; None: nothing
     tuned: Sequence[Json] = ()
     """The rate that was chosen for each remedy of each role, see `lab.tuning`."""
 

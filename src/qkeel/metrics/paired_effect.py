@@ -24,7 +24,7 @@ _SAME = 1e-9  # a spread below this share of the mean is rounding: the differenc
 class PairedEffect:
     """The mean of paired differences with its interval and what follows from it; positive is better."""
 
-    mean: float
+    mean: float  #: of the differences
     spread: float
     """Standard deviation of the differences, n - 1 in the denominator."""
     low: float

@@ -18,7 +18,7 @@ Inverse = Float[Tensor, "b #h t"]
 
 
 class Cache:
-    """Tensors of the tokens so far, tokens in the third place, grown by doubling.
+    """Tensors of the tokens so far, tokens in the third place; `max_length` of them at once, or grown by doubling.
 
     Under a position that needs the pair (ReRope, a bias) or the length (DynamicNTK) keys and values are raw ones.
 
@@ -103,7 +103,10 @@ class Cache:
 
 @final
 class KVCache(Cache):
-    """Keys as they enter the dot product (normed, rotated) and values: g · (d + d') numbers a token."""
+    """Keys as they enter the dot product (normed, rotated) and values: g · (d + d') numbers a token.
+
+    `max_length`: see `Cache`.
+    """
 
     def append(self, k: Keys, v: Values, *, pos: PosK | None = None) -> tuple[Keys, Values]:
         """Add k [b g t d] and v [b g t d'], at positions pos [b|1 t], and return all keys and values so far."""
@@ -117,6 +120,7 @@ class LatentCache(Cache):
 
     A token takes l + r numbers (latent, rotated key) in the module's dtype and, under a norm on the keys, one inverse
     size per head in float32 or wider: the norm divides key k_h by its size, and 1/size is all of it that is kept.
+    `max_length`: see `Cache`.
     """
 
     def append(

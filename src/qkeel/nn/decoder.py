@@ -31,22 +31,22 @@ class DecoderConfig:
     base_width / d_model (Yang et al. 2022, arXiv 2203.03466, table 8). The rates of µP are the optimizer's.
     """
 
-    vocab_size: int
-    d_model: int = 64
-    n_layers: int = 2
-    n_heads: int = 4
-    n_kv_heads: int | None = None
-    head_dim: int | None = None
+    vocab_size: int  #: tokens of the vocabulary
+    d_model: int = 64  #: width of the residual stream
+    n_layers: int = 2  #: blocks
+    n_heads: int = 4  #: query heads of a block; 1 for gau
+    n_kv_heads: int | None = None  #: key heads, which divide the query heads; None: as many
+    head_dim: int | None = None  #: numbers of one head's query; None: d_model / n_heads
     spec: AttentionSpec | tuple[AttentionSpec, ...] = dataclasses.field(default_factory=lambda: preset("baseline"))
-    attention: Literal["mha", "mla", "gau"] = "mha"
-    latent: LatentSizes = dataclasses.field(default_factory=LatentSizes)
-    latent_norm: bool = False
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    mlp_ratio: float = 4.0
-    norm_order: NormOrder = "pre"
-    deepnorm: bool = False
-    tied: bool = False
-    dropout: float = 0.0
+    attention: Literal["mha", "mla", "gau"] = "mha"  #: Attention, MLA or GAU
+    latent: LatentSizes = dataclasses.field(default_factory=LatentSizes)  #: sizes of MLA
+    latent_norm: bool = False  #: RMS norm on the latents of MLA
+    mlp: Literal["gelu", "swiglu"] = "gelu"  #: activation; a GAU has no MLP
+    mlp_ratio: float = 4.0  #: width of the MLP over d_model
+    norm_order: NormOrder = "pre"  #: places of a block's norms
+    deepnorm: bool = False  #: α and β of DeepNorm, for gau with post
+    tied: bool = False  #: whether the head is the embedding
+    dropout: float = 0.0  #: of the attention weights, in training
     base_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class DecoderConfig:
 
 @final
 class Decoder(nn.Module):
-    """Embedding, blocks, final RMS norm, head (tied or not)."""
+    """Embedding, blocks, final RMS norm, head (tied or not), in the sizes of `config`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

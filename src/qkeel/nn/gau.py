@@ -99,7 +99,7 @@ class OffsetScale(nn.Module):
 class GAUBlock(nn.Module):
     """A GAU on the residual stream: x + F(N(x)) ("pre"), or N(αx + F(x)) ("post").
 
-    N is RMS norm, with a gain before the branch, without one behind it.
+    F is `gau`, N RMS norm, with a gain before the branch, without one behind it (`norm_order`); `alpha` is α > 0.
 
     Source: pre-norm: arXiv 2202.10447, there LayerNorm or ScaleNorm; post-norm: GAU-α; α: DeepNorm,
     `functional.scaling.deepnorm`.

@@ -19,16 +19,13 @@ from qkeel.spec.shapes import GivenMask, GivenPosQ, Hidden, Tokens
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """Sizes of multi-head latent attention: latents of q and kv, and per head rotated, plain and value dims.
+    """Sizes of multi-head latent attention, each at least 1."""
 
-    q_latent=None: queries straight from the input (DeepSeek-V2-Lite).
-    """
-
-    q_latent: int | None = 32
-    kv_latent: int = 24
-    rope_dim: int = 8
-    nope_dim: int = 8
-    value_dim: int = 16
+    q_latent: int | None = 32  #: numbers of the queries' latent; None: straight from the input (DeepSeek-V2-Lite)
+    kv_latent: int = 24  #: numbers of the latent of keys and values
+    rope_dim: int = 8  #: r, rotated numbers of a head
+    nope_dim: int = 8  #: numbers of a head that are not rotated
+    value_dim: int = 16  #: numbers of one head's value
 
 
 @final
@@ -43,6 +40,11 @@ class MLA(SpecModule):
     behind, and later tokens attend to those as they are: see `qkeel.nn.mla_absorbed`, also for the norms that allow it.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+
+    Args:
+        d_model: the width m of the input. n_heads: heads of q, k and v. sizes: default `LatentSizes()`. spec: what
+            attention computes, default `AttentionSpec()`. latent_norm: whether latents are normed. dropout: on the
+            weights, in training. impl: a kernel's name or "auto".
     """
 
     def __init__(

@@ -27,13 +27,15 @@ _FOLDS = {"max": np.fmax.reduce, "min": np.fmin.reduce}
 class Heads:
     """Per-head numbers of a run. `values[name]` has shape [n_steps, n_layers, n_heads]; `layers` names, if known."""
 
-    steps: np.ndarray
+    steps: np.ndarray  #: [n_steps], optimizer steps done
     values: dict[str, np.ndarray]
     layers: tuple[str, ...] = ()
 
 
 class HeadRecorder:
-    """Appends records of `1 + n_fields·n_layers·n_heads` float32: the step, then the fields in order."""
+    """Appends records of `1 + n_fields·n_layers·n_heads` float32 to `directory`/`name`.f32: the step, then the fields
+    in order; `layers` are the names of the layers, () if unknown.
+    """
 
     def __init__(
         self,

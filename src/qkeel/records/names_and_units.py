@@ -12,8 +12,8 @@ from qkeel.registry import lookup
 class Field:
     """One recorded number. Attention logits and entropies are in nats (natural logarithm)."""
 
-    unit: str
-    meaning: str
+    unit: str  #: such as nats; "" for a plain number
+    meaning: str  #: what it is, in words
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class HeadField:
     and trackers are slow from 10,000 on.
     """
 
-    unit: str
-    meaning: str
+    unit: str  #: such as nats; "" for a plain number
+    meaning: str  #: what it is, in words
     fold: Literal["max", "min", "mean"]
     count: str = "n_queries"
     column: str = ""

@@ -43,7 +43,7 @@ class RunStatus(StrEnum):
 class RunDirectory:
     """The files of one run. Reading never changes anything."""
 
-    path: Path
+    path: Path  #: of the folder
 
     @property
     def status(self) -> RunStatus:

@@ -86,8 +86,8 @@ Named = str | Remedy | Sequence[str | Remedy]
 class Note:
     """One line on what a remedy does, and its source."""
 
-    line: str
-    source: str
+    line: str  #: what the remedy does
+    source: str  #: author, year, number, or what it was derived from
 
 
 def remedies() -> dict[str, str]:

@@ -29,17 +29,13 @@ Kwargs = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """The model, sites and optimizer that a remedy is applied to.
+    """The model, sites and optimizer that a remedy is applied to."""
 
-    `example`: arguments of a forward pass that shows the sites; empty where all are qkeel's own modules.
-    `train_length`: tokens per training sequence, where a formula needs it.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer | None
-    sites: list[AttentionSite]
-    example: Arguments = ((), {})
-    train_length: int | None = None
+    model: nn.Module  #: the whole model
+    optimizer: Optimizer | None  #: what steps it; None where none was given
+    sites: list[AttentionSite]  #: the model's attention, where it is known
+    example: Arguments = ((), {})  #: arguments of a forward pass that shows the sites; empty for qkeel's own modules
+    train_length: int | None = None  #: tokens per training sequence, where a formula needs it
 
     def parameter(self, name: str) -> nn.Parameter:
         """A parameter of the model by qualified name."""

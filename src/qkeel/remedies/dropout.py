@@ -27,7 +27,7 @@ class Dropout(Remedy):
     Source: Chameleon, arXiv 2405.09818, section 2.3 (7B: rate 0.1); Srivastava et al. 2014, JMLR 15.
     """
 
-    rate: float = 0.1
+    rate: float = 0.1  #: probability that an entry is dropped
 
     name, may_be_zero = "dropout", ("rate",)
     line = "drops entries of the outputs of attention and MLP at random in training"

@@ -45,8 +45,8 @@ class LALR(StepRemedy):
     norm="spectral" synchronises a GPU with the host at every step (an eigenvalue problem of size d per head).
     """
 
-    tau: float = 0.1
-    norm: Literal["frobenius", "spectral"] = "frobenius"
+    tau: float = 0.1  #: τ, the factor on the rate, above 0
+    norm: Literal["frobenius", "spectral"] = "frobenius"  #: of the weights in f
     decay: Literal["scaled", "plain"] = "scaled"
     heads: Heads | None = None
 

@@ -97,8 +97,8 @@ class LogNRemedy(OneSlot):
 class AttentionTemperature(OneSlot):
     """Logits z ← z · (1 + alpha·ln(1 + ⌊n/floor⌋)): n keys that the query sees. alpha=0 changes nothing."""
 
-    alpha: float = 0.1
-    floor: int = 8192
+    alpha: float = 0.1  #: weight of the logarithm
+    floor: int = 8192  #: whole number of keys
 
     name, slot, may_be_zero = "attention_temperature", "scale", ("alpha",)
     line = "scales logits by 1 + α ln(1 + ⌊n/floor⌋), a temperature for long contexts only"

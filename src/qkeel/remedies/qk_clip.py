@@ -55,7 +55,7 @@ class QKClip(StepRemedy):
     Heads that `heads`, where it is given, does not name never clip.
     """
 
-    threshold: float = 100.0
+    threshold: float = 100.0  #: τ, in nats, above 0
     groups: Literal["query", "group"] = "query"
     frozen: Literal["refuse", "scale"] = "refuse"
     heads: Heads | None = None

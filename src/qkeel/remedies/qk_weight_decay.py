@@ -32,7 +32,7 @@ class QKWeightDecay(StepRemedy):
     gradient is not decayed, nor one in a step that a GradScaler skips.
     """
 
-    decay: float = 0.1
+    decay: float = 0.1  #: λ
 
     name, may_be_zero = "qk_weight_decay", ("decay",)
     line = "decoupled weight decay for query and key weights only"

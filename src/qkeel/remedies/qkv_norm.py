@@ -33,8 +33,8 @@ class QKVNorm(ChangeNorm):
     in a peri block the one before goes and the one after stays.
     """
 
-    kind: Literal["layer", "rms"] = "layer"
-    gain: Gain = "dim"
+    kind: Literal["layer", "rms"] = "layer"  #: LayerNorm or RMS norm
+    gain: Gain = "dim"  #: its shape, see `qkeel.spec.RMSNorm`
     drop_pre_norm: bool = True
 
     sides = ("q", "k", "v")

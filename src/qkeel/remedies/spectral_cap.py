@@ -36,7 +36,7 @@ class SpectralCap(StepRemedy):
     along, and only q and k are. Yoshida & Miyato 2017, arXiv 1705.10941, penalise σ in the loss.
     """
 
-    cap: float = 4.0
+    cap: float = 4.0  #: largest σ of a head's weight, above 0
     per: Literal["head", "matrix"] = "head"
 
     name, stacks = "spectral_cap", False

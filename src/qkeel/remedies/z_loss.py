@@ -34,9 +34,9 @@ class ZLoss(Remedy):
     (coefficient 1e-4). The function is `functional.losses.z_loss`.
     """
 
-    coefficient: float = 1e-4
+    coefficient: float = 1e-4  #: at least 0
     weight: Weight = "loss"
-    module: str = ""
+    module: str = ""  #: name of the module that makes the final logits; "" looks for it
 
     name, may_be_zero = "z_loss", ("coefficient",)
     line = "adds coefficient·(ln Z)² of the logits over the vocabulary to the loss, by its gradient"

@@ -151,8 +151,8 @@ class LogitTerm:
     graph, so `normed` does not show it.
     """
 
-    query: tuple[HeadSlice, ...]
-    key: tuple[HeadSlice, ...]
+    query: tuple[HeadSlice, ...]  #: weights of q, input first
+    key: tuple[HeadSlice, ...]  #: weights of k, input first
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -252,19 +252,19 @@ class AttentionSite:
     `head_dim` counts the numbers of all products that the logit is a sum of, each query once.
     """
 
-    name: str
-    module: nn.Module
+    name: str  #: of the module in the model
+    module: nn.Module  #: the one that attends
     spec: AttentionSpec
-    n_heads: int
-    n_kv_heads: int
+    n_heads: int  #: query heads
+    n_kv_heads: int  #: key heads
     head_dim: int
     terms: tuple[LogitTerm, ...] = ()
     why: str = ""
     normed: bool = False
     below: bool = False
     description: Description | None = None
-    query_gains: tuple[NormGain, ...] = ()
-    key_gains: tuple[NormGain, ...] = ()
+    query_gains: tuple[NormGain, ...] = ()  #: norms on q's way to the logit
+    key_gains: tuple[NormGain, ...] = ()  #: norms on k's way
     key_heads: tuple[int, ...] | None = None
     layout: Layout | None = None
     unverified: str = ""

@@ -77,7 +77,8 @@ class Tap(Handle):
     calls its parts one by one. `measure` is what is computed of a call, unless its kernel reports what it found and
     `measure_rows` makes do with that. `visitor` sees those passes too. With `keeps` the batch of the training pass seen
     last is kept, for `look_again`. `own_alone`: the model's maker knows that it has no attention but of
-    qkeel's own modules, and nothing else is looked for. A fault in the tap warns once and switches it off.
+    qkeel's own modules, and nothing else is looked for. `guard` warns once of a fault in the tap and switches it off.
+    With `when_training` passes in eval mode are not measured.
     """
 
     def __init__(

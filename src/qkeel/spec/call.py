@@ -42,17 +42,17 @@ class AttentionCall:
     False leaves a query row, a padded one say, out of them; attention computes it all the same. `classes` splits them.
     """
 
-    spec: AttentionSpec
+    spec: AttentionSpec  #: what is computed
     q: Queries
     k: Keys
     v: Values
-    params: Params
+    params: Params  #: the spec's learned numbers by name
     causal: bool
-    mask: Mask | None
+    mask: Mask | None  #: what is visible, or what is added to logits
     pos_q: PosQ
     pos_k: PosK
     plain: bool
-    dropout: float = 0.0
+    dropout: float = 0.0  #: of the weights, in [0, 1)
     query_mask: QueryMask | None = None
     classes: TokenClasses | None = None
 

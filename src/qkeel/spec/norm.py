@@ -88,21 +88,15 @@ class NoNorm(Norm):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GainNorm(Norm):
-    """A normalisation with an optional gain.
+    """A normalisation with an optional gain."""
 
-    on: which of q, k, v. over: "head" normalises each head's d numbers, "layer" all heads of a token at once
-    (then one head's logit is bounded by √d·√(H·Hk) only, not √d). gain: "dim" [d] shared by heads,
-    "one_plus_dim" stores w and multiplies by 1 + w (Gemma), "head_dim" [h d], "scalar" [], "head" [h].
-    value_gain: v's own gain if it differs (Gemma 4 norms v without). shared: q and k use the same gain.
-    """
-
-    on: On = "qk"
-    over: Over = "head"
-    gain: Gain = "none"
-    eps: float = 1e-6
-    bias: bool = False
-    value_gain: Gain | None = None
-    shared: bool = False
+    on: On = "qk"  #: which of q, k, v
+    over: Over = "head"  #: each head's d numbers, or all heads of a token (a logit is then up to √d·√(H·Hk), not √d)
+    gain: Gain = "none"  #: "dim" w [d], "one_plus_dim" 1 + w (Gemma), "head_dim" [h d], "scalar" [], "head" [h]
+    eps: float = 1e-6  #: at least 0
+    bias: bool = False  #: whether b is added, with gain "dim" [d] or "head_dim" [h d]
+    value_gain: Gain | None = None  #: v's own gain if it differs (Gemma 4 norms v without)
+    shared: bool = False  #: whether q and k use the same gain
 
     symbol = "norm"
 

@@ -47,8 +47,8 @@ class Softmax(Normalizer):
 class Sink(Normalizer):
     """Weights exp(z) / (exp(s) + Σ exp(z)): s learned per head (gpt-oss), or the constant 0 ("off by one")."""
 
-    learned: bool = True
-    init: float = 0.0
+    learned: bool = True  #: whether s is learned, per head
+    init: float = 0.0  #: s, at the start where it is learned; below +inf
     kind = "sink"
     softmax_over_keys = True
 
@@ -71,8 +71,8 @@ class Sink(Normalizer):
 class Sigmoid(Normalizer):
     """σ(z + b); b = -ln(training length) is the published start."""
 
-    bias: float
-    learned: bool = False
+    bias: float  #: b, finite
+    learned: bool = False  #: whether b is learned, per head
     kind = "sigmoid"
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class SquaredReLU(Normalizer):
 class Softpick(Normalizer):
     """Weights relu(e^z - 1) / Σ|e^z - 1|."""
 
-    eps: float = 1e-8
+    eps: float = 1e-8  #: above 0, added to the sum
     kind = "softpick"
 
     def __post_init__(self) -> None:

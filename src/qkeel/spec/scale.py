@@ -67,8 +67,8 @@ class Scale(Slot):
 class InverseSqrt(Scale):
     """The factor multiplier / √dim; dim is head_dim unless given (Gemma's query_pre_attn_scalar)."""
 
-    dim: int | None = None
-    multiplier: float = 1.0
+    dim: int | None = None  #: at least 1; None: head_dim
+    multiplier: float = 1.0  #: finite factor
     kind = "inverse_sqrt"
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Sqrt(Scale):
 class Fixed(Scale):
     """A constant."""
 
-    value: float
+    value: float  #: the finite factor on q·k
     kind = "fixed"
 
     def __post_init__(self) -> None:
@@ -139,8 +139,8 @@ class GradientMax(Scale):
 class Learned(Scale):
     """A learned scale per layer or head; with `log`, its logarithm is stored and may be clamped by `maximum`."""
 
-    init: float
-    per: Literal["layer", "head"] = "layer"
+    init: float  #: the scale at the start, above 0
+    per: Literal["layer", "head"] = "layer"  #: one number for the layer, or one for each head
     log: bool = False
     maximum: float | None = None
     kind = "learned"
@@ -177,7 +177,7 @@ class Learned(Scale):
 class PositionFactor(Scale):
     """The scale `inner` times a factor of the query's position."""
 
-    inner: Scale = dataclasses.field(default_factory=InverseSqrt)
+    inner: Scale = dataclasses.field(default_factory=InverseSqrt)  #: the scale that the factor multiplies
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Scale):
@@ -220,7 +220,7 @@ class LogN(PositionFactor):
     qkeel's choice: the constant form at the training length.
     """
 
-    train_length: int
+    train_length: int  #: tokens, at least 2
     clip: bool = False
     learned: Literal["none", "layer", "head"] = "none"
     kind = "log_n"
@@ -268,8 +268,8 @@ class LogN(PositionFactor):
 class FloorLogTemperature(PositionFactor):
     """Scale inner · (1 + alpha·ln(1 + ⌊(position + 1)/floor⌋)), Llama 4's temperature on layers without RoPE."""
 
-    alpha: float = 0.1
-    floor: int = 8192
+    alpha: float = 0.1  #: weight of the logarithm
+    floor: int = 8192  #: tokens, at least 1
     kind = "floor_log"
 
     def __post_init__(self) -> None:

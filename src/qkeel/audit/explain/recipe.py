@@ -15,21 +15,17 @@ from qkeel.audit.explain.responses import Rotation
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NormRecipe:
-    """The norm that acts on q or k. kind: none, RMS, layer, L2, or "unknown"; over: head, layer, or the wrong axes.
+    """The norm that acts on q or k."""
 
-    eps is None where it is unknown; gain: none, scalar …, per dim, per head, per head and dim, unknown;
-    `factor`: what q is multiplied with where nothing norms it; order: before RoPE, after RoPE, either (they commute).
-    """
-
-    kind: str = "none"
-    over: str = ""
-    eps: float | None = None
-    gain: str = "none"
-    bias: bool = False
-    parameters: tuple[str, ...] = ()
-    factor: float = 1.0
-    order: str = ""
-    why: str = ""
+    kind: str = "none"  #: none, RMS, layer, L2 or unknown
+    over: str = ""  #: head, layer, or the wrong axes
+    eps: float | None = None  #: None where it is unknown
+    gain: str = "none"  #: none, scalar …, per dim, per head, per head and dim, unknown
+    bias: bool = False  #: whether something is added after the gain
+    parameters: tuple[str, ...] = ()  #: names of those that hold gain and bias
+    factor: float = 1.0  #: what q is multiplied with where nothing norms it
+    order: str = ""  #: before RoPE, after RoPE, either (they commute)
+    why: str = ""  #: what is unknown or unusual, in words
 
     @property
     def acts(self) -> bool:
@@ -56,24 +52,24 @@ class NormRecipe:
 class SiteRecipe:
     """One attention as it was seen to work. scale: the factor of q·k, per head; NaN where unknown."""
 
-    name: str
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    query: NormRecipe
-    key: NormRecipe
-    rotation: Rotation | None = None
-    latent: str = ""
-    key_heads: tuple[int, ...] | None = None
+    name: str  #: of its module in the model
+    n_heads: int  #: query heads
+    n_kv_heads: int  #: key heads
+    head_dim: int  #: d, numbers of one head's query
+    query: NormRecipe  #: what acts on q
+    key: NormRecipe  #: what acts on k
+    rotation: Rotation | None = None  #: by the position; None where nothing turns
+    latent: str = ""  #: latents that q and k are made of (MLA), in words; "" without
+    key_heads: tuple[int, ...] | None = None  #: key head of each query head; None: consecutive blocks
     scale: tuple[float, ...] = ()
-    scale_parameter: str = ""
-    softcap: float | None = None
-    sinks: str = ""
-    visible: str = ""
-    window: int | None = None
-    bias: bool = False
-    idle: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
+    scale_parameter: str = ""  #: name of the parameter that learns the scale; "" without
+    softcap: float | None = None  #: cap c of c·tanh(z/c), in nats; None without
+    sinks: str = ""  #: columns of the softmax beyond the keys, in words; "" without
+    visible: str = ""  #: the keys that a query sees, in words; "" if unknown
+    window: int | None = None  #: tokens of a sliding window, the query's own included; None without
+    bias: bool = False  #: whether something is added to scale · q·k
+    idle: tuple[str, ...] = ()  #: norms in the module that change nothing, in words
+    unknown: tuple[str, ...] = ()  #: what could not be read off, in words
 
     @property
     def total_scale(self) -> float:
@@ -129,9 +125,9 @@ def scale_text(scale: Sequence[float], head_dim: int) -> str:
 class Explanation:
     """The recipes of every attention of a model, and where the model's config says something else."""
 
-    model: str
-    sites: tuple[SiteRecipe, ...]
-    differences: tuple[str, ...] = ()
+    model: str  #: name of the model's class
+    sites: tuple[SiteRecipe, ...]  #: one recipe for each attention
+    differences: tuple[str, ...] = ()  #: sentences, one for each setting of the config that the model contradicts
 
     def __str__(self) -> str:
         parts = [f"{self.model}: {len(self.sites)} attentions"]

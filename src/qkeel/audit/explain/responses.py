@@ -39,11 +39,11 @@ class Answers:
 class Rotation:
     """The dimensions of d that turn with the position; pairs and base where they are known."""
 
-    dims: int
-    of: int
-    pairing: Literal["half", "interleaved", "one pair", ""] = ""
-    base: float | None = None
-    why: str = ""
+    dims: int  #: how many dimensions turn; 0 if unknown
+    of: int  #: d, all dimensions of a head
+    pairing: Literal["half", "interleaved", "one pair", ""] = ""  #: which two turn together; "" if unknown
+    base: float | None = None  #: of the frequencies base^(-2i/dims)
+    why: str = ""  #: what is unknown, in words; "" if nothing is
 
     @property
     def whole_base(self) -> float | None:

@@ -47,21 +47,18 @@ UNSCALED = frozenset(["t5", "mt5", "umt5", "longt5", "switch_transformers", "pop
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Sizes of attention; None where neither config nor flags say. `scale` None stands for 1/√head_dim.
+    """Sizes of attention; None where neither config nor flags say. `scale` None stands for 1/√head_dim."""
 
-    rope_factor: what cos and sin are multiplied with, if more than 1 (YaRN, LongRoPE).
-    """
-
-    n_heads: int | None = None
-    n_kv_heads: int | None = None
-    head_dim: int | None = None
-    nope_dim: int | None = None
-    rope_dim: int | None = None
-    value_dim: int | None = None
+    n_heads: int | None = None  #: query heads
+    n_kv_heads: int | None = None  #: key heads
+    head_dim: int | None = None  #: d, numbers of one head's query
+    nope_dim: int | None = None  #: of latent attention: those of a head that are not rotated
+    rope_dim: int | None = None  #: of latent attention: those that are rotated
+    value_dim: int | None = None  #: numbers of one head's value
     scale: float | None = None
-    rope_factor: float = 1.0
-    model_type: str | None = None
-    layout: str | None = None
+    rope_factor: float = 1.0  #: on cos and sin, if more than 1 (YaRN, LongRoPE)
+    model_type: str | None = None  #: as in config.json; it says whether norms multiply by w or 1 + w
+    layout: str | None = None  #: of a fused weight: "blocks", [q | k | v], or "groups", q, k, v per key head
 
     @property
     def one_plus(self) -> bool:

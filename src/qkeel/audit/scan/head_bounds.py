@@ -31,25 +31,25 @@ class SiteReport:
     position bias or a mask adds.
     """
 
-    name: str
-    layout: str
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    scale: float
-    query_frobenius: tuple[float, ...]
-    query_spectral: tuple[float, ...]
-    key_frobenius: tuple[float, ...]
-    key_spectral: tuple[float, ...]
-    interaction_frobenius: tuple[float, ...]
-    interaction_spectral: tuple[float, ...]
+    name: str  #: of the attention's module
+    layout: str  #: how q and k lie in the weights, in words
+    n_heads: int  #: query heads
+    n_kv_heads: int  #: key heads
+    head_dim: int  #: d, numbers of one head's query
+    scale: float  #: the factor on q·k
+    query_frobenius: tuple[float, ...]  #: ‖W_Q‖_F
+    query_spectral: tuple[float, ...]  #: ‖W_Q‖₂
+    key_frobenius: tuple[float, ...]  #: ‖W_K‖_F
+    key_spectral: tuple[float, ...]  #: ‖W_K‖₂
+    interaction_frobenius: tuple[float, ...]  #: ‖W_Qᵀ W_K‖_F
+    interaction_spectral: tuple[float, ...]  #: ‖W_Qᵀ W_K‖₂
     interaction_bound: tuple[float, ...]
     logit_bound: tuple[float, ...]
     gain_bound: tuple[float, ...]
-    query_gain_max: float | None = None
-    key_gain_max: float | None = None
+    query_gain_max: float | None = None  #: largest magnitude of the gain of q's norm; None without one
+    key_gain_max: float | None = None  #: the same of k's norm
     outlier: tuple[bool, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  #: what the bounds rest on or leave out, in words
 
 
 def grams(weight: Tensor, part: Slice) -> Tensor:

@@ -33,11 +33,11 @@ Progress = Callable[[int, int], None]
 class TensorReport:
     """One tensor: dtype as the file names it, Frobenius norm of its finite values (None if not floating), NaN + inf."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    frobenius: float | None
-    non_finite: int
+    name: str  #: as in the checkpoint
+    dtype: str  #: as in the checkpoint
+    shape: tuple[int, ...]  #: as in the checkpoint
+    frobenius: float | None  #: ‖·‖_F of the finite values
+    non_finite: int  #: how many values are NaN or infinite
 
 
 @final
@@ -45,11 +45,11 @@ class TensorReport:
 class Scan:
     """The result of `scan`: attention sites, what could not be read and why, every tensor."""
 
-    path: str
-    n_bytes: int
-    sites: tuple[SiteReport, ...]
-    unknown: tuple[Unknown, ...]
-    tensors: tuple[TensorReport, ...]
+    path: str  #: of the checkpoint, as given
+    n_bytes: int  #: size of the checkpoint in bytes
+    sites: tuple[SiteReport, ...]  #: every attention that was read
+    unknown: tuple[Unknown, ...]  #: what looks like attention and was not read
+    tensors: tuple[TensorReport, ...]  #: every tensor
 
 
 def _silent(done: int, total: int) -> None:

@@ -107,8 +107,8 @@ class SitePlan:
 class Unknown:
     """Something that looks like attention and could not be read, and why."""
 
-    name: str
-    reason: str
+    name: str  #: of the module or the weight
+    reason: str  #: why it could not be read, in words
 
 
 Found = list[SitePlan | Unknown]

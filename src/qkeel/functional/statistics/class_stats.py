@@ -19,9 +19,9 @@ PerPair = Float[Tensor, "h c c"]
 class TokenClasses:
     """Of which class each query and each key of a call is: a number of `names`, or -1 for none."""
 
-    names: tuple[str, ...]
-    query: Int[Tensor, "#b t"]
-    key: Int[Tensor, "#b s"]
+    names: tuple[str, ...]  #: of the c classes
+    query: Int[Tensor, "#b t"]  #: number of the class of each query; -1: none
+    key: Int[Tensor, "#b s"]  #: number of the class of each key; -1: none
 
     def keys(self, like: Tensor) -> KeyClasses:
         """Made ready for logits of this dtype."""
@@ -83,14 +83,14 @@ class ClassStats:
         key_norm: mean L2 norm over `n_keys` keys; that count is 0 in the same case.
     """
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: of the c classes
     max_logit: PerPair
     mass: PerPair
     uniform_mass: PerPair
     query_norm: Float[Tensor, "h c"]
-    query_norm_max: Float[Tensor, "h c"]
+    query_norm_max: Float[Tensor, "h c"]  #: largest L2 norm of the queries
     key_norm: Float[Tensor, "g c"]
-    key_norm_max: Float[Tensor, "g c"]
+    key_norm_max: Float[Tensor, "g c"]  #: largest L2 norm of the keys
     n_queries: Int[Tensor, "h c"]
     n_pairs: Int[Tensor, "h c c"]
     n_normed: Int[Tensor, "h c"]

@@ -18,9 +18,9 @@ class LogitChange:
     there is none. Detached; float32 or wider.
     """
 
-    rms: PerHead
-    mean_abs: PerHead
-    max_abs: PerHead
+    rms: PerHead  #: root mean square of the change
+    mean_abs: PerHead  #: mean magnitude
+    max_abs: PerHead  #: largest magnitude
     n_pairs: Int[Tensor, " h"]
 
 

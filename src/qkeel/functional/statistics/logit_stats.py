@@ -43,19 +43,19 @@ class LogitStats:
         formulas: the statistics of HEAD_FORMULAS by name, where they are measured.
     """
 
-    max_logit: PerHead
-    min_logit: PerHead
-    mean_logit: PerHead
-    capped_max_logit: PerHead
-    entropy: PerHead
-    entropy_min: PerHead
-    query_norm: PerHead
-    query_norm_max: PerHead
-    key_norm: Float[Tensor, " g"]
-    key_norm_max: Float[Tensor, " g"]
-    n_queries: Int[Tensor, " h"]
-    n_pairs: Int[Tensor, " h"]
-    n_keys: Int[Tensor, " g"]
+    max_logit: PerHead  #: largest, in nats; -inf where no pair is visible
+    min_logit: PerHead  #: smallest, in nats; +inf where no pair is visible
+    mean_logit: PerHead  #: mean over the `n_pairs` pairs, in nats
+    capped_max_logit: PerHead  #: largest after the cap, in nats
+    entropy: PerHead  #: mean over the `n_queries` rows, in nats, at least 0
+    entropy_min: PerHead  #: smallest of a row, in nats
+    query_norm: PerHead  #: mean L2 norm of q over the `n_queries` rows
+    query_norm_max: PerHead  #: largest L2 norm of q
+    key_norm: Float[Tensor, " g"]  #: mean L2 norm of k over `n_keys` keys
+    key_norm_max: Float[Tensor, " g"]  #: largest L2 norm of k
+    n_queries: Int[Tensor, " h"]  #: rows that see at least one key
+    n_pairs: Int[Tensor, " h"]  #: visible pairs
+    n_keys: Int[Tensor, " g"]  #: keys that were counted
     normalized_entropy: PerHead
     sink_share: PerHead
     share_above: PerHead
@@ -147,7 +147,8 @@ DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
 
 
 def merge(a: LogitStats, b: LogitStats) -> LogitStats:
-    """The statistics of both data sets as one. Associative and commutative up to rounding.
+    """The statistics of both data sets as one: extrema, and means weighted by their counts. Associative and commutative
+    up to rounding. Source: derived.
 
     Raises:
         InvalidValueError: the two have other numbers of heads.

@@ -94,27 +94,23 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowStats:
-    """Per query row; `n_keys` counts the keys it sees, and where that is 0 the other numbers mean nothing.
+    """Per query row; where `n_keys` is 0 the other numbers mean nothing."""
 
-    total: sum of logits. above: logits over the threshold. first_weight: weight on the first visible key.
-    product_norm: root of Σ(q·k)²; cos_total: sum of cosines; both over `n_products` pairs.
-    """
-
-    n_keys: Int[Tensor, "b h t"]
-    max_logit: PerRow
-    min_logit: PerRow
-    capped_max: PerRow
-    total: PerRow
-    above: PerRow
-    entropy: PerRow
-    first_weight: PerRow
-    product_norm: PerRow
-    cos_max: PerRow
-    cos_total: PerRow
-    n_products: Int[Tensor, "b h t"]
-    class_max: PerRowAndClass | None = None
-    class_mass: PerRowAndClass | None = None
-    class_keys: PerRowAndClass | None = None
+    n_keys: Int[Tensor, "b h t"]  #: visible keys
+    max_logit: PerRow  #: largest before the cap, in nats
+    min_logit: PerRow  #: smallest before the cap, in nats
+    capped_max: PerRow  #: largest after the cap, in nats
+    total: PerRow  #: sum of logits
+    above: PerRow  #: how many logits are over the threshold
+    entropy: PerRow  #: of the weights, in nats
+    first_weight: PerRow  #: weight on the first visible key
+    product_norm: PerRow  #: root of Σ(q·k)² over the pairs
+    cos_max: PerRow  #: largest cosine of q and k, in [-1, 1]
+    cos_total: PerRow  #: sum of cosines over the pairs
+    n_products: Int[Tensor, "b h t"]  #: pairs whose q and k were seen
+    class_max: PerRowAndClass | None = None  #: largest logit over the keys of each class
+    class_mass: PerRowAndClass | None = None  #: weight on the keys of each class, in [0, 1]
+    class_keys: PerRowAndClass | None = None  #: visible keys of each class
 
     @classmethod
     def nothing(cls, like: PerRow, keys: KeyClasses | None = None) -> RowStats:

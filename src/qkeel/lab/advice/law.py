@@ -22,9 +22,9 @@ Law = Json  # a fit as the evidence has it: coefficients, fitted, rates, half_wi
 class Expected:
     """A number that is expected of a single run, with an interval."""
 
-    value: float
-    low: float
-    high: float
+    value: float  #: the middle, or on a logarithmic scale its exponential
+    low: float  #: lower end of the interval
+    high: float  #: upper end
 
 
 def sizes(config: RunConfig) -> dict[str, float]:

@@ -26,7 +26,7 @@ _NEAREST = 2  # rows of evidence that are said where none is of the very size an
 class RemedyAdvice:
     """The expected effect of a remedy on a configuration."""
 
-    remedy: str
+    remedy: str  #: as a spec string
     gain: Expected | None
     """Held-out loss without it minus that with it, nats per byte, with its interval for one pair of runs; None where
     unknown."""

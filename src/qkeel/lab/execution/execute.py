@@ -53,10 +53,10 @@ class Execution:
 class StudyResult:
     """The result of a study: tables of all runs of the directory and of its long contexts, and the new failures."""
 
-    path: Path
-    table: Sequence[Json]
-    long_table: Sequence[Json]
-    failures: Sequence[Outcome]
+    path: Path  #: of the study's directory
+    table: Sequence[Json]  #: one row for each run that is done
+    long_table: Sequence[Json]  #: one row for each of them, method and length
+    failures: Sequence[Outcome]  #: runs that failed this time
 
 
 def make_plan(

@@ -30,10 +30,10 @@ _OF_THE_MACHINE = ("cpu_seconds", "tokens_per_second", "mfu")  # how long a run 
 class MergedStudy:
     """A merged study: its table, that of its long contexts, and how many of its runs have a result."""
 
-    path: Path
-    table: Sequence[Json]
-    long_table: Sequence[Json]
-    done: int
+    path: Path  #: of the merged directory
+    table: Sequence[Json]  #: one row for each run that is done
+    long_table: Sequence[Json]  #: one row for each of them, method and length
+    done: int  #: runs that have a result
 
 
 def merge_studies(sources: Sequence[str | Path], out: str | Path) -> MergedStudy:

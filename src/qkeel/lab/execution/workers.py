@@ -51,8 +51,8 @@ class Outcome:
 class Shard:
     """The i-th of n parts of a study, counted from 1: every n-th run, for one machine or array task each."""
 
-    index: int = 1
-    count: int = 1
+    index: int = 1  #: i, from 1 to n
+    count: int = 1  #: n, at least 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.index <= self.count:

@@ -13,7 +13,7 @@ from qkeel.monitor.alarms.rules import DEFAULT
 
 @final
 class AlarmLog:
-    """The alarms that have gone off: each rule warns once."""
+    """The alarms of `rules` that have gone off: each rule warns once."""
 
     def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
         self.rules = tuple(rules)

@@ -20,13 +20,12 @@ class Recording:
     """The records of a run so far. Up to `most` all of them; beyond, every 2nd, 4th, 8th …, the first and the last two.
 
     Thinning leaves the learning-rate clock exact: what a dropped record says of the rate goes into the next one kept.
+
+    layers: their names, in the order of the first axis of `heads`. planned: the learning rates of the run, if known.
+    most: records kept, at least 4.
     """
 
     def __init__(self, layers: Sequence[str] = (), *, planned: PlannedRates | None = None, most: int = MOST) -> None:
-        """Takes the names of layers in the order of the first axis of `heads`, and the planned rates if known.
-
-        most: records kept, at least 4.
-        """
         self.layers = tuple(layers)
         self.planned = planned
         self._most = max(4, most)

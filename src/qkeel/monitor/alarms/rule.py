@@ -60,9 +60,9 @@ class Alarm:
 class Rule(abc.ABC):
     """A condition on the history of a run; `source` says where its numbers come from."""
 
-    severity: Severity = Severity.ALARM
-    source: str = ""
-    remedy: str = HOLD
+    severity: Severity = Severity.ALARM  #: of its alarms
+    source: str = ""  #: paper, page or derivation, in words
+    remedy: str = HOLD  #: the line of code that an alarm advises
 
     @property
     def name(self) -> str:

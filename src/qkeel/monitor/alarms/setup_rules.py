@@ -34,9 +34,9 @@ class Resolution(Rule):
     this q and k; 1/√head_dim if not given. Eager needs none: max logits are recorded scaled.
     """
 
-    dtype: Literal["bf16", "fp16"]
-    kernel: Literal["fused", "eager"]
-    head_dim: int
+    dtype: Literal["bf16", "fp16"]  #: number format of q and k, or of the scores
+    kernel: Literal["fused", "eager"]  #: "eager" writes scores to memory
+    head_dim: int  #: d, numbers of one head's query
     scale: float | None = None
     tolerance: float = ROUNDING
     severity: Severity = Severity.ALARM
@@ -106,11 +106,11 @@ class IdleNorm(Rule):
     before. Where `gain_bound` is recorded, a logit above it raises the alarm at any step.
     """
 
-    kind: Literal["rms", "layer", "l2"]
-    head_dim: int
-    sides: tuple[Literal["query", "key"], ...] = ("query", "key")
+    kind: Literal["rms", "layer", "l2"]  #: the norm that is configured
+    head_dim: int  #: d, numbers of one head's query
+    sides: tuple[Literal["query", "key"], ...] = ("query", "key")  #: which of q and k it norms
     fresh: bool = True
-    tolerance: float = IDLE_TOLERANCE
+    tolerance: float = IDLE_TOLERANCE  #: relative deviation that is borne
     severity: Severity = Severity.ALARM
     source: str = "public code: five projects shipped norms that did nothing"
     remedy: str = LOOK

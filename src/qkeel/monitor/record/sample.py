@@ -18,18 +18,15 @@ HISTOGRAMS = ("max_logit", "entropy")  # fields whose distribution over the head
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """The measurements of one step.
-
-    step: optimizer steps done (forwards, where there is no optimizer); values: whole-model numbers by
-    records.STEP_FIELDS and VALUE_FIELDS; layers: names of the sites, constant over a run; heads: name by
-    records.HEAD_FIELDS -> [layers heads], NaN where a layer has fewer heads or it was not measured.
+    """The measurements of one step: numbers by name, of the whole model (records.STEP_FIELDS and VALUE_FIELDS) and of
+    each head (records.HEAD_FIELDS, NaN where a layer has fewer heads or it was not measured).
     """
 
-    step: int
-    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    layers: tuple[str, ...] = ()
-    heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    phase: Literal["train", "eval"] = "train"
+    step: int  #: optimizer steps done (forwards, where there is no optimizer)
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)  #: of the whole model
+    layers: tuple[str, ...] = ()  #: names of the sites, constant over a run
+    heads: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  #: [layers heads] each
+    phase: Literal["train", "eval"] = "train"  #: mode of the passes that were measured
 
     def __post_init__(self) -> None:
         if self.phase not in ("train", "eval"):

@@ -137,7 +137,7 @@ _LEVELS = {Severity.NOTICE: logging.INFO, Severity.ALARM: logging.WARNING, Sever
 
 @final
 class LoggingSink(Sink):
-    """One line of the standard library's log per sample, alarms as warnings and errors."""
+    """One line per sample in the standard library's log of the name `logger`, alarms as warnings and errors."""
 
     def __init__(self, logger: str = "qkeel") -> None:
         self.logger = logging.getLogger(logger)

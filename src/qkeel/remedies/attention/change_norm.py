@@ -230,9 +230,9 @@ def _check_lengths(remedy: ChangeNorm, target: Target, names: set[str]) -> None:
 class NormOptions(ChangeNorm):
     """The options of a norm with a gain; kind=l2 makes unit vectors, which need a scale other than 1/√d."""
 
-    kind: Literal["rms", "layer", "l2"] = "rms"
-    over: Over = "head"
-    gain: Gain = "dim"
+    kind: Literal["rms", "layer", "l2"] = "rms"  #: what the norm divides by
+    over: Over = "head"  #: the d numbers of one head, or all heads of a token ("layer")
+    gain: Gain = "dim"  #: the gain and its shape, see `qkeel.spec.RMSNorm`
 
     def __post_init__(self) -> None:
         check_choice(self.name, "kind", self.kind, KINDS)

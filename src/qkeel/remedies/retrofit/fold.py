@@ -29,8 +29,8 @@ from qkeel.spec.norm import Norm
 class Folded:
     """The factors written into weights, and those kept as they are, each with the reason."""
 
-    written: tuple[str, ...]
-    kept: tuple[str, ...]
+    written: tuple[str, ...]  #: sentences, one for each factor
+    kept: tuple[str, ...]  #: sentences, one for each factor
 
     def __str__(self) -> str:
         return "\n".join([*(f"folded {line}" for line in self.written), *(f"kept {line}" for line in self.kept)])

@@ -64,8 +64,8 @@ class Fitting:
 class Retrofit(Handle):
     """A norm in a trained model: `report` says what it cost; `remove()` gives the old model back bit for bit.
 
-    While it is blended in, `share` goes from 0 to 1 with the optimizer's steps; `state()` and `load()` carry it over a
-    checkpoint.
+    It is made by `retrofit`. While it is blended in, `share` goes from 0 to 1 with the optimizer's steps; `state()` and
+    `load()` carry it over a checkpoint.
     """
 
     def __init__(self, undo: Callable[[], None], report: RetrofitReport, norms: list[SiteNorm], steps: int) -> None:

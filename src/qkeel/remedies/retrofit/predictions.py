@@ -19,14 +19,10 @@ from qkeel.sites.see.running_modules import tensors
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The distance of a changed model from the old one on the batches given.
+    """The distance of a changed model from the old one on the batches given."""
 
-    `kl`: mean over tokens of KL(old ‖ new) of the predicted distributions, in nats. `loss`: the new loss of the next
-    tokens minus the old one, in nats; None where there is no such loss.
-    """
-
-    kl: float
-    loss: float | None
+    kl: float  #: mean over tokens of KL(old ‖ new) of the predicted distributions, in nats
+    loss: float | None  #: of the next tokens, new minus old, in nats; None where there is no such loss
 
     def __str__(self) -> str:
         return f"KL {self.kl:.4g}" + ("" if self.loss is None else f", loss {self.loss:+.4g}")
@@ -35,13 +31,12 @@ class Gap:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGap:
-    """One site: KL of its attention weights (per head) with gains as they start and as fitted, and the model's gap if
-    this site alone is normed."""
+    """One site: KL of its attention weights, and the model's gap if this site alone is normed."""
 
-    name: str
-    attention_kl_naive: tuple[float, ...]
-    attention_kl: tuple[float, ...]
-    alone: Gap
+    name: str  #: of the site
+    attention_kl_naive: tuple[float, ...]  #: KL per head in nats, gains as they start
+    attention_kl: tuple[float, ...]  #: KL per head in nats, gains as fitted
+    alone: Gap  #: of the model with a norm at this site alone
 
     def __str__(self) -> str:
         before, after = (sum(v) / len(v) for v in (self.attention_kl_naive, self.attention_kl))
@@ -53,15 +48,14 @@ class LayerGap:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RetrofitReport:
-    """The gap to the old model with naive gains, with fitted ones, with queries balanced against keys, and after
-    distillation; None for what was not done or did not help."""
+    """The gap to the old model after each stage of a retrofit; None for what was not done or did not help."""
 
-    old_loss: float | None
-    naive: Gap
-    fitted: Gap
-    balanced: Gap | None
-    distilled: Gap | None
-    layers: tuple[LayerGap, ...]
+    old_loss: float | None  #: of the next tokens, in nats; None where there is no such loss
+    naive: Gap  #: with gains as they start
+    fitted: Gap  #: with gains as fitted
+    balanced: Gap | None  #: with queries balanced against keys
+    distilled: Gap | None  #: after distillation
+    layers: tuple[LayerGap, ...]  #: one for each site
 
     @property
     def gap(self) -> Gap:

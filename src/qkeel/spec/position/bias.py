@@ -37,7 +37,7 @@ class ALiBi(Position):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kerple(Position):
-    """Logits z plus a learned kernel of the distance, per head: -p ln(1 + a|i - j|) (log) or -a|i - j|^p (power).
+    """Logits z plus a learned kernel of the distance, per head: -p ln(1 + a|i - j|) (kind log) or -a|i - j|^p (power).
 
     a starts in (0, 1), p in (0, 2), spread evenly over the heads where the source draws them at random.
     Source: Chi et al. 2022, arXiv 2205.09921.

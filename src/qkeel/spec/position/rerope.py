@@ -27,9 +27,9 @@ class ReRope(Position):
     Source: Su 2023, kexue.fm 9708.
     """
 
-    window: int
-    base: float = 10_000.0
-    rotary: float = 1.0
+    window: int  #: w, in tokens
+    base: float = 10_000.0  #: of RoPE's frequencies
+    rotary: float = 1.0  #: share of a head that is rotated
     kind = "rerope"
     folds = False
     rounded = False  # are positions beyond the window whole?

@@ -58,7 +58,7 @@ class NoStretch(Stretch):
 class PI(Stretch):
     """Position interpolation: θ / factor. Source: Chen et al. 2023, arXiv 2306.15595."""
 
-    factor: float
+    factor: float  #: test length / training length, at least 1
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor)
@@ -78,8 +78,8 @@ class NTK(Stretch):
     Formulas: functional.rope_frequencies. Source: kexue.fm 9706. "exact" is the base that transformers uses.
     """
 
-    factor: float
-    kind: Literal["old", "exact", "fixed", "mixed"] = "old"
+    factor: float  #: test length / training length, at least 1
+    kind: Literal["old", "exact", "fixed", "mixed"] = "old"  #: which of the published formulas
     power: float = 0.625
 
     def __post_init__(self) -> None:
@@ -108,8 +108,8 @@ class DynamicNTK(Stretch):
     its own, so keys must be kept unrotated. Source: emozilla 2023, as in transformers ("dynamic").
     """
 
-    train_length: int
-    factor: float = 1.0
+    train_length: int  #: L, in tokens, at least 2
+    factor: float = 1.0  #: at least 1
     follows_length = True
 
     def __post_init__(self) -> None:
@@ -133,10 +133,10 @@ class YaRN(Stretch):
     Source: Peng et al. 2023, arXiv 2309.00071.
     """
 
-    factor: float
-    train_length: int
-    fast: float = 32.0
-    slow: float = 1.0
+    factor: float  #: test length / training length, at least 1
+    train_length: int  #: tokens, at least 2
+    fast: float = 32.0  #: turns in training above which a pair stays
+    slow: float = 1.0  #: turns below which it is interpolated
     ramp: f.Ramp = "code"
     attention_factor: float | None = None
 
@@ -167,10 +167,10 @@ class YaRN(Stretch):
 class Llama3(Stretch):
     """Llama 3.1's frequencies, see functional.rope_frequencies.llama3."""
 
-    factor: float
-    train_length: int
-    low: float = 1.0
-    high: float = 4.0
+    factor: float  #: test length / training length, at least 1
+    train_length: int  #: tokens, at least 2
+    low: float = 1.0  #: turns in training below which a pair is slowed by the whole factor
+    high: float = 4.0  #: turns above which it stays
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor, train_length=self.train_length)

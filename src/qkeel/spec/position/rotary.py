@@ -107,9 +107,9 @@ class Rope(Position):
     norm-then-rotate is the one that keeps scores a function of the distance.
     """
 
-    base: float = 10_000.0
+    base: float = 10_000.0  #: of the frequencies base^(-2i/d)
     rotary: float = 1.0
-    pairing: Pairing = "half"
+    pairing: Pairing = "half"  #: which two numbers turn together, see functional.rope.rotate
     order: Order = "norm_then_rotate"
     stretch: Stretch = dataclasses.field(default_factory=NoStretch)
     kind = "rope"
@@ -191,7 +191,7 @@ class SlidingWindow(Position):
     Source: Child et al. 2019, arXiv 1904.10509; Beltagy et al. 2020, arXiv 2004.05150.
     """
 
-    window: int
+    window: int  #: tokens, at least 1
     inner: Position = dataclasses.field(default_factory=Rope)
     kind = "window"
 
@@ -255,8 +255,8 @@ class XPos(Position):
     Source: Sun et al. 2022, arXiv 2212.10554 (LeX), torchscale.
     """
 
-    base: float = 10_000.0
-    scale: float = 512.0
+    base: float = 10_000.0  #: of RoPE's frequencies
+    scale: float = 512.0  #: tokens over which scores fade by ζ
     kind = "xpos"
 
     def __post_init__(self) -> None:
