@@ -13,8 +13,8 @@ import qkeel
 from qkeel.errors import InvalidValueError, QkeelWarning, RefusedError
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.nn import MLA, Attention
+from qkeel.remedies import qk_clip
 from qkeel.sites import Tap
-from qkeel.sites.see.intercept import Interceptor
 
 from .models import D_MODEL, attention, decoder, mla, tokens
 
@@ -402,8 +402,6 @@ def test_a_step_with_nothing_over_the_threshold_touches_no_weight(monkeypatch: p
 def test_on_an_accelerator_all_sites_are_multiplied_and_one_leaves_weights_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from qkeel.remedies import qk_clip
-
     from .test_steps import HostReads
 
     monkeypatch.setattr(qk_clip, "_readable", lambda tensor: False)
@@ -453,8 +451,8 @@ def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on
 
     model = loud(attention(torch.float32, 4), *SCALES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monkeypatch.setattr(qk_clip, "maxima", boom)
     with qkeel.apply("qk_clip:threshold=1", model, optimizer):
-        monkeypatch.setattr(Interceptor, "_read", boom)
         said = "qk_clip failed while it read logits and clips no more: ValueError: boom"
         with pytest.warns(QkeelWarning, match=said):
             model(inputs())
