@@ -36,6 +36,8 @@ Measure = Callable[[Seen], LogitStats | None]
 MeasureRows = Callable[[AttentionCall, KernelRows], LogitStats | None]
 
 
+_SELDOM = 17  # a prime: batches of kinds that take turns are all met
+
 _OFF = "qkeel's tap met a fault and switched itself off: {}. The model runs on unwatched"
 
 
@@ -98,7 +100,8 @@ class Tap(Handle):
         self.sites = Sites()  # those that are known: how to see them
         self.latest: LastPass | None = None  # of those in training
         self._keeps = keeps
-        self.own_alone = False
+        self.own_alone, self.others = False, False  # others: attention that is not of qkeel's modules was seen
+        self._begun: dict[Phase, int] = {"train": 0, "eval": 0}  # passes
         self._below: bool | None = None  # whether operators must be seen, where no sites are known
         self.compiled = False  # whether any pass so far ran compiled code
         self._due = due or (lambda training, _: "statistics" if training or not when_training else "nothing")
@@ -120,6 +123,14 @@ class Tap(Handle):
     def phase(self) -> Phase:
         """The phase of a pass that ran now."""
         return "train" if self.model.training else "eval"
+
+    def looks_for_others(self, phase: Phase) -> bool:
+        """Returns whether the pass that begins, of a model with modules of qkeel's, is searched for other attention.
+
+        That costs a callback per operator: two passes are searched, and one in 17 from then on until one has some.
+        """
+        n, self._begun[phase] = self._begun[phase], self._begun[phase] + 1
+        return not self.own_alone and (self.others or n < 2 or n % _SELDOM == 0)
 
     def has(self, phase: Phase) -> bool:
         """True if there is anything to read."""
@@ -286,12 +297,14 @@ class _Pass:
         visit = self.tap.visitor.looking(self.phase) if self.kept is None else None
         if visit is not None:
             around.callback(visit.remove)
+        own = False
         for name, module in self.tap.model.named_modules():
             if isinstance(module, SpecModule):
+                own = True
                 observer = self._observer(name)
                 module.observers.append(observer)
                 around.callback(module.observers.remove, observer)
-        if not self.tap.own_alone:
+        if not own or self.tap.looks_for_others(self.phase):
             interceptor = Interceptor(
                 self.tap.model,
                 self._foreign,
@@ -323,6 +336,7 @@ class _Pass:
     def _foreign(self, sighting: Sighting) -> None:
         if not self.tap.active:
             return
+        self.tap.others = True
         self.tap.tell_guess(sighting)
         rows, reads, measure = sighting.rows, self.tap.measure_rows, None
         if rows is not None and reads is not None and isinstance(sighting.call, AttentionCall):
