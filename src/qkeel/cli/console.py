@@ -74,8 +74,7 @@ class StudyView:
         """Prints the line of a run that is over."""
         self.over += 1
         run = self.runs[outcome.directory]
-        config, part = run.config, f"{run.role}, " if run.form else ""
-        name = f"[{self.over}/{len(self.runs)}] {part}{run.name}, lr {config.optim.lr:g}, seed {config.seed}"
+        name = f"[{self.over}/{len(self.runs)}] {run.title}"
         self.console.print(escape(f"{name}: {self._result(outcome)}"), highlight=False, soft_wrap=True)
 
     def _result(self, outcome: Outcome) -> str:

@@ -151,6 +151,12 @@ class PlannedRun:
         """The label that is compared: the attention form, or the remedy."""
         return self.form or self.config.remedy
 
+    @property
+    def title(self) -> str:
+        """The words that tell it from the other runs of its study: role, name, rate and seed."""
+        role = "" if self.role == "grid" else f"{self.role}, "
+        return f"{role}{self.name}, lr {self.config.optim.lr:g}, seed {self.config.seed}"
+
     def entry(self) -> Json:
         """The run's line in study.json."""
         config = self.config

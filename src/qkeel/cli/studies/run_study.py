@@ -102,9 +102,8 @@ def _print_tables(console: Console, plan: Plan, result: StudyResult) -> None:
 
 def _dry_run(console: Console, plan: Plan, out: Path, left: Sequence[PlannedRun], jobs: int) -> int:
     for run in plan.runs:
-        config, part = run.config, "" if run.role == "grid" else f"{run.role}, "
         state = "to do" if run in left else "done, or another shard's"
-        about = f"{part}{run.name}, lr {config.optim.lr:g}, seed {config.seed}, {config.steps} steps: {state}"
+        about = f"{run.title}, {run.config.steps} steps: {state}"
         print_line(console, f"{run_directory(out, run).name}  {about}")
     console.print(f"about {spent(estimate_seconds(left, jobs))} on this machine; nothing was written", highlight=False)
     return OK
