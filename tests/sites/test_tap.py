@@ -185,3 +185,17 @@ def test_where_the_number_of_key_heads_is_known_no_keys_are_compared_which_would
             found.append(tap.read()["0"])
     assert same(*found)
     assert len(found[1].key_norm) == 2
+
+
+def test_the_inside_of_own_modules_is_not_followed_which_would_wait_for_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def followed(*_: object, **__: object) -> None:
+        raise AssertionError("followed")
+
+    monkeypatch.setenv("QKEEL_NATIVE", "0")  # by operators of torch, one by one
+    monkeypatch.setattr(intercept.Interceptor, "_read", followed)
+    model = nn.Sequential(Attention(16, 4), Attention(16, 2))
+    with Tap(model) as tap:
+        model(torch.randn(2, 5, 16))  # the first pass, which is searched for attention of others; a fault would warn
+        assert set(tap.read()) == {"0", "1"}

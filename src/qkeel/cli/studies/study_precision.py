@@ -7,19 +7,19 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
 from cyclopts import Parameter
 
 from qkeel.cli.console import make_console, numbers, print_line
 from qkeel.cli.exits import OK, command_line
 from qkeel.errors import InvalidValueError
+from qkeel.lab.config import RunConfig
 from qkeel.lab.execution.results_table import write_table
 from qkeel.lab.studies import precision
+from qkeel.lab.training.environment import computed_with
 from qkeel.records import write_text
 from qkeel.records.disk import make_directory
 from qkeel.records.made_on import made_on
 from qkeel.report.precision_page import precision_page
-from qkeel.version import VERSION
 
 _SEVERAL = Parameter(consume_multiple=True, negative_iterable=(), show_default=False)
 
@@ -48,12 +48,13 @@ def study_precision(
     table = list(precision.rows(shape, remedies=remedies or tuple(precision.REMEDIES), seed=seed))
     write_table(out, table, precision.COLUMNS)
     lines = precision.thresholds(table)
+    versions = computed_with(RunConfig(device="cpu"))
     made = {
         "Made": time.strftime("%Y-%m-%d %H:%M"),
-        "qkeel": VERSION,
-        "torch": torch.__version__,
+        "qkeel": versions["qkeel"],
+        "torch": versions["torch"],
         "Python": platform.python_version(),
-        "Processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "Processor": versions["cpu"],
         **{name.capitalize(): value for name, value in made_on().items()},
     }
     write_text(out / "report.html", precision_page(table, lines, precision.TOLERANCE, made, command_line()))
