@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, final
@@ -21,6 +20,7 @@ from qkeel.monitor import Cadence, Rule, Sink
 from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch
+from qkeel.patching.compiler_state import running_frames
 from qkeel.records import layer_fields, write_bytes
 from qkeel.sites.kept_state import same_random_streams
 
@@ -171,10 +171,8 @@ def _example(loader: Foreign, model: nn.Module) -> object:
 
 def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
     """The handler that is calling this callback: the Trainer gives its callbacks no other way to each other."""
-    frame = sys._getframe()
-    while frame is not None:
+    for frame in running_frames():
         owner = frame.f_locals.get("self")
         if isinstance(owner, CallbackHandler) and any(one is callback for one in owner.callbacks):
             return owner
-        frame = frame.f_back
     return None

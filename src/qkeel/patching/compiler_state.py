@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,14 @@ def constant_when_compiled(function: AnyFunction) -> AnyFunction:
     torch.compiler.assume_constant_result, which would import the compiler together with qkeel."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def running_frames() -> Iterator[FrameType]:
+    """The frames of Python that are running in this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def recomputing() -> bool:

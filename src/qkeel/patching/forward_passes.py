@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as calls
 
 from qkeel.handle import Handle
-from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, uncompiled
+from qkeel.patching.compiler_state import is_compiled, recomputing, run_uncompiled, running_frames, uncompiled
 from qkeel.patching.guard import Guard
 from qkeel.patching.module_tables import hooks_before
 from qkeel.patching.parallel_training import inferring_shapes
@@ -144,7 +143,7 @@ class _Running:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.error = sys.exception()  # one that is being handled around the call
-        self.frame = next((f for f in _frames() if f.f_code.co_filename == calls.__file__), None)
+        self.frame = next((f for f in running_frames() if f.f_code.co_filename == calls.__file__), None)
 
     @property
     def failing(self) -> bool:
@@ -157,15 +156,8 @@ class _Running:
         return (
             self.frame is not None
             and self.thread == threading.get_ident()
-            and not any(f is self.frame for f in _frames())
+            and not any(f is self.frame for f in running_frames())
         )
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 class _Hook:

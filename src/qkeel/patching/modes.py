@@ -84,29 +84,9 @@ class FunctionMode(TorchFunctionMode, abc.ABC):
         """The call was made and returned `out`; `more` is None but for what was computed in its place."""
 
 
-class OperatorMode(TorchDispatchMode):
-    """A mode that passes every operator to `read`, after it ran, and changes nothing. It sees what runs under torch's
-    functions: inside torch.jit.script, torch.func.vmap and compiled C++ code."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, read: Callable[[str, Args, Kwargs, Any], None], guard: Guarded = unguarded) -> None:
-        super().__init__()
-        self._read, self._guard = read, guard
-
-    def __torch_dispatch__(
-        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            out = func(*args, **kwargs)
-            with _recording():
-                self._guard(self._read, function_name(func), args, kwargs, out)
-        return out
-
-
 class RecordingMode(TorchDispatchMode):
-    """A mode that passes every operator itself to `note`, with its arguments and what came out, and changes nothing."""
+    """A mode that passes every operator to `note`, after it ran, with its arguments and what came out, and changes
+    nothing. It sees what runs under torch's functions: inside torch.jit.script, torch.func.vmap and compiled C++."""
 
     supports_higher_order_operators = True
 
@@ -122,6 +102,17 @@ class RecordingMode(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._note(func, args, kwargs, out)
         return out
+
+
+class OperatorMode(RecordingMode):
+    """A recording mode that passes on the operator's name, and in which autograd records what is computed of it."""
+
+    def __init__(self, read: Callable[[str, Args, Kwargs, Any], None], guard: Guarded = unguarded) -> None:
+        def note(function: Function, args: Args, kwargs: Kwargs, out: object) -> None:
+            with _recording():
+                guard(read, function_name(function), args, kwargs, out)
+
+        super().__init__(note)
 
 
 class CollectiveMode(TorchDispatchMode):

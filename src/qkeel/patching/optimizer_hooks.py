@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from qkeel.handle import Handle
+from qkeel.patching.compiler_state import running_frames
 
 Act = Callable[[Optimizer], None]
 
@@ -140,9 +141,4 @@ def runs_step_hooks(optimizer: Optimizer) -> bool:
 def stepping() -> bool:
     """True if an optimizer's step is under way in this thread."""
     home = sys.modules[Optimizer.__module__].__file__
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename == home:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename == home for frame in running_frames())

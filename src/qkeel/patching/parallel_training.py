@@ -13,6 +13,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.join import Joinable
 
+from qkeel.patching.compiler_state import running_frames
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
@@ -46,11 +48,8 @@ def inferring_shapes() -> bool:
 def _stage_frames() -> Iterator[FrameType]:
     """The frames of torch's module of stages that are running, the innermost first."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    frame = None if module is None else sys._getframe(1)
-    while frame is not None:
-        if module is not None and frame.f_code.co_filename == module.__file__:
-            yield frame
-        frame = frame.f_back
+    if module is not None:
+        yield from (frame for frame in running_frames() if frame.f_code.co_filename == module.__file__)
 
 
 def collective_of(operator: object, args: Sequence[object]) -> tuple[int, ...] | None:

@@ -24,20 +24,11 @@ from qkeel.spec.call import make_call
 from qkeel.spec.shapes import PerRow
 
 # Arguments that change what is computed, and at which values they don't.
-_UNREAD: dict[str, tuple[object, ...]] = {
-    "attention_chunk": (None, 0),
-    "block_table": (None,),
-    "k_descale": (None,),
-    "learnable_sink": (None,),
-    "mask_mod": (None,),
-    "num_heads_q": (None,),
-    "page_table": (None,),
-    "q_descale": (None,),
-    "qv": (None,),
-    "score_mod": (None,),
-    "seqused_k": (None,),
-    "seqused_q": (None,),
-}
+_UNREAD = {"attention_chunk": (None, 0)} | dict.fromkeys(
+    ("block_table", "k_descale", "learnable_sink", "mask_mod", "num_heads_q", "page_table")
+    + ("q_descale", "qv", "score_mod", "seqused_k", "seqused_q"),
+    (None,),
+)
 
 
 class UnreadError(QkeelError, NotImplementedError):

@@ -33,12 +33,14 @@ NORMS = WHOLE_NORMS | {"RsqrtBackward0", "LinalgVectorNormBackward0", "NormBackw
 _ENDS = ("Softmax", "ScaledDotProduct", "Embedding", "Gelu", "CrossEntropy", "NllLoss")
 _TURNS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "TransposeBackward1"})
 _PARTS = ("Slice", "Split", "Select", "Narrow", "Unbind", "Index")
-# What moves the numbers of parameters about, interpolates or adds them, or multiplies them by a constant.
+# What moves numbers about.
 MOVES = (
-    *("View", "UnsafeView", "ReshapeAlias", "AsStrided", "Alias", "Transpose", "Permute", "TBackward", "Slice", "Mul"),
-    *("Split", "Cat", "Stack", "Unbind", "Select", "Index", "Unsqueeze", "Squeeze", "Expand", "Clone", "ToCopy", "Div"),
-    *("Neg", "Repeat", "Roll", "Flip", "Unfold", "Embedding", "Gather", "Upsample", "AddBackward"),
+    *("View", "UnsafeView", "ReshapeAlias", "AsStrided", "Alias", "Transpose", "Permute", "TBackward", "Slice"),
+    *("Split", "Cat", "Stack", "Unbind", "Select", "Index", "Unsqueeze", "Squeeze", "Expand", "Clone", "ToCopy"),
+    *("Neg", "Repeat", "Roll", "Flip", "Unfold"),
 )
+# What does so with the numbers of parameters, interpolates or adds them, or multiplies them by a constant.
+_OF_PARAMETERS = (*MOVES, "Mul", "Div", "Embedding", "Gather", "Upsample", "AddBackward")
 _LIMIT = 4000
 
 
@@ -134,7 +136,7 @@ def leaves_of(start: Node, stops: set[Node]) -> list[Node] | None:
             return None
         if variable_of(node) is not None:
             found.append(node)
-        elif not node.name().startswith(MOVES):
+        elif not node.name().startswith(_OF_PARAMETERS):
             return None
         queue += [n for n, _ in node.next_functions if n is not None]
     return found

@@ -12,14 +12,9 @@ from torch.autograd.graph import Node
 from qkeel.functional.norms import widest
 from qkeel.patching.graph_nodes import normalized_shape, saved_gain, saved_operand
 from qkeel.sites.site import Kind
-from qkeel.sites.weights.autograd_walk import variable_of
+from qkeel.sites.weights.autograd_walk import MOVES, variable_of
 
-# What moves numbers about or adds them up: it keeps lengths, or stretches them by what a probe shows.
-_MOVES = (
-    *("View", "UnsafeView", "ReshapeAlias", "AsStrided", "Alias", "Transpose", "Permute", "TBackward", "Slice"),
-    *("Split", "Cat", "Stack", "Unbind", "Select", "Index", "Unsqueeze", "Squeeze", "Expand", "Clone", "ToCopy"),
-    *("Neg", "Repeat", "Roll", "Flip", "Unfold"),
-)
+# Besides MOVES what adds numbers up: both keep lengths, or stretch them by what a probe shows.
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0")
 _CASTS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Expand", "ToCopy", "Clone", "AddBackward0")
 _ROOTS = ("Rsqrt", "Sqrt", "Pow", "Reciprocal", "ClampMin", "ClampBackward", *_CASTS)
@@ -78,7 +73,7 @@ def _onward(at: _At, names: dict[int, str]) -> list[_At] | None:
     """The inputs of a node that is no norm; None where the walk ends."""
     node, inputs = at.node, _inputs(at.node)
     name = node.name()
-    if name.startswith(_MOVES):
+    if name.startswith(MOVES):
         return [dataclasses.replace(at, node=n) for n in inputs]
     if not name.startswith(_SUMS):
         return None
