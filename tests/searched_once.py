@@ -21,8 +21,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from qkeel.sites import find
-from qkeel.sites.bound import bound
 from qkeel.sites.missed import Sites
+from qkeel.sites.named_models import bound
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FOUND: dict[bytes, Sites] = {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qkeel import find_sites
 from qkeel.errors import InvalidValueError, QkeelWarning
-from qkeel.sites.short_example import ROWS, TOKENS, shorter
+from qkeel.sites.example import ROWS, TOKENS, shorter
 
 H, D, B, T = 2, 4, 6, 100
 Passes = list[tuple[tuple[int, ...], bool]]  # the shape of the input, and whether there was a graph

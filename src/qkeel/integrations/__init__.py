@@ -5,7 +5,7 @@ One file each; the outside library is imported there, when it is used.
 
 import importlib
 
-from qkeel.monitor.record.sink_table import SINKS, sink, sinks
+from qkeel.monitor.record.sinks import SINKS, sink, sinks
 
 __all__ = ["SINKS", "register_attention", "sink", "sinks"]
 

@@ -21,10 +21,9 @@ from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.rule import Alarm, Rule
 from qkeel.monitor.alarms.setup_rules import rules_for
 from qkeel.monitor.cadence import Cadence
-from qkeel.monitor.measure.call_statistics import CallStatistics, Wanted
+from qkeel.monitor.measure.call_statistics import CallStatistics, SettingSeen, Wanted
 from qkeel.monitor.measure.logit_changes import LogitChanges
 from qkeel.monitor.measure.query_mask import QueryMask
-from qkeel.monitor.measure.run_setting import SettingSeen
 from qkeel.monitor.measure.step_numbers import StepNumbers
 from qkeel.monitor.measure.token_classes import Classes, PassTokens
 from qkeel.monitor.measure.watched_models import WatchedModels

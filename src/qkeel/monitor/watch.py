@@ -19,8 +19,8 @@ from qkeel.monitor.measure.call_statistics import Wanted
 from qkeel.monitor.measure.query_mask import Given, QueryMask
 from qkeel.monitor.measure.token_classes import Classes, GivenClasses
 from qkeel.monitor.monitor import Monitor, watched
-from qkeel.monitor.record import sink_table
 from qkeel.monitor.record.sinks import RunDirectorySink, Sink
+from qkeel.monitor.record.sinks import sinks as named_sinks
 from qkeel.sites.example import arguments
 from qkeel.sites.named_models import Models, named_models, sites_of_each
 
@@ -149,7 +149,7 @@ def _sinks(given: Sink | str | Path) -> tuple[Sink, ...]:
     """The sinks that one entry asks for: a text names some, or is the path of a run directory."""
     if isinstance(given, Sink):
         return (given,)
-    return sink_table.sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
+    return named_sinks(given) if isinstance(given, str) else (RunDirectorySink(given),)
 
 
 def _optimizer(given: object, models: Sequence[nn.Module]) -> torch.optim.Optimizer:

@@ -20,13 +20,13 @@ from qkeel.nn.mla import MLA
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.patching.module_tables import parameters_of
 from qkeel.patching.parallel_training import gathered
-from qkeel.sites.bound import bound
 from qkeel.sites.calls.head_layout import Layout
+from qkeel.sites.example import ShortExample, first_row, shorter
 from qkeel.sites.missed import Sites
+from qkeel.sites.named_models import bound
 from qkeel.sites.on_meta import on_meta, with_values
 from qkeel.sites.plain_passes import heads_seen
 from qkeel.sites.probe import SEARCH, probe, spread
-from qkeel.sites.short_example import ShortExample, first_row, shorter
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
 from qkeel.sites.verify.site_experiment import verified
 from qkeel.sites.weights.norm_gains import spec_gains

@@ -1,4 +1,4 @@
-"""The state of a model that a forward pass may change: kept before it, put back after it; and its arguments."""
+"""The state of a model that a forward pass may change, put back after it; its arguments, kept to make it again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from qkeel.patching.graph_nodes import version_of
+from qkeel.patching.modes import Args
 from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
 
 
@@ -126,3 +127,43 @@ def _keep_values(tensors: list[Tensor]) -> Callable[[], None]:
                 x.copy_(value)
 
     return restore
+
+
+@final
+class LastPass:
+    """The arguments of a pass, without the graph that made them, and whether it ran under autocast.
+
+    They are kept, not copied: until the next training pass begins, or the tap is removed, the tensors of one batch stay
+    alive. A loop that keeps its batch until it has the next one needs no more memory for that.
+    """
+
+    def __init__(self, model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> None:
+        self.args = tuple(map(_detached, args))
+        self.kwargs = {name: _detached(value) for name, value in kwargs.items()}
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
+        self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+
+    @contextmanager
+    def setting(self, model: nn.Module) -> Iterator[None]:
+        """While it lasts the model is in training mode, under the autocast of the pass."""
+        modes = [(module, module.training) for module in model.modules()]
+        enabled, dtype = self._cast
+        if not model.training:
+            model.train()
+        try:
+            with torch.autocast(self._device, dtype=dtype, enabled=enabled):
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _detached(value: object) -> object:
+    if type(value) is dict:
+        return {name: _detached(part) for name, part in value.items()}
+    if type(value) is list:
+        return [_detached(part) for part in value]
+    if type(value) is tuple:
+        return tuple(_detached(part) for part in value)
+    return value.detach() if isinstance(value, Tensor) else value

@@ -19,10 +19,8 @@ from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.forward_passes import ForwardPasses, extra_of_another, extra_pass, get_idle, idle
 from qkeel.patching.guard import Guard
 from qkeel.patching.modes import Args, Kwargs, leave
-from qkeel.sites.calls.logit_statistics import Seen, maxima, statistics
-from qkeel.sites.calls.site_statistics import SiteStatistics
-from qkeel.sites.kept_state import copied, undisturbed
-from qkeel.sites.last_pass import LastPass
+from qkeel.sites.calls.logit_statistics import Seen, SiteStatistics, maxima, statistics
+from qkeel.sites.kept_state import LastPass, copied, undisturbed
 from qkeel.sites.missed import Sites
 from qkeel.sites.probe import spread
 from qkeel.sites.see.bracket import BracketMode

@@ -1,4 +1,4 @@
-"""The records of a run that goes on: append one, read the history; bounded in memory and time, however long it is."""
+"""The records of a run that goes on, bounded in memory and time however long it is; and the alarms that they raised."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 from qkeel.errors import ShapeError
 from qkeel.monitor.alarms.history import History, envelope, number
 from qkeel.monitor.alarms.planned_rates import PlannedRates
+from qkeel.monitor.alarms.rule import Alarm, Rule
+from qkeel.monitor.alarms.rules import DEFAULT
 
 MOST = 512  # records kept: a power law through 512 points is as good as through 100,000, and a rule reads them all
 _TAIL = 2  # the newest records are always kept: rules compare the last with the one before
@@ -147,3 +149,35 @@ class Recording:
             room = max((len(column) for column in self._columns.values()), default=4)
             self._columns[key] = np.full((room, *shape), np.nan, dtype=dtype)
         return self._columns[key]
+
+
+@final
+class AlarmLog:
+    """The alarms of `rules` that have gone off: each rule warns once."""
+
+    def __init__(self, rules: Sequence[Rule] = DEFAULT) -> None:
+        self.rules = tuple(rules)
+        self.alarms: list[Alarm] = []
+
+    def update(self, history: History) -> list[Alarm]:
+        """The alarms that the last record raises for the first time."""
+        said = {alarm.rule for alarm in self.alarms}
+        fresh = [rule for rule in self.rules if rule.name not in said] if len(history) else []
+        new = [alarm for rule in fresh if (alarm := rule.check(history)) is not None]
+        self.alarms += new
+        return new
+
+
+def replay(history: History, rules: Sequence[Rule] = DEFAULT) -> list[Alarm]:
+    """Every alarm of a run, in the order they would have been raised while it went on.
+
+    >>> import numpy as np
+    >>> [alarm.rule for alarm in replay(History(steps=np.arange(2), values={"train_loss": np.ones(2)}, heads={}))]
+    []
+    """
+    log, recording = AlarmLog(rules), Recording(history.layers, planned=history.planned)
+    for n in range(len(history)):
+        values = {name: v[n] for name, v in history.values.items()} | {"step": history.steps[n]}
+        recording.append(values, {name: v[n] for name, v in history.heads.items()})
+        log.update(recording.history)
+    return log.alarms

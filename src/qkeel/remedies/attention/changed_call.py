@@ -27,8 +27,7 @@ from qkeel.remedies.attention.small_masks import MASKING, SmallMasks
 from qkeel.remedies.base import Args, Kwargs
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.hidden_pairs import HIDES
-from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
-from qkeel.sites.see.sdpa import hiding, mha_mask
+from qkeel.sites.see.sdpa import hiding, mha_mask, sdpa_arguments
 from qkeel.spec import AttentionSpec
 from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.normalizer import Normalizer

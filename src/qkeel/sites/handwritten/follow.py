@@ -21,16 +21,14 @@ from qkeel.patching.graph_nodes import base_of
 from qkeel.patching.modes import Args, Kwargs
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.handwritten.added_masks import MASKS, hidden_by_sum
-from qkeel.sites.handwritten.concatenation import CATS, joined
 from qkeel.sites.handwritten.lost_scores import LostScores, is_lost
+from qkeel.sites.handwritten.masked_scores import MASKS, hidden_by_sum, hidden_through_view, written
 from qkeel.sites.handwritten.products import PRODUCTS, Product, along_keys, product
-from qkeel.sites.handwritten.rearranged import rearranged
+from qkeel.sites.handwritten.rearranged import CATS, joined, rearranged
 from qkeel.sites.handwritten.score_operators import ELEMENTWISE, READS, VIEWS
 from qkeel.sites.handwritten.seen_call import seen_call
 from qkeel.sites.handwritten.sums import SUMS, added, depends_on_input, factors_of, mixed
 from qkeel.sites.handwritten.tags import Lost, Powers, RowTop, Scores, Tag, Tags, Weights
-from qkeel.sites.handwritten.written_scores import hidden_through_view, written
 from qkeel.sites.handwritten.written_softmax import OUTER, outer, over_last, raised, row_top
 from qkeel.sites.see.running_modules import Frame
 

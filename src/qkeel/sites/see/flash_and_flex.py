@@ -24,11 +24,9 @@ from qkeel.spec.call import make_call
 from qkeel.spec.shapes import PerRow
 
 # Arguments that change what is computed, and at which values they don't.
-_UNREAD = {"attention_chunk": (None, 0)} | dict.fromkeys(
-    ("block_table", "k_descale", "learnable_sink", "mask_mod", "num_heads_q", "page_table")
-    + ("q_descale", "qv", "score_mod", "seqused_k", "seqused_q"),
-    (None,),
-)
+_UNREAD: dict[str, tuple[object, ...]] = {"attention_chunk": (None, 0)}
+_UNREAD |= dict.fromkeys(("block_table", "k_descale", "learnable_sink", "mask_mod", "num_heads_q"), (None,))
+_UNREAD |= dict.fromkeys(("page_table", "q_descale", "qv", "score_mod", "seqused_k", "seqused_q"), (None,))
 
 
 class UnreadError(QkeelError, NotImplementedError):

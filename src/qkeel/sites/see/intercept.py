@@ -31,7 +31,6 @@ from qkeel.sites.calls.head_layout import Layout, fewest_keys, known_keys
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.mask_functions import FlexCall
 from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.sites.handwritten.follow import Handwritten
 from qkeel.sites.handwritten.seen_call import fused_layout, seen_call
 from qkeel.sites.handwritten.tags import Scores
@@ -39,7 +38,7 @@ from qkeel.sites.missed import Missed
 from qkeel.sites.see.flash_and_flex import FLASH_AND_FLEX, UnreadError, returned_rows
 from qkeel.sites.see.foreign_functions import CallObserver, observed_by
 from qkeel.sites.see.running_modules import Frame, ModuleStack
-from qkeel.sites.see.sdpa import SDPA, Geometry
+from qkeel.sites.see.sdpa import SDPA, Geometry, sdpa_arguments
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.weights.autograd_walk import names_of
 

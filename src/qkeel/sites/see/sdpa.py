@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from qkeel.patching.private_operators import SDPA_KERNELS, Operator, argument_na
 from qkeel.sites.calls.head_layout import Layout, fewest_keys
 from qkeel.sites.calls.hidden_pairs import hides
 from qkeel.sites.calls.logit_statistics import Seen
-from qkeel.sites.calls.sdpa_arguments import sdpa_arguments
 from qkeel.spec import AttentionCall, AttentionSpec, Fixed
 from qkeel.spec.band_call import band_call
 from qkeel.spec.call import make_call
@@ -179,3 +179,16 @@ SDPA: Mapping[str, Reader] = {
     "multi_head_attention_forward": mha,
     **{name: _kernel(operator) for name, operator in SDPA_KERNELS.items()},
 }
+
+
+_BY_PLACE = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of a call, with torch's defaults for those that it leaves out.
+
+    >>> sdpa_arguments((1, 2, 3), {"is_causal": True})["is_causal"]
+    True
+    """
+    return {**_DEFAULTS, **dict(zip(_BY_PLACE, args)), **kwargs}

@@ -14,8 +14,7 @@ from qkeel.sites.see.intercept import Sighting
 from qkeel.sites.see.running_modules import tensors
 from qkeel.sites.site import AttentionSite
 from qkeel.sites.verify.recorded_operators import Operation, Record, memory, place
-from qkeel.sites.verify.repeated_logits import RepeatedLogits
-from qkeel.sites.verify.repeated_operators import Contents, at_place
+from qkeel.sites.verify.repeated_operators import Contents, RepeatedLogits, at_place
 
 Parameters = Mapping[str, nn.Parameter]
 

@@ -30,8 +30,7 @@ from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.verify.changed_weights import ChangedWeights, Chosen
 from qkeel.sites.verify.paths import Path, RecordedCall, dynamic_memory
 from qkeel.sites.verify.recorded_operators import Record, memory
-from qkeel.sites.verify.repeated_logits import RepeatedLogits, difference
-from qkeel.sites.verify.repeated_operators import Lookup, Repetition
+from qkeel.sites.verify.repeated_operators import Lookup, RepeatedLogits, Repetition, difference
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
