@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.see.running_modules import mapped, tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -83,15 +83,15 @@ def _rows(given: Sequence[Tensor]) -> tuple[int, list[int]]:
 
 
 def _example(args: Args, kwargs: Kwargs, rows: int, size: int | None) -> ShortExample:
-    def short(x: Tensor) -> Tensor:
+    def short(x: object) -> object:
+        if not isinstance(x, Tensor) or not x.ndim:
+            return x
         for dim in range(1, x.ndim):
             x = x.narrow(dim, 0, TOKENS) if x.shape[dim] == size else x
-        return x[:rows] if x.ndim else x
+        return x[:rows]
 
-    made = _each(tuple(args), short), _each(dict(kwargs), short)
-    assert isinstance(made[0], tuple)
-    assert isinstance(made[1], dict)
-    return ShortExample(args=made[0], kwargs=made[1], rows=rows, cut=size is not None)
+    own, named = mapped((tuple(args), dict(kwargs)), short)
+    return ShortExample(args=own, kwargs=named, rows=rows, cut=size is not None)
 
 
 def _of_tokens(args: Args, kwargs: Kwargs) -> bool:
@@ -106,12 +106,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return all(map(_is_plain, value))
     return all(map(_is_plain, value.values())) if type(value) is dict else isinstance(value, _PLAIN)
-
-
-def _each(value: object, change: Callable[[Tensor], Tensor]) -> object:
-    """The same with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _each(x, change) for name, x in value.items()}
-    return type(value)(_each(x, change) for x in value) if isinstance(value, (tuple, list)) else value

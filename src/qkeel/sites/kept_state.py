@@ -16,21 +16,18 @@ from torch import Tensor, nn
 from qkeel.patching.graph_nodes import version_of
 from qkeel.patching.modes import Args
 from qkeel.patching.module_tables import attributes_of, buffers_of, drop_hooks_after, hooks_after
+from qkeel.sites.see.running_modules import mapped
 
 
 def copied(value: Any) -> Any:
     """Arguments that a forward pass may change (caches) copied, tensors as they are."""
+    return mapped(value, _copy)
+
+
+def _copy(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.clone() if value.is_inference() else value  # a graph can't be built on such a one
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(copied(v) for v in value)
-    if isinstance(value, Mapping) and type(value) is dict:
-        return {k: copied(v) for k, v in value.items()}
-    if type(value) is list:
-        return [copied(v) for v in value]
-    return copy.deepcopy(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else copy.deepcopy(value)
 
 
 @contextmanager
@@ -138,8 +135,7 @@ class LastPass:
     """
 
     def __init__(self, model: nn.Module, args: Args, kwargs: Mapping[str, object]) -> None:
-        self.args = tuple(map(_detached, args))
-        self.kwargs = {name: _detached(value) for name, value in kwargs.items()}
+        self.args, self.kwargs = mapped((args, dict(kwargs)), _detached)
         device = next((p.device.type for p in model.parameters()), "cpu")
         self._device = device if torch.amp.is_autocast_available(device) else "cpu"  # the meta device has none
         self._cast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
@@ -160,10 +156,4 @@ class LastPass:
 
 
 def _detached(value: object) -> object:
-    if type(value) is dict:
-        return {name: _detached(part) for name, part in value.items()}
-    if type(value) is list:
-        return [_detached(part) for part in value]
-    if type(value) is tuple:
-        return tuple(_detached(part) for part in value)
     return value.detach() if isinstance(value, Tensor) else value

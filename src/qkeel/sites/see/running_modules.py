@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,3 +115,10 @@ def tensors(value: object) -> Iterator[Tensor]:
             left.extend(reversed(item.values()))
         elif isinstance(item, (tuple, list)):
             left.extend(reversed(item))
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nested tuples, lists and dicts, none of a class of its own, with all else in them changed."""
+    if type(value) is dict:
+        return {name: mapped(x, change) for name, x in value.items()}
+    return type(value)([mapped(x, change) for x in value]) if type(value) in (tuple, list) else change(value)

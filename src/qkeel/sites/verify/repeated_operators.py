@@ -12,7 +12,7 @@ from torch import Tensor
 from qkeel.functional.norms import wide
 from qkeel.sites.calls.logit_statistics import Seen
 from qkeel.sites.calls.scores import ScoresCall
-from qkeel.sites.see.running_modules import tensors
+from qkeel.sites.see.running_modules import mapped, tensors
 from qkeel.sites.verify.recorded_operators import Operation, Place, memory, place
 from qkeel.spec import AttentionCall
 
@@ -27,7 +27,9 @@ class Repetition:
     def __init__(self, operations: Sequence[Operation], changed: set[int]) -> None:
         """Takes the operators in their order, and the memory whose numbers will be others."""
         self._operations = _affected(operations, changed)
-        self._steps = [(o.function, _marked(o.args), _marked(dict(o.kwargs)), _places(o.out)) for o in self._operations]
+        self._steps = [
+            (o.function, mapped((o.args, dict(o.kwargs)), _marked), _places(o.out)) for o in self._operations
+        ]
         made: set[int] = set()
         self._foreign: list[Tensor] = []  # what is written into, and made elsewhere
         for operation in self._operations:
@@ -45,8 +47,9 @@ class Repetition:
         now = _Now(dict(values), dict(contents or {}))
         for x in self._foreign:
             now.copy(x)
-        for function, args, kwargs, places in self._steps:
-            now.put(places, function(*_replaced(args, now), **_replaced(kwargs, now)))
+        for function, given, places in self._steps:
+            args, kwargs = mapped(given, now.of)
+            now.put(places, function(*args, **kwargs))
         return now
 
 
@@ -57,15 +60,17 @@ class _Now:
         self._values, self._contents = values, contents
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.at(x, place(x), memory(x))
+        return self.of(_marked(x))
 
-    def at(self, x: Tensor, where: Place, lies_in: int) -> Tensor:
-        """The tensor that stands now for one that lay at this place, in this memory."""
-        known = self._values.get(where)
+    def of(self, value: Any) -> Any:
+        """The tensor that stands now for a marked one; anything else as it is."""
+        if type(value) is not _Mark:
+            return value
+        known = self._values.get(value.where)
         if known is not None:
             return known
-        content = self._contents.get(lies_in)
-        return x if content is None else at_place(x, content)
+        content = self._contents.get(value.lies_in)
+        return value.x if content is None else at_place(value.x, content)
 
     def copy(self, x: Tensor) -> None:
         """From now on, what lies in this tensor's memory is a copy of it."""
@@ -108,22 +113,8 @@ def _places(value: object) -> list[Place]:
     return [place(x) for x in tensors(value)]
 
 
-def _marked(value: Any) -> Any:
-    """The same arguments with marks in place of tensors."""
-    if isinstance(value, Tensor):
-        return _Mark(value, place(value), memory(value))
-    if isinstance(value, (tuple, list)):
-        return type(value)([_marked(v) for v in value])
-    return {name: _marked(v) for name, v in value.items()} if isinstance(value, dict) else value
-
-
-def _replaced(value: Any, now: _Now) -> Any:
-    """The same arguments with the tensors that there are now."""
-    if type(value) is _Mark:
-        return now.at(value.x, value.where, value.lies_in)
-    if isinstance(value, (tuple, list)):
-        return type(value)([_replaced(v, now) for v in value])
-    return {name: _replaced(v, now) for name, v in value.items()} if isinstance(value, dict) else value
+def _marked(value: object) -> object:
+    return _Mark(value, place(value), memory(value)) if isinstance(value, Tensor) else value
 
 
 _ROWS = 32  # enough to see a head's logits move
