@@ -67,7 +67,7 @@ UNREACHED = {
     "monitor.alarms.forecast:": "needs tens of steps; the rules call it, whose check is planted",
     "monitor.alarms.recording:replay": "of the report",
     "monitor.alarms.history:History.": "of the report, and of the rules, whose check is planted",
-    "monitor.alarms.planned_rates:PlannedRates.when": "of a forecast",
+    "monitor.alarms.forecast:PlannedRates.when": "of a forecast",
     "monitor.alarms.recording:Recording.": "of the history, which the user asks for, and after 4,096 samples",
     "monitor.alarms.rule:": "trends need tens of steps",
     "monitor.alarms.rules:EntropyDrop.check": "only where it is asked for",

@@ -13,8 +13,8 @@ from qkeel.autopilot.known_policies import policy
 from qkeel.autopilot.policy import Policy
 from qkeel.errors import DamagedFileError, InvalidValueError
 from qkeel.metrics import Row
+from qkeel.monitor.alarms.forecast import PlannedRates
 from qkeel.monitor.alarms.history import History
-from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.recording import Recording
 from qkeel.records import RunDirectory
 

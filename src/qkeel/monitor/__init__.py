@@ -1,9 +1,8 @@
 """SEE: the monitor of a training run, what it records, and the rules that raise alarms on the records."""
 
 from qkeel.dist.layout import Layout
-from qkeel.monitor.alarms.forecast import Forecast, forecast
+from qkeel.monitor.alarms.forecast import Forecast, PlannedRates, forecast
 from qkeel.monitor.alarms.history import History
-from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.recording import AlarmLog, Recording, replay
 from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
 from qkeel.monitor.alarms.rules import (

@@ -16,8 +16,8 @@ from qkeel.errors import InvalidValueError, caution
 from qkeel.frames import Foreign
 from qkeel.handle import Handle, State, under
 from qkeel.monitor.alarms.advice import fitted
+from qkeel.monitor.alarms.forecast import PlannedRates
 from qkeel.monitor.alarms.history import History
-from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.rule import Alarm, Rule
 from qkeel.monitor.alarms.setup_rules import rules_for
 from qkeel.monitor.cadence import Cadence
@@ -26,8 +26,7 @@ from qkeel.monitor.measure.logit_changes import LogitChanges
 from qkeel.monitor.measure.query_mask import QueryMask
 from qkeel.monitor.measure.step_numbers import StepNumbers
 from qkeel.monitor.measure.token_classes import Classes, PassTokens
-from qkeel.monitor.measure.watched_models import WatchedModels
-from qkeel.monitor.measure.watched_sites import WatchedSites
+from qkeel.monitor.measure.watched_models import WatchedModels, WatchedSites
 from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.processes.arrivals import Arrivals
 from qkeel.monitor.processes.group import ProcessGroup
@@ -38,8 +37,7 @@ from qkeel.monitor.record.journal import Journal
 from qkeel.monitor.record.sample import Sample
 from qkeel.monitor.record.sample_table import coverage, sample_html, sample_table
 from qkeel.monitor.record.sinks import Sink
-from qkeel.monitor.step_end import StepEnd
-from qkeel.monitor.training_end import TrainingEnd
+from qkeel.monitor.step_end import StepEnd, TrainingEnd
 from qkeel.patching.forward_passes import owners, unwrapped
 from qkeel.patching.guard import Guard
 from qkeel.patching.optimizer_hooks import StepHooks

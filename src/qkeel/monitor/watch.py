@@ -12,7 +12,7 @@ from torch import nn
 from qkeel import dist
 from qkeel.dist.layout import Layout
 from qkeel.errors import AlreadyAppliedError, InvalidTypeError, InvalidValueError, RefusedError, unknown
-from qkeel.monitor.alarms.planned_rates import PlannedRates
+from qkeel.monitor.alarms.forecast import PlannedRates
 from qkeel.monitor.alarms.rule import Rule
 from qkeel.monitor.cadence import Cadence, cadence
 from qkeel.monitor.measure.call_statistics import Wanted

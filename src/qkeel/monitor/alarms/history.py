@@ -12,8 +12,7 @@ import numpy as np
 from qkeel.errors import ShapeError, unknown
 from qkeel.frames import Foreign, Frame, figures, heads_frame, steps_frame
 from qkeel.monitor.alarms import thresholds
-from qkeel.monitor.alarms.forecast import LEAST_POINTS, WINDOW, forecast
-from qkeel.monitor.alarms.planned_rates import PlannedRates
+from qkeel.monitor.alarms.forecast import LEAST_POINTS, WINDOW, PlannedRates, forecast
 from qkeel.records import Heads, RunDirectory, field_unit, fold_heads
 from qkeel.registry import lookup
 

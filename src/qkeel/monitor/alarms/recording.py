@@ -8,8 +8,8 @@ from typing import final
 import numpy as np
 
 from qkeel.errors import ShapeError
+from qkeel.monitor.alarms.forecast import PlannedRates
 from qkeel.monitor.alarms.history import History, envelope, number
-from qkeel.monitor.alarms.planned_rates import PlannedRates
 from qkeel.monitor.alarms.rule import Alarm, Rule
 from qkeel.monitor.alarms.rules import DEFAULT
 

@@ -16,7 +16,7 @@ from qkeel.errors import AlarmWarning, caution
 from qkeel.functional.statistics.class_stats import ClassStats
 from qkeel.functional.statistics.logit_stats import LogitStats
 from qkeel.handle import State
-from qkeel.monitor.alarms.planned_rates import PlannedRates
+from qkeel.monitor.alarms.forecast import PlannedRates
 from qkeel.monitor.alarms.recording import AlarmLog, Recording
 from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
 from qkeel.monitor.processes.transfer import Measurement
