@@ -27,17 +27,7 @@ SECTIONS = (
     ("model", ("",)),  # a qkeel run
 )
 # Model types whose norms multiply by 1 + w (transformers 5.23, modeling files).
-ONE_PLUS = (
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "recurrent_gemma",
-    "vaultgemma",
-    "t5gemma",
-    "t5gemma2",
-    "nemotron",
-)
+ONE_PLUS = ("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma", "t5gemma", "t5gemma2")
 ONE_PLUS += ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "muse_glimmer")
 ONE_PLUS += ("muse_spark", "nemotron", "step3p7")
 # Model types that do not divide logits by √head_dim (transformers 5.23, modeling files).

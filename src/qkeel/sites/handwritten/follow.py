@@ -39,23 +39,25 @@ class Handwritten:
     """A reader of every torch function of a forward pass that reports the softmaxes that are attention.
 
     Args:
-        report: gets every call, and whether a function mode alone does not see all of it.
+        report: gets every call, and whether a function mode alone does not see all of it; returns the site's name.
         known: the layout of the scores whose softmax a module takes, where it is known.
         names: parameters by identity, in a probe: walks to them show which dimensions are heads. None where there is no
             graph to walk.
+        valued: gets the name of a site and what its weights are multiplied by.
     """
 
     def __init__(
         self,
-        report: Callable[[Frame, ScoresCall, bool], None],
+        report: Callable[[Frame, ScoresCall, bool], str | None],
         known: Callable[[Frame], Layout | None] = lambda frame: None,
         names: dict[int, str] | None = None,
+        valued: Callable[[str, Tensor], None] = lambda site, values: None,
     ) -> None:
         self.tags = Tags()
         self.lost = LostScores(self.tags)
         self.below = False  # what is followed now was seen as operators only
         self.multiplied = False  # two activations were multiplied with each other
-        self._report, self._known, self._names = report, known, names
+        self._report, self._known, self._names, self._valued = report, known, names, valued
 
     def minds(self, name: str) -> bool:
         """True if a call of this function can matter now: most can't."""
@@ -74,6 +76,8 @@ class Handwritten:
             self._write(args)
         place, tag = self._tagged(name, args, kwargs)
         if name in PRODUCTS and not (isinstance(tag, (Scores, Lost)) and not (isinstance(tag, Scores) and tag.table)):
+            if isinstance(tag, Weights) and tag.site is not None and len(args) > 1 and args[0] is place:
+                self._valued(tag.site, args[1])
             return
         if isinstance(tag, Lost):
             if name in PRODUCTS:
@@ -102,8 +106,7 @@ class Handwritten:
             return
         if name in ("softmax", "safe_softmax"):
             if not tag.table:
-                self._softmax(frame, tag, args, kwargs)
-                self.tags.put(out, Weights())
+                self.tags.put(out, Weights(self._softmax(frame, tag, args, kwargs)))
             return
         if name == "exp":
             if not tag.table:
@@ -161,8 +164,7 @@ class Handwritten:
                 self.tags.put(out, tag)
         elif isinstance(tag, Powers):
             if name == "sum" and over_last(x, args, kwargs):
-                self._report_softmax(frame, tag.scores, tag.x)
-                self.tags.put(x, Weights())
+                self.tags.put(x, Weights(self._report_softmax(frame, tag.scores, tag.x)))
             elif (new := raised(name, tag, x, args, kwargs)) is not None:
                 self.tags.put(out, new)
 
@@ -170,8 +172,7 @@ class Handwritten:
         """Exponentials of scores: weights if these were less their logsumexp, else with their sum."""
         x = out.log() if out is x else x
         if tag.normalised:
-            self._report_softmax(frame, tag, x)
-            self.tags.put(out, Weights())
+            self.tags.put(out, Weights(self._report_softmax(frame, tag, x)))
         else:
             self.tags.put(out, Powers(dataclasses.replace(tag, below=tag.below or self.below), x))
 
@@ -223,21 +224,21 @@ class Handwritten:
             assert was is not None
             self.lost.begin("setitem", was.frame, was, x, x)
 
-    def _softmax(self, frame: Frame, tag: Scores, args: Args, kwargs: Kwargs) -> None:
+    def _softmax(self, frame: Frame, tag: Scores, args: Args, kwargs: Kwargs) -> str | None:
         x = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         dim = dim % x.ndim if isinstance(dim, int) else x.ndim - 1
         if dim < x.ndim - 2 and not any(along_keys(part.sides, dim) for part in tag.parts):
             where = f"its softmax runs over dimension {dim} of {x.ndim}, not over the last or the one before"
             self.lost.miss(tag.frame.shared_with(frame), "softmax", where)
-            return
-        self._report_softmax(frame, tag, x, dim)
+            return None
+        return self._report_softmax(frame, tag, x, dim)
 
-    def _report_softmax(self, frame: Frame, tag: Scores, x: Tensor, dim: int = -1) -> None:
+    def _report_softmax(self, frame: Frame, tag: Scores, x: Tensor, dim: int = -1) -> str | None:
         where = tag.frame.shared_with(frame)
         x = x if tag.unshifted is None else tag.unshifted
         call = seen_call(tag, x, dim % x.ndim, where, known=self._known(where), names=self._names)
-        self._report(where, call, tag.below or self.below)
+        return self._report(where, call, tag.below or self.below)
 
     def _step(self, name: str, tag: Scores, x: Tensor, given: Given, out: Tensor) -> Scores | None:
         """The tag of `name(…)` of tagged scores x, or None if what comes out are no scores any more."""

@@ -58,12 +58,8 @@ def _chosen(tag: Scores, x: Tensor, args: Args, kwargs: Kwargs, out: Tensor) -> 
 _Rule = Callable[[Scores, Tensor, Args, Kwargs, Tensor], Scores | None]
 
 MASKS: Mapping[str, _Rule] = {
-    "add": _added,
-    "radd": _added,
-    "iadd": _added,
-    "sub": _subtracted,
-    "subtract": _subtracted,
-    "isub": _subtracted,
+    **dict.fromkeys(("add", "radd", "iadd"), _added),
+    **dict.fromkeys(("sub", "subtract", "isub"), _subtracted),
     "masked_fill": _filled,
     "where": _chosen,
 }

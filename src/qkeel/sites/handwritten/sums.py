@@ -17,12 +17,8 @@ from qkeel.sites.weights.autograd_walk import nodes_of
 
 # Names of sums, with the sign of what is added, and of what it is added to.
 SUMS = {
-    "add": (1.0, 1.0),
-    "radd": (1.0, 1.0),
-    "iadd": (1.0, 1.0),
-    "sub": (1.0, -1.0),
-    "subtract": (1.0, -1.0),
-    "isub": (1.0, -1.0),
+    **dict.fromkeys(("add", "radd", "iadd"), (1.0, 1.0)),
+    **dict.fromkeys(("sub", "subtract", "isub"), (1.0, -1.0)),
     "rsub": (-1.0, 1.0),
 }
 # What makes other scores of scores where the other factor is a weight: a mixture of heads.

@@ -46,8 +46,11 @@ class Scores:
         return dataclasses.replace(self, hidden=more if self.hidden is None else self.hidden | more)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """Tag of a softmax output that is on its way to the values."""
+    """Tag of a softmax output that is on its way to the values; None for the site of one that is missed."""
+
+    site: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -139,11 +139,13 @@ class Interceptor(CallObserver):
         # Numbers of query and key heads at sites that are known. At others keys are compared to find those that are
         # repeated, which waits for a device.
         self.key_heads: Mapping[str, tuple[int, int]] = {}
+        self.values: dict[str, Tensor] | None = None  # by site, where they are asked for
         self._names = names_of(model) if probing else None
         self.handwritten = Handwritten(
             lambda frame, call, below: self._saw(frame, "softmax", call, below=below),
             lambda frame: self._layouts.get(name_of(frame, frame.calls)),
             self._names,
+            self._valued,
         )
 
     def begin(self, undo: ExitStack) -> None:
@@ -220,7 +222,13 @@ class Interceptor(CallObserver):
             keys = fewest_keys if known is None else functools.partial(known_keys, known)
             call, how = fused(args, kwargs, Geometry(layout_of, keys)), found[0] if found else None
             added = self._added(name, top, args, kwargs, how)
-            self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows)
+            site = self._saw(top, name, call, how, added, below=self.handwritten.below, rows=rows)
+            if site is not None and name == "scaled_dot_product_attention":
+                self._valued(site, sdpa_arguments(args, kwargs)["value"])
+
+    def _valued(self, site: str, values: Tensor) -> None:
+        if self.values is not None:
+            self.values.setdefault(site, values)
 
     def _added(self, name: str, top: Frame, args: Args, kwargs: Kwargs, how: Layout | None) -> ScoresCall | None:
         """The products that the mask of a fused function is the sum of: positions that queries are multiplied by."""
@@ -266,13 +274,14 @@ class Interceptor(CallObserver):
         *,
         below: bool = False,
         rows: KernelRows | None = None,
-    ) -> None:
+    ) -> str | None:
         if self._elsewhere(frame):
-            return
+            return None
         ordinal, frame.calls = frame.calls, frame.calls + 1
         layout = call.layout if isinstance(call, ScoresCall) else layout
         more = {"below": below, "layout": layout, "added": added, "rows": rows}
         self._report(Sighting(frame=frame, ordinal=ordinal, how=how, call=call, **more))  # type: ignore[arg-type]
+        return name_of(frame, ordinal)
 
     def _described_call(self, site: AttentionSite, read: Callable[[], Seen]) -> None:
         def report() -> None:
