@@ -26,7 +26,8 @@ from qkeel.monitor.measure.logit_changes import LogitChanges
 from qkeel.monitor.measure.query_mask import QueryMask
 from qkeel.monitor.measure.step_numbers import StepNumbers
 from qkeel.monitor.measure.token_classes import Classes, PassTokens
-from qkeel.monitor.measure.watched_models import WatchedModels, WatchedSites
+from qkeel.monitor.measure.watched_models import WatchedModels
+from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.processes.arrivals import Arrivals
 from qkeel.monitor.processes.group import ProcessGroup
