@@ -12,8 +12,8 @@ import pytest
 from tests.autopilot.runs import EAGER, run
 
 from qkeel.autopilot import Action, Decision, Effect, Ladder, Records, Refused, SiteFacts, policy, replay
-from qkeel.autopilot.decision import in_force
 from qkeel.autopilot.deliberation import Deliberation
+from qkeel.autopilot.policy import in_force
 from qkeel.errors import InvalidValueError, RunDirectoryError, UnknownNameError
 from qkeel.monitor import History, PlannedRates
 from qkeel.monitor.alarms.recording import Recording

@@ -64,7 +64,10 @@ OTHERWISE = {
 }
 # What no setting here reaches, by the beginning of its name.
 UNREACHED = {
-    "monitor.alarms.forecast:": "needs tens of steps; the rules call it, whose check is planted",
+    "monitor.alarms.forecast:Forecast.": "needs tens of steps; the rules call it, whose check is planted",
+    "monitor.alarms.forecast:_": "as the one before",
+    "monitor.alarms.forecast:clock": "as the one before",
+    "monitor.alarms.forecast:forecast": "as the one before",
     "monitor.alarms.recording:replay": "of the report",
     "monitor.alarms.history:History.": "of the report, and of the rules, whose check is planted",
     "monitor.alarms.forecast:PlannedRates.when": "of a forecast",
@@ -72,7 +75,8 @@ UNREACHED = {
     "monitor.alarms.rule:": "trends need tens of steps",
     "monitor.alarms.rules:EntropyDrop.check": "only where it is asked for",
     "monitor.alarms.setup_rules:": "facts that these models do not have: fused rounding, a bound of gains",
-    "monitor.cadence:": "abstract, or made by the user",
+    "monitor.cadence:Cadence.": "abstract",
+    "monitor.cadence:LogSpaced.": "made by the user",
     "monitor.measure.call_statistics:CallStatistics.rows": "needs a compiled kernel: tests/kernels/native/test_watched",
     "monitor.measure.call_statistics:_formulas": "statistics that somebody has added",
     "monitor.measure.gain_bounds:_largest": "gains that are split over processes; see tests/processes",
@@ -105,10 +109,9 @@ UNREACHED = {
     "sites.find:": "the user asks for it",
     "sites.handwritten.": "operations that these models do not have; the Interceptor calls them all in one place",
     "sites.missed:Sites._repr_html_": "the user asks for it",
-    "sites.named_models:": "sites that are given of several models",
+    "sites.named_models:_renamed": "sites that are given of several models",
     "sites.plain_passes:": "remedies ask for it",
     "sites.example:first_row": "of norms whose heads a shorter example has shown",
-    "sites.on_meta:": "the user asks for it, of a model without values",
     "sites.example:_of_tokens": "needs another device than the CPU",
     "sites.probe:": "remedies and errors ask for it",
     "sites.see.": "abstract, or kernels that run on GPUs only",

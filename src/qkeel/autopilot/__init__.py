@@ -5,11 +5,10 @@ from types import ModuleType
 
 from qkeel.autopilot.autopilot import Autopilot
 from qkeel.autopilot.begin import attach, autopilot
-from qkeel.autopilot.decision import Action, Decision, Effect, Refused, SiteFacts
 from qkeel.autopilot.deliberation import replay
 from qkeel.autopilot.known_policies import POLICIES, policy
 from qkeel.autopilot.ladder import Ladder
-from qkeel.autopilot.policy import Policy, Records
+from qkeel.autopilot.policy import Action, Decision, Effect, Policy, Records, Refused, SiteFacts
 
 __all__ = [
     "POLICIES",

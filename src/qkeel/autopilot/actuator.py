@@ -9,7 +9,7 @@ from typing import final
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.autopilot.decision import Action, Held
+from qkeel.autopilot.policy import Action, Held
 from qkeel.errors import QkeelError, RefusedError, caution
 from qkeel.handle import Handle, State
 from qkeel.remedies import apply, parse

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from qkeel import dist
 from qkeel.autopilot import saved_state
 from qkeel.autopilot.actuator import Actuator
-from qkeel.autopilot.decision import Action, Decision, Refused, SiteFacts, in_force
 from qkeel.autopilot.deliberation import FIELDS, Deliberation, begun
-from qkeel.autopilot.policy import Policy
+from qkeel.autopilot.policy import Action, Decision, Policy, Refused, SiteFacts, in_force
 from qkeel.errors import AlarmWarning, RefusedError, caution
 from qkeel.handle import Handle, State
 from qkeel.metrics import Row

@@ -8,9 +8,8 @@ from typing import final
 
 import numpy as np
 
-from qkeel.autopilot.decision import Action, Decision, Effect, Refused, SiteFacts
 from qkeel.autopilot.known_policies import policy
-from qkeel.autopilot.policy import Policy, Records
+from qkeel.autopilot.policy import Action, Decision, Effect, Policy, Records, Refused, SiteFacts
 from qkeel.errors import DamagedFileError, InvalidTypeError, InvalidValueError
 from qkeel.metrics import Row
 from qkeel.monitor.alarms.forecast import PlannedRates

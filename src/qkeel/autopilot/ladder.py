@@ -7,9 +7,8 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from qkeel.autopilot.decision import Action, Decision
 from qkeel.autopilot.growing_heads import ahead, at_the_end, growing
-from qkeel.autopilot.policy import Policy, Records
+from qkeel.autopilot.policy import Action, Decision, Policy, Records
 from qkeel.errors import InvalidValueError
 from qkeel.monitor.alarms import thresholds
 from qkeel.monitor.alarms.rule import Alarm, Rule, Severity

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from qkeel.autopilot.decision import Decision, Refused, SiteFacts
+from qkeel.autopilot.policy import Decision, Refused, SiteFacts
 from qkeel.errors import InvalidValueError, QkeelError, RefusedError
 from qkeel.handle import State, under
 from qkeel.metrics import Row

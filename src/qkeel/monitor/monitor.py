@@ -20,7 +20,7 @@ from qkeel.monitor.alarms.forecast import PlannedRates
 from qkeel.monitor.alarms.history import History
 from qkeel.monitor.alarms.rule import Alarm, Rule
 from qkeel.monitor.alarms.setup_rules import rules_for
-from qkeel.monitor.cadence import Cadence
+from qkeel.monitor.cadence import Cadence, MeasuredSteps
 from qkeel.monitor.measure.call_statistics import CallStatistics, SettingSeen, Wanted
 from qkeel.monitor.measure.logit_changes import LogitChanges
 from qkeel.monitor.measure.query_mask import QueryMask
@@ -28,7 +28,6 @@ from qkeel.monitor.measure.step_numbers import StepNumbers
 from qkeel.monitor.measure.token_classes import Classes, PassTokens
 from qkeel.monitor.measure.watched_models import WatchedModels
 from qkeel.monitor.measure.watched_sites import WatchedSites
-from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.processes.arrivals import Arrivals
 from qkeel.monitor.processes.group import ProcessGroup
 from qkeel.monitor.processes.introduction import Introduction

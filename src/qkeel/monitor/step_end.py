@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.errors import RefusedError, caution
+from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.measure.watched_models import WatchedModels
-from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.processes.arrivals import Arrivals
 from qkeel.monitor.processes.group import ProcessGroup
 from qkeel.monitor.processes.transfer import Measurement, Stats, merged, on_host

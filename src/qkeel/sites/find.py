@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -10,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qkeel import dist
 from qkeel.errors import InvalidTypeError, RefusedError, caution
@@ -18,13 +19,12 @@ from qkeel.nn.attention import Attention
 from qkeel.nn.gau import GAU
 from qkeel.nn.mla import MLA
 from qkeel.patching.modes import Args, Kwargs
-from qkeel.patching.module_tables import parameters_of
+from qkeel.patching.module_tables import buffers_of, parameters_of
 from qkeel.patching.parallel_training import gathered
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.sites.example import ShortExample, first_row, shorter
 from qkeel.sites.missed import Sites
 from qkeel.sites.named_models import bound
-from qkeel.sites.on_meta import on_meta, with_values
 from qkeel.sites.plain_passes import heads_seen
 from qkeel.sites.probe import SEARCH, probe, spread
 from qkeel.sites.site import AttentionSite, HeadSlice, LogitTerm, rows
@@ -223,3 +223,36 @@ def _gau_terms(name: str, module: GAU) -> tuple[LogitTerm, ...]:
 def is_normed(site: AttentionSite) -> bool:
     """True if a norm on q or k lies between the weights and the logit."""
     return site.normed or site.spec.norm.kind != "none"
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Returns whether weights of a model are on the meta device."""
+    return any(p.is_meta for p in model.parameters())
+
+
+def with_values(model: nn.Module) -> nn.Module:
+    """A copy on the CPU: what is on the meta device is drawn at random, each tensor once, and no random stream moves.
+
+    Matrices keep the size of what they multiply; gains and other vectors, and buffers, are near 1. Whole numbers are
+    0, and truth values true, so that a mask among them hides nothing.
+    """
+    made = copy.deepcopy(model)
+    source, drawn = torch.Generator().manual_seed(0), dict[int, Tensor]()
+    for module in made.modules():
+        own, buffers = parameters_of(module), buffers_of(module)
+        for name, p in own.items():
+            if p is not None and p.is_meta:
+                value = drawn.setdefault(id(p), nn.Parameter(_drawn(p, source), p.requires_grad))
+                assert isinstance(value, nn.Parameter)
+                own[name] = value
+        for name, x in buffers.items():
+            if x is not None and x.is_meta:
+                buffers[name] = drawn.setdefault(id(x), _drawn(x, source))
+    return made
+
+
+def _drawn(x: Tensor, source: torch.Generator) -> Tensor:
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
+    normal = torch.randn(x.shape, generator=source)
+    return (normal / x.shape[-1] ** 0.5 if x.ndim > 1 else 1 + normal / 8).to(x.dtype)

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from qkeel import dist
 from qkeel.handle import Handle
+from qkeel.monitor.cadence import MeasuredSteps
 from qkeel.monitor.measure.gain_bounds import GainBounds
 from qkeel.monitor.measure.hidden_norms import HiddenNorms
 from qkeel.monitor.measure.logit_changes import LogitChanges
 from qkeel.monitor.measure.token_classes import PassTokens
 from qkeel.monitor.measure.watched_sites import WatchedSites
 from qkeel.monitor.measure.weight_norms import WeightNorms
-from qkeel.monitor.measured_steps import MeasuredSteps
 from qkeel.monitor.processes.share import Given, Key, Share
 from qkeel.patching.guard import Guarded
 from qkeel.sites.see.running_modules import tensors

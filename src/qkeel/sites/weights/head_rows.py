@@ -22,7 +22,7 @@ from qkeel.patching.graph_nodes import is_wrapper
 from qkeel.sites.see.running_modules import Frame
 from qkeel.sites.site import HeadSlice, LogitTerm
 from qkeel.sites.weights.autograd_walk import Projection, Walk, leaves_of, nodes_of, variable_of, walk
-from qkeel.sites.weights.gradient_paths import only, opened
+from qkeel.sites.weights.head_dims import only, opened
 
 
 class UnknownRowsError(QkeelError, LookupError):
