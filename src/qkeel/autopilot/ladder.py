@@ -22,7 +22,6 @@ RULES: tuple[Rule, ...] = (
     Ceiling(threshold=thresholds.HARMS, severity=Severity.ALARM),
     EntropyCollapse(),
 )
-ACTS = (Action.CLIP, Action.RATES, Action.NORM)
 
 
 @final

@@ -1,4 +1,4 @@
-"""The steps to measure: every n-th step, at steps spread evenly over their logarithm, or when the logits change; their count."""
+"""The steps to measure, and their count: every n-th, spread evenly over their logarithm, or when the logits change."""
 
 from __future__ import annotations
 
