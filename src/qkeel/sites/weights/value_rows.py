@@ -23,12 +23,16 @@ def value_slices(model: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, tupl
     as [b g s d].
     """
     with extra_pass(model), torch.inference_mode(False), torch.enable_grad(), undisturbed(model):
-        sightings: list[Sighting] = []
-        watcher = Interceptor(model, sightings.append, probing=True)
+        firsts: dict[str, Sighting] = {}
+
+        def note(sighting: Sighting) -> None:
+            firsts.setdefault(sighting.name, sighting)
+
+        watcher = Interceptor(model, note, probing=True)
         watcher.values = values = dict[str, Tensor]()
         forward(model, watcher, copied(args), copied(dict(kwargs)))
-        names, firsts = names_of(model), {sighting.name: sighting for sighting in reversed(sightings)}
-        return {name: _slices(firsts[name], values.get(name), names) for name in firsts}
+        names = names_of(model)
+        return {name: _slices(sighting, values.get(name), names) for name, sighting in firsts.items()}
 
 
 def _slices(sighting: Sighting, v: Tensor | None, names: dict[int, str]) -> tuple[HeadSlice, ...] | str:
