@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qkeel.errors import missing
+from qkeel.errors import needed
 from qkeel.frames.frame import Foreign
 
 _NAMED = 8  # lines that a key names; more are coloured by their depth
@@ -19,10 +19,8 @@ def axes(given: Foreign = None) -> Foreign:
     """
     if given is not None:
         return given
-    try:
+    with needed("plot()", "'qkeel[plot]'"):
         from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise missing("plot()", "'qkeel[plot]'") from error
     return pyplot.subplots(layout="constrained")[1]
 
 

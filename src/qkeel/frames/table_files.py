@@ -10,7 +10,7 @@ from typing import Literal, final
 
 import numpy as np
 
-from qkeel.errors import caution, missing, unknown
+from qkeel.errors import caution, needed, unknown
 from qkeel.frames.frame import Foreign, Frame
 from qkeel.records import disk
 
@@ -35,11 +35,9 @@ class TableFiles:
         self.folder, self.kind = folder, kind
         self._arrow: Foreign = None
         if kind == "parquet":
-            try:
+            with needed("Parquet", "'qkeel[frames]'"):
                 import pyarrow
                 import pyarrow.parquet
-            except ImportError as error:
-                raise missing("Parquet", "'qkeel[frames]'") from error
             self._arrow = pyarrow
         self._names = dict(announced or {})
         self._writers: dict[str, Foreign] = {}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qkeel.autopilot import Autopilot, Policy, attach, policy
-from qkeel.errors import caution, missing
+from qkeel.errors import caution, needed
 from qkeel.frames import Foreign
 from qkeel.integrations.sample_queue import SampleQueue
 from qkeel.monitor import Cadence, Rule, Sink
@@ -24,11 +24,9 @@ from qkeel.monitor.watch import watch
 from qkeel.records import layer_fields, write_bytes
 from qkeel.sites.kept_state import same_random_streams
 
-try:
+with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
-except ImportError as error:
-    raise missing("qkeel.integrations.huggingface", "'qkeel[hf]'") from error
 
 _NO_TRAINER = (
     "no transformers.Trainer calls this callback, so no reporter gets its numbers; they are in state.log_history and "

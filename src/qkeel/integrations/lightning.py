@@ -10,7 +10,7 @@ from typing import Literal, final
 from torch import nn
 
 from qkeel.autopilot import Autopilot, Policy, attach, policy
-from qkeel.errors import InvalidValueError, missing
+from qkeel.errors import InvalidValueError, needed
 from qkeel.handle import State
 from qkeel.integrations.sample_queue import SampleQueue
 from qkeel.monitor import Cadence, Rule, Sink
@@ -18,11 +18,9 @@ from qkeel.monitor.measure.query_mask import Given
 from qkeel.monitor.monitor import Monitor
 from qkeel.monitor.watch import watch
 
-try:
+with needed("qkeel.integrations.lightning", "lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer  # type: ignore[import-not-found]
     from lightning.pytorch.utilities.exceptions import MisconfigurationException  # type: ignore[import-not-found]
-except ImportError as error:
-    raise missing("qkeel.integrations.lightning", "lightning") from error
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from qkeel.errors import missing
+from qkeel.errors import needed
 from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Severity, Sink
 
@@ -24,11 +24,9 @@ class TrackioSink(Sink):
 
     def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
-        try:
+        with needed("the trackio sink", "trackio"):
             import trackio  # pyright: ignore[reportMissingImports]
             from trackio.context_vars import current_run  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise missing("the trackio sink", "trackio") from error
         module: Any = trackio
         self._histogram = module.Histogram
         self._run = current_run.get()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from qkeel.errors import caution, missing
+from qkeel.errors import caution, needed
 from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Severity, Sink
 
@@ -38,10 +38,8 @@ class WandbSink(Sink):
 
     def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
-        try:
+        with needed("the W&B sink", "wandb"):
             import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise missing("the W&B sink", "wandb") from error
         module: Any = wandb
         self._histogram = module.Histogram
         self._own = module.run is None
