@@ -305,6 +305,17 @@ class RunConfig:
         return read_fields(cls, values, "")
 
 
+def with_values(config: RunConfig, **values: object) -> RunConfig:
+    """Returns the configuration with other values; those of a section are a table, all set at once.
+
+    >>> with_values(RunConfig(), optim={"lr": 0.1}, seed=3).optim.lr
+    0.1
+    """
+    parts = {"model": config.model, "data": config.data, "optim": config.optim, "images": config.images}
+    tables = {name: dataclasses.replace(parts[name], **own) for name, own in values.items() if isinstance(own, dict)}
+    return dataclasses.replace(config, **{**values, **tables})
+
+
 def _check_mup(config: RunConfig) -> None:
     """Raises where µP has no rule for the optimizer or for what the model reads."""
     if config.optim.name != "adamw":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.errors import DamagedFileError, RefusedError, caution
-from qkeel.lab.config import RunConfig
+from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.config_fields import Json
 from qkeel.lab.data.corpus import batch, long_texts
 from qkeel.lab.data.corpus import load as load_corpus
@@ -217,13 +217,9 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     rate. As many tokens a step as before, a fresh optimizer, the run's own schedule.
     """
     config = run.config
-    data = dataclasses.replace(
-        config.data,
-        context=method.trained_at,
-        batch=max(1, config.data.batch * config.data.context // method.trained_at),
-    )
-    optim = dataclasses.replace(config.optim, lr=config.optim.lr / 10)
-    longer = RunState(dataclasses.replace(config, data=data, optim=optim, steps=steps))
+    several = max(1, config.data.batch * config.data.context // method.trained_at)
+    data = {"context": method.trained_at, "batch": several}
+    longer = RunState(with_values(config, data=data, optim={"lr": config.optim.lr / 10}, steps=steps))
     longer.model.load_state_dict(run.model.state_dict())
     for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
         module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
