@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from qkeel.errors import DamagedFileError, QkeelError
-from qkeel.records.files import JSONObject
+from qkeel.records.files import JSONObject, read_json
 from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS
 
 
@@ -213,6 +214,16 @@ def check_parts(value: object, file: str, where: str, error: type[QkeelError] = 
             for entry in part if isinstance(part, list) else [part]:
                 check_fields(entry, f"{file}, {name}", f"{where}, {name}", error)
     return about
+
+
+def read_checked(path: Path, sealed: bool = False) -> JSONObject:
+    """The value of a JSON file whose name has a row in FIELDS; see `read_json` and `check_parts`.
+
+    >>> _ = Path("chaos.json").write_text('{"base": {}, "pairs": []}')
+    >>> read_checked(Path("chaos.json"))
+    {'base': {}, 'pairs': []}
+    """
+    return check_parts(read_json(path, sealed), path.name, str(path))
 
 
 def _name(value: object) -> str:

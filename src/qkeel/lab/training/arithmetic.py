@@ -18,7 +18,7 @@ from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import autocast
 from qkeel.lab.tasks.task import Examples
-from qkeel.lab.training.evaluate import Probe, heldout_score, probe, remembered, token_loss
+from qkeel.lab.training.evaluate import Probe, heldout_numbers, probe, remembered, token_loss
 from qkeel.lab.training.run_state import RunState
 from qkeel.patching.private_operators import multiply_all
 from qkeel.sites.calls.logit_statistics import Seen
@@ -137,10 +137,5 @@ def _probe(run: RunState, before: Sequence[Seen]) -> Probe:
 
 def _evaluate(run: RunState) -> dict[str, float]:
     with autocast(run.config):
-        score = heldout_score(run.model, run.heldout, 4 * run.config.data.batch)
-    found = {"val_loss": score.loss}
-    if score.kinds:
-        found |= score.by_kind(run.task.kinds, run.task.trained)
-    if run.task.classifies:
-        found["val_accuracy"] = score.accuracy
+        found = heldout_numbers(run.model, run.heldout, 4 * run.config.data.batch, run.task)
     return {name: value if math.isfinite(value) else math.nan for name, value in found.items()}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.metrics import Row, collapsed
-from qkeel.records import Heads, RunDirectory, RunStatus, read_json
-from qkeel.records.file_fields import check_parts
+from qkeel.records import Heads, RunDirectory, RunStatus
+from qkeel.records.file_fields import read_checked
 from qkeel.records.regular_files import refuse_links, refuse_path
 from qkeel.records.rundir import note_checksums
 from qkeel.report.run_names import differences
@@ -136,7 +136,7 @@ def _open(path: Path) -> StudyData:
 def _study(path: Path) -> StudyData:
     refuse_links(path / "runs")
     file = path / "study.json"
-    about = check_parts(read_json(file), "study.json", str(file))
+    about = read_checked(file)
     runs = [
         _run(RunDirectory(path / "runs" / refuse_path(planned["run_id"], str(file))), planned, path.name)
         for planned in about["runs"]
@@ -151,9 +151,7 @@ def _study(path: Path) -> StudyData:
 
 def _chaos(path: Path) -> Row:
     file = path / "chaos.json"
-    if not file.exists():
-        return {"base": {}, "pairs": []}
-    return check_parts(read_json(file), "chaos.json", str(file))
+    return read_checked(file) if file.exists() else {"base": {}, "pairs": []}
 
 
 def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
