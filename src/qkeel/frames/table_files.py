@@ -78,10 +78,7 @@ class TableFiles:
                 self._write_held(name)
         for writer in self._writers.values():
             writer.close()
-        return [self.folder / f"{name}.{self.kind}" for name in self._names if self._exists(name)]
-
-    def _exists(self, name: str) -> bool:
-        return (self.folder / f"{name}.{self.kind}").exists()
+        return [path for name in self._names if (path := self.folder / f"{name}.{self.kind}").exists()]
 
 
 def _lines(frame: Frame, *, head: bool) -> str:

@@ -94,7 +94,8 @@ def provenance(study: StudyData) -> Markup:
             found[name] = [*values[:_MOST_VALUES], *more]
     if study.tuned:
         found["Rates, chosen on other seeds"] = [_chosen(choice) for choice in study.tuned]
-    return join([facts(found), _commands(study)])
+    own = dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command"))
+    return join([facts(found), make_again(study.command or "\n".join(own))])
 
 
 def unlike(study: StudyData) -> str:
@@ -109,11 +110,6 @@ def _compared(run: RunData) -> object:
     if isinstance(model, dict) and run.config.get("remedy") != run.remedy and run.long:
         return {k: v for k, v in model.items() if k != "attention"}
     return model
-
-
-def _commands(study: StudyData) -> Markup:
-    own = dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command"))
-    return make_again(study.command or "\n".join(own))
 
 
 def _corpus(corpus: object) -> str | None:
