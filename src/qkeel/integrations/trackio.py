@@ -7,7 +7,8 @@ from typing import Any, final
 
 from qkeel.errors import needed
 from qkeel.frames import Foreign
-from qkeel.monitor import Alarm, Sample, Severity, Sink
+from qkeel.integrations.wandb import LEVELS
+from qkeel.monitor import Alarm, Sample, Sink
 
 
 @final
@@ -47,12 +48,8 @@ class TrackioSink(Sink):
         """One alert."""
         from trackio import AlertLevel  # type: ignore[import-not-found]
 
-        levels = {
-            Severity.NOTICE: AlertLevel.INFO,
-            Severity.ALARM: AlertLevel.WARN,
-            Severity.CRITICAL: AlertLevel.ERROR,
-        }
-        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=levels[alarm.severity], step=alarm.step)
+        level = AlertLevel[LEVELS[alarm.severity]]
+        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=level, step=alarm.step)
 
     def close(self, complete: bool) -> None:
         """End the run if it is the sink's own."""

@@ -20,7 +20,7 @@ from qkeel.lab.lengths.angles import Range, attentions, cosine_ranges, outside
 from qkeel.lab.lengths.retrieval import retrieved
 from qkeel.lab.model.build_model import autocast, layers, resolve, threads
 from qkeel.lab.plan import LongContexts, Method
-from qkeel.lab.training.arithmetic import TorchArithmetic
+from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.checkpoint import load
 from qkeel.lab.training.evaluate import measuring
 from qkeel.lab.training.run_state import RunState
@@ -223,7 +223,7 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     longer.model.load_state_dict(run.model.state_dict())
     for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
         module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
-    arithmetic = TorchArithmetic([longer], "its attention was changed after it was made")
+    arithmetic = Arithmetic([longer], "its attention was changed after it was made")
     for step in range(steps):
         train_step(arithmetic, [step])
     return longer.model

@@ -200,18 +200,17 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
         status=status,
         config=config,
     )
-    return run if status is RunStatus.MISSING else _with_results(run, directory)
-
-
-def _with_results(run: RunData, directory: RunDirectory) -> RunData:
-    path = directory.path
-    metrics = directory.metrics()
-    row = _row(directory.summary(), run) if run.status is RunStatus.DONE else None
-    env = directory.env() if (path / "env.json").exists() else {}
-    heads = directory.heads() if (path / "heads.json").exists() else None
-    error = directory.failure() if run.status is RunStatus.FAILED else ""
-    long = directory.long_contexts()
-    return dataclasses.replace(run, metrics=metrics, row=row, env=env, heads=heads, long=long, error=error)
+    if status is RunStatus.MISSING:
+        return run
+    return dataclasses.replace(
+        run,
+        metrics=directory.metrics(),
+        row=_row(directory.summary(), run) if status is RunStatus.DONE else None,
+        env=directory.env() if (path / "env.json").exists() else {},
+        heads=directory.heads() if (path / "heads.json").exists() else None,
+        error=directory.failure() if status is RunStatus.FAILED else "",
+        long=directory.long_contexts(),
+    )
 
 
 def _row(summary: Row, run: RunData) -> Row:
