@@ -47,7 +47,6 @@ def draw_heads(ax: Foreign, values: np.ndarray, names: Sequence[str], label: str
     ax.figure.colorbar(image, ax=ax, label=label)
     if len(names) <= 3 * _NAMED:
         ax.set_yticks(range(len(names)), names)
-    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set(xlabel="head", ylabel="layer")
     ax.xaxis.get_major_locator().set_params(integer=True)
 

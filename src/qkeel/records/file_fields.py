@@ -19,12 +19,8 @@ def _is_whole(value: object) -> bool:
     return _is_number(value) and value == value // 1 and 0 <= value < 1 << 53  # type: ignore[operator]
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
+def _is(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kind)
 
 
 def _are(kind: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -36,15 +32,15 @@ KINDS: dict[str, Callable[[object], bool]] = {
     "a finite number": lambda value: _is_number(value) and math.isfinite(value),  # type: ignore[arg-type]
     "a whole number": _is_whole,
     "a number from 1 to 65,536": lambda value: type(value) is int and 1 <= value <= 1 << 16,
-    "text": _is_text,
-    "true or false": lambda value: isinstance(value, bool),
-    "an object": _is_object,
-    "a list of text": _are(_is_text),
+    "text": _is(str),
+    "true or false": _is(bool),
+    "an object": _is(dict),
+    "a list of text": _are(_is(str)),
     "sizes": lambda value: (type(value) is int and value >= 0) or isinstance(value, list),
     "a list of numbers": _are(_is_number),
     "a list of whole numbers": _are(_is_whole),
-    "a list of objects": _are(_is_object),
-    "an object of objects": lambda value: isinstance(value, dict) and all(map(_is_object, value.values())),
+    "a list of objects": _are(_is(dict)),
+    "an object of objects": lambda value: isinstance(value, dict) and all(map(_is(dict), value.values())),
 }
 
 

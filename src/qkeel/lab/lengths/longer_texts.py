@@ -88,7 +88,7 @@ def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait
             try:
                 if done < config.steps:
                     raise RefusedError(f"training ended at step {done} of {config.steps}")
-                known[length] = known.get(length) or _as_trained(run, length, contexts.sequences)
+                known[length] = known.get(length) or _AsTrained(run, length, contexts.sequences)
                 found = _at(run, known[length], Method.parse(text), contexts.continue_steps)
             except RefusedError as refusal:
                 found = {"refused": str(refusal)}
@@ -123,22 +123,15 @@ def _load(place: RunDirectory, run: RunState) -> int:
         raise
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _AsTrained:
-    """The values that every method at a length is compared with."""
+    """The values that every method at a length is compared with: held-out texts [n, length + 1], predictions of their
+    pieces of the training length, and the angles met in training."""
 
-    windows: Tensor
-    """Held-out texts [n, length + 1]."""
-    short: Predicted
-    """Of their pieces of the training length."""
-    ranges: Sequence[Range]
-
-
-def _as_trained(run: RunState, length: int, sequences: int) -> _AsTrained:
-    windows = torch.from_numpy(long_texts(run.task.corpus, length, sequences)).to(run.device)
-    with measuring(run.model), autocast(run.config):
-        short = predict(run.model, *_pieces(windows, run.config.data.context))
-        return _AsTrained(windows=windows, short=short, ranges=cosine_ranges(run.model, _seen(run)))
+    def __init__(self, run: RunState, length: int, sequences: int) -> None:
+        self.windows = torch.from_numpy(long_texts(run.task.corpus, length, sequences)).to(run.device)
+        with measuring(run.model), autocast(run.config):
+            self.short = predict(run.model, *_pieces(self.windows, run.config.data.context))
+            self.ranges = cosine_ranges(run.model, _seen(run))
 
 
 def _at(run: RunState, known: _AsTrained, method: Method, steps: int) -> Json:

@@ -66,13 +66,10 @@ class StudyData:
     def parts(self) -> dict[str, StudyData]:
         """Returns the parts of the study by name: runs of other models or optimizers; empty where all are one grid.
         Each is a study whose runs are its grid. The remedies keep their order, hence their colours."""
-        roles = dict.fromkeys(run.role for run in self.runs if run.role not in ("grid", "drift"))
-        return {
-            role: dataclasses.replace(
-                self, runs=[dataclasses.replace(run, role="grid") for run in self.runs if run.role == role]
-            )
-            for role in roles
-        }
+        found: dict[str, list[RunData]] = {}
+        for run in (run for run in self.runs if run.role not in ("grid", "drift")):
+            found.setdefault(run.role, []).append(dataclasses.replace(run, role="grid"))
+        return {role: dataclasses.replace(self, runs=runs) for role, runs in found.items()}
 
     def lrs(self) -> list[float]:
         """The learning rates of the grid's finished runs."""

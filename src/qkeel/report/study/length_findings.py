@@ -56,17 +56,13 @@ def measured(study: StudyData) -> list[Measured]:
             for line in run.long:
                 if line.get("kept_nonrepeat") is not None:
                     found.setdefault((form, str(line["posthoc"]), int(line["test_length"])), []).append(line)
-    return [
-        Measured(
-            *key,
-            {
-                name: spread([line[name] for line in lines])
-                for name in _VALUES
-                if all(line.get(name) is not None for line in lines)
-            },
-        )
-        for key, lines in found.items()
-    ]
+    return [Measured(*key, _spreads(lines)) for key, lines in found.items()]
+
+
+def _spreads(lines: Sequence[Row]) -> dict[str, Spread]:
+    """The numbers that every line has."""
+    known = [name for name in _VALUES if all(line.get(name) is not None for line in lines)]
+    return {name: spread([line[name] for line in lines]) for name in known}
 
 
 def train_length(study: StudyData) -> int | None:
