@@ -7,8 +7,9 @@ from typing import Any, final
 
 from qkeel.errors import needed
 from qkeel.frames import Foreign
-from qkeel.integrations.wandb import LEVELS
-from qkeel.monitor import Alarm, Sample, Sink
+from qkeel.monitor import Alarm, Sample, Severity, Sink
+
+_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # names of an AlertLevel
 
 
 @final
@@ -48,7 +49,7 @@ class TrackioSink(Sink):
         """One alert."""
         from trackio import AlertLevel  # type: ignore[import-not-found]
 
-        level = AlertLevel[LEVELS[alarm.severity]]
+        level = AlertLevel[_LEVELS[alarm.severity]]
         self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=level, step=alarm.step)
 
     def close(self, complete: bool) -> None:

@@ -10,7 +10,7 @@ from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Severity, Sink
 
 STEP = "qkeel/step"
-LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # names of an AlertLevel
+_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # names of an AlertLevel
 _MANY = 100  # samples
 _LATE = (
     f"{_MANY} samples wait for the owner of the active W&B run to log: one goes out with each of its logs, the rest "
@@ -65,7 +65,7 @@ class WandbSink(Sink):
         """One alert, and a tag of the run."""
         from wandb import AlertLevel  # type: ignore[import-not-found]
 
-        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=AlertLevel[LEVELS[alarm.severity]])
+        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=AlertLevel[_LEVELS[alarm.severity]])
         self._run.tags = (*(self._run.tags or ()), f"qkeel {alarm.severity}: {alarm.rule}"[:64])  # W&B's longest tag
 
     def close(self, complete: bool) -> None:

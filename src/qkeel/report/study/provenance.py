@@ -58,7 +58,7 @@ Reads = dict[str, Callable[[RunData], object]]
 
 
 def _in_env(**names: str) -> Reads:
-    """What stands in env.json under a name, by the words for it."""
+    """Reads of the names in env.json, by the words for each."""
     return {words: lambda run, name=name: run.env.get(name) for words, name in names.items()}
 
 
