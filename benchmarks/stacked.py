@@ -12,7 +12,7 @@ from benchmarks.measure import Bench, Case, Cases
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import resolve
 from qkeel.lab.stack.choose_arithmetic import choose_arithmetic
-from qkeel.lab.training.arithmetic import Arithmetic, TorchArithmetic
+from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
 
@@ -44,7 +44,7 @@ def steps_of(arithmetic: Arithmetic) -> Case:
 def step_cases(remedy: str, sizes: tuple[int, ...]) -> Cases:
     """Returns as many steps as there are runs in the largest stack, by one run alone and by stacks of several sizes."""
     most = max(sizes)
-    alone = steps_of(TorchArithmetic([RunState(configs(remedy, 1)[0])]))
+    alone = steps_of(Arithmetic([RunState(configs(remedy, 1)[0])]))
     cases: Cases = {"alone": lambda: [alone() for _ in range(most)]}
     for size in sizes:
         one = steps_of(choose_arithmetic([RunState(c) for c in configs(remedy, size)]))
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
         bench.table(f"{remedy}: {max(sizes)} steps of one run", step_cases(remedy, sizes))
     n = 2 if bench.toy else 8
     stack = choose_arithmetic([RunState(c) for c in configs("none", n)])
-    single = TorchArithmetic([RunState(configs("none", 1)[0])])
+    single = Arithmetic([RunState(configs("none", 1)[0])])
     for name, alone, stacked in (("probe", single.probe, stack.probe), ("evaluate", single.evaluate, stack.evaluate)):
         cases: Cases = {"alone": lambda alone=alone: [alone() for _ in range(n)], f"stack of {n}": stacked}
         bench.table(f"none: {name} of {n} runs", cases, warmup=1)

@@ -5,11 +5,12 @@ Every message says what was expected, what came, and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class QkeelError(Exception):
@@ -63,13 +64,21 @@ class MissingLibraryError(QkeelError, ImportError):
     """Raised where an outside library is needed and not installed; the message says how to install it."""
 
 
-def missing(what: str, pip: str) -> MissingLibraryError:
-    """The error for a library that is not there.
+@contextlib.contextmanager
+def needed(what: str, pip: str) -> Iterator[None]:
+    """A context of imports from an outside library, without which `what` does not go.
 
-    >>> print(missing("the TensorBoard sink", "tensorboard"))
-    the TensorBoard sink needs a library that is not installed: pip install tensorboard
+    >>> with needed("the notebook sink", "ipython"):
+    ...     import not_installed
+    Traceback (most recent call last):
+    qkeel.errors.MissingLibraryError: the notebook sink needs a library that is not installed: pip install ipython
+
+    Raises: MissingLibraryError where one fails.
     """
-    return MissingLibraryError(f"{what} needs a library that is not installed: pip install {pip}")
+    try:
+        yield
+    except ImportError as error:
+        raise MissingLibraryError(f"{what} needs a library that is not installed: pip install {pip}") from error
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:

@@ -20,7 +20,7 @@ from qkeel.lab.data.needles import VALUES, Needles, ask, insert_needles
 from qkeel.lab.lengths.retrieval import retrieved
 from qkeel.lab.model.build_model import resolve
 from qkeel.lab.studies.extrapolation import BASE
-from qkeel.lab.training.arithmetic import TorchArithmetic
+from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
 from qkeel.nn.spec_module import SpecModule
@@ -183,7 +183,7 @@ def test_a_small_model_learns_to_find_needles_and_a_norm_without_gain_loses_them
     found = {}
     for planned in make_plan("extrapolation", base, grid).runs:
         run = RunState(planned.config)
-        arithmetic = TorchArithmetic([run])
+        arithmetic = Arithmetic([run])
         for step in range(run.config.steps):
             train_step(arithmetic, [step])
         model, needles = run.model.eval(), run.task.corpus.needles

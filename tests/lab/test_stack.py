@@ -22,7 +22,7 @@ from qkeel.lab.stack.stack_models import stack_models
 from qkeel.lab.stack.stacked_arithmetic import StackedArithmetic, split
 from qkeel.lab.stack.what_runs_share import plan_stacks
 from qkeel.lab.train_runs import train_runs
-from qkeel.lab.training.arithmetic import Arithmetic, TorchArithmetic
+from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
 from qkeel.records import RunDirectory, RunStatus, read_json
@@ -139,7 +139,7 @@ def test_by_compiled_operators_a_run_alone_is_a_stack_of_one_bit_for_bit(
     configs = micro(remedy)
     assert not why_not_compiled(configs[0])
     check_steps(configs, CompiledArithmetic, bits=True)
-    check_steps(configs[1:], TorchArithmetic, bits=False)  # against torch's own, to rounding
+    check_steps(configs[1:], Arithmetic, bits=False)  # against torch's own, to rounding
 
 
 def test_by_compiled_operators_runs_alone_and_stacked_hold_the_same(

@@ -15,7 +15,7 @@ from qkeel.lab.data.second_language import CLAUSE, WORD, translated
 from qkeel.lab.model.build_model import check, resolve
 from qkeel.lab.studies.translation import BASE
 from qkeel.lab.tasks.translation import BEGIN
-from qkeel.lab.training.arithmetic import TorchArithmetic
+from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.run_state import RunState
 from qkeel.lab.training.step import train_step
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder
@@ -127,7 +127,7 @@ def test_a_run_names_its_attentions_and_the_source_is_what_it_learns_from(tmp_pa
 def test_a_few_hundred_steps_teach_the_second_language_and_only_with_the_source() -> None:
     config = dataclasses.replace(BASE, device="cpu", steps=500, data=dataclasses.replace(BASE.data, pairs=4000))
     state = RunState(resolve(config))
-    arithmetic = TorchArithmetic([state])
+    arithmetic = Arithmetic([state])
     for step in range(500):
         train_step(arithmetic, [step])
     (score,) = arithmetic.evaluate()

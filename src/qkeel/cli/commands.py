@@ -8,58 +8,50 @@ from qkeel.lab.studies import STUDIES
 
 HELP_ALL = "--help-all"  # as --help, with the options that few need
 
-# Name, as typed -> where it is and its line in the list of commands. A module is imported when its command is called.
+# Name, as typed -> where it is in qkeel.cli and its line in the list of commands. A module is imported when its command
+# is called.
 COMMANDS = {
     "run": (
-        "qkeel.cli.run:run",
+        "run:run",
         "Train once, recording the logits of every head; the same command goes on after an interruption.",
     ),
     "study precision": (
-        "qkeel.cli.studies.study_precision:study_precision",
+        "studies.study_precision:study_precision",
         "The same attention in float64, fp32, bf16, fp16 and with q and k in fp8, over logits of growing size.",
     ),
     "merge": (
-        "qkeel.cli.studies.merge:merge",
+        "studies.merge:merge",
         "Merge directories of one study, made apart on several machines, into a new one; they stay as they are.",
     ),
-    "report": ("qkeel.cli.report:report", "Write one self-contained HTML page about studies, runs or watched models."),
+    "report": ("report:report", "Write one self-contained HTML page about studies, runs or watched models."),
     "watch": (
-        "qkeel.cli.watch:watch",
+        "watch:watch",
         "Run a training script unchanged and watch the attention of what it trains; the exit code is the script's.",
     ),
     "recommend": (
-        "qkeel.cli.studies.recommend:recommend",
+        "studies.recommend:recommend",
         "Print the logits to expect of a configuration, and which remedy gains how much, from what was measured.",
     ),
     "replay": (
-        "qkeel.cli.replay:replay",
+        "replay:replay",
         "Print what a policy of the autopilot would have done on a recorded run, when and why.",
     ),
     "scan": (
-        "qkeel.cli.scan:scan",
+        "scan:scan",
         "Read a checkpoint without running it: per layer and head, norms of the q and k weights and the logits they "
         "allow.",
     ),
-    "export": ("qkeel.cli.export:export", "Write the records of a run as tables, CSV or Parquet."),
+    "export": ("export:export", "Write the records of a run as tables, CSV or Parquet."),
     "convert": (
-        "qkeel.cli.convert:convert",
+        "convert:convert",
         "Write a checkpoint whose queries and keys are normed as a Qwen3, OLMo 2 or Gemma 3, with the same outputs.",
     ),
-    "explain": (
-        "qkeel.cli.explain:explain_command",
-        "Print the formula that a preset or remedy puts in force, and its source.",
-    ),
-    "presets": ("qkeel.cli.explain:list_presets", "List the published attention recipes."),
-    "remedies": ("qkeel.cli.explain:list_remedies", "List the remedies."),
-    "completion": (
-        "qkeel.cli.app:completion",
-        "Print the script that completes commands and options in bash, zsh or fish.",
-    ),
-    "config": (
-        "qkeel.cli.run:print_config",
-        "Print the configuration that a recipe and flags make, as a TOML recipe.",
-    ),
-    "bench": ("qkeel.cli.bench:bench", "Time every attention kernel on this machine, side by side."),
+    "explain": ("explain:explain_command", "Print the formula that a preset or remedy puts in force, and its source."),
+    "presets": ("explain:list_presets", "List the published attention recipes."),
+    "remedies": ("explain:list_remedies", "List the remedies."),
+    "completion": ("app:completion", "Print the script that completes commands and options in bash, zsh or fish."),
+    "config": ("run:print_config", "Print the configuration that a recipe and flags make, as a TOML recipe."),
+    "bench": ("bench:bench", "Time every attention kernel on this machine, side by side."),
 }
 
 # Name -> what people type, shown at the end of the command's help; of other studies it is `example`'s line.
@@ -92,7 +84,8 @@ EXAMPLES = {
 def commands() -> dict[str, tuple[str, str]]:
     """Returns COMMANDS and a command for each study: `qkeel demo`, `qkeel study NAME` for the others."""
     studies = {"demo" if name == "demo" else f"study {name}": (name, line) for name, (_, line) in STUDIES.items()}
-    return COMMANDS | {command: (f"qkeel.cli.studies.study:{name}", line) for command, (name, line) in studies.items()}
+    found = COMMANDS | {command: (f"studies.study:{name}", line) for command, (name, line) in studies.items()}
+    return {command: (f"qkeel.cli.{place}", line) for command, (place, line) in found.items()}
 
 
 def example(command: str) -> str:

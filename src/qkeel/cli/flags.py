@@ -38,17 +38,13 @@ _COMMON = {
 _RENAMED = {("data", "source"): "data", ("optim", "name"): "optimizer"}
 
 
-def _entries() -> dict[str, tuple[str, str]]:
-    """Flag attribute -> (section, field)."""
-    found: dict[str, tuple[str, str]] = {}
-    for section, (cls, _) in _SECTIONS.items():
-        for field, kind in field_types(cls).items():
-            if not dataclasses.is_dataclass(kind):
-                found[_RENAMED.get((section, field), field)] = (section, field)
-    return found
-
-
-_ENTRIES = _entries()
+# Flag attribute -> (section, field).
+_ENTRIES: dict[str, tuple[str, str]] = {
+    _RENAMED.get((section, field), field): (section, field)
+    for section, (cls, _) in _SECTIONS.items()
+    for field, kind in field_types(cls).items()
+    if not dataclasses.is_dataclass(kind)
+}
 
 
 def view(without: Collection[tuple[str, str]] = (), more: Iterable[Flag] = (), several: Collection[str] = ()) -> type:

@@ -2,14 +2,12 @@
 
 from qkeel.dist.layout import head_axes as head_axes
 from qkeel.dist.reductions import gather as gather
-from qkeel.dist.reductions import reduced as reduced
 from qkeel.dist.reductions import say_failed as say_failed
 from qkeel.dist.sharding import is_split as is_split
 from qkeel.dist.sharding import sharded as sharded
 from qkeel.dist.sharding import splits_heads as splits_heads
 from qkeel.dist.sharding import whole as whole
 from qkeel.dist.shards import PartialSums as PartialSums
-from qkeel.dist.shards import Shard as Shard
 from qkeel.dist.shards import Span as Span
 from qkeel.dist.shards import local as local
 from qkeel.dist.shards import shard as shard

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qkeel.errors import missing
+from qkeel.errors import needed
 from qkeel.frames.frame import Foreign
 
 _NAMED = 8  # lines that a key names; more are coloured by their depth
@@ -19,10 +19,8 @@ def axes(given: Foreign = None) -> Foreign:
     """
     if given is not None:
         return given
-    try:
+    with needed("plot()", "'qkeel[plot]'"):
         from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise missing("plot()", "'qkeel[plot]'") from error
     return pyplot.subplots(layout="constrained")[1]
 
 
@@ -49,7 +47,6 @@ def draw_heads(ax: Foreign, values: np.ndarray, names: Sequence[str], label: str
     ax.figure.colorbar(image, ax=ax, label=label)
     if len(names) <= 3 * _NAMED:
         ax.set_yticks(range(len(names)), names)
-    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set(xlabel="head", ylabel="layer")
     ax.xaxis.get_major_locator().set_params(integer=True)
 

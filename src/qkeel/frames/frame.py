@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from qkeel.errors import missing
+from qkeel.errors import needed
 from qkeel.registry import lookup
 
 Foreign = Any  # what a library makes that need not be installed: a DataFrame, an Axes
@@ -33,10 +33,8 @@ class Frame:
 
         Raises: MissingLibraryError if pandas is not installed.
         """
-        try:
+        with needed("to_pandas()", "'qkeel[frames]'"):
             import pandas  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise missing("to_pandas()", "'qkeel[frames]'") from error
         return pandas.DataFrame(self.columns)
 
     def to_polars(self) -> Foreign:
@@ -44,10 +42,8 @@ class Frame:
 
         Raises: MissingLibraryError if polars is not installed.
         """
-        try:
+        with needed("to_polars()", "'qkeel[frames]'"):
             import polars  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise missing("to_polars()", "'qkeel[frames]'") from error
         return polars.DataFrame(self.columns)
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from typing import Literal, final
 
 import numpy as np
 
-from qkeel.errors import caution, missing, unknown
+from qkeel.errors import caution, needed, unknown
 from qkeel.frames.frame import Foreign, Frame
 from qkeel.records import disk
 
@@ -35,11 +35,9 @@ class TableFiles:
         self.folder, self.kind = folder, kind
         self._arrow: Foreign = None
         if kind == "parquet":
-            try:
+            with needed("Parquet", "'qkeel[frames]'"):
                 import pyarrow
                 import pyarrow.parquet
-            except ImportError as error:
-                raise missing("Parquet", "'qkeel[frames]'") from error
             self._arrow = pyarrow
         self._names = dict(announced or {})
         self._writers: dict[str, Foreign] = {}
@@ -80,10 +78,7 @@ class TableFiles:
                 self._write_held(name)
         for writer in self._writers.values():
             writer.close()
-        return [self.folder / f"{name}.{self.kind}" for name in self._names if self._exists(name)]
-
-    def _exists(self, name: str) -> bool:
-        return (self.folder / f"{name}.{self.kind}").exists()
+        return [path for name in self._names if (path := self.folder / f"{name}.{self.kind}").exists()]
 
 
 def _lines(frame: Frame, *, head: bool) -> str:

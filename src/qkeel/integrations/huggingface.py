@@ -5,30 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, final
+from typing import final
 
 import safetensors.torch
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.autopilot import Autopilot, Policy, attach, policy
-from qkeel.errors import caution, missing
+from qkeel.autopilot import Policy, attach
+from qkeel.errors import caution, needed
 from qkeel.frames import Foreign
-from qkeel.integrations.sample_queue import SampleQueue
-from qkeel.monitor import Cadence, Rule, Sink
+from qkeel.integrations.watched_training import Sinks, WatchedTraining
+from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.measure.query_mask import Given
-from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.watch import watch
 from qkeel.patching.compiler_state import running_frames
 from qkeel.records import layer_fields, write_bytes
 from qkeel.sites.kept_state import same_random_streams
 
-try:
+with needed("qkeel.integrations.huggingface", "'qkeel[hf]'"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
-except ImportError as error:
-    raise missing("qkeel.integrations.huggingface", "'qkeel[hf]'") from error
 
 _NO_TRAINER = (
     "no transformers.Trainer calls this callback, so no reporter gets its numbers; they are in state.log_history and "
@@ -37,7 +33,7 @@ _NO_TRAINER = (
 
 
 @final
-class QkeelCallback(TrainerCallback):
+class QkeelCallback(WatchedTraining, TrainerCallback):
     """Watches from the first to the last step of `trainer.train()`; training is bit for bit what it is without.
 
     `Trainer(callbacks=[QkeelCallback()])` is all. What is measured at optimizer step s goes to every reporter of the
@@ -56,46 +52,31 @@ class QkeelCallback(TrainerCallback):
         self,
         *,
         every: int | Cadence = 50,
-        sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
+        sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
         query_mask: Given | None = "attention_mask",
         per_layer: bool = False,
         autopilot: bool | str | Policy = False,
     ) -> None:
-        self.monitor: Monitor | None = None
-        self.pilot: Autopilot | None = None
-        self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
-        if self._policy is not False:
-            policy(self._policy, parameters=False)
-        self._every, self._rules, self._query_mask, self._per_layer = every, rules, query_mask, per_layer
-        self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
-        self._queue = SampleQueue()
+        super().__init__(every, sinks, rules, query_mask, autopilot)
+        self._per_layer = per_layer
         self._handler: CallbackHandler | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Foreign
     ) -> None:
         """Start watching; a training that is resumed goes on counting where it was."""
-        self._stop(complete=False)  # of a training that was stopped by an error
+        self.close(complete=False)  # of a training that was stopped by an error
         model: nn.Module = kwargs["model"]
         optimizer: Optimizer = kwargs["optimizer"]
         self._handler = _calling_handler(self)
         if self._handler is None:
             caution(_NO_TRAINER)
-        self._queue = SampleQueue()
-        self.monitor = watch(
-            model,
-            optimizer,
-            every=self._every,
-            sinks=[*self._sinks, self._queue],
-            rules=self._rules,
-            query_mask=self._query_mask,
-        )
-        self.monitor.steps = state.global_step
+        monitor = self._begin(model, optimizer, state.global_step)
         if self._policy is not False:
             saved = _saved(args, state) if state.global_step else None
             example = None if saved is None else _example(kwargs.get("train_dataloader"), model)
-            self.pilot = attach(self.monitor, optimizer, policy=self._policy, example=example)
+            self.pilot = attach(monitor, optimizer, policy=self._policy, example=example)
             if saved is not None and saved.exists():
                 self.pilot.load_state_dict(safetensors.torch.load_file(saved))
 
@@ -133,7 +114,7 @@ class QkeelCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Stop watching."""
-        self._stop(complete=True)
+        self.close(complete=True)
 
     def _send(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         for sample in self._queue.take():
@@ -146,11 +127,6 @@ class QkeelCallback(TrainerCallback):
             if self._handler is not None:
                 # A log resets what the control asks for; the Trainer has not acted on its own yet.
                 self._handler.on_log(args, then, copy.copy(control), found)
-
-    def _stop(self, *, complete: bool) -> None:
-        watching = self.monitor if self.pilot is None else self.pilot
-        if watching is not None:
-            watching.close(complete=complete)
 
 
 def _saved(args: TrainingArguments, state: TrainerState) -> Path:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal, final
+from typing import final
 
 from torch import nn
 
-from qkeel.autopilot import Autopilot, Policy, attach, policy
-from qkeel.errors import InvalidValueError, missing
+from qkeel.autopilot import Policy, attach
+from qkeel.errors import InvalidValueError, needed
 from qkeel.handle import State
-from qkeel.integrations.sample_queue import SampleQueue
-from qkeel.monitor import Cadence, Rule, Sink
+from qkeel.integrations.watched_training import Sinks, WatchedTraining
+from qkeel.monitor import Cadence, Rule
 from qkeel.monitor.measure.query_mask import Given
-from qkeel.monitor.monitor import Monitor
-from qkeel.monitor.watch import watch
 
-try:
+with needed("qkeel.integrations.lightning", "lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer  # type: ignore[import-not-found]
     from lightning.pytorch.utilities.exceptions import MisconfigurationException  # type: ignore[import-not-found]
-except ImportError as error:
-    raise missing("qkeel.integrations.lightning", "lightning") from error
 
 
 @final
-class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
+class QkeelCallback(WatchedTraining, Callback):  # type: ignore[misc, no-any-unimported]
     """Watches one module of a LightningModule and gives its summaries to the loggers of the Trainer.
 
     What is measured at optimizer step s is logged at step s, however often the Trainer itself logs; the module's
@@ -49,23 +44,15 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         *,
         module: str | None = None,
         every: int | Cadence = 50,
-        sinks: Sink | str | Path | Sequence[Sink | str | Path] = (),
+        sinks: Sinks = (),
         rules: Sequence[Rule] | None = None,
         query_mask: Given | None = None,
         autopilot: bool | str | Policy = False,
         example: object = None,
     ) -> None:
-        super().__init__()
-        self.monitor: Monitor | None = None
-        self.pilot: Autopilot | None = None
-        self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
-        self._example = example
-        if self._policy is not False:
-            policy(self._policy, parameters=False)
+        super().__init__(every, sinks, rules, query_mask, autopilot)
+        self._module, self._example = module, example
         self._state: State = {}  # of a checkpoint
-        self._module, self._every, self._rules, self._query_mask = module, every, rules, query_mask
-        self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
-        self._queue = SampleQueue()
         self._last: float = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -74,21 +61,12 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
         model = self._watched(pl_module)
         own = {id(p) for p in model.parameters()}
         held = [o for o in trainer.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
-        self._queue = SampleQueue()
-        self.monitor = watch(
-            model,
-            held[0] if held else None,
-            every=self._every,
-            sinks=[*self._sinks, self._queue],
-            rules=self._rules,
-            query_mask=self._query_mask,
-        )
-        self.monitor.steps = _step(trainer)
+        monitor = self._begin(model, held[0] if held else None, _step(trainer))
         self._last = -1
         with contextlib.suppress(MisconfigurationException):  # the number of accumulated batches changes
             self._last = trainer.estimated_stepping_batches - 1
         if self._policy is not False:
-            self.pilot = attach(self.monitor, held, policy=self._policy, example=self._example)
+            self.pilot = attach(monitor, held, policy=self._policy, example=self._example)
             state, self._state = self._state, {}  # of this fit alone
             if state:
                 self.pilot.load_state_dict(state)
@@ -136,12 +114,6 @@ class QkeelCallback(Callback):  # type: ignore[misc, no-any-unimported]
     def load_state_dict(self, state_dict: State) -> None:
         """Lightning calls it before `on_fit_start`."""
         self._state = state_dict
-
-    def close(self, *, complete: bool) -> None:
-        """Stop watching, if it was begun."""
-        watching = self.monitor if self.pilot is None else self.pilot
-        if watching is not None:
-            watching.close(complete=complete)
 
     def _watched(self, module: nn.Module) -> nn.Module:
         if self._module is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from qkeel.errors import missing
+from qkeel.errors import needed
 from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Sink
 
@@ -23,10 +23,8 @@ class MLflowSink(Sink):
 
     def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
-        try:
+        with needed("the MLflow sink", "mlflow"):
             import mlflow  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise missing("the MLflow sink", "mlflow") from error
         self._mlflow = mlflow
         self._own = self._mlflow.active_run() is None
         self._client = self._mlflow.MlflowClient()

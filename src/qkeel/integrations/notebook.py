@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import final
 
-from qkeel.errors import InvalidValueError, missing
+from qkeel.errors import InvalidValueError, needed
 from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Sink
 from qkeel.monitor.record.sample_table import sample_html, sample_line
@@ -30,10 +30,8 @@ class NotebookSink(Sink):
 
     def open(self, about: Mapping[str, object]) -> None:
         """Make the place in the cell's output."""
-        try:
+        with needed("the notebook sink", "ipython"):
             from IPython.display import display  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise missing("the notebook sink", "ipython") from error
         self._display = display(self, display_id=True)
         if self._display is None:
             raise InvalidValueError('sinks="notebook" shows a table in a notebook\'s cell; outside of one use "log"')

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from qkeel.errors import missing
+from qkeel.errors import needed
 from qkeel.monitor import Alarm, Sample, Sink
 
 
@@ -21,10 +21,8 @@ class TensorBoardSink(Sink):
 
     def open(self, about: Mapping[str, object]) -> None:
         """Start the event file and describe what is watched."""
-        try:
+        with needed("the TensorBoard sink", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise missing("the TensorBoard sink", "tensorboard") from error
         self._writer = SummaryWriter(str(self.directory))
         self._writer.add_text("qkeel/about", f"```\n{json.dumps(dict(about), indent=2, default=str)}\n```", 0)
 

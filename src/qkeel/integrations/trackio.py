@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from qkeel.errors import missing
+from qkeel.errors import needed
 from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Severity, Sink
+
+_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # names of an AlertLevel
 
 
 @final
@@ -24,11 +26,9 @@ class TrackioSink(Sink):
 
     def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
-        try:
+        with needed("the trackio sink", "trackio"):
             import trackio  # pyright: ignore[reportMissingImports]
             from trackio.context_vars import current_run  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise missing("the trackio sink", "trackio") from error
         module: Any = trackio
         self._histogram = module.Histogram
         self._run = current_run.get()
@@ -49,12 +49,8 @@ class TrackioSink(Sink):
         """One alert."""
         from trackio import AlertLevel  # type: ignore[import-not-found]
 
-        levels = {
-            Severity.NOTICE: AlertLevel.INFO,
-            Severity.ALARM: AlertLevel.WARN,
-            Severity.CRITICAL: AlertLevel.ERROR,
-        }
-        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=levels[alarm.severity], step=alarm.step)
+        level = AlertLevel[_LEVELS[alarm.severity]]
+        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=level, step=alarm.step)
 
     def close(self, complete: bool) -> None:
         """End the run if it is the sink's own."""

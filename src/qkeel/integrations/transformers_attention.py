@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import RefusedError, missing
+from qkeel.errors import RefusedError, needed
 from qkeel.nn import functional_attention
 from qkeel.ops import attention
 from qkeel.patching.modes import Kwargs
 from qkeel.spec import AttentionSpec, Fixed, Softcap
 
-try:
+with needed("qkeel.integrations.transformers_attention", "'qkeel[hf]'"):
     from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask, sdpa_mask
-except ImportError as error:
-    raise missing("qkeel.integrations.transformers_attention", "'qkeel[hf]'") from error
 
 NAME = "qkeel"
 # Tensors that come along and change nothing: the mask and the rotation have them in already.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from qkeel.errors import caution, missing
+from qkeel.errors import caution, needed
 from qkeel.frames import Foreign
 from qkeel.monitor import Alarm, Sample, Severity, Sink
 
 STEP = "qkeel/step"
+_LEVELS = {Severity.NOTICE: "INFO", Severity.ALARM: "WARN", Severity.CRITICAL: "ERROR"}  # names of an AlertLevel
 _MANY = 100  # samples
 _LATE = (
     f"{_MANY} samples wait for the owner of the active W&B run to log: one goes out with each of its logs, the rest "
@@ -38,10 +39,8 @@ class WandbSink(Sink):
 
     def open(self, about: Mapping[str, object]) -> None:
         """Join the active run, or start one."""
-        try:
+        with needed("the W&B sink", "wandb"):
             import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise missing("the W&B sink", "wandb") from error
         module: Any = wandb
         self._histogram = module.Histogram
         self._own = module.run is None
@@ -66,12 +65,7 @@ class WandbSink(Sink):
         """One alert, and a tag of the run."""
         from wandb import AlertLevel  # type: ignore[import-not-found]
 
-        levels = {
-            Severity.NOTICE: AlertLevel.INFO,
-            Severity.ALARM: AlertLevel.WARN,
-            Severity.CRITICAL: AlertLevel.ERROR,
-        }
-        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=levels[alarm.severity])
+        self._run.alert(title=f"qkeel: {alarm.rule}", text=str(alarm), level=AlertLevel[_LEVELS[alarm.severity]])
         self._run.tags = (*(self._run.tags or ()), f"qkeel {alarm.severity}: {alarm.rule}"[:64])  # W&B's longest tag
 
     def close(self, complete: bool) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from qkeel.lab.config import RunConfig
+from qkeel.lab.config import RunConfig, with_values
 
 # The section and name of the setting of each axis; the axis has the setting's name.
 SETTINGS: dict[str, str] = {
@@ -28,18 +27,12 @@ def variants(base: RunConfig, axes: Mapping[str, Sequence[object]]) -> Iterator[
     given = {axis: values for axis, values in axes.items() if values}
     for point in itertools.product(*given.values()):
         values = dict(zip(given, point))
-        yield ", ".join(f"{axis} {value}" for axis, value in values.items() if len(given[axis]) > 1), _at(base, values)
+        yield ", ".join(f"{axis} {value}" for axis, value in values.items() if len(given[axis]) > 1), at(base, values)
 
 
-def _at(base: RunConfig, values: Mapping[str, object]) -> RunConfig:
+def at(base: RunConfig, values: Mapping[str, object]) -> RunConfig:
     """The configuration with these values, those of a section all at once: one may not be possible without another."""
-    fields: dict[str, dict[str, object]] = {"model": {}, "data": {}, "optim": {}, "": {}}
+    fields: dict[str, dict[str, object]] = {"": {}}
     for axis, value in values.items():
-        fields[SETTINGS[axis]][axis] = value
-    return dataclasses.replace(
-        base,
-        model=dataclasses.replace(base.model, **fields["model"]),
-        data=dataclasses.replace(base.data, **fields["data"]),
-        optim=dataclasses.replace(base.optim, **fields["optim"]),
-        **fields[""],
-    )
+        fields.setdefault(SETTINGS[axis], {})[axis] = value
+    return with_values(base, **fields.pop(""), **fields)

@@ -55,10 +55,7 @@ class ModelConfig:
         settle(self)
         _check(self, "at least 1", _one, "d_model", "n_layers", "n_heads", "n_kv_heads")
         _check(self, "at least 1", _one, "head_dim", "base_width", "base_head_dim")
-        if self.n_kv_heads and self.n_heads % self.n_kv_heads:
-            raise InvalidValueError(
-                f"expected n_heads to be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}"
-            )
+        _check_multiple("n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads or 1)
         if self.block == "gau" and self.n_heads != 1:
             raise InvalidValueError(f"expected n_heads=1 for block gau, which has one head, got {self.n_heads}")
         if not self.mlp_ratio * self.d_model >= 1:
@@ -67,11 +64,8 @@ class ModelConfig:
             raise InvalidValueError(f"expected block mha with parametrisation mup, got {self.block}, which has no rule")
         if self.deepnorm and not (self.block == "gau" and self.norm_order == "post"):
             raise InvalidValueError("deepnorm is for block gau with norm_order post")
-        if self.head_dim is None and self.d_model % self.n_heads:
-            raise InvalidValueError(
-                f"expected d_model to be a multiple of n_heads, got {self.d_model} and {self.n_heads}; "
-                "change one of them or give head_dim"
-            )
+        if self.head_dim is None:
+            _check_multiple("d_model", self.d_model, "n_heads", self.n_heads, "; change one of them or give head_dim")
 
 
 @final
@@ -142,10 +136,7 @@ class ImagesConfig:
         _check(self, "at least 2", lambda x: x >= 2, "levels")
         _check(self, "between 0 and 1", _share, "image_share", "image_first")
         _check(self, "above 0", _positive, "image_variance")
-        if self.image_size % self.patch:
-            raise InvalidValueError(
-                f"expected image_size to be a multiple of patch, got {self.image_size} and {self.patch}"
-            )
+        _check_multiple("image_size", self.image_size, "patch", self.patch)
         if not self.images:
             raise InvalidValueError("expected the name or path of images, got an empty string")
 
@@ -254,14 +245,8 @@ class RunConfig:
         _check(self, "at least 1", _one, "steps", "accumulate", "log_every", "threads")
         _check(self, "at least 1", _one, "eval_sequences", "probe_sequences")
         _check(self, "at least 0", lambda x: x >= 0, "seed", "checkpoint_every", "eval_every", "nudge")
-        if self.data.batch % self.accumulate:
-            raise InvalidValueError(
-                f"expected batch to be a multiple of accumulate, got {self.data.batch} and {self.accumulate}"
-            )
-        if self.eval_every % self.log_every:
-            raise InvalidValueError(
-                f"expected eval_every to be a multiple of log_every, got {self.eval_every} and {self.log_every}"
-            )
+        _check_multiple("batch", self.data.batch, "accumulate", self.accumulate)
+        _check_multiple("eval_every", self.eval_every, "log_every", self.log_every)
         if self.model.parametrisation == "mup":
             _check_mup(self)
         if self.device.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
@@ -305,6 +290,17 @@ class RunConfig:
         return read_fields(cls, values, "")
 
 
+def with_values(config: RunConfig, **values: object) -> RunConfig:
+    """Returns the configuration with other values; those of a section are a table, all set at once.
+
+    >>> with_values(RunConfig(), optim={"lr": 0.1}, seed=3).optim.lr
+    0.1
+    """
+    parts = {"model": config.model, "data": config.data, "optim": config.optim, "images": config.images}
+    tables = {name: dataclasses.replace(parts[name], **own) for name, own in values.items() if isinstance(own, dict)}
+    return dataclasses.replace(config, **{**values, **tables})
+
+
 def _check_mup(config: RunConfig) -> None:
     """Raises where µP has no rule for the optimizer or for what the model reads."""
     if config.optim.name != "adamw":
@@ -319,6 +315,11 @@ def _check(config: object, range_: str, holds: Callable[[float], bool], *names: 
         value = getattr(config, name)
         if value is not None and not holds(value):
             raise InvalidValueError(f"expected {name} to be {range_}, got {value}")
+
+
+def _check_multiple(name: str, value: int, of: str, divisor: int, advice: str = "") -> None:
+    if value % divisor:
+        raise InvalidValueError(f"expected {name} to be a multiple of {of}, got {value} and {divisor}{advice}")
 
 
 def _one(x: float) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, final
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.lab.axes import SETTINGS, variants
-from qkeel.lab.config import RunConfig
+from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.config_fields import Json
 from qkeel.registry import Term, parse
 
@@ -294,9 +294,8 @@ def parts(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     runs = []
     both = itertools.product(grid.optimizers or (base.optim.name,), grid.blocks or (base.model.block,))
     for optimizer, block in both:
-        model = dataclasses.replace(base.model, block=block)
-        optim = dataclasses.replace(base.optim, name=optimizer)
-        runs += product(dataclasses.replace(base, model=model, optim=optim), grid, f"{block}, {optimizer}")
+        own = with_values(base, model={"block": block}, optim={"name": optimizer})
+        runs += product(own, grid, f"{block}, {optimizer}")
     return runs
 
 
@@ -304,15 +303,14 @@ def product(base: RunConfig, grid: Grid, role: str = "grid") -> list[PlannedRun]
     """Remedies × rates × seeds, in this order, each a variant of `base`."""
     runs = []
     for remedy, lr, seed in itertools.product(grid.remedies, grid.lrs, grid.seeds):
-        optim = dataclasses.replace(base.optim, lr=lr)
-        config = dataclasses.replace(base, remedy=remedy, optim=optim, seed=seed)
+        config = with_values(base, remedy=remedy, optim={"lr": lr}, seed=seed)
         runs.append(PlannedRun(config=config, role=role))
     return runs
 
 
 def pairs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     """The product as it is, then with one weight moved by one float32 step; both train in the same stacks."""
-    return [*product(base, grid, UNMOVED), *product(dataclasses.replace(base, nudge=1), grid, MOVED)]
+    return [*product(base, grid, UNMOVED), *product(with_values(base, nudge=1), grid, MOVED)]
 
 
 @final

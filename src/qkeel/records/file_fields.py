@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from qkeel.errors import DamagedFileError, QkeelError
-from qkeel.records.files import JSONObject
+from qkeel.records.files import JSONObject, read_json
 from qkeel.records.names_and_units import EXTRAPOLATION_COLUMNS
 
 
@@ -18,12 +19,8 @@ def _is_whole(value: object) -> bool:
     return _is_number(value) and value == value // 1 and 0 <= value < 1 << 53  # type: ignore[operator]
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
+def _is(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kind)
 
 
 def _are(kind: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -35,190 +32,139 @@ KINDS: dict[str, Callable[[object], bool]] = {
     "a finite number": lambda value: _is_number(value) and math.isfinite(value),  # type: ignore[arg-type]
     "a whole number": _is_whole,
     "a number from 1 to 65,536": lambda value: type(value) is int and 1 <= value <= 1 << 16,
-    "text": _is_text,
-    "true or false": lambda value: isinstance(value, bool),
-    "an object": _is_object,
-    "a list of text": _are(_is_text),
+    "text": _is(str),
+    "true or false": _is(bool),
+    "an object": _is(dict),
+    "a list of text": _are(_is(str)),
     "sizes": lambda value: (type(value) is int and value >= 0) or isinstance(value, list),
     "a list of numbers": _are(_is_number),
     "a list of whole numbers": _are(_is_whole),
-    "a list of objects": _are(_is_object),
-    "an object of objects": lambda value: isinstance(value, dict) and all(map(_is_object, value.values())),
+    "a list of objects": _are(_is(dict)),
+    "an object of objects": lambda value: isinstance(value, dict) and all(map(_is(dict), value.values())),
 }
+
+
+def _of_kinds(lines: Mapping[str, str]) -> dict[str, str]:
+    """The kind of each name, from lines of names under their kinds."""
+    return {name: kind for kind, names in lines.items() for name in names.split()}
+
+
 # What is read of the config.json of another library's model, whole or of one of its parts.
 _MODEL = {
-    "model_type": "text",
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), "sizes"),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads"), "sizes"),
-    **dict.fromkeys(("n_kv_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv", "kv_n_heads"), "sizes"),
-    **dict.fromkeys(("head_dim", "attention_head_dim", "kv_channels", "d_kv", "hidden_size"), "sizes"),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_hidden_layers"), "sizes"),
-    **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "rms_norm_eps", "rope_theta"), "a number"),
-    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), "a number"),
-    **dict.fromkeys(("factor", "attention_factor", "mscale", "mscale_all_dim"), "a number"),
-    **dict.fromkeys(("rope_scaling", "rope_parameters", "attn_config"), "an object"),
-    "layer_types": "a list of text",
+    "text": "model_type",
+    "sizes": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+    "decoder_attention_heads num_key_value_heads n_kv_heads num_kv_heads multi_query_group_num n_head_kv kv_n_heads "
+    "head_dim attention_head_dim kv_channels d_kv hidden_size qk_nope_head_dim qk_rope_head_dim v_head_dim "
+    "num_hidden_layers",
+    "a number": "query_pre_attn_scalar attention_multiplier rms_norm_eps rope_theta max_position_embeddings "
+    "original_max_position_embeddings factor attention_factor mscale mscale_all_dim",
+    "an object": "rope_scaling rope_parameters attn_config",
+    "a list of text": "layer_types",
 }
-_PARTS = ("text_config", "llm_config", "thinker_config", "vision_config", "audio_config", "encoder", "decoder", "model")
-_PARTS += ("rope_scaling", "rope_parameters", "attn_config")
-# The type of a field by file and name. "!" in front: the field must be there and not null; "*": every other field.
-FIELDS: dict[str, dict[str, str]] = {
+_PARTS = "text_config llm_config thinker_config vision_config audio_config encoder decoder model rope_scaling"
+_PARTS += " rope_parameters attn_config"
+# By file the names of fields under their kinds. "!" in front: the field must be there and not null; "*": every other.
+_FILES: dict[str, Mapping[str, str]] = {
     "study.json": {
-        "runs": "!a list of objects",
-        "study": "text",
-        "command": "text",
-        "remedies": "a list of text",
-        "lrs": "a list of numbers",
-        "seeds": "a list of whole numbers",
-        "blocks": "a list of text",
-        "optimizers": "a list of text",
-        "mixes": "a list of text",
-        "tuning_seeds": "a list of whole numbers",
-        "tuned": "a list of objects",
-        **dict.fromkeys(("parametrisation", "schedule", "decay"), "a list of text"),
-        **dict.fromkeys(("d_model", "n_layers", "n_heads", "head_dim"), "a list of whole numbers"),
-        **dict.fromkeys(("context", "batch", "steps"), "a list of whole numbers"),
-        "weight_decay": "a list of numbers",
-        "contexts": "an object",
-        "base": "an object of objects",
-    },
-    "chaos.json": {"base": "!an object", "pairs": "!a list of objects"},
-    "chaos.json, pairs": {
-        "remedy": "!text",
-        "lr": "!a number",
-        "seed": "!a whole number",
-        "loss_difference": "!a number",
-        "logit_distance": "!a number",
-        "exponent": "a number",
-        "part": "text",
+        "!a list of objects": "runs",
+        "text": "study command",
+        "a list of text": "remedies blocks optimizers mixes parametrisation schedule decay",
+        "a list of numbers": "lrs weight_decay",
+        "a list of whole numbers": "seeds tuning_seeds d_model n_layers n_heads head_dim context batch steps",
+        "a list of objects": "tuned",
+        "an object": "contexts",
+        "an object of objects": "base",
     },
     "study.json, runs": {
-        "run_id": "!text",
-        "remedy": "!text",
-        "lr": "!a number",
-        "seed": "!a whole number",
-        "role": "text",
-        "part": "text",
+        "!text": "run_id remedy",
+        "!a number": "lr",
+        "!a whole number": "seed",
+        "text": "role part",
     },
     "study.json, tuned": {
-        **dict.fromkeys(("role", "remedy", "border"), "text"),
-        **dict.fromkeys(("lr", "val_loss"), "a number"),
-        "lrs": "a list of numbers",
-        "seeds": "a list of whole numbers",
+        "text": "role remedy border",
+        "a number": "lr val_loss",
+        "a list of numbers": "lrs",
+        "a list of whole numbers": "seeds",
     },
     "study.json, contexts": {
-        "posthoc": "a list of text",
-        "test_lengths": "a list of whole numbers",
-        "sequences": "a whole number",
-        "continue_steps": "a whole number",
+        "a list of text": "posthoc",
+        "a list of whole numbers": "test_lengths",
+        "a whole number": "sequences continue_steps",
+    },
+    "chaos.json": {"!an object": "base", "!a list of objects": "pairs"},
+    "chaos.json, pairs": {
+        "!text": "remedy",
+        "!a number": "lr loss_difference logit_distance",
+        "!a whole number": "seed",
+        "a number": "exponent",
+        "text": "part",
     },
     "config.json": {
-        "kind": "text",
-        "remedy": "text",
-        "seed": "a whole number",
-        "steps": "a whole number",
-        "nudge": "a whole number",
-        "optim": "an object",
-        "model": "an object",
-        "data": "an object",
-        "images": "an object",
+        "text": "kind remedy",
+        "a whole number": "seed steps nudge",
+        "an object": "optim model data images",
     },
-    "config.json, optim": {"name": "text", "lr": "a number"},
-    "config.json, model": {"attention": "text", "norm_order": "text", "block": "text"},
-    "config.json, data": {"source": "text", "context": "a whole number", "batch": "a whole number"},
-    "config.json, images": {"images": "text", "image_share": "a number", "image_variance": "a number"},
+    "config.json, optim": {"text": "name", "a number": "lr"},
+    "config.json, model": {"text": "attention norm_order block"},
+    "config.json, data": {"text": "source", "a whole number": "context batch"},
+    "config.json, images": {"text": "images", "a number": "image_share image_variance"},
     "config.json of a watched model": {
-        "kind": "text",
-        "model": "text",
-        "parameters": "a whole number",
-        "dtype": "text",
-        "sites": "a list of objects",
-        "fields": "a list of text",
-        "optimizer": "text",
-        "cadence": "text",
-        "processes": "a whole number",
+        "text": "kind model dtype optimizer cadence",
+        "a whole number": "parameters processes",
+        "a list of objects": "sites",
+        "a list of text": "fields",
     },
     "env.json": {
-        "qkeel": "text",
-        "python": "text",
-        "torch": "text",
-        "device": "text",
-        "cpu": "text",
-        "compiled_kernels": "true or false",
-        "dtype": "text",
-        "corpus": "an object",
-        "n_parameters": "a whole number",
-        "formula": "text",
-        "remedy_line": "text",
-        "remedy_source": "text",
-        "command": "text",
-        "system": "text",
-        "commit": "text",
-        "versions": "an object",
+        "text": "qkeel python torch device cpu dtype formula remedy_line remedy_source command system commit",
+        "true or false": "compiled_kernels",
+        "an object": "corpus versions",
+        "a whole number": "n_parameters",
     },
     "env.json, corpus": {
-        "name": "text",
-        "sha256": "text",
-        "train_tokens": "a whole number",
-        "heldout_tokens": "a whole number",
-        "vocab_size": "a whole number",
-        "loss_unit": "text",
-        "tokenizer_sha256": "text",
+        "text": "name sha256 loss_unit tokenizer_sha256",
+        "a whole number": "train_tokens heldout_tokens vocab_size",
     },
-    "metrics.jsonl": {"step": "!a whole number", "*": "a number"},
-    "eval.jsonl": {"step": "!a whole number", "*": "a number"},
+    "metrics.jsonl": {"!a whole number": "step", "a number": "*"},
+    "eval.jsonl": {"!a whole number": "step", "a number": "*"},
     "events.jsonl": {
-        "step": "!a whole number",
-        "event": "text",
-        "rule": "text",
-        "severity": "text",
-        "meaning": "text",
-        "trend": "text",
-        "remedy": "text",
-        "source": "text",
-        "layer": "text",
-        "head": "a whole number",
-        "value": "a number",
-        "action": "text",
-        "site": "text",
-        "heads": "a list of whole numbers",
-        "text": "text",
+        "!a whole number": "step",
+        "text": "event rule severity meaning trend remedy source layer action site text",
+        "a whole number": "head",
+        "a number": "value",
+        "a list of whole numbers": "heads",
     },
     "extrapolation.jsonl": {
-        **{name: "a number" for name, field in EXTRAPOLATION_COLUMNS.items() if field.unit != "name"},
-        "posthoc": "!text",
-        "test_length": "!a whole number",
-        "refused": "text",
-        "segments": "a list of numbers",
+        "a number": " ".join(name for name, field in EXTRAPOLATION_COLUMNS.items() if field.unit != "name"),
+        "!text": "posthoc",
+        "!a whole number": "test_length",
+        "text": "refused",
+        "a list of numbers": "segments",
     },
-    "DONE": {"*": "a whole number"},
+    "DONE": {"a whole number": "*"},
     "summary.json": {
-        "remedy": "text",
-        "run_id": "text",
-        "status": "text",
-        "block": "text",
-        "optimizer": "text",
-        "kind": "text",
-        "collapsed": "true or false",
-        "*": "a number",
+        "text": "remedy run_id status block optimizer kind",
+        "true or false": "collapsed",
+        "a number": "*",
     },
     "state.safetensors": {
-        "step": "!a whole number",
-        "cpu_seconds": "!a finite number",
-        "optimizer": "!an object",
-        "sizes": "an object",
+        "!a whole number": "step",
+        "!a finite number": "cpu_seconds",
+        "!an object": "optimizer",
+        "an object": "sizes",
     },
-    "state.safetensors, sizes": {"*": "a whole number"},
+    "state.safetensors, sizes": {"a whole number": "*"},
     "config.json of a checkpoint": _MODEL,
-    **{f"config.json of a checkpoint, {part}": _MODEL for part in _PARTS},
+    **{f"config.json of a checkpoint, {part}": _MODEL for part in _PARTS.split()},
     "heads.json": {
-        "fields": "!a list of text",
-        "n_layers": "!a number from 1 to 65,536",
-        "n_heads": "!a number from 1 to 65,536",
-        "layers": "a list of text",
-        "checksums": "text",
+        "!a list of text": "fields",
+        "!a number from 1 to 65,536": "n_layers n_heads",
+        "a list of text": "layers",
+        "text": "checksums",
     },
 }
+FIELDS: dict[str, dict[str, str]] = {file: _of_kinds(lines) for file, lines in _FILES.items()}
+"""The type of a field by file and name."""
 
 
 def check_fields(value: object, file: str, where: str, error: type[QkeelError] = DamagedFileError) -> JSONObject:
@@ -264,6 +210,16 @@ def check_parts(value: object, file: str, where: str, error: type[QkeelError] = 
             for entry in part if isinstance(part, list) else [part]:
                 check_fields(entry, f"{file}, {name}", f"{where}, {name}", error)
     return about
+
+
+def read_checked(path: Path, sealed: bool = False) -> JSONObject:
+    """The value of a JSON file whose name has a row in FIELDS; see `read_json` and `check_parts`.
+
+    >>> _ = Path("chaos.json").write_text('{"base": {}, "pairs": []}')
+    >>> read_checked(Path("chaos.json"))
+    {'base': {}, 'pairs': []}
+    """
+    return check_parts(read_json(path, sealed), path.name, str(path))
 
 
 def _name(value: object) -> str:

@@ -17,7 +17,7 @@ class Field:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HeadField:
+class HeadField(Field):
     """A number of each head. This row is all that the monitor, its table, the trackers and the report know about it.
 
     fold: what stands for several heads, the most critical or their mean. count: which count of LogitStats says
@@ -26,8 +26,6 @@ class HeadField:
     and trackers are slow from 10,000 on.
     """
 
-    unit: str  #: such as nats; "" for a plain number
-    meaning: str  #: what it is, in words
     fold: Literal["max", "min", "mean"]
     count: str = "n_queries"
     column: str = ""
@@ -253,7 +251,7 @@ def explain_field(name: str) -> str:
     'entropy after the last step [nats]'
     """
     name = name.partition("/")[0]
-    table: dict[str, Field | HeadField] = {
+    table: dict[str, Field] = {
         **EXTRAPOLATION_COLUMNS,
         **HEAD_FIELDS,
         **CLASS_FIELDS,

@@ -19,7 +19,7 @@ from pathlib import Path
 from qkeel.errors import DamagedFileError, RunDirectoryError, caution
 from qkeel.records import disk, system_calls
 from qkeel.records.checksums import is_sealed
-from qkeel.records.file_fields import check_fields, check_parts
+from qkeel.records.file_fields import check_fields, check_parts, read_checked
 from qkeel.records.files import JSONObject, read_json, read_lines, whole_bytes, write_json
 from qkeel.records.heads_file import Heads, cut_heads, read_heads
 from qkeel.records.regular_files import read_regular, refuse_irregular, refuse_links
@@ -75,8 +75,7 @@ class RunDirectory:
 
     def env(self) -> JSONObject:
         """Versions, corpus hash, command, formula in use."""
-        path = self.path / "env.json"
-        return check_parts(read_json(path, self.sealed), "env.json", str(path))
+        return read_checked(self.path / "env.json", self.sealed)
 
     def metrics(self, sizes: Sizes | None = None) -> list[JSONObject]:
         """One dict per logged step, by records.STEP_FIELDS; `sizes` are bytes known to have been written."""
@@ -104,8 +103,7 @@ class RunDirectory:
 
     def summary(self) -> JSONObject:
         """The run's row of table.csv."""
-        path = self.path / "summary.json"
-        return check_fields(read_json(path, self.sealed), "summary.json", str(path))
+        return read_checked(self.path / "summary.json", self.sealed)
 
     def failure(self) -> str:
         """The error that ended the run; empty if it did not fail."""
@@ -146,7 +144,7 @@ class RunDirectory:
         path = self.path / "DONE"
         if not path.exists() or (refuse_irregular(path) == 0 and not self.sealed):  # an earlier version's is empty
             return {}
-        return check_fields(read_json(path, self.sealed), "DONE", str(path))
+        return read_checked(path, self.sealed)
 
     def _lines(self, name: str, sizes: Sizes | None = None) -> list[JSONObject]:
         """The lines of a .jsonl file, each checked."""

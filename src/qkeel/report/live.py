@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import final
 
-from qkeel.errors import InvalidValueError, QkeelError, RunDirectoryError
+from qkeel.errors import InvalidValueError, QkeelError
 from qkeel.records import RunDirectory, RunStatus
 from qkeel.report import render
 from qkeel.report.html.page import Page, Section, empty_note
@@ -120,7 +120,7 @@ class _Page:
             return _waiting("Waiting for the first record", f"The directory {self.directory} is empty so far.", state)
         try:
             return render.page(self.directory).html(live=state)
-        except RunDirectoryError as error:  # a file that is being written; the next state has it whole
+        except QkeelError as error:  # such as a file that is being written; the next state has it whole
             return _waiting("The page cannot be made", str(error), state)
 
 
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             text = "This server answers only requests from this machine, to 127.0.0.1 or localhost."
             self._answer(HTTPStatus.FORBIDDEN, text.encode(), "text/plain")
         elif self.path == "/":
-            self._answer(HTTPStatus.OK, self._html(), "text/html")
+            self._answer(HTTPStatus.OK, self.page.html(), "text/html")
         elif self.path == "/state.json":
             state = {"state": self.page.state(), "over": self.page.over()}
             self._answer(HTTPStatus.OK, json.dumps(state).encode(), "application/json")
@@ -151,12 +151,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, b"There is nothing here; the page is at /.", "text/plain")
 
     do_HEAD = do_GET
-
-    def _html(self) -> bytes:
-        try:
-            return self.page.html()
-        except QkeelError as error:
-            return _waiting("The page cannot be made", str(error), self.page.state()).encode()
 
     def _from_here(self) -> bool:
         name, _, port = (self.headers.get("Host") or "").rpartition(":")

@@ -19,14 +19,9 @@ ERROR = Chart(
 )
 _WORDS = {
     "data": "Logits",
-    "remedy": "Remedy",
-    "format": "Format",
-    "kernel": "Kernel",
-    "predicted": "Predicted",
     "logit": "Seen in logits",
     "output": "Seen in the output",
     "overflow": "Overflows at",
-    "size": "Size",
     "max_logit": "Largest logit",
     "logit_error": "Logit error, nats",
     "predicted_error": "… predicted",
@@ -112,5 +107,5 @@ def _columns(row: Row) -> list[Markup]:
     return [
         heading
         for name, value in row.items()
-        for heading in columns(_WORDS.get(name, name), kind="text" if isinstance(value, str) else "num")
+        for heading in columns(_WORDS.get(name, name.capitalize()), kind="text" if isinstance(value, str) else "num")
     ]

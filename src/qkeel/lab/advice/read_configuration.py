@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from qkeel.errors import DataError, InvalidValueError
@@ -74,7 +73,7 @@ def _watched(values: Json, file: Path) -> Known:
     heads, size = (_whole(sites[0], (key,), file) for key in ("n_heads", "head_dim"))
     model = ModelConfig(d_model=heads * size, n_layers=len(sites), n_heads=heads, head_dim=size)
     unknown = ("text and steps of a watched model are not recorded; measured: the text and steps of the studies",)
-    return dataclasses.replace(RunConfig(), model=model), unknown
+    return RunConfig(model=model), unknown
 
 
 def _whole(values: Json, keys: tuple[str, ...], file: Path) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qkeel.errors import DataError, missing
+from qkeel.errors import DataError, needed
 from qkeel.lab.data.corpus import HELD_OUT, stamp
 from qkeel.lab.data.sources import json_rows, read_bytes
 
@@ -149,10 +149,8 @@ def _class_folders(path: Path, size: int) -> tuple[np.ndarray, list[str]]:
 
 
 def _read(path: Path, size: int) -> np.ndarray:
-    try:
+    with needed("reading images", "'qkeel[images]'"):
         from PIL import Image, UnidentifiedImageError  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise missing("reading images", "'qkeel[images]'") from error
     try:
         with Image.open(io.BytesIO(read_bytes(path))) as image:
             mode, shape = image.mode, image.size

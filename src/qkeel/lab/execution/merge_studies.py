@@ -124,17 +124,17 @@ def _results(run: RunDirectory) -> dict[str, str]:
     """Every number of a run by name and step; as text, since NaN is not equal to itself."""
     lines = [(f" at step {line['step']}", line) for line in run.metrics()]
     lines.append((" of the summary", run.summary()))
-    return {name + at: repr(x) for at, line in lines for name, x in line.items() if name not in _OF_THE_MACHINE}
+    return _as_text(lines)
 
 
 def _of_long_texts(run: RunDirectory) -> dict[str, str]:
     """The numbers of a run at other lengths."""
-    return {
-        f"{name} with {line['posthoc']} at length {line['test_length']}": repr(x)
-        for line in run.long_contexts()
-        for name, x in line.items()
-        if name not in _OF_THE_MACHINE
-    }
+    lines = run.long_contexts()
+    return _as_text([(f" with {line['posthoc']} at length {line['test_length']}", line) for line in lines])
+
+
+def _as_text(lines: Sequence[tuple[str, Json]]) -> dict[str, str]:
+    return {name + at: repr(x) for at, line in lines for name, x in line.items() if name not in _OF_THE_MACHINE}
 
 
 def _copy(run: RunDirectory, to: Path) -> None:

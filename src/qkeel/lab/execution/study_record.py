@@ -11,8 +11,7 @@ from qkeel.errors import RunDirectoryError
 from qkeel.lab.config_fields import Json
 from qkeel.lab.plan import Grid, Plan
 from qkeel.lab.tuning import check_choices
-from qkeel.records import read_json
-from qkeel.records.file_fields import check_parts
+from qkeel.records.file_fields import read_checked
 from qkeel.records.regular_files import refuse_links, refuse_path
 from qkeel.records.rundir import differences
 
@@ -74,7 +73,7 @@ def read_study(out: Path) -> Json:
     """
     refuse_links(out / "runs")
     file = out / "study.json"
-    about = check_parts(read_json(file), "study.json", str(file))
+    about = read_checked(file)
     lost = [name for name in ("study", "base", "remedies", "lrs", "seeds", "command") if about.get(name) is None]
     if lost:
         raise RunDirectoryError(

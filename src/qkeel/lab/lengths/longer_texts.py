@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkeel.errors import DamagedFileError, RefusedError, caution
-from qkeel.lab.config import RunConfig
+from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.config_fields import Json
 from qkeel.lab.data.corpus import batch, long_texts
 from qkeel.lab.data.corpus import load as load_corpus
@@ -20,7 +20,7 @@ from qkeel.lab.lengths.angles import Range, attentions, cosine_ranges, outside
 from qkeel.lab.lengths.retrieval import retrieved
 from qkeel.lab.model.build_model import autocast, layers, resolve, threads
 from qkeel.lab.plan import LongContexts, Method
-from qkeel.lab.training.arithmetic import TorchArithmetic
+from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.checkpoint import load
 from qkeel.lab.training.evaluate import measuring
 from qkeel.lab.training.run_state import RunState
@@ -88,7 +88,7 @@ def measure(config: RunConfig, place: RunDirectory, contexts: LongContexts, wait
             try:
                 if done < config.steps:
                     raise RefusedError(f"training ended at step {done} of {config.steps}")
-                known[length] = known.get(length) or _as_trained(run, length, contexts.sequences)
+                known[length] = known.get(length) or _AsTrained(run, length, contexts.sequences)
                 found = _at(run, known[length], Method.parse(text), contexts.continue_steps)
             except RefusedError as refusal:
                 found = {"refused": str(refusal)}
@@ -123,22 +123,15 @@ def _load(place: RunDirectory, run: RunState) -> int:
         raise
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _AsTrained:
-    """The values that every method at a length is compared with."""
+    """The values that every method at a length is compared with: held-out texts [n, length + 1], predictions of their
+    pieces of the training length, and the angles met in training."""
 
-    windows: Tensor
-    """Held-out texts [n, length + 1]."""
-    short: Predicted
-    """Of their pieces of the training length."""
-    ranges: Sequence[Range]
-
-
-def _as_trained(run: RunState, length: int, sequences: int) -> _AsTrained:
-    windows = torch.from_numpy(long_texts(run.task.corpus, length, sequences)).to(run.device)
-    with measuring(run.model), autocast(run.config):
-        short = predict(run.model, *_pieces(windows, run.config.data.context))
-        return _AsTrained(windows=windows, short=short, ranges=cosine_ranges(run.model, _seen(run)))
+    def __init__(self, run: RunState, length: int, sequences: int) -> None:
+        self.windows = torch.from_numpy(long_texts(run.task.corpus, length, sequences)).to(run.device)
+        with measuring(run.model), autocast(run.config):
+            self.short = predict(run.model, *_pieces(self.windows, run.config.data.context))
+            self.ranges = cosine_ranges(run.model, _seen(run))
 
 
 def _at(run: RunState, known: _AsTrained, method: Method, steps: int) -> Json:
@@ -217,17 +210,13 @@ def trained_on(run: RunState, method: Method, steps: int) -> nn.Module:
     rate. As many tokens a step as before, a fresh optimizer, the run's own schedule.
     """
     config = run.config
-    data = dataclasses.replace(
-        config.data,
-        context=method.trained_at,
-        batch=max(1, config.data.batch * config.data.context // method.trained_at),
-    )
-    optim = dataclasses.replace(config.optim, lr=config.optim.lr / 10)
-    longer = RunState(dataclasses.replace(config, data=data, optim=optim, steps=steps))
+    several = max(1, config.data.batch * config.data.context // method.trained_at)
+    data = {"context": method.trained_at, "batch": several}
+    longer = RunState(with_values(config, data=data, optim={"lr": config.optim.lr / 10}, steps=steps))
     longer.model.load_state_dict(run.model.state_dict())
     for module, before in zip(attentions(longer.model), attentions(run.model), strict=True):
         module.spec = stretched(before.spec, method, config.data.context, method.trained_at)
-    arithmetic = TorchArithmetic([longer], "its attention was changed after it was made")
+    arithmetic = Arithmetic([longer], "its attention was changed after it was made")
     for step in range(steps):
         train_step(arithmetic, [step])
     return longer.model

@@ -22,9 +22,8 @@ def retrieved(model: nn.Module, windows: Tensor, needles: Needles) -> Json:
     (`dilution_bound` of the largest logit that the norms allow), both of the head that gives most; each also by head.
     """
     asked = ask(windows.cpu().numpy(), needles, np.random.default_rng(0))
-    tokens = torch.from_numpy(asked.windows).to(windows.device)
-    questions = torch.from_numpy(asked.questions).to(windows.device)
-    places = torch.from_numpy(asked.places).to(windows.device)
+    parts = (asked.windows, asked.questions, asked.places)
+    tokens, questions, places = (torch.from_numpy(part).to(windows.device) for part in parts)
     hits: list[Tensor] = []
     weights: dict[int, list[Tensor]] = {}
     largest: dict[int, list[Tensor]] = {}

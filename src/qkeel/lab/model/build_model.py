@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qkeel.errors import InvalidValueError
-from qkeel.lab.config import ModelConfig, RunConfig
+from qkeel.lab.config import ModelConfig, RunConfig, with_values
 from qkeel.lab.model.optimizers import build_optimizer
 from qkeel.lab.model.run_remedies import canonical, put_on
 from qkeel.nn import Decoder, DecoderConfig, EncoderDecoder, ViT
@@ -28,12 +28,10 @@ def resolve(config: RunConfig) -> RunConfig:
     device = _device(config.device)
     kinds = {"auto": "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"}
     layers(config.model, config.data.context)
-    data = config.data
-    if data.task == "vision":  # a token is a patch
-        data = dataclasses.replace(data, context=(config.images.image_size // config.images.patch) ** 2)
-    return dataclasses.replace(
-        config, data=data, device=device, dtype=kinds.get(config.dtype, config.dtype), remedy=canonical(config.remedy)
-    )
+    if config.data.task == "vision":  # a token is a patch
+        config = with_values(config, data={"context": (config.images.image_size // config.images.patch) ** 2})
+    dtype = kinds.get(config.dtype, config.dtype)
+    return with_values(config, device=device, dtype=dtype, remedy=canonical(config.remedy))
 
 
 def check(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ from qkeel.lab.config import RunConfig
 from qkeel.lab.stack.stacked_adamw import StackedAdamW
 from qkeel.lab.stack.stacked_arithmetic import StackedArithmetic
 from qkeel.lab.stack.what_runs_share import small, why_not_stacked
-from qkeel.lab.training.arithmetic import Arithmetic, TorchArithmetic
+from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.run_state import RunState
 
 
@@ -32,7 +32,7 @@ def choose_arithmetic(runs: Sequence[RunState]) -> Arithmetic:
         return CompiledArithmetic(runs)
     if len(runs) > 1 and not why_not_stacked(config):
         return StackedArithmetic(runs, slow)
-    return TorchArithmetic(runs, slow)
+    return Arithmetic(runs, slow)
 
 
 def why_not_compiled(config: RunConfig) -> str:

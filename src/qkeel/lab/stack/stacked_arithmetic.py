@@ -20,7 +20,7 @@ from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats
 from qkeel.lab.stack.stack_models import stack_models
 from qkeel.lab.stack.stacked_attention import Report, StackedAttention
 from qkeel.lab.tasks.task import Examples
-from qkeel.lab.training.arithmetic import TorchArithmetic
+from qkeel.lab.training.arithmetic import Arithmetic
 from qkeel.lab.training.evaluate import Probe, mean_change, measuring, summed_up, token_loss
 from qkeel.lab.training.run_state import RunState
 from qkeel.monitor.measure.logit_changes import change_between, frozen
@@ -29,7 +29,7 @@ from qkeel.sites.calls.logit_statistics import Seen, statistics
 from qkeel.spec import AttentionCall
 
 
-class StackedArithmetic(TorchArithmetic):
+class StackedArithmetic(Arithmetic):
     """One forward and one backward pass for all runs; clipping and steps are torch's, run by run.
 
     `compiled` exchanges modules of the model for compiled ones, which are there: the same but for rounding.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from qkeel.lab.config import RunConfig
+from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.plan import Grid, PlannedRun, Study, product
 
 GRID = Grid(
@@ -17,8 +15,8 @@ DRIFT = Grid(remedies=("none", "qk_norm"), lrs=(0.03,), seeds=(0,))
 
 def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     """Returns the grid's runs, then no remedy against qk_norm at a moderate rate for 16/3 as many steps."""
-    constant = dataclasses.replace(base, optim=dataclasses.replace(base.optim, schedule="constant"))
-    longer = dataclasses.replace(constant, steps=base.steps * 16 // 3)
+    constant = with_values(base, optim={"schedule": "constant"})
+    longer = with_values(constant, steps=base.steps * 16 // 3)
     return [*product(constant, grid), *product(longer, DRIFT, "drift")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from qkeel.lab.axes import at
 from qkeel.lab.config import RunConfig
 from qkeel.lab.plan import Grid, PlannedRun, Study, product
 
@@ -24,10 +25,8 @@ HELD_OUT_SETTING = {"schedule": "constant", "steps": 225}
 def variant(base: RunConfig, size: Size, **settings: object) -> RunConfig:
     """Returns the configuration at width, blocks and size of a head, with schedule, steps and batch where given."""
     width, depth, head = size
-    model = dataclasses.replace(base.model, d_model=width, n_layers=depth, n_heads=width // head, head_dim=head)
-    optim = dataclasses.replace(base.optim, schedule=settings.get("schedule", base.optim.schedule))
-    data = dataclasses.replace(base.data, batch=settings.get("batch", base.data.batch))
-    return dataclasses.replace(base, model=model, optim=optim, data=data, steps=settings.get("steps", base.steps))
+    sizes = {"d_model": width, "n_layers": depth, "n_heads": width // head, "head_dim": head}
+    return at(base, {**sizes, **settings})
 
 
 def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from qkeel.errors import unknown
-from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig, with_values
 from qkeel.lab.plan import Given, Grid, LongContexts, Option, PlannedRun, Request, Study, product
 from qkeel.registry import lookup, parse
 from qkeel.spec import PRESETS
@@ -34,9 +34,9 @@ def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
     found = []
     for block in grid.blocks or DEFAULT.blocks:
         for form in grid.remedies:
-            model = dataclasses.replace(base.model, **_sizes(base.model, block), **_trained(form, base))
+            model = {**_sizes(base.model, block), **_trained(form, base)}
             alone = dataclasses.replace(grid, remedies=(base.remedy,))
-            made = product(dataclasses.replace(base, model=model), alone, block)
+            made = product(with_values(base, model=model), alone, block)
             found += [dataclasses.replace(run, form=form) for run in made]
     return found
 
@@ -117,7 +117,7 @@ OPTIONS = (
 def request(base: RunConfig, default: Grid, given: Given) -> Request:
     """Returns configuration, grid and contexts of the options that are given."""
     length = given.get("train_length", base.data.context)
-    base = dataclasses.replace(base, data=dataclasses.replace(base.data, context=length))
+    base = with_values(base, data={"context": length})
     grid = Grid(
         remedies=by_position(given.get("forms") or default.remedies, given.get("positions") or ["rope"]),
         lrs=(base.optim.lr,),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from qkeel.errors import unknown
-from qkeel.lab.config import DataConfig, OptimConfig, RunConfig
+from qkeel.lab.config import DataConfig, OptimConfig, RunConfig, with_values
 from qkeel.lab.plan import AXIS_OPTIONS, Grid, Option, PlannedRun, Study, product
 from qkeel.registry import lookup, parse
 
@@ -38,7 +36,7 @@ BASE = RunConfig(
     probe_sequences=8,
 )
 # Half as long: what the variance of the input does shows early, and there are 162 runs.
-REGIME_BASE = dataclasses.replace(BASE, steps=100, log_every=20)
+REGIME_BASE = with_values(BASE, steps=100, log_every=20)
 # Where each named mix starts from: fields of ImagesConfig.
 MIXES: dict[str, dict[str, object]] = {
     "text": {"image_share": 0.0},
@@ -96,9 +94,4 @@ def mixed(base: RunConfig, mix: str) -> RunConfig:
             raise unknown(f"option of mix {term.name}", option, _OPTIONS)
         fields[_OPTIONS[option]] = value
     order = fields.pop("norm_order", base.model.norm_order)
-    return dataclasses.replace(
-        base,
-        model=dataclasses.replace(base.model, norm_order=order),
-        data=dataclasses.replace(base.data, task="multimodal"),
-        images=dataclasses.replace(base.images, **fields),
-    )
+    return with_values(base, model={"norm_order": order}, data={"task": "multimodal"}, images=fields)

@@ -66,7 +66,7 @@ def rows(
         for size in sizes:
             q, k, v = tensors(data, size, shape, seed)
             for remedy in remedies:
-                exact = _Exact.of(lookup("remedy of the precision study", REMEDIES, remedy), q, k, v)
+                exact = _Exact(lookup("remedy of the precision study", REMEDIES, remedy), q, k, v)
                 for name in FORMATS:
                     for kernel in ("fused",) if name == "fp8" else ("fused", "eager"):
                         about = {"data": data, "remedy": remedy, "format": name, "kernel": kernel, "size": size}
@@ -87,26 +87,18 @@ def tensors(data: str, size: float, shape: Shape, seed: int) -> tuple[Tensor, Te
     return q + both, k + both, v
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Exact:
     """Attention in float64, to compare with; `product` is scale·|q||k| of each row's largest logit `top`."""
 
-    spec: AttentionSpec
-    given: tuple[Tensor, Tensor, Tensor]
-    z: Tensor
-    out: Tensor
-    top: Tensor
-    product: Tensor
-
-    @classmethod
-    def of(cls, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> _Exact:
+    def __init__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.spec, self.given = spec, (q, k, v)
         q2, k2 = _encoded(spec, q, k)
         factor = _factor(spec, q)
-        z = factor * q2 @ k2.mT
-        top = z.argmax(-1, keepdim=True)
-        lengths = k2.norm(dim=-1)[:, :, None].expand_as(z).gather(-1, top)[..., 0]
-        out = spec.cap.apply(z).softmax(-1) @ v
-        return cls(spec=spec, given=(q, k, v), z=z, out=out, top=top, product=factor * q2.norm(dim=-1) * lengths)
+        self.z = factor * q2 @ k2.mT
+        self.top = self.z.argmax(-1, keepdim=True)
+        self.out = spec.cap.apply(self.z).softmax(-1) @ v
+        lengths = k2.norm(dim=-1)[:, :, None].expand_as(self.z).gather(-1, self.top)[..., 0]
+        self.product = factor * q2.norm(dim=-1) * lengths
 
     def against(self, name: str, kernel: str) -> dict[str, float]:
         """The errors of a format and kernel."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from qkeel.errors import DataError, InvalidValueError
 from qkeel.lab.config import ImagesConfig, RunConfig
-from qkeel.lab.data.corpus import Corpus, batch, heldout, load
+from qkeel.lab.data.corpus import batch, heldout, load
 from qkeel.lab.data.images import Pictures, grey, load_pictures, patches
 from qkeel.lab.model.build_model import build_decoder
 from qkeel.lab.tasks.task import Examples, Task
@@ -50,15 +51,9 @@ class FusedTask(Task):
         share = self.images.image_share
         self.trained = self.kinds[:1] if share == 0 else self.kinds[1:] if share == 1 else self.kinds
         digest = hashlib.sha256((self.text.sha256 + self.pictures.sha256).encode()).hexdigest()
-        self.corpus = Corpus(
-            name=f"{self.text.name} and {self.pictures.name}",
-            vocab_size=BEGIN + 1 + self.images.levels**self.images.patch**2,
-            loss_unit="token",
-            sha256=digest,
-            train=self.text.train,
-            heldout=self.text.heldout,
-            ends=self.text.ends,
-        )
+        name = f"{self.text.name} and {self.pictures.name}"
+        size = BEGIN + 1 + self.images.levels**self.images.patch**2
+        self.corpus = dataclasses.replace(self.text, name=name, vocab_size=size, loss_unit="token", sha256=digest)
 
     def _check_room(self) -> None:
         config, room = self.images, self.config.data.context

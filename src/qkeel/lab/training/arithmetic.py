@@ -1,11 +1,10 @@
-"""The arithmetic of a training step: the interface and torch's implementation of it.
+"""The arithmetic of a training step, by torch's operators.
 
 Others compute the same faster and take this one's place, as a Kernel does; `lab.stack` has them and chooses.
 """
 
 from __future__ import annotations
 
-import abc
 import math
 from collections.abc import Sequence
 
@@ -18,59 +17,31 @@ from qkeel.functional.statistics.class_stats import TokenClasses
 from qkeel.lab.config import RunConfig
 from qkeel.lab.model.build_model import autocast
 from qkeel.lab.tasks.task import Examples
-from qkeel.lab.training.evaluate import Probe, heldout_score, probe, remembered, token_loss
+from qkeel.lab.training.evaluate import Probe, heldout_numbers, probe, remembered, token_loss
 from qkeel.lab.training.run_state import RunState
 from qkeel.patching.private_operators import multiply_all
 from qkeel.sites.calls.logit_statistics import Seen
 
 
-class Arithmetic(abc.ABC):
+class Arithmetic:
     """Computes the training steps of runs that differ in seed, steps, rates and decay only, and measures their models.
 
-    A step calls the first three methods in their order; gradients stay here from one to the next. `reason` says why
-    nothing faster computes these runs; it is empty where nothing is faster.
+    By torch's own operators, one run after the other: what any other arithmetic is measured against. A step calls the
+    first three methods in their order; gradients stay here from one to the next. `reason` says why nothing faster
+    computes these runs; it is empty where nothing is faster.
     """
 
     def __init__(self, runs: Sequence[RunState], reason: str = "") -> None:
         self.runs, self.reason = runs, reason
-
-    @abc.abstractmethod
-    def losses_and_gradients(self, batches: Sequence[Examples], seeds: Sequence[int]) -> Tensor:
-        """Returns the loss of each run on its batch [runs]; `seeds` are those of random numbers in a forward pass."""
-
-    @abc.abstractmethod
-    def clip(self, limit: float) -> Tensor:
-        """Scales gradients down to this norm, 0 for none; returns each run's norm before that [runs]."""
-
-    @abc.abstractmethod
-    def optimizer_step(self) -> None:
-        """Lets the optimizer of each run step, with the hooks of remedies, and forgets the gradients."""
-
-    @abc.abstractmethod
-    def remember(self) -> None:
-        """Keeps the logits of each run on its probe: the next `probe` tells by how much they have changed."""
-
-    @abc.abstractmethod
-    def probe(self) -> list[Probe]:
-        """Returns the attention statistics of each run on its probe."""
-
-    @abc.abstractmethod
-    def evaluate(self) -> list[dict[str, float]]:
-        """Returns the numbers of each run on its held-out examples; NaN for what is not finite."""
-
-
-class TorchArithmetic(Arithmetic):
-    """Torch's own operators, one run after the other: what any other arithmetic is measured against."""
-
-    def __init__(self, runs: Sequence[RunState], reason: str = "") -> None:
-        super().__init__(runs, reason)
         self.parameters = [list(run.model.parameters()) for run in runs]
         self._before: list[list[Seen]] = [[] for _ in runs]
 
     def losses_and_gradients(self, batches: Sequence[Examples], seeds: Sequence[int]) -> Tensor:
+        """Returns the loss of each run on its batch [runs]; `seeds` are those of random numbers in a forward pass."""
         return torch.stack([_loss(*each) for each in zip(self.runs, batches, seeds, strict=True)])
 
     def clip(self, limit: float) -> Tensor:
+        """Scales gradients down to this norm, 0 for none; returns each run's norm before that [runs]."""
         norms = []
         for run, parameters in zip(self.runs, self.parameters):
             there = [p for p in parameters if p.grad is not None]
@@ -84,6 +55,7 @@ class TorchArithmetic(Arithmetic):
         return torch.stack(norms)
 
     def optimizer_step(self) -> None:
+        """Lets the optimizer of each run step, with the hooks of remedies, and forgets the gradients."""
         for run in self.runs:
             if run.loss_scale is None or not run.loss_scale.skips:
                 run.optimizer.step()
@@ -92,13 +64,16 @@ class TorchArithmetic(Arithmetic):
                 run.loss_scale.update()
 
     def remember(self) -> None:
+        """Keeps the logits of each run on its probe: the next `probe` tells by how much they have changed."""
         self._before = [_remembered(run) for run in self.runs]
 
     def probe(self) -> list[Probe]:
+        """Returns the attention statistics of each run on its probe."""
         before, self._before = self._before, [[] for _ in self.runs]
         return [_probe(*each) for each in zip(self.runs, before)]
 
     def evaluate(self) -> list[dict[str, float]]:
+        """Returns the numbers of each run on its held-out examples; NaN for what is not finite."""
         return [_evaluate(run) for run in self.runs]
 
 
@@ -137,10 +112,5 @@ def _probe(run: RunState, before: Sequence[Seen]) -> Probe:
 
 def _evaluate(run: RunState) -> dict[str, float]:
     with autocast(run.config):
-        score = heldout_score(run.model, run.heldout, 4 * run.config.data.batch)
-    found = {"val_loss": score.loss}
-    if score.kinds:
-        found |= score.by_kind(run.task.kinds, run.task.trained)
-    if run.task.classifies:
-        found["val_accuracy"] = score.accuracy
+        found = heldout_numbers(run.model, run.heldout, 4 * run.config.data.batch, run.task)
     return {name: value if math.isfinite(value) else math.nan for name, value in found.items()}

@@ -29,12 +29,13 @@ COMPARED = ("qkeel", "torch", "device", "cpu", "compiled_kernels")  # what chang
 
 def computed_with(config: RunConfig) -> Json:
     """Returns what decides the last digits besides the configuration, by COMPARED: versions, processor, kernels."""
+    device = config.device
     return {
         "qkeel": VERSION,
         "torch": torch.__version__,
-        "device": _device_name(config.device),
+        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "compiled_kernels": config.device == "cpu" and ready(),  # they round otherwise than torch's path
+        "compiled_kernels": device == "cpu" and ready(),  # they round otherwise than torch's path
     }
 
 
@@ -102,9 +103,3 @@ def environment(config: RunConfig, corpus: Corpus, model: nn.Module, command: st
         "remedy_source": remedy.source,
         "command": command,
     }
-
-
-def _device_name(device: str) -> str:
-    if device.startswith("cuda"):
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return device

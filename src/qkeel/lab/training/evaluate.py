@@ -17,7 +17,7 @@ from qkeel.errors import RefusedError
 from qkeel.functional.norms import widest
 from qkeel.functional.statistics.class_stats import ClassStats, TokenClasses
 from qkeel.functional.statistics.logit_stats import LogitStats
-from qkeel.lab.tasks.task import Examples
+from qkeel.lab.tasks.task import Examples, Task
 from qkeel.monitor.measure.logit_changes import change_between, frozen
 from qkeel.patching.compiler_state import is_compiled
 from qkeel.sites import Tap
@@ -55,24 +55,9 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Score:
-    """The mean loss, the share of right answers, and of each kind of targets the sum of its losses and how many."""
-
-    loss: float
-    accuracy: float
-    kinds: Sequence[tuple[float, int]] = ()
-
-    def by_kind(self, names: Sequence[str], trained: Sequence[str]) -> dict[str, float]:
-        """The val_loss/KIND of each kind present; val_loss is the mean over targets of the kinds in training."""
-        there = {name: pair for name, pair in zip(names, self.kinds) if pair[1]}
-        total, count = (sum(there[name][i] for name in trained if name in there) for i in (0, 1))
-        means = {f"val_loss/{name}": loss / n for name, (loss, n) in there.items()}
-        return {"val_loss": total / count if count else math.nan, **means}
-
-
-def heldout_score(model: nn.Module, examples: Examples, count: int) -> Score:
-    """Loss and hits over held-out examples, `count` at a time."""
+def heldout_numbers(model: nn.Module, examples: Examples, count: int, task: Task) -> dict[str, float]:
+    """The val_loss over held-out examples, `count` at a time; by kind of target and the share of right answers where
+    the task has them. By names of records.TASK_FIELDS."""
     losses, hits, kinds = [], [], []
     with measuring(model):
         for part in examples.split(count):
@@ -84,14 +69,18 @@ def heldout_score(model: nn.Module, examples: Examples, count: int) -> Score:
                 each = F.cross_entropy(logits.flatten(0, -2).float(), part.targets.flatten(), reduction="none")
                 kinds.append(torch.stack([part.kinds.flatten().to(kind), each.to(kind)]))
     loss, accuracy = (float(torch.stack(values).sum() / len(examples.inputs)) for values in (losses, hits))
-    return Score(loss, accuracy, _sums(torch.cat(kinds, 1).cpu()) if kinds else ())
+    by_kind = _by_kind(torch.cat(kinds, 1).cpu(), task) if kinds else {"val_loss": loss}
+    return {**by_kind, **({"val_accuracy": accuracy} if task.classifies else {})}
 
 
-def _sums(each: Tensor) -> list[tuple[float, int]]:
-    """Of kinds and losses [2 n] the sum and count of each kind."""
+def _by_kind(each: Tensor, task: Task) -> dict[str, float]:
+    """The val_loss/KIND of each kind present, of kinds and losses [2 n]; val_loss is that of the kinds in training."""
     kinds = each[0].long()
     sums, counts = torch.bincount(kinds, weights=each[1]).tolist(), torch.bincount(kinds).tolist()
-    return list(zip(sums, counts))
+    there = {name: (loss, n) for name, loss, n in zip(task.kinds, sums, counts) if n}
+    total, count = (sum(there[name][i] for name in task.trained if name in there) for i in (0, 1))
+    means = {f"val_loss/{name}": loss / n for name, (loss, n) in there.items()}
+    return {"val_loss": total / count if count else math.nan, **means}
 
 
 def remembered(model: nn.Module, inputs: Tensor) -> list[Seen]:

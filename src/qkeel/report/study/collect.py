@@ -10,8 +10,8 @@ from pathlib import Path
 
 from qkeel.errors import InvalidTypeError, RunDirectoryError
 from qkeel.metrics import Row, collapsed
-from qkeel.records import Heads, RunDirectory, RunStatus, read_json
-from qkeel.records.file_fields import check_parts
+from qkeel.records import Heads, RunDirectory, RunStatus
+from qkeel.records.file_fields import read_checked
 from qkeel.records.regular_files import refuse_links, refuse_path
 from qkeel.records.rundir import note_checksums
 from qkeel.report.run_names import differences
@@ -66,13 +66,10 @@ class StudyData:
     def parts(self) -> dict[str, StudyData]:
         """Returns the parts of the study by name: runs of other models or optimizers; empty where all are one grid.
         Each is a study whose runs are its grid. The remedies keep their order, hence their colours."""
-        roles = dict.fromkeys(run.role for run in self.runs if run.role not in ("grid", "drift"))
-        return {
-            role: dataclasses.replace(
-                self, runs=[dataclasses.replace(run, role="grid") for run in self.runs if run.role == role]
-            )
-            for role in roles
-        }
+        found: dict[str, list[RunData]] = {}
+        for run in (run for run in self.runs if run.role not in ("grid", "drift")):
+            found.setdefault(run.role, []).append(dataclasses.replace(run, role="grid"))
+        return {role: dataclasses.replace(self, runs=runs) for role, runs in found.items()}
 
     def lrs(self) -> list[float]:
         """The learning rates of the grid's finished runs."""
@@ -136,7 +133,7 @@ def _open(path: Path) -> StudyData:
 def _study(path: Path) -> StudyData:
     refuse_links(path / "runs")
     file = path / "study.json"
-    about = check_parts(read_json(file), "study.json", str(file))
+    about = read_checked(file)
     runs = [
         _run(RunDirectory(path / "runs" / refuse_path(planned["run_id"], str(file))), planned, path.name)
         for planned in about["runs"]
@@ -151,9 +148,7 @@ def _study(path: Path) -> StudyData:
 
 def _chaos(path: Path) -> Row:
     file = path / "chaos.json"
-    if not file.exists():
-        return {"base": {}, "pairs": []}
-    return check_parts(read_json(file), "chaos.json", str(file))
+    return read_checked(file) if file.exists() else {"base": {}, "pairs": []}
 
 
 def chaos_floors(path: Path, base: object) -> dict[tuple[str, float], float]:
@@ -202,18 +197,17 @@ def _run(directory: RunDirectory, planned: Row, source: str) -> RunData:
         status=status,
         config=config,
     )
-    return run if status is RunStatus.MISSING else _with_results(run, directory)
-
-
-def _with_results(run: RunData, directory: RunDirectory) -> RunData:
-    path = directory.path
-    metrics = directory.metrics()
-    row = _row(directory.summary(), run) if run.status is RunStatus.DONE else None
-    env = directory.env() if (path / "env.json").exists() else {}
-    heads = directory.heads() if (path / "heads.json").exists() else None
-    error = directory.failure() if run.status is RunStatus.FAILED else ""
-    long = directory.long_contexts()
-    return dataclasses.replace(run, metrics=metrics, row=row, env=env, heads=heads, long=long, error=error)
+    if status is RunStatus.MISSING:
+        return run
+    return dataclasses.replace(
+        run,
+        metrics=directory.metrics(),
+        row=_row(directory.summary(), run) if status is RunStatus.DONE else None,
+        env=directory.env() if (path / "env.json").exists() else {},
+        heads=directory.heads() if (path / "heads.json").exists() else None,
+        error=directory.failure() if status is RunStatus.FAILED else "",
+        long=directory.long_contexts(),
+    )
 
 
 def _row(summary: Row, run: RunData) -> Row:

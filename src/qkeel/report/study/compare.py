@@ -64,6 +64,10 @@ class Gain:
         """True if the remedy is better and its attention works."""
         return self.verdict == "better" and not self.collapsed
 
+    def figures(self) -> str:
+        """The mean and what `over` says of it."""
+        return f"{signed(self.mean)} nats, {self.over()}"
+
     def over(self) -> str:
         """The interval in words, and whether rounding alone makes differences of the size."""
         under = self.floor is not None and abs(self.mean) <= self.floor

@@ -88,10 +88,8 @@ def _nothing_shown(found: Sequence[Gain]) -> str:
     if not near:
         return text + "."
     top = max(near, key=lambda g: g.mean)
-    figures = f"{signed(top.mean)} nats, {top.over()}"
-    return f"{text}; the largest difference is that of {top.remedy} at LR {rate(top.lr)} ({figures}): " + (
-        f"{more_seeds(top.effect)}."
-    )
+    largest = f"the largest difference is that of {top.remedy} at LR {rate(top.lr)} ({top.figures()})"
+    return f"{text}; {largest}: {more_seeds(top.effect)}."
 
 
 def _held(rows: Sequence[Row], one: Gain) -> str:
@@ -106,7 +104,7 @@ def _held(rows: Sequence[Row], one: Gain) -> str:
 
 
 def _cost(one: Gain) -> str:
-    figures = f"{signed(one.mean)} nats, {one.over()}"
+    figures = one.figures()
     if one.verdict == "equal":
         return f"costs nothing ({figures}: inside ±{MARGIN:g})"
     if one.verdict == "undecided":
@@ -147,7 +145,7 @@ def _ties(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     for remedy, ablation in _ablations(study.remedies):
         groups: dict[str, list[str]] = {}
         for one in gains(rows, [remedy], ablation):
-            groups.setdefault(one.verdict, []).append(f"{rate(one.lr)} ({signed(one.mean)} nats, {one.over()})")
+            groups.setdefault(one.verdict, []).append(f"{rate(one.lr)} ({one.figures()})")
         parts = [
             f"{said.format(remedy if verdict == 'better' else ablation)} at LR {listing(groups[verdict])}"
             for verdict, said in words.items()
@@ -178,11 +176,8 @@ def _term(remedy: str) -> Term | None:
 
 def _losses_against_baseline(study: StudyData, rows: Sequence[Row]) -> list[Finding]:
     """The remedies that are worse than doing nothing."""
-    worse = [
-        f"{g.remedy} at LR {rate(g.lr)} ({signed(g.mean)} nats, {g.over()})"
-        for g in gains(rows, study.remedies)
-        if g.verdict == "worse"
-    ]
+    found = [g for g in gains(rows, study.remedies) if g.verdict == "worse"]
+    worse = [f"{g.remedy} at LR {rate(g.lr)} ({g.figures()})" for g in found]
     return [Finding("note", f"Worse than {BASELINE}: {listing(worse)}.")] if worse else []
 
 

@@ -85,7 +85,7 @@ def _answer(study: StudyData, found: Sequence[Claim]) -> str:
     parts = ([("text alone", text)] if text else []) + [(name, part) for name, part in mixes.items()][:3]
     grown = []
     for name, part in parts:
-        one = times(_of(part, BASELINE, high, "max_logit"), _of(part, BASELINE, low, "max_logit"))
+        one = times(_of(part, high, "max_logit"), _of(part, low, "max_logit"))
         grown += [f"{number(one.mean, 2)}× in {name}"] if one else []
     begins = f"at LR {rate(high)} "
     mixed = [c.effect for c in found if c.name.startswith("Mixing makes logits") and c.sentence.startswith(begins)]
@@ -115,11 +115,10 @@ def _norms(study: StudyData) -> Iterator[Claim]:
     text = _text(study)
     for name, part, lr in _each(study, _rates(study)[:1]):
         for kind, words in (("query", "queries"), ("key", "keys")):
-            one = _ratio(part, BASELINE, lr, f"{kind}_norm")
+            one = times(*(_of(part, lr, f"{kind}_norm/{side}") for side in ("image", "text")))
             if one is None:
                 continue
-            ratios = [_shares(p, BASELINE, lr, f"{kind}_norm") for p in (part, text) if p is not None]
-            against = times(*ratios) if len(ratios) == 2 else None
+            against = times(_shares(part, lr, f"{kind}_norm"), _shares(text, lr, f"{kind}_norm")) if text else None
             what = f"at LR {rate(lr)} image {words} are {{}} text {words}"
             if against is not None:
                 what = what.replace("{}", one.text()) + ", which is {} what a model of text alone makes of them"
@@ -128,8 +127,7 @@ def _norms(study: StudyData) -> Iterator[Claim]:
 
 def _drift(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)):
-        start = _shares(part, BASELINE, lr, "query_norm", at=0)
-        one = times(_shares(part, BASELINE, lr, "query_norm"), start)
+        one = times(_shares(part, lr, "query_norm"), _shares(part, lr, "query_norm", at=0))
         if one is not None:
             what = f"at LR {rate(lr)} the ratio of image to text queries ends {{}} what it was before training"
             yield Claim(f"Norms compete, so their ratio grows ({name})", what, one)
@@ -137,18 +135,19 @@ def _drift(study: StudyData) -> Iterator[Claim]:
 
 def _mass(study: StudyData) -> Iterator[Claim]:
     for name, part, lr in _each(study, _rates(study)[:1]):
-        above = _of(part, BASELINE, lr, "attention_mass/text>image")
-        one = times(above, _of(part, BASELINE, lr, "uniform_mass/text>image"))
+        one = times(_of(part, lr, "attention_mass/text>image"), _of(part, lr, "uniform_mass/text>image"))
         if one is not None:
             what = f"at LR {rate(lr)} text gives images {{}} the weight that even attention would"
             yield Claim(f"Images draw the attention of text ({name})", what, one)
 
 
 def _mixing(study: StudyData) -> Iterator[Claim]:
-    for name, part, lr in _each(study, _rates(study)):
-        one = _against_text(study, part, lr)
+    text = _text(study)
+    for name, part, lr in _each(study, _rates(study)) if text else ():
+        both = [_of(p, lr, "max_logit") for p in (part, text) if p]
+        one = times(*both)
         if one is not None:
-            tops = [number(_middle(_of(p, BASELINE, lr, "max_logit").values()), 2) for p in (part, _text(study)) if p]
+            tops = [number(_middle(each.values()), 2) for each in both]
             what = f"at LR {rate(lr)} the largest logit is {{}} that of text alone ({tops[0]} against {tops[1]})"
             yield Claim(f"Mixing makes logits grow ({name})", what, one)
 
@@ -156,7 +155,7 @@ def _mixing(study: StudyData) -> Iterator[Claim]:
 def _alarm(study: StudyData) -> Iterator[Claim]:
     text = _text(study)
     for name, part, lr in _each(study, _rates(study)[-1:]) if text else ():
-        steps = [_of(p, BASELINE, lr, "alarm_step") for p in (part, text) if p is not None]
+        steps = [_of(p, lr, "alarm_step") for p in (part, text) if p]
         one = less(*steps)
         if one is not None:
             means = [f"{_middle(s.values()):.0f}" for s in steps]
@@ -165,7 +164,7 @@ def _alarm(study: StudyData) -> Iterator[Claim]:
 
 
 def _cured(part: StudyData, lr: float) -> Effect | None:
-    return times(_of(part, BASELINE, lr, "max_logit"), _of(part, REMEDY, lr, "max_logit"))
+    return times(_of(part, lr, "max_logit"), _of(part, lr, "max_logit", REMEDY))
 
 
 def _cure(study: StudyData) -> Iterator[Claim]:
@@ -174,7 +173,7 @@ def _cure(study: StudyData) -> Iterator[Claim]:
         if one is not None:
             what = f"at LR {rate(lr)} the largest logit of {BASELINE} is {{}} that of {REMEDY}"
             yield Claim(f"QK-norm holds the logits ({name})", what, one)
-        image = less(_of(part, REMEDY, lr, "val_loss/image"), _of(part, BASELINE, lr, "val_loss/image"))
+        image = less(_of(part, lr, "val_loss/image", REMEDY), _of(part, lr, "val_loss/image"))
         if image is not None:
             what = f"at LR {rate(lr)} the image loss of {REMEDY} is {{}} nats better than that of {BASELINE}"
             yield Claim(f"QK-norm saves the images ({name})", what, image)
@@ -183,9 +182,9 @@ def _cure(study: StudyData) -> Iterator[Claim]:
 def _hidden(study: StudyData) -> Iterator[Claim]:
     others = [r for r in study.remedies if "swin_norm" in r]
     for name, part, lr in _each(study, _rates(study)[-1:]):
-        norm = _of(part, REMEDY, lr, "last_block_norm/image")
-        effects = {r: times(norm, _of(part, r, lr, "last_block_norm/image")) for r in others}
-        for remedy, one in effects.items():
+        norm = _of(part, lr, "last_block_norm/image", REMEDY)
+        for remedy in others:
+            one = times(norm, _of(part, lr, "last_block_norm/image", remedy))
             if one is not None:
                 what = f"at LR {rate(lr)} hidden states leave the last block {{}} as long with it as with {remedy}"
                 yield Claim(f"QK-norm alone leaves the hidden norm to grow ({name})", what, one)
@@ -232,30 +231,16 @@ def _over_shares(cells: Cells, order: str, variance: float, lr: float, read: Rea
 
 
 _READ: dict[str, Read] = {
-    "before training the ratio of image to text query norms": lambda part, lr: _shares(
-        part, BASELINE, lr, "query_norm", at=0
-    ),
-    "after training the ratio of image to text query norms": lambda part, lr: _shares(part, BASELINE, lr, "query_norm"),
-    "text's own query norm after training": lambda part, lr: _of(part, BASELINE, lr, "query_norm/text"),
-    "the largest logit between text and text at the end": lambda part, lr: _of(
-        part, BASELINE, lr, "max_logit/text>text"
-    ),
-    "the largest logit": lambda part, lr: _of(part, BASELINE, lr, "max_logit"),
+    "before training the ratio of image to text query norms": lambda part, lr: _shares(part, lr, "query_norm", at=0),
+    "after training the ratio of image to text query norms": lambda part, lr: _shares(part, lr, "query_norm"),
+    "text's own query norm after training": lambda part, lr: _of(part, lr, "query_norm/text"),
+    "the largest logit between text and text at the end": lambda part, lr: _of(part, lr, "max_logit/text>text"),
+    "the largest logit": lambda part, lr: _of(part, lr, "max_logit"),
 }
 
 
-def _against_text(study: StudyData, part: StudyData, lr: float) -> Effect | None:
-    text = _text(study)
-    return text and times(_of(part, BASELINE, lr, "max_logit"), _of(text, BASELINE, lr, "max_logit"))
-
-
-def _ratio(part: StudyData, remedy: str, lr: float, name: str) -> Effect | None:
-    above, below = (_of(part, remedy, lr, f"{name}/{side}") for side in ("image", "text"))
-    return times(above, below)
-
-
-def _shares(part: StudyData, remedy: str, lr: float, name: str, at: int = -1) -> dict[int, float]:
-    above, below = (_of(part, remedy, lr, f"{name}/{side}", at) for side in ("image", "text"))
+def _shares(part: StudyData, lr: float, name: str, at: int = -1) -> dict[int, float]:
+    above, below = (_of(part, lr, f"{name}/{side}", at=at) for side in ("image", "text"))
     return {seed: above[seed] / below[seed] for seed in above.keys() & below.keys() if below[seed]}
 
 
@@ -284,8 +269,8 @@ def _rates(study: StudyData) -> list[float]:
     return sorted({run.lr for run in study.runs if run.row is not None})
 
 
-def _of(part: StudyData, remedy: str, lr: float, name: str, at: int = -1) -> dict[int, float]:
-    """A number of the finished runs by seed: of the table, or of a record of metrics.jsonl."""
+def _of(part: StudyData, lr: float, name: str, remedy: str = BASELINE, at: int = -1) -> dict[int, float]:
+    """A number of a remedy's finished runs by seed: of the table, or of a record of metrics.jsonl."""
     found = {}
     for run in part.runs:
         if run.remedy == remedy and run.lr == lr and run.row is not None and run.metrics:

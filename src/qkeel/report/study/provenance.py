@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from qkeel.metrics import ALARM_THRESHOLD, COLLAPSE_ENTROPY, Row
 from qkeel.records import EXTRAPOLATION_COLUMNS, STEP_FIELDS, TABLE_COLUMNS, TASK_FIELDS
@@ -54,51 +54,54 @@ def _linked(source: str) -> Markup:
     return join(parts)
 
 
+Reads = dict[str, Callable[[RunData], object]]
+
+
+def _in_env(**names: str) -> Reads:
+    """Reads of the names in env.json, by the words for each."""
+    return {words: lambda run, name=name: run.env.get(name) for words, name in names.items()}
+
+
+_READS: Reads = {
+    **_in_env(qkeel="qkeel", Commit="commit", Python="python", torch="torch", System="system", Processor="cpu"),
+    "Compiled kernels": lambda run: run.env.get("compiled_kernels") and "yes",
+    "Device": lambda run: " ".join(str(run.env[k]) for k in ("device", "dtype") if run.env.get(k)),
+    "Corpus": lambda run: _corpus(run.env.get("corpus")),
+    "Corpus SHA-256": lambda run: _of(run.env.get("corpus"), "sha256"),
+    "Model": lambda run: _settings(run.config.get("model")),
+    "Parameters": lambda run: _number(run.env.get("n_parameters")),
+    "Optimizer": lambda run: _settings(run.config.get("optim"), leave=("lr",)),
+    "Steps": lambda run: _number(run.config.get("steps")),
+}
+# What must be alike in runs whose losses are compared.
+_ALIKE: Reads = {
+    "corpus": _READS["Corpus SHA-256"],
+    "steps": lambda run: run.config.get("steps"),
+    "model": lambda run: json.dumps(_compared(run), sort_keys=True, default=str),
+    **_in_env(dtype="dtype", device="device", torch="torch", processor="cpu", kernels="compiled_kernels"),
+}
+
+
 def provenance(study: StudyData) -> Markup:
     """Returns versions, machine, corpus, model, and the commands that make the page's runs again."""
-    reads: list[tuple[str, Callable[[RunData], object]]] = [
-        ("qkeel", lambda run: run.env.get("qkeel")),
-        ("Commit", lambda run: run.env.get("commit")),
-        ("Python", lambda run: run.env.get("python")),
-        ("torch", lambda run: run.env.get("torch")),
-        ("System", lambda run: run.env.get("system")),
-        ("Processor", lambda run: run.env.get("cpu")),
-        ("Compiled kernels", lambda run: run.env.get("compiled_kernels") and "yes"),
-        ("Device", lambda run: " ".join(str(run.env[k]) for k in ("device", "dtype") if run.env.get(k))),
-        ("Corpus", lambda run: _corpus(run.env.get("corpus"))),
-        ("Corpus SHA-256", lambda run: _of(run.env.get("corpus"), "sha256")),
-        ("Model", lambda run: _settings(run.config.get("model"))),
-        ("Parameters", lambda run: _parameters(run.env.get("n_parameters"))),
-        ("Optimizer", lambda run: _settings(run.config.get("optim"), leave=("lr",))),
-        ("Steps", lambda run: f"{run.config['steps']:,}" if isinstance(run.config.get("steps"), int) else None),
-    ]
     found: dict[str, str | list[str]] = dict(written_times(*(run.path for run in study.runs if run.row is not None)))
     spent = sum(run.row["cpu_seconds"] for run in study.runs if run.row and math.isfinite(run.row["cpu_seconds"]))
     found |= {"Processor time": duration(spent)} if spent else {}
-    for name, read in reads:
+    for name, read in _READS.items():
         values = list(dict.fromkeys(str(value) for run in study.runs if (value := read(run))))
         if values:
             more = [f"and {count(len(values) - _MOST_VALUES, 'more value')}"] if len(values) > _MOST_VALUES else []
             found[name] = [*values[:_MOST_VALUES], *more]
     if study.tuned:
         found["Rates, chosen on other seeds"] = [_chosen(choice) for choice in study.tuned]
-    return join([facts(found), _commands(study)])
+    own = dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command"))
+    return join([facts(found), make_again(study.command or "\n".join(own))])
 
 
 def unlike(study: StudyData) -> str:
     """Returns what differs between runs of one grid, so that their losses cannot be compared; empty if nothing does."""
     runs = [run for run in study.runs if run.row is not None and run.role != "drift"]
-    reads: Mapping[str, Callable[[RunData], object]] = {
-        "corpus": lambda run: _of(run.env.get("corpus"), "sha256"),
-        "steps": lambda run: run.config.get("steps"),
-        "model": lambda run: json.dumps(_compared(run), sort_keys=True, default=str),
-        "dtype": lambda run: run.env.get("dtype"),
-        "device": lambda run: run.env.get("device"),
-        "torch": lambda run: run.env.get("torch"),
-        "processor": lambda run: run.env.get("cpu"),
-        "kernels": lambda run: run.env.get("compiled_kernels"),
-    }
-    return ", ".join(name for name, read in reads.items() if len({read(run) for run in runs}) > 1)
+    return ", ".join(name for name, read in _ALIKE.items() if len({read(run) for run in runs}) > 1)
 
 
 def _compared(run: RunData) -> object:
@@ -107,11 +110,6 @@ def _compared(run: RunData) -> object:
     if isinstance(model, dict) and run.config.get("remedy") != run.remedy and run.long:
         return {k: v for k, v in model.items() if k != "attention"}
     return model
-
-
-def _commands(study: StudyData) -> Markup:
-    own = dict.fromkeys(str(run.env["command"]) for run in study.runs if run.env.get("command"))
-    return make_again(study.command or "\n".join(own))
 
 
 def _corpus(corpus: object) -> str | None:
@@ -128,7 +126,7 @@ def _of(value: object, key: str) -> object:
     return value.get(key) if isinstance(value, dict) else None
 
 
-def _parameters(value: object) -> str | None:
+def _number(value: object) -> str | None:
     return f"{value:,}" if isinstance(value, int) else None
 
 

@@ -9,7 +9,8 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from qkeel.lab.execution.executors.executor import Unit, died, need, seen_here, work_elsewhere
+from qkeel.errors import needed
+from qkeel.lab.execution.executors.executor import Unit, died, seen_here, work_elsewhere
 from qkeel.lab.execution.workers import Outcome
 
 
@@ -51,10 +52,8 @@ class Dask:
 
     @functools.cached_property
     def _client(self) -> Any:
-        try:
+        with needed("the executor dask", "'qkeel[dask]'"):
             from distributed import Client, get_client  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise need("Dask", "dask") from error
         if self.address or "DASK_SCHEDULER_ADDRESS" in os.environ:
             return Client(self.address or None)
         try:

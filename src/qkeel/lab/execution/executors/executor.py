@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError
+from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.lab.execution.workers import Job, Outcome, work
 from qkeel.records import RunDirectory, RunStatus
 from qkeel.registry import build, lookup, parse
@@ -67,11 +67,6 @@ def executor(text: str) -> Executor:
         elif value < 0 or (value == 0 and field.name != "gpus"):
             raise InvalidValueError(f"expected {field.name} of {terms[0].name} above 0, got {value!r}")
     return made
-
-
-def need(package: str, extra: str) -> QkeelError:
-    """The error where an executor's package is not installed."""
-    return QkeelError(f"the executor {extra} needs {package}: pip install 'qkeel[{extra}]'")
 
 
 def work_elsewhere(unit: Unit) -> list[Outcome]:

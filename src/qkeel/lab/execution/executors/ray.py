@@ -7,7 +7,8 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from qkeel.lab.execution.executors.executor import Unit, died, need, seen_here, work_elsewhere
+from qkeel.errors import needed
+from qkeel.lab.execution.executors.executor import Unit, died, seen_here, work_elsewhere
 from qkeel.lab.execution.workers import Outcome
 
 
@@ -52,10 +53,8 @@ class Ray:
                 ray.cancel(left, force=True)
 
     def _connected(self) -> Any:
-        try:
+        with needed("the executor ray", "'qkeel[ray]'"):
             import ray  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise need("Ray", "ray") from error
         if not ray.is_initialized():
             ray.init(address=self.address or None, log_to_driver=False, include_dashboard=False)
         return ray

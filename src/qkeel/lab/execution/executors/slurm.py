@@ -7,7 +7,8 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from qkeel.lab.execution.executors.executor import Unit, died, need, seen_here, work_elsewhere
+from qkeel.errors import needed
+from qkeel.lab.execution.executors.executor import Unit, died, seen_here, work_elsewhere
 from qkeel.lab.execution.workers import Outcome
 
 _EACH = 5.0  # seconds between two looks at the jobs
@@ -51,10 +52,8 @@ class Slurm:
                 job.cancel()
 
     def _executor(self, workers: int, folder: Path) -> Any:
-        try:
+        with needed("the executor slurm", "'qkeel[slurm]'"):
             import submitit  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise need("submitit", "slurm") from error
         made = submitit.AutoExecutor(folder=folder / "slurm", cluster=self.cluster)
         named = {"slurm_partition": self.partition, "slurm_account": self.account, "slurm_qos": self.qos}
         made.update_parameters(

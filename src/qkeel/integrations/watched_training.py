@@ -1,0 +1,84 @@
+"""The part that the callbacks of trainers share: a training under watch, and its samples not passed on yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from qkeel.autopilot import Autopilot, Policy, policy
+from qkeel.monitor import Alarm, Cadence, Rule, Sample, Sink
+from qkeel.monitor.measure.query_mask import Given
+from qkeel.monitor.monitor import Monitor
+from qkeel.monitor.watch import watch
+
+Sinks = Sink | str | Path | Sequence[Sink | str | Path]
+
+
+@final
+class SampleQueue(Sink):
+    """Keeps the training samples until they are taken, each with its step; only the first process has any."""
+
+    def __init__(self) -> None:
+        self._samples: list[Sample] = []
+
+    def open(self, about: Mapping[str, object]) -> None:
+        """Nothing to open."""
+
+    def write(self, sample: Sample) -> None:
+        """Keep it."""
+        if sample.phase == "train":
+            self._samples.append(sample)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """The monitor has warned already."""
+
+    def close(self, complete: bool) -> None:
+        """Nothing to close."""
+
+    def take(self) -> list[Sample]:
+        """The samples since the last call, in the order of their steps."""
+        taken, self._samples = self._samples, []
+        return taken
+
+
+class WatchedTraining:
+    """The options of a callback, and the monitor and autopilot of the training that goes on.
+
+    For every, sinks, rules and query_mask see `qkeel.watch`. autopilot: true, or its policy.
+    """
+
+    def __init__(
+        self,
+        every: int | Cadence,
+        sinks: Sinks,
+        rules: Sequence[Rule] | None,
+        query_mask: Given | None,
+        autopilot: bool | str | Policy,
+    ) -> None:
+        self.monitor: Monitor | None = None
+        self.pilot: Autopilot | None = None
+        self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot
+        if self._policy is not False:
+            policy(self._policy, parameters=False)
+        self._every, self._rules, self._query_mask = every, rules, query_mask
+        self._sinks = [sinks] if isinstance(sinks, (Sink, str, Path)) else list(sinks)
+        self._queue = SampleQueue()
+
+    def _begin(self, model: nn.Module, optimizer: Optimizer | None, steps: int) -> Monitor:
+        """Watches from here on, after so many steps."""
+        self._queue = SampleQueue()
+        sinks, mask = [*self._sinks, self._queue], self._query_mask
+        monitor = watch(model, optimizer, every=self._every, sinks=sinks, rules=self._rules, query_mask=mask)
+        monitor.steps = steps
+        self.monitor = monitor
+        return monitor
+
+    def close(self, *, complete: bool) -> None:
+        """Stop watching, if it was begun."""
+        watching = self.monitor if self.pilot is None else self.pilot
+        if watching is not None:
+            watching.close(complete=complete)
