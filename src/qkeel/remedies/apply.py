@@ -16,8 +16,6 @@ from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
 from qkeel.remedies.base import Remedy, Target, compose_all, where
-from qkeel.remedies.cosine import Cosine
-from qkeel.remedies.dropout import Dropout
 from qkeel.remedies.final_softcap import FinalSoftcap
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.none import NoRemedy
@@ -30,18 +28,15 @@ from qkeel.remedies.one_slot import (
     SoftpickRemedy,
 )
 from qkeel.remedies.output_gate import OutputGate
-from qkeel.remedies.peri_norm import PeriNorm
 from qkeel.remedies.processes.membership import on_all_processes
 from qkeel.remedies.processes.wrapped_models import WHAT, check_added, check_mates, check_wrapper
 from qkeel.remedies.qk_clip import QKClip
-from qkeel.remedies.qk_lr import QKLearningRate
-from qkeel.remedies.qk_norm import KeyNorm, QKNorm, QueryNorm
-from qkeel.remedies.qk_weight_decay import QKWeightDecay
+from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QueryNorm
+from qkeel.remedies.qk_weights import QKLearningRate, QKWeightDecay, SpectralCap
 from qkeel.remedies.qkv_norm import QKVNorm
+from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
-from qkeel.remedies.spectral_cap import SpectralCap
 from qkeel.remedies.steps.head_weights import check_weights
-from qkeel.remedies.swin_norm import SwinNorm
 from qkeel.remedies.z_loss import ZLoss
 from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
