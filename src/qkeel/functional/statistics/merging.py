@@ -13,14 +13,27 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+How = Literal["max", "min", "sum", "root", "mean"]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merge:
     """The rule of a field: the larger, the smaller, the sum, the root of the sum of squares, or a mean weighted by the
     field `count`. `neutral` is its value where nothing was seen."""
 
-    how: Literal["max", "min", "sum", "root", "mean"]
+    how: How
     neutral: float = 0.0
     count: str = ""
+
+
+def rule(how: How, neutral: float = 0.0, count: str = "") -> dict[str, Merge]:
+    """The metadata of a field that merges in this way, see `Merge`."""
+    return {"merge": Merge(how, neutral, count)}
+
+
+def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
+    """The rules of the fields that have one, by name. Counts are the sums."""
+    return {field.name: field.metadata["merge"] for field in dataclasses.fields(kind) if field.metadata}
 
 
 def merged(a: DataclassInstance, b: DataclassInstance, rules: Mapping[str, Merge]) -> dict[str, Tensor]:
