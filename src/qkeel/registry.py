@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 
 T = TypeVar("T")
 
 
 def lookup(kind: str, table: Mapping[str, T], name: str) -> T:
     """`table[name]`, or an UnknownNameError with the nearest names."""
-    if name not in table:
-        raise unknown(kind, name, table)
+    check_known(kind, name, table)
     return table[name]
 
 
@@ -92,6 +91,5 @@ def build(kind: str, cls: type[T], options: Mapping[str, Any]) -> T:
     """Make the dataclass `cls` from options; an unknown key names the nearest field."""
     fields = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in options:
-        if key not in fields:
-            raise unknown(f"option of {kind}", key, fields)
+        check_known(f"option of {kind}", key, fields)
     return cls(**options)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, check, check_known
 from qkeel.functional.scaling import deepnorm
 from qkeel.nn.attention import Attention, check_heads
 from qkeel.nn.block import MLP, NORM_ORDERS, Block, NormOrder
@@ -55,17 +55,13 @@ class DecoderConfig:
             ("MLP", self.mlp, ("gelu", "swiglu")),
             ("norm order", self.norm_order, NORM_ORDERS),
         ):
-            if name not in known:
-                raise unknown(kind, name, known)
+            check_known(kind, name, known)
         base = 1 if self.base_width is None else self.base_width
         sizes = (self.vocab_size, self.d_model, self.n_layers, self.n_heads, base)
         for name, size in zip(("vocab_size", "d_model", "n_layers", "n_heads", "base_width"), sizes, strict=True):
-            if size < 1:
-                raise InvalidValueError(f"expected {name} of at least 1, got {size}")
-        if not int(self.mlp_ratio * self.d_model) >= 1:
-            raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
-        if isinstance(self.spec, tuple) and len(self.spec) != self.n_layers:
-            raise InvalidValueError(f"expected one spec per layer, {self.n_layers}, got {len(self.spec)}")
+            check(size >= 1, f"{name} of at least 1", size)
+        check(int(self.mlp_ratio * self.d_model) >= 1, "an MLP of at least one unit", f"mlp_ratio={self.mlp_ratio}")
+        check(len(self.specs) == self.n_layers, f"one spec per layer, {self.n_layers}", len(self.specs))
         check_dropout(self.dropout)
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
         if self.attention == "gau" and self.n_heads != 1:

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
+from qkeel.errors import InvalidTypeError, RefusedError, check
 from qkeel.nn.cache import LatentCache
 from qkeel.nn.mla_absorbed import absorb, attend_latents, check_latents, encode, inverse_size, key_gain, key_norm
 from qkeel.nn.spec_module import SpecModule, check_input
@@ -59,8 +59,8 @@ class MLA(SpecModule):
         impl: str = "auto",
     ) -> None:
         sizes = sizes or LatentSizes()
-        if min(n for n in (*dataclasses.astuple(sizes), n_heads) if n is not None) < 1:
-            raise InvalidValueError(f"expected sizes of at least 1, got {sizes}, n_heads={n_heads}")
+        least = min(n for n in (*dataclasses.astuple(sizes), n_heads) if n is not None)
+        check(least >= 1, "sizes of at least 1", f"{sizes}, n_heads={n_heads}")
         head_dim = sizes.rope_dim + sizes.nope_dim
         super().__init__(_rotating(spec or AttentionSpec(), sizes), (n_heads, n_heads, head_dim), dropout, impl)
         self.d_model, self.sizes = d_model, sizes

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal, final
 
-from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.errors import InvalidTypeError, check
 from qkeel.functional.scaling import sigmoid_bias
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
@@ -106,8 +106,7 @@ class AttentionTemperature(OneSlot):
 
     def __post_init__(self) -> None:
         OneSlot.__post_init__(self)
-        if int(self.floor) != self.floor:
-            raise InvalidValueError(f"expected a whole number for floor of {self.name}, got {self.floor}")
+        check(int(self.floor) == self.floor, f"a whole number for floor of {self.name}", self.floor)
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Scale:
         return FloorLogTemperature(inner=old.scale, alpha=self.alpha, floor=int(self.floor))

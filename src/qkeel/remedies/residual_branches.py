@@ -10,7 +10,7 @@ from typing import final
 from torch import nn
 from torch.nn import functional as F
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import check
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.nn.block import Block
@@ -96,8 +96,7 @@ class Dropout(Remedy):
 
     def __post_init__(self) -> None:
         Remedy.__post_init__(self)
-        if self.rate >= 1:
-            raise InvalidValueError(f"expected a rate under 1 for dropout, got {self.rate}")
+        check(self.rate < 1, "a rate under 1 for dropout", self.rate)
 
     def apply(self, target: Target) -> Handle:
         return compose_all(

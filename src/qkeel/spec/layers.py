@@ -7,7 +7,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, check, check_known, unknown
 from qkeel.registry import parse
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.position.bias import ALiBi, Kerple
@@ -70,8 +70,7 @@ def _hwfa2(
     spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None, full: int = 1
 ) -> Specs:
     _deep_enough("hwfa2", n_layers)
-    if not 1 <= full < n_layers:
-        raise InvalidValueError(f"expected 1 to {n_layers - 1} full layers of {n_layers}, got {full}")
+    check(1 <= full < n_layers, f"1 to {n_layers - 1} full layers of {n_layers}", full)
     width = _under("hwfa2", window, min(3 * train_length // n_layers, train_length // 2), train_length)
     near = spec.replace(position=SlidingWindow(window=width, inner=spec.position))
     whole = {n_layers * j // (full + 1) for j in range(1, full + 1)}
@@ -169,8 +168,7 @@ def _placed(spec: AttentionSpec, n_layers: int, text: str, train_length: int | N
     build = POSITIONS[name].build
     known = [n for n in inspect.signature(build).parameters if n not in ("spec", "n_layers")]
     for option, value in options.items():
-        if option not in known:
-            raise unknown(f"option of position {name!r}", option, known)
+        check_known(f"option of position {name!r}", option, known)
         if isinstance(value, str | bool):
             raise InvalidTypeError(f"expected a number for option {option!r} of position {name!r}, got {value!r}")
     if "train_length" in known and "train_length" not in options:

@@ -9,7 +9,7 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError, RefusedError, unknown
+from qkeel.errors import InvalidValueError, RefusedError, check, check_known
 from qkeel.functional.norms import apply_gain, inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm
 from qkeel.spec.shapes import Heads
 from qkeel.spec.slot import Geometry, Parameter, Params, Shape, Slot
@@ -125,10 +125,8 @@ class GainNorm(Norm):
             ("gain", self.gain, _GAINS),
             ("value gain", self.value_gain or "none", _GAINS),
         ):
-            if value not in known:
-                raise unknown(kind, value, known)
-        if not self.eps >= 0:
-            raise InvalidValueError(f"expected eps >= 0, got {self.eps}")
+            check_known(kind, value, known)
+        check(self.eps >= 0, "eps >= 0", self.eps)
         if self.bias and self.gain not in ("dim", "head_dim"):
             raise InvalidValueError(f"a bias goes with gain 'dim' or 'head_dim', got gain {self.gain!r}")
 

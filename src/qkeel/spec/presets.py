@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from qkeel.errors import InvalidTypeError, unknown
+from qkeel.errors import InvalidTypeError, check_known
 from qkeel.functional.scaling import cosine_scale, gradient_scale, qk_norm_init
 from qkeel.registry import lookup
 from qkeel.spec.attention import AttentionSpec
@@ -270,8 +270,7 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
     build = lookup("preset", PRESETS, name).build
     known = inspect.signature(build).parameters
     for option in options:
-        if option not in known:
-            raise unknown(f"option of preset {name!r}", option, known)
+        check_known(f"option of preset {name!r}", option, known)
         if not isinstance(options[option], int | float):
             raise InvalidTypeError(
                 f"expected a number for option {option!r} of preset {name!r}, got {options[option]!r}"

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from qkeel.errors import RefusedError, unknown
+from qkeel.errors import RefusedError, check_known
 from qkeel.functional.norms import widest
 
 Config = Mapping[str, Any]
@@ -106,8 +106,7 @@ def plan(to: str, config: Config, shapes: Shapes, *, norm_eps: float | None = No
     Raises:
         UnknownNameError: no such shape. RefusedError: the model computes something the shape does not.
     """
-    if to not in SHAPES:
-        raise unknown("architecture to export to", to, SHAPES)
+    check_known("architecture to export to", to, SHAPES)
     shape, sizes = SHAPES[to], _sizes(config, shapes)
     _check_source(to, shape, config)
     moves: dict[str, Move] = {}
