@@ -28,8 +28,7 @@ from qkeel.remedies.one_slot import (
     SoftpickRemedy,
 )
 from qkeel.remedies.output_gate import OutputGate
-from qkeel.remedies.processes.membership import on_all_processes
-from qkeel.remedies.processes.wrapped_models import WHAT, check_added, check_mates, check_wrapper
+from qkeel.remedies.processes.shared_models import WHAT, check_added, check_mates, check_wrapper, on_all_processes
 from qkeel.remedies.qk_clip import QKClip
 from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QueryNorm
 from qkeel.remedies.qk_weights import QKLearningRate, QKWeightDecay, SpectralCap

@@ -16,8 +16,7 @@ from qkeel.errors import InvalidTypeError, check
 from qkeel.functional.scaling import sigmoid_bias
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.attention.change_spec import ChangeSpec, known_length
-from qkeel.remedies.attention.exchange_calls import refuse_added_scores
+from qkeel.remedies.attention.change_spec import ChangeSpec, known_length, refuse_added_scores
 from qkeel.remedies.attention.refusals import SlotName, refuse_taken
 from qkeel.remedies.base import Target, check_flag
 from qkeel.sites.site import AttentionSite

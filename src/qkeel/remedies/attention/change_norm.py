@@ -15,8 +15,7 @@ from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import put_in_place
 from qkeel.patching.module_tables import parameters_of, submodules_of
-from qkeel.remedies.attention.change_spec import ChangeSpec
-from qkeel.remedies.attention.exchange_calls import base_spec, exchange_calls, number
+from qkeel.remedies.attention.change_spec import ChangeSpec, base_spec, exchange_calls, number
 from qkeel.remedies.attention.logit_operands import Operand, logit_operands
 from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, heads_of
 from qkeel.remedies.attention.refusals import refuse_heads, refuse_norm, refuse_scale, refuse_unseen
