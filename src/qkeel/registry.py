@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 
@@ -15,6 +15,20 @@ def lookup(kind: str, table: Mapping[str, T], name: str) -> T:
     """`table[name]`, or an UnknownNameError with the nearest names."""
     check_known(kind, name, table)
     return table[name]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe(Generic[T]):
+    """A row of a table: one line of what it is, its source, and the function that makes it from its own options."""
+
+    line: str
+    source: str
+    build: Callable[..., T]
+
+
+def described(table: Mapping[str, Recipe[T]]) -> dict[str, str]:
+    """The names of a table, each with one line and its source."""
+    return {name: f"{row.line} [{row.source}]" for name, row in table.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

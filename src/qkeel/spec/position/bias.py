@@ -22,10 +22,6 @@ class ALiBi(Position):
     kind = "alibi"
     folds = False
 
-    @property
-    def keeps(self) -> bool:
-        return False
-
     def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
         slopes = alibi_slopes(q.shape[1]).to(q)[:, None, None]
         return Position.scores(self, q, k, pos_q, pos_k, params) - slopes * _apart(pos_q, pos_k).to(q.dtype)
