@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -94,7 +94,7 @@ class Remedy(abc.ABC):
         for option, value in dataclasses.asdict(self).items():  # type: ignore[call-overload]
             kind = _annotations(type(self))[option]
             if get_origin(kind) is Literal:
-                check_choice(self.name, option, value, get_args(kind))
+                check_known(f"{option} of {self.name}", value, get_args(kind))
             elif kind is bool:
                 check_flag(self.name, option, value)
             elif kind == Heads | None:
@@ -166,11 +166,6 @@ def check_number(remedy: str, option: str, value: object, *, zero: bool = False)
         raise InvalidTypeError(f"expected a number for {option} of {remedy}, got {value!r}")
     sound = math.isfinite(value) and (value > 0 or (zero and value == 0))
     check(sound, f"a finite number {'of at least' if zero else 'above'} 0 for {option} of {remedy}", value)
-
-
-def check_choice(remedy: str, option: str, value: str, known: Collection[str]) -> None:
-    """Raise unless an option is one of the words that are known for it."""
-    check_known(f"{option} of {remedy}", value, known)
 
 
 def check_flag(remedy: str, option: str, value: object) -> None:
