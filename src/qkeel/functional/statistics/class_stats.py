@@ -138,7 +138,7 @@ def merge_classes(a: ClassStats | None, b: ClassStats | None) -> ClassStats | No
             f"cannot merge statistics of the classes {', '.join(a.names)} of {len(a.mass)} heads with those of "
             f"{', '.join(b.names)} of {len(b.mass)} heads; merge only statistics of the same site and classes"
         )
-    return ClassStats(names=a.names, **merged(a, b, MERGES))
+    return ClassStats(names=a.names, **merged(tensors(a), tensors(b), MERGES))
 
 
 def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:

@@ -138,7 +138,7 @@ def merge(a: LogitStats, b: LogitStats) -> LogitStats:
             f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
         )
     formulas = merge_formulas(a.formulas, b.formulas, a.n_queries, b.n_queries)
-    fields = merged(a, b, MERGES)
+    fields = merged(tensors(a), tensors(b), MERGES)
     return LogitStats(**fields, classes=merge_classes(a.classes, b.classes), formulas=formulas)
 
 

@@ -36,10 +36,9 @@ def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
     return {field.name: field.metadata["merge"] for field in dataclasses.fields(kind) if field.metadata}
 
 
-def merged(a: DataclassInstance, b: DataclassInstance, rules: Mapping[str, Merge]) -> dict[str, Tensor]:
+def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], rules: Mapping[str, Merge]) -> dict[str, Tensor]:
     """The merged fields of two statistics of one kind, those that the rules name."""
-    ours, theirs = tensors(a), tensors(b)
-    return {name: _merged(ours, theirs, name, rule) for name, rule in rules.items()}
+    return {name: _merged(a, b, name, rule) for name, rule in rules.items()}
 
 
 def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
@@ -48,7 +47,7 @@ def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
     return {name: value for name, value in fields if isinstance(value, Tensor)}
 
 
-def _merged(a: dict[str, Tensor], b: dict[str, Tensor], name: str, rule: Merge) -> Tensor:
+def _merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:
     mine, other = a[name], b[name]
     if rule.how == "max":
         return torch.maximum(mine, other)
