@@ -16,6 +16,8 @@ from qkeel.spec import AttentionSpec, Rope
 from qkeel.spec.call import Visibility
 from qkeel.spec.shapes import GivenMask, GivenPosQ, Hidden, Tokens
 
+NewTokens = tuple[Tensor, Tensor, Tensor]  # queries, latents and shared keys
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
@@ -110,13 +112,7 @@ class MLA(SpecModule):
         return torch.cat([shared.expand(-1, self.n_heads, -1, -1), self._heads(self.k_up(latent))], dim=-1)
 
     def _cached(
-        self,
-        cache: LatentCache,
-        new: tuple[Tensor, Tensor, Tensor],
-        *,
-        causal: bool,
-        mask: GivenMask | None,
-        pos: GivenPosQ | None,
+        self, cache: LatentCache, new: NewTokens, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
     ) -> Tensor:
         """Attention of new queries, latents and shared keys to all tokens so far: [b t h·d']."""
         self._check(cache, mask, pos)
