@@ -165,29 +165,17 @@ def init_linears(
 
 def build_block(config: DecoderConfig, spec: AttentionSpec, cross: Attention | None = None) -> Block | GAUBlock:
     """One layer of a model of these sizes and choices, with this cross-attention, if any."""
+    width, heads, dropout = config.d_model, config.n_heads, config.dropout
     if config.attention == "gau":
-        gau = GAU(
-            config.d_model,
-            size=config.head_dim or 128,
-            spec=spec,
-            bias=config.norm_order == "pre",  # the paper's unit; post-norm is GAU-α's, without
-            dropout=config.dropout,
-        )
+        bias = config.norm_order == "pre"  # the paper's unit; post-norm is GAU-α's, without
+        gau = GAU(width, size=config.head_dim or 128, spec=spec, bias=bias, dropout=dropout)
         alpha = deepnorm(config.sublayers)[0] if config.deepnorm else 1.0
         return GAUBlock(gau, norm_order=config.norm_order, alpha=alpha)
     attention: Attention | MLA
     if config.attention == "mla":
-        attention = MLA(
-            config.d_model,
-            config.n_heads,
-            sizes=config.latent,
-            spec=spec,
-            latent_norm=config.latent_norm,
-            dropout=config.dropout,
-        )
+        normed = config.latent_norm
+        attention = MLA(width, heads, sizes=config.latent, spec=spec, latent_norm=normed, dropout=dropout)
     else:
-        attention = Attention(
-            config.d_model, config.n_heads, config.n_kv_heads, config.head_dim, spec=spec, dropout=config.dropout
-        )
-    hidden = int(config.mlp_ratio * config.d_model)
-    return Block(attention, MLP(config.d_model, hidden, config.mlp), config.d_model, config.norm_order, cross)
+        attention = Attention(width, heads, config.n_kv_heads, config.head_dim, spec=spec, dropout=dropout)
+    mlp = MLP(width, int(config.mlp_ratio * width), config.mlp)
+    return Block(attention, mlp, width, config.norm_order, cross)

@@ -187,19 +187,13 @@ def apply(
             raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
         models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
         shown, known = of_each(example, [*models], "examples"), sites_of_each(sites, models)
-        bare = [
-            (
-                Target(
-                    model=unwrapped(one),
-                    optimizer=optimizer,
-                    sites=[],
-                    example=((), {}) if shown[name] is None else arguments(shown[name]),
-                    train_length=train_length,
-                ),
-                known[name],
+        bare: list[tuple[Target, Sites | None]] = []
+        for name, one in models.items():
+            given = ((), {}) if shown[name] is None else arguments(shown[name])
+            target = Target(
+                model=unwrapped(one), optimizer=optimizer, sites=[], example=given, train_length=train_length
             )
-            for name, one in models.items()
-        ]
+            bare.append((target, known[name]))
         for target, _ in bare:
             check_wrapper(target.model)
         return found, bare

@@ -144,13 +144,8 @@ def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, o
         )
     if method == "rerope":
         return ReRope(window=window, base=rope.base, rotary=rope.rotary)
-    return LeakyReRope(
-        window=window,
-        base=rope.base,
-        rotary=rope.rotary,
-        factor=float(options.get("leak", 2 * factor)),
-        rounded=method == "self_extend",
-    )
+    leak, rounded = float(options.get("leak", 2 * factor)), method == "self_extend"
+    return LeakyReRope(window=window, base=rope.base, rotary=rope.rotary, factor=leak, rounded=rounded)
 
 
 def _length(method: str, train_length: int | None) -> int:
