@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-# Loaded when first asked for: importing qkeel costs nothing, and the report works where there is no torch.
+# Loaded when first asked for, as rooms are: importing qkeel costs nothing, and the report works without torch.
 _HOMES = {
     "AttentionSpec": "qkeel.spec",
     "apply": "qkeel.remedies",
@@ -43,20 +43,6 @@ _HOMES = {
     "retrofit": "qkeel.remedies.retrofit",
     "watch": "qkeel.monitor.watch",
 }
-_ROOMS = (
-    "audit",
-    "autopilot",
-    "errors",
-    "integrations",
-    "lab",
-    "monitor",
-    "nn",
-    "reference",
-    "remedies",
-    "report",
-    "sites",
-    "spec",
-)
 
 __all__ = [
     "AttentionSpec",
@@ -87,10 +73,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"qkeel.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in __all__:  # a room
+        return importlib.import_module(f"qkeel.{name}")
     raise AttributeError(f"module 'qkeel' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

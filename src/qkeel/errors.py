@@ -10,7 +10,7 @@ import difflib
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 
 class QkeelError(Exception):
@@ -91,6 +91,24 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return UnknownNameError(f"unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names) or '(none)'}")
+
+
+def check_known(kind: str, name: object, known: Collection[str]) -> None:
+    """Raise `unknown` unless a name is in a table.
+
+    >>> check_known("remedy", "softcap", ["qk_norm", "softcap"])
+    """
+    if name not in known:
+        raise unknown(kind, name, known)
+
+
+def check(holds: bool, expected: str, got: object) -> None:
+    """Raise InvalidValueError, with what was expected and what came, unless something holds.
+
+    >>> check(1 > 0, "a cap above 0", 1)
+    """
+    if not holds:
+        raise InvalidValueError(f"expected {expected}, got {got}")
 
 
 _NOT_THE_USERS = ("qkeel", "torch", "functools", "contextlib", "transformers", "accelerate", "lightning")

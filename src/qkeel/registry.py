@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 
 T = TypeVar("T")
 
 
 def lookup(kind: str, table: Mapping[str, T], name: str) -> T:
     """`table[name]`, or an UnknownNameError with the nearest names."""
-    if name not in table:
-        raise unknown(kind, name, table)
+    check_known(kind, name, table)
     return table[name]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe(Generic[T]):
+    """A row of a table: one line of what it is, its source, and the function that makes it from its own options."""
+
+    line: str
+    source: str
+    build: Callable[..., T]
+
+
+def described(table: Mapping[str, Recipe[T]]) -> dict[str, str]:
+    """The names of a table, each with one line and its source."""
+    return {name: f"{row.line} [{row.source}]" for name, row in table.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +105,5 @@ def build(kind: str, cls: type[T], options: Mapping[str, Any]) -> T:
     """Make the dataclass `cls` from options; an unknown key names the nearest field."""
     fields = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in options:
-        if key not in fields:
-            raise unknown(f"option of {kind}", key, fields)
+        check_known(f"option of {kind}", key, fields)
     return cls(**options)

@@ -46,9 +46,7 @@ ROOMS = {
             "src/qkeel/remedies/steps/*.py",
             "src/qkeel/remedies/lalr.py",
             "src/qkeel/remedies/qk_clip.py",
-            "src/qkeel/remedies/qk_lr.py",
-            "src/qkeel/remedies/qk_weight_decay.py",
-            "src/qkeel/remedies/spectral_cap.py",
+            "src/qkeel/remedies/qk_weights.py",
         ),
         tests=(
             "tests/golden/test_updates.py",

@@ -205,6 +205,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[QkeelError], str]] = {
     "eps": (lambda: RMSNorm(eps=-1e-6), InvalidValueError, "eps >= 0, got -1e-06"),
     "eps NaN": (lambda: L2Norm(eps=math.nan), InvalidValueError, "eps >= 0, got nan"),
     "bias without gain": (lambda: LayerNorm(bias=True), InvalidValueError, "gain 'dim' or 'head_dim', got gain 'none'"),
+    "bias without gain on v": (
+        lambda: LayerNorm(on="qkv", gain="dim", value_gain="none", bias=True),
+        InvalidValueError,
+        "gain 'dim' or 'head_dim', got gain 'none'",
+    ),
     "cap 0": (lambda: Softcap(0.0), InvalidValueError, "a cap above 0, got 0"),
     "cap NaN": (lambda: Softcap(math.nan), InvalidValueError, "a cap above 0, got nan"),
     "base": (lambda: Rope(base=1.0), InvalidValueError, "a RoPE base above 1, got 1"),

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import check
 
 
 def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
@@ -21,8 +21,7 @@ def alibi_slopes(n_heads: int) -> Float[Tensor, " h"]:
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
-    if n_heads < 1:
-        raise InvalidValueError(f"expected at least one head, got {n_heads}")
+    check(n_heads >= 1, "at least one head", n_heads)
 
     def slopes(n: int) -> list[float]:
         return [2 ** (-8 * h / n) for h in range(1, n + 1)]

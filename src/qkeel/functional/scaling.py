@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidValueError, check
 
 
 def log_n(n: Tensor, train_length: int, clip: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,8 +67,7 @@ def qk_norm_init(length: float) -> float:
     >>> round(qk_norm_init(72), 4)
     12.3197
     """
-    if not length > 1:
-        raise InvalidValueError(f"expected a length above 1, got {length}")
+    check(length > 1, "a length above 1", length)
     return math.log2(length * length - length)
 
 
@@ -83,8 +82,7 @@ def cosine_scale(train_length: float) -> float:
     >>> round(cosine_scale(512), 2)
     22.18
     """
-    if not train_length > 2:
-        raise InvalidValueError(f"expected a training length above 2, got {train_length}")
+    check(train_length > 2, "a training length above 2", train_length)
     return 4 * math.log(train_length / 2)
 
 
@@ -104,10 +102,8 @@ def gradient_scale(n: float, head_dim: int | None = None) -> float:
     >>> round(gradient_scale(256, 128), 2), round(gradient_scale(256, 64), 2), round(gradient_scale(256), 4)
     (22.29, 16.64, 1.8635)
     """
-    if not n > 1:
-        raise InvalidValueError(f"expected more than one key, got {n}")
-    if head_dim is not None and head_dim < 2:
-        raise InvalidValueError(f"expected cosines of at least 2 numbers, got head_dim={head_dim}")
+    check(n > 1, "more than one key", n)
+    check(head_dim is None or head_dim >= 2, "cosines of at least 2 numbers", f"head_dim={head_dim}")
 
     def passed_on(scale: float) -> float:
         spread = scale * scale  # ln M(2λ) - 2 ln M(λ) of N(0, 1)
@@ -152,8 +148,7 @@ def sigmoid_bias(length: float) -> float:
     >>> round(sigmoid_bias(2048), 6)
     -7.624619
     """
-    if not length > 0:
-        raise InvalidValueError(f"expected a length above 0, got {length}")
+    check(length > 0, "a length above 0", length)
     return -math.log(length)
 
 
@@ -169,6 +164,5 @@ def deepnorm(sublayers: int) -> tuple[float, float]:
     >>> [round(x, 4) for x in deepnorm(48)]
     [2.6321, 0.2686]
     """
-    if sublayers < 1:
-        raise InvalidValueError(f"expected at least one sublayer, got {sublayers}")
+    check(sublayers >= 1, "at least one sublayer", sublayers)
     return sublayers**0.25, (4 * sublayers) ** -0.25

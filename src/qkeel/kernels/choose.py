@@ -58,14 +58,6 @@ class Choice:
         return "\n  ".join([*head, *(f"{name} refuses: {refusal.reason}" for name, refusal in self.refusals.items())])
 
 
-def _needs_one_order(call: AttentionCall) -> bool:
-    return bool(call.dropout) or torch.compiler.is_exporting()
-
-
-def _one_query_on_cpu(call: AttentionCall) -> bool:
-    return call.q.shape[2] <= 1 and call.q.device.type == "cpu"
-
-
 def _half_precision_training_on_avx2(call: AttentionCall) -> bool:
     q, k, v = call.q, call.k, call.v
     half = q.dtype in (torch.bfloat16, torch.float16) and q.device.type == "cpu"
@@ -78,14 +70,14 @@ def _half_precision_training_on_avx2(call: AttentionCall) -> bool:
 PREFERENCES: tuple[Preference, ...] = (
     Preference(
         calls="a call with dropout, or under torch.export",
-        holds=_needs_one_order,
+        holds=lambda call: bool(call.dropout) or torch.compiler.is_exporting(),
         order=tuple(KERNELS),
         reason="Dropout must drop the same weights when a forward pass is recomputed with a gradient, and an exported "
         "program serves every length and machine, so the order depends on nothing else.",
     ),
     Preference(
         calls="one query on a CPU",
-        holds=_one_query_on_cpu,
+        holds=lambda call: call.q.shape[2] <= 1 and call.q.device.type == "cpu",
         order=("decode", "sdpa", "chunked", "windowed", "native"),
         reason="'native' takes 1.8 to 2.3 times the time of 'sdpa' and 1.3 times that of 'chunked'.",
     ),

@@ -16,6 +16,7 @@ from qkeel.patching.compiler_state import with_tangents
 from qkeel.spec.call import AttentionCall
 from qkeel.spec.shapes import Outputs
 
+QKV = tuple[Tensor, Tensor, Tensor]
 MASK_BLOCK = 1 << 24  # entries of a boolean mask built at once
 
 
@@ -42,9 +43,9 @@ class Sdpa(Kernel):
         if not (q.shape[2] and k.shape[2]):
             return without_pairs(q, k, v)
         if call.causal and call.whole:
-            return _sdpa(q, k, v, scale, call, is_causal=True)
+            return _sdpa(call, (q, k, v), scale, causal=True)
         if call.mask is None and call.window is None and (not call.causal or (call.plain and q.shape[2] == 1)):
-            return _sdpa(q, k, v, scale, call)
+            return _sdpa(call, (q, k, v), scale)
         parts = []
         for rows in row_blocks(call, MASK_BLOCK):
             keys = call.span(rows)
@@ -52,7 +53,7 @@ class Sdpa(Kernel):
                 parts.append(q.new_zeros(*q.shape[:2], rows.stop - rows.start, v.shape[-1]))
                 continue
             mask, empty = _mask(call, rows, keys, q.dtype)
-            out = _sdpa(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, call, attn_mask=mask)
+            out = _sdpa(call, (q[:, :, rows], k[:, :, keys], v[:, :, keys]), scale, mask=mask)
             parts.append(out.masked_fill(empty, 0.0))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
@@ -63,33 +64,14 @@ def _rounds_mask(call: AttentionCall) -> bool:
     return low and mask is not None and mask.is_floating_point() and mask.dtype != call.q.dtype
 
 
-def _sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    call: AttentionCall,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> Tensor:
+def _sdpa(call: AttentionCall, qkv: QKV, scale: float, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     # The fused kernels take one size only; with two, torch goes to its T×T path. Zeros change no score and no value.
-    size, width = max(q.shape[-1], v.shape[-1]), v.shape[-1]
-    out = sdpa(
-        _padded(q, size),
-        _padded(k, size),
-        _padded(v, size),
-        attn_mask=attn_mask,
-        dropout_p=call.dropout,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=bool(q.shape[1] != k.shape[1]),  # a trace makes tensors of sizes
-    )
+    width = qkv[2].shape[-1]
+    size = max(qkv[0].shape[-1], width)
+    q, k, v = [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in qkv]
+    gqa = bool(q.shape[1] != k.shape[1])  # a trace makes tensors of sizes
+    out = sdpa(q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
     return out[..., :width]
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    return x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
 
 
 def _mask(call: AttentionCall, rows: slice, keys: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.errors import InvalidValueError, ShapeError, check
 from qkeel.nn.cache import KVCache
 from qkeel.nn.spec_module import SpecModule, check_input
 from qkeel.spec import AttentionSpec, preset
@@ -89,10 +89,9 @@ class Attention(SpecModule):
 def check_heads(d_model: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
     """Returns n_kv_heads and head_dim with defaults filled in, or the error that says what does not divide."""
     groups = n_heads if n_kv_heads is None else n_kv_heads
-    if d_model < 1 or (head_dim is not None and head_dim < 1):
-        raise InvalidValueError(f"expected sizes of at least 1, got d_model={d_model}, head_dim={head_dim}")
-    if n_heads < 1 or groups < 1:
-        raise InvalidValueError(f"expected at least one head, got n_heads={n_heads}, n_kv_heads={n_kv_heads}")
+    positive = d_model >= 1 and (head_dim is None or head_dim >= 1)
+    check(positive, "sizes of at least 1", f"d_model={d_model}, head_dim={head_dim}")
+    check(n_heads >= 1 and groups >= 1, "at least one head", f"n_heads={n_heads}, n_kv_heads={n_kv_heads}")
     if n_heads % groups:
         raise InvalidValueError(
             f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {groups}; "

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkeel.errors import InvalidValueError, unknown
+from qkeel.errors import InvalidValueError, check_known
 from qkeel.nn.attention import Attention
 from qkeel.nn.cache import Cache
 from qkeel.nn.mla import MLA
@@ -34,8 +34,7 @@ class MLP(nn.Module):
 
     def __init__(self, d_model: int, hidden: int, kind: Literal["gelu", "swiglu"] = "gelu") -> None:
         super().__init__()
-        if kind not in ("gelu", "swiglu"):
-            raise unknown("MLP", kind, ("gelu", "swiglu"))
+        check_known("MLP", kind, ("gelu", "swiglu"))
         self.up = nn.Linear(d_model, hidden, bias=False)
         self.gate = nn.Linear(d_model, hidden, bias=False) if kind == "swiglu" else None
         self.down = nn.Linear(hidden, d_model, bias=False)
@@ -68,8 +67,7 @@ class Block(nn.Module):
         cross_attention: Attention | None = None,
     ) -> None:
         super().__init__()
-        if norm_order not in NORM_ORDERS:
-            raise unknown("norm order", norm_order, NORM_ORDERS)
+        check_known("norm order", norm_order, NORM_ORDERS)
         self.norm_order = norm_order
         self.attention = attention
         self.mlp = mlp

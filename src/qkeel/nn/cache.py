@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError, ShapeError
+from qkeel.errors import InvalidValueError, ShapeError, check
 from qkeel.spec.position.rotary import counted
 from qkeel.spec.shapes import GivenMask, GivenPosQ, Heads, Keys, PosK, PosQ, Values
 
@@ -27,8 +27,7 @@ class Cache:
     """
 
     def __init__(self, max_length: int | None = None) -> None:
-        if max_length is not None and max_length < 1:
-            raise InvalidValueError(f"expected max_length of at least 1 or None, got {max_length}")
+        check(max_length is None or max_length >= 1, "max_length of at least 1 or None", max_length)
         self.max_length = max_length
         self.length = 0
         self._held: list[Tensor] = []

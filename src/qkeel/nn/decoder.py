@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, check, check_known
 from qkeel.functional.scaling import deepnorm
 from qkeel.nn.attention import Attention, check_heads
 from qkeel.nn.block import MLP, NORM_ORDERS, Block, NormOrder
@@ -55,17 +55,13 @@ class DecoderConfig:
             ("MLP", self.mlp, ("gelu", "swiglu")),
             ("norm order", self.norm_order, NORM_ORDERS),
         ):
-            if name not in known:
-                raise unknown(kind, name, known)
+            check_known(kind, name, known)
         base = 1 if self.base_width is None else self.base_width
         sizes = (self.vocab_size, self.d_model, self.n_layers, self.n_heads, base)
         for name, size in zip(("vocab_size", "d_model", "n_layers", "n_heads", "base_width"), sizes, strict=True):
-            if size < 1:
-                raise InvalidValueError(f"expected {name} of at least 1, got {size}")
-        if not int(self.mlp_ratio * self.d_model) >= 1:
-            raise InvalidValueError(f"expected an MLP of at least one unit, got mlp_ratio={self.mlp_ratio}")
-        if isinstance(self.spec, tuple) and len(self.spec) != self.n_layers:
-            raise InvalidValueError(f"expected one spec per layer, {self.n_layers}, got {len(self.spec)}")
+            check(size >= 1, f"{name} of at least 1", size)
+        check(int(self.mlp_ratio * self.d_model) >= 1, "an MLP of at least one unit", f"mlp_ratio={self.mlp_ratio}")
+        check(len(self.specs) == self.n_layers, f"one spec per layer, {self.n_layers}", len(self.specs))
         check_dropout(self.dropout)
         check_heads(self.d_model, self.n_heads, self.n_kv_heads, self.head_dim)
         if self.attention == "gau" and self.n_heads != 1:
@@ -169,29 +165,17 @@ def init_linears(
 
 def build_block(config: DecoderConfig, spec: AttentionSpec, cross: Attention | None = None) -> Block | GAUBlock:
     """One layer of a model of these sizes and choices, with this cross-attention, if any."""
+    width, heads, dropout = config.d_model, config.n_heads, config.dropout
     if config.attention == "gau":
-        gau = GAU(
-            config.d_model,
-            size=config.head_dim or 128,
-            spec=spec,
-            bias=config.norm_order == "pre",  # the paper's unit; post-norm is GAU-α's, without
-            dropout=config.dropout,
-        )
+        bias = config.norm_order == "pre"  # the paper's unit; post-norm is GAU-α's, without
+        gau = GAU(width, size=config.head_dim or 128, spec=spec, bias=bias, dropout=dropout)
         alpha = deepnorm(config.sublayers)[0] if config.deepnorm else 1.0
         return GAUBlock(gau, norm_order=config.norm_order, alpha=alpha)
     attention: Attention | MLA
     if config.attention == "mla":
-        attention = MLA(
-            config.d_model,
-            config.n_heads,
-            sizes=config.latent,
-            spec=spec,
-            latent_norm=config.latent_norm,
-            dropout=config.dropout,
-        )
+        normed = config.latent_norm
+        attention = MLA(width, heads, sizes=config.latent, spec=spec, latent_norm=normed, dropout=dropout)
     else:
-        attention = Attention(
-            config.d_model, config.n_heads, config.n_kv_heads, config.head_dim, spec=spec, dropout=config.dropout
-        )
-    hidden = int(config.mlp_ratio * config.d_model)
-    return Block(attention, MLP(config.d_model, hidden, config.mlp), config.d_model, config.norm_order, cross)
+        attention = Attention(width, heads, config.n_kv_heads, config.head_dim, spec=spec, dropout=dropout)
+    mlp = MLP(width, int(config.mlp_ratio * width), config.mlp)
+    return Block(attention, mlp, width, config.norm_order, cross)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError
+from qkeel.errors import InvalidTypeError, ShapeError, check
 from qkeel.nn.attention import Attention
 from qkeel.nn.decoder import DecoderConfig, build_block, init_tokens
 
@@ -35,10 +35,8 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, source: int) -> None:
         super().__init__()
-        if config.attention != "mha":
-            raise InvalidValueError(f"expected attention='mha' of an encoder–decoder, got {config.attention!r}")
-        if source < 1:
-            raise InvalidValueError(f"expected a source of at least 1 token, got {source}")
+        check(config.attention == "mha", "attention='mha' of an encoder–decoder", repr(config.attention))
+        check(source >= 1, "a source of at least 1 token", source)
         self.config, self.source = config, source
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.encoder = nn.ModuleList(build_block(config, spec) for spec in config.specs)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qkeel.errors import InvalidValueError, RefusedError, unknown
+from qkeel.errors import InvalidValueError, RefusedError, check, check_known
 from qkeel.nn.cache import KVCache
 from qkeel.nn.spec_module import SpecModule, check_input
 from qkeel.spec import AttentionSpec, preset
@@ -43,8 +43,8 @@ class GAU(SpecModule):
         impl: str = "auto",
     ) -> None:
         width = 2 * d_model if hidden is None else hidden
-        if min(d_model, width, size) < 1:
-            raise InvalidValueError(f"expected sizes of at least 1, got d_model={d_model}, hidden={width}, size={size}")
+        given = f"d_model={d_model}, hidden={width}, size={size}"
+        check(min(d_model, width, size) >= 1, "sizes of at least 1", given)
         spec = preset("baseline") if spec is None else spec
         spec.position.check(size)
         super().__init__(spec, (1, 1, size), dropout, impl)
@@ -107,10 +107,8 @@ class GAUBlock(nn.Module):
 
     def __init__(self, gau: GAU, *, norm_order: str = "pre", alpha: float = 1.0) -> None:
         super().__init__()
-        if norm_order not in ("pre", "post"):
-            raise unknown("norm order of a GAU", norm_order, ("pre", "post"))
-        if not alpha > 0:
-            raise InvalidValueError(f"expected alpha above 0, got {alpha}")
+        check_known("norm order of a GAU", norm_order, ("pre", "post"))
+        check(alpha > 0, "alpha above 0", alpha)
         if alpha != 1 and norm_order == "pre":
             raise InvalidValueError(f"alpha is for norm_order='post', got {alpha} with 'pre'")
         self.norm_order, self.alpha = norm_order, alpha

@@ -8,13 +8,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
+from qkeel.errors import InvalidTypeError, RefusedError, check
 from qkeel.nn.cache import LatentCache
 from qkeel.nn.mla_absorbed import absorb, attend_latents, check_latents, encode, inverse_size, key_gain, key_norm
 from qkeel.nn.spec_module import SpecModule, check_input
 from qkeel.spec import AttentionSpec, Rope
 from qkeel.spec.call import Visibility
 from qkeel.spec.shapes import GivenMask, GivenPosQ, Hidden, Tokens
+
+NewTokens = tuple[Tensor, Tensor, Tensor]  # queries, latents and shared keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,8 @@ class MLA(SpecModule):
         impl: str = "auto",
     ) -> None:
         sizes = sizes or LatentSizes()
-        if min(n for n in (*dataclasses.astuple(sizes), n_heads) if n is not None) < 1:
-            raise InvalidValueError(f"expected sizes of at least 1, got {sizes}, n_heads={n_heads}")
+        least = min(n for n in (*dataclasses.astuple(sizes), n_heads) if n is not None)
+        check(least >= 1, "sizes of at least 1", f"{sizes}, n_heads={n_heads}")
         head_dim = sizes.rope_dim + sizes.nope_dim
         super().__init__(_rotating(spec or AttentionSpec(), sizes), (n_heads, n_heads, head_dim), dropout, impl)
         self.d_model, self.sizes = d_model, sizes
@@ -110,13 +112,7 @@ class MLA(SpecModule):
         return torch.cat([shared.expand(-1, self.n_heads, -1, -1), self._heads(self.k_up(latent))], dim=-1)
 
     def _cached(
-        self,
-        cache: LatentCache,
-        new: tuple[Tensor, Tensor, Tensor],
-        *,
-        causal: bool,
-        mask: GivenMask | None,
-        pos: GivenPosQ | None,
+        self, cache: LatentCache, new: NewTokens, *, causal: bool, mask: GivenMask | None, pos: GivenPosQ | None
     ) -> Tensor:
         """Attention of new queries, latents and shared keys to all tokens so far: [b t h·d']."""
         self._check(cache, mask, pos)

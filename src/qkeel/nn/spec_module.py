@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, caution
+from qkeel.errors import InvalidTypeError, InvalidValueError, ShapeError, caution, check
 from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.choose import KERNELS, choose
 from qkeel.kernels.compiled_attention import Native
@@ -47,8 +47,7 @@ def _advise(advice: str) -> None:
 
 def check_dropout(dropout: float) -> None:
     """Raise unless it is a probability under 1."""
-    if not 0 <= dropout < 1:
-        raise InvalidValueError(f"expected dropout in [0, 1), got {dropout}")
+    check(0 <= dropout < 1, "dropout in [0, 1)", dropout)
 
 
 class SpecModule(nn.Module):

@@ -16,8 +16,6 @@ from qkeel.patching.forward_passes import unwrapped
 from qkeel.registry import Term, build, lookup
 from qkeel.registry import parse as parse_terms
 from qkeel.remedies.base import Remedy, Target, compose_all, where
-from qkeel.remedies.cosine import Cosine
-from qkeel.remedies.dropout import Dropout
 from qkeel.remedies.final_softcap import FinalSoftcap
 from qkeel.remedies.lalr import LALR
 from qkeel.remedies.none import NoRemedy
@@ -30,18 +28,14 @@ from qkeel.remedies.one_slot import (
     SoftpickRemedy,
 )
 from qkeel.remedies.output_gate import OutputGate
-from qkeel.remedies.peri_norm import PeriNorm
-from qkeel.remedies.processes.membership import on_all_processes
-from qkeel.remedies.processes.wrapped_models import WHAT, check_added, check_mates, check_wrapper
+from qkeel.remedies.processes.shared_models import WHAT, check_added, check_mates, check_wrapper, on_all_processes
 from qkeel.remedies.qk_clip import QKClip
-from qkeel.remedies.qk_lr import QKLearningRate
-from qkeel.remedies.qk_norm import KeyNorm, QKNorm, QueryNorm
-from qkeel.remedies.qk_weight_decay import QKWeightDecay
+from qkeel.remedies.qk_norm import Cosine, KeyNorm, QKNorm, QueryNorm
+from qkeel.remedies.qk_weights import QKLearningRate, QKWeightDecay, SpectralCap
 from qkeel.remedies.qkv_norm import QKVNorm
+from qkeel.remedies.residual_branches import Dropout, PeriNorm, SwinNorm
 from qkeel.remedies.sigma_reparam import SigmaReparam
-from qkeel.remedies.spectral_cap import SpectralCap
 from qkeel.remedies.steps.head_weights import check_weights
-from qkeel.remedies.swin_norm import SwinNorm
 from qkeel.remedies.z_loss import ZLoss
 from qkeel.sites.example import arguments
 from qkeel.sites.find import find_sites
@@ -193,19 +187,13 @@ def apply(
             raise InvalidTypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
         models = {"": model} if isinstance(model, nn.Module) else named_models(model, "apply remedies to")
         shown, known = of_each(example, [*models], "examples"), sites_of_each(sites, models)
-        bare = [
-            (
-                Target(
-                    model=unwrapped(one),
-                    optimizer=optimizer,
-                    sites=[],
-                    example=((), {}) if shown[name] is None else arguments(shown[name]),
-                    train_length=train_length,
-                ),
-                known[name],
+        bare: list[tuple[Target, Sites | None]] = []
+        for name, one in models.items():
+            given = ((), {}) if shown[name] is None else arguments(shown[name])
+            target = Target(
+                model=unwrapped(one), optimizer=optimizer, sites=[], example=given, train_length=train_length
             )
-            for name, one in models.items()
-        ]
+            bare.append((target, known[name]))
         for target, _ in bare:
             check_wrapper(target.model)
         return found, bare

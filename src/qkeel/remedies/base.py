@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
+from qkeel.errors import InvalidTypeError, RefusedError, check, check_known
 from qkeel.handle import Handle, compose
 from qkeel.kernels.contract import Refusal
 from qkeel.sites.example import Arguments
@@ -94,7 +94,7 @@ class Remedy(abc.ABC):
         for option, value in dataclasses.asdict(self).items():  # type: ignore[call-overload]
             kind = _annotations(type(self))[option]
             if get_origin(kind) is Literal:
-                check_choice(self.name, option, value, get_args(kind))
+                check_known(f"{option} of {self.name}", value, get_args(kind))
             elif kind is bool:
                 check_flag(self.name, option, value)
             elif kind == Heads | None:
@@ -164,15 +164,8 @@ def check_number(remedy: str, option: str, value: object, *, zero: bool = False)
     """Raise unless an option is a finite number above 0 (with `zero`, at least 0)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(f"expected a number for {option} of {remedy}, got {value!r}")
-    if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-        least = "a finite number of at least 0" if zero else "a finite number above 0"
-        raise InvalidValueError(f"expected {least} for {option} of {remedy}, got {value}")
-
-
-def check_choice(remedy: str, option: str, value: str, known: Iterable[str]) -> None:
-    """Raise unless an option is one of the words that are known for it."""
-    if value not in known:
-        raise unknown(f"{option} of {remedy}", value, known)
+    sound = math.isfinite(value) and (value > 0 or (zero and value == 0))
+    check(sound, f"a finite number {'of at least' if zero else 'above'} 0 for {option} of {remedy}", value)
 
 
 def check_flag(remedy: str, option: str, value: object) -> None:

@@ -12,12 +12,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal, final
 
-from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.errors import InvalidTypeError, check
 from qkeel.functional.scaling import sigmoid_bias
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
-from qkeel.remedies.attention.change_spec import ChangeSpec, known_length
-from qkeel.remedies.attention.exchange_calls import refuse_added_scores
+from qkeel.remedies.attention.change_spec import ChangeSpec, known_length, refuse_added_scores
 from qkeel.remedies.attention.refusals import SlotName, refuse_taken
 from qkeel.remedies.base import Target, check_flag
 from qkeel.sites.site import AttentionSite
@@ -106,8 +105,7 @@ class AttentionTemperature(OneSlot):
 
     def __post_init__(self) -> None:
         OneSlot.__post_init__(self)
-        if int(self.floor) != self.floor:
-            raise InvalidValueError(f"expected a whole number for floor of {self.name}, got {self.floor}")
+        check(int(self.floor) == self.floor, f"a whole number for floor of {self.name}", self.floor)
 
     def value(self, old: AttentionSpec, train_length: int | None) -> Scale:
         return FloorLogTemperature(inner=old.scale, alpha=self.alpha, floor=int(self.floor))

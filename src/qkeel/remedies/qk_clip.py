@@ -31,6 +31,7 @@ from qkeel.sites.calls.logit_statistics import maxima
 from qkeel.sites.site import AttentionSite, HeadSlice
 from qkeel.sites.tap import Tap
 
+Entries = dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]]  # each tensor, and which slices of it are scaled
 _OFF = "qk_clip failed while it read logits and clips no more: {}. Training goes on without it"
 
 
@@ -122,7 +123,7 @@ class _Plan:
         self._last = 2 * sum(site.n_heads for site in target.sites)
         self._places: list[list[Tensor]] = []  # of each entry, in that row
         entries: dict[int, list[int]] = {}  # of each slice
-        found: dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]] = {}
+        found: Entries = {}
         first = 0
         for site in target.sites:
             for share in remedy.shares(site) or ():
@@ -138,13 +139,7 @@ class _Plan:
         one = torch.tensor([[self._last]])
         self._all = stacked([*(torch.cat(tables, 1) for tables in self._places), one])
 
-    def _enter(
-        self,
-        target: Target,
-        s: HeadSlice,
-        copy: Tensor | None,
-        found: dict[int, tuple[Tensor, list[tuple[int, HeadSlice]]]],
-    ) -> list[int]:
+    def _enter(self, target: Target, s: HeadSlice, copy: Tensor | None, found: Entries) -> list[int]:
         """Entries of a slice's weight and bias, and of the copy that the optimizer steps in the weight's place."""
         numbers = []
         for part in filter(None, (s, s.bias_of())):

@@ -1,4 +1,4 @@
-"""Norms of queries and keys, or of one of them, before their product, in any published layout."""
+"""Norms of queries and keys, or of one of them, before their product, in any published layout; cosine attention."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 from typing import final
 
 from qkeel.errors import InvalidValueError
-from qkeel.functional.scaling import qk_norm_init
-from qkeel.remedies.attention.change_norm import NormOptions
+from qkeel.functional.scaling import cosine_scale, qk_norm_init
+from qkeel.remedies.attention.change_norm import ChangeNorm, NormOptions
 from qkeel.remedies.attention.change_spec import known_length
 from qkeel.remedies.base import check_number
-from qkeel.spec import Learned, Sqrt
+from qkeel.spec import Fixed, L2Norm, Learned, Sqrt
 from qkeel.spec.norm import Gain, GainNorm
 from qkeel.spec.scale import Scale
 
@@ -84,3 +84,32 @@ class QueryNorm(NormOptions):
     line = "normalises queries alone"
     source = "Su 2023, kexue.fm 9859 (QNA)"
     sides = ("q",)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cosine(ChangeNorm):
+    """Logits z = λ cos(q, k), λ = 4 ln(L/2) with L = `length`, by default the training length; or λ = `scale`."""
+
+    length: int | None = None
+    scale: float | None = None
+
+    name = "cosine"
+    line = "makes the logit the cosine of query and key times a fixed scale"
+    source = "Su 2023, kexue.fm 9812 and 9859 (CosA)"
+
+    def __post_init__(self) -> None:
+        ChangeNorm.__post_init__(self)
+        if self.length is not None and self.scale is not None:
+            raise InvalidValueError("cosine takes its scale from a length or as scale=…, got both")
+        if self.length is not None:
+            cosine_scale(self.length)  # checks that there is a logarithm to take
+
+    def norm(self) -> GainNorm:
+        return L2Norm()
+
+    def unit_scale(self, train_length: int | None) -> Scale:
+        if self.scale is not None:
+            return Fixed(self.scale)
+        otherwise = ", or the scale itself, as scale=22"
+        return Fixed(cosine_scale(known_length(self.length, train_length, "cosine scales by 4 ln(L/2)", otherwise)))

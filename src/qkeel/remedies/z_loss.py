@@ -13,7 +13,7 @@ from qkeel.functional.norms import wide
 from qkeel.handle import Handle, compose
 from qkeel.remedies.base import Remedy, Target
 from qkeel.remedies.blocks.output_head import logits_module
-from qkeel.remedies.processes.late_stages import refuse_late_stage
+from qkeel.remedies.processes.shared_models import refuse_late_stage
 
 Weight = Literal["loss", "mean"]
 

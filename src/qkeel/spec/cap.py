@@ -10,7 +10,7 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import check
 from qkeel.functional.softcap import softcap
 from qkeel.spec.slot import Slot
 
@@ -55,8 +55,7 @@ class Softcap(Cap):
         return self.cap if math.isfinite(self.cap) else None
 
     def __post_init__(self) -> None:
-        if not self.cap > 0:
-            raise InvalidValueError(f"expected a cap above 0, got {self.cap}")
+        check(self.cap > 0, "a cap above 0", self.cap)
 
     def apply(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return softcap(logits, self.cap)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
-from qkeel.registry import parse
+from qkeel.errors import InvalidTypeError, InvalidValueError, check, check_known, unknown
+from qkeel.registry import Recipe, described, parse
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.position.bias import ALiBi, Kerple
 from qkeel.spec.position.rerope import LeakyReRope
@@ -17,15 +16,6 @@ from qkeel.spec.post_hoc import METHODS
 from qkeel.spec.scale import LogN
 
 Specs = tuple[AttentionSpec, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """A position by name: one line of what it is, its source, and the specs of a model's layers under it."""
-
-    line: str
-    source: str
-    build: Callable[..., Specs]
 
 
 def _everywhere(spec: AttentionSpec, n_layers: int, position: Position) -> Specs:
@@ -70,8 +60,7 @@ def _hwfa2(
     spec: AttentionSpec, n_layers: int, /, *, train_length: int, window: int | None = None, full: int = 1
 ) -> Specs:
     _deep_enough("hwfa2", n_layers)
-    if not 1 <= full < n_layers:
-        raise InvalidValueError(f"expected 1 to {n_layers - 1} full layers of {n_layers}, got {full}")
+    check(1 <= full < n_layers, f"1 to {n_layers - 1} full layers of {n_layers}", full)
     width = _under("hwfa2", window, min(3 * train_length // n_layers, train_length // 2), train_length)
     near = spec.replace(position=SlidingWindow(window=width, inner=spec.position))
     whole = {n_layers * j // (full + 1) for j in range(1, full + 1)}
@@ -96,34 +85,26 @@ def _deep_enough(name: str, n_layers: int) -> None:
 
 
 # What is not here may be a method of `AttentionSpec.extrapolate`, used in training.
-POSITIONS: dict[str, Placement] = {
-    "rope": Placement(line="rotary; base=, rotary= (share of each head)", source="arXiv 2104.09864", build=_rope),
-    "nope": Placement(line="none: the causal mask alone", source="arXiv 2305.19466", build=_plain(NoPosition())),
-    "alibi": Placement(line="- m_h|i - j| on the logit", source="arXiv 2108.12409", build=_plain(ALiBi())),
-    "kerple_log": Placement(
-        line="- p ln(1 + a|i - j|), learned per head", source="arXiv 2205.09921", build=_plain(Kerple())
+POSITIONS: dict[str, Recipe[Specs]] = {
+    "rope": Recipe("rotary; base=, rotary= (share of each head)", "arXiv 2104.09864", _rope),
+    "nope": Recipe("none: the causal mask alone", "arXiv 2305.19466", _plain(NoPosition())),
+    "alibi": Recipe("- m_h|i - j| on the logit", "arXiv 2108.12409", _plain(ALiBi())),
+    "kerple_log": Recipe("- p ln(1 + a|i - j|), learned per head", "arXiv 2205.09921", _plain(Kerple())),
+    "kerple_power": Recipe("- a|i - j|^p, learned per head", "arXiv 2205.09921", _plain(Kerple(kind="power"))),
+    "xpos": Recipe("RoPE that fades; base=, scale=", "arXiv 2212.10554", _xpos),
+    "inv_leaky": Recipe(
+        "distances beyond window= grow 16 times as fast; tested with plain RoPE ('rope' post hoc)",
+        "kexue.fm 9728",
+        _inv_leaky,
     ),
-    "kerple_power": Placement(
-        line="- a|i - j|^p, learned per head", source="arXiv 2205.09921", build=_plain(Kerple(kind="power"))
+    "window": Recipe("the form's position, keys within window= tokens only", "arXiv 1904.10509", _window),
+    "hwfa": Recipe(
+        "windows of 3/4 L/(layers - 1) tokens, the last layer full, without position, log n", "kexue.fm 9603", _hwfa
     ),
-    "xpos": Placement(line="RoPE that fades; base=, scale=", source="arXiv 2212.10554", build=_xpos),
-    "inv_leaky": Placement(
-        line="distances beyond window= grow 16 times as fast; tested with plain RoPE ('rope' post hoc)",
-        source="kexue.fm 9728",
-        build=_inv_leaky,
-    ),
-    "window": Placement(
-        line="the form's position, keys within window= tokens only", source="arXiv 1904.10509", build=_window
-    ),
-    "hwfa": Placement(
-        line="windows of 3/4 L/(layers - 1) tokens, the last layer full, without position, log n",
-        source="kexue.fm 9603",
-        build=_hwfa,
-    ),
-    "hwfa2": Placement(
-        line="windows of 3 L/layers tokens, L/2 at most, full= evenly spaced layers without; those change post hoc",
-        source="kexue.fm 9731, 9948",
-        build=_hwfa2,
+    "hwfa2": Recipe(
+        "windows of 3 L/layers tokens, L/2 at most, full= evenly spaced layers without; those change post hoc",
+        "kexue.fm 9731, 9948",
+        _hwfa2,
     ),
 }
 
@@ -135,7 +116,7 @@ def positions() -> dict[str, str]:
     True
     """
     methods = {name: line for name, line in METHODS.items() if name not in ("none", "log_n", "rope", "window")}
-    return {**{name: f"{row.line} [{row.source}]" for name, row in POSITIONS.items()}, **methods}
+    return {**described(POSITIONS), **methods}
 
 
 def layer_specs(spec: AttentionSpec, n_layers: int, positions: str = "", train_length: int | None = None) -> Specs:
@@ -169,8 +150,7 @@ def _placed(spec: AttentionSpec, n_layers: int, text: str, train_length: int | N
     build = POSITIONS[name].build
     known = [n for n in inspect.signature(build).parameters if n not in ("spec", "n_layers")]
     for option, value in options.items():
-        if option not in known:
-            raise unknown(f"option of position {name!r}", option, known)
+        check_known(f"option of position {name!r}", option, known)
         if isinstance(value, str | bool):
             raise InvalidTypeError(f"expected a number for option {option!r} of position {name!r}, got {value!r}")
     if "train_length" in known and "train_length" not in options:

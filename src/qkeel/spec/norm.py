@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError, RefusedError, unknown
+from qkeel.errors import InvalidValueError, RefusedError, check, check_known
 from qkeel.functional.norms import apply_gain, inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm
 from qkeel.spec.shapes import Heads
 from qkeel.spec.slot import Geometry, Parameter, Params, Shape, Slot
@@ -21,7 +22,16 @@ Part = Literal["q", "k", "v"]
 # What a norm divides by; "other" is one that no kernel knows, so torch computes it.
 NormKind = Literal["none", "rms", "l2", "layer", "other"]
 
-_GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
+_PARTS: tuple[Part, ...] = ("q", "k", "v")
+# How each gain is written, and its shape for so many heads of so many numbers.
+_GAINS: dict[Gain, tuple[str, Callable[[int, int], Shape]]] = {
+    "none": ("", lambda heads, dim: ()),
+    "dim": (" · w", lambda heads, dim: (dim,)),
+    "one_plus_dim": (" · (1 + w)", lambda heads, dim: (dim,)),
+    "head_dim": (" · w_h", lambda heads, dim: (heads, dim)),
+    "scalar": (" · g", lambda heads, dim: ()),
+    "head": (" · g_h", lambda heads, dim: (heads, 1)),
+}
 
 
 class Norm(Slot):
@@ -125,12 +135,11 @@ class GainNorm(Norm):
             ("gain", self.gain, _GAINS),
             ("value gain", self.value_gain or "none", _GAINS),
         ):
-            if value not in known:
-                raise unknown(kind, value, known)
-        if not self.eps >= 0:
-            raise InvalidValueError(f"expected eps >= 0, got {self.eps}")
-        if self.bias and self.gain not in ("dim", "head_dim"):
-            raise InvalidValueError(f"a bias goes with gain 'dim' or 'head_dim', got gain {self.gain!r}")
+            check_known(kind, value, known)
+        check(self.eps >= 0, "eps >= 0", self.eps)
+        for gain in (self._gain(part) for part in _PARTS if self.bias and part in self.on):
+            if gain not in ("dim", "head_dim"):
+                raise InvalidValueError(f"a bias goes with gain 'dim' or 'head_dim', got gain {gain!r}")
 
     @abc.abstractmethod
     def normalise(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
@@ -173,40 +182,25 @@ class GainNorm(Norm):
                 f"{geometry.n_kv_heads}; use shared=False with grouped keys"
             )
         needed: dict[str, Parameter] = {}
-        parts: tuple[Part, ...] = ("q", "k", "v")
-        for part in parts:
+        for part in _PARTS:
             if part not in self.on or (self.shared and part == "k"):
                 continue
             heads = geometry.n_heads if part == "q" else geometry.n_kv_heads
-            shapes: dict[Gain, Shape] = {
-                "dim": (geometry.head_dim,),
-                "one_plus_dim": (geometry.head_dim,),
-                "head_dim": (heads, geometry.head_dim),
-                "scalar": (),
-                "head": (heads, 1),
-            }
             gain = self._gain(part)
+            shape = _GAINS[gain][1](heads, geometry.head_dim)
             if gain != "none":
-                needed[f"{part}_norm"] = Parameter(shapes[gain], 0.0 if gain == "one_plus_dim" else 1.0)
+                needed[f"{part}_norm"] = Parameter(shape, 0.0 if gain == "one_plus_dim" else 1.0)
             if self.bias:
-                needed[f"{part}_norm_bias"] = Parameter(shapes[gain], 0.0)
+                needed[f"{part}_norm_bias"] = Parameter(shape, 0.0)
         return needed
 
     def formula(self) -> str:
-        gains = {
-            "none": "",
-            "dim": " · w",
-            "one_plus_dim": " · (1 + w)",
-            "head_dim": " · w_h",
-            "scalar": " · g",
-            "head": " · g_h",
-        }
         over = "" if self.over == "head" else " over all heads of a token"
         lines = []
-        for part in ("q", "k", "v"):
+        for part in _PARTS:
             if part in self.on:
                 bias = " + b" if self.bias else ""
-                lines.append(f"{part}̃ = {self.symbol}({part}){gains[self._gain(part)]}{bias}")
+                lines.append(f"{part}̃ = {self.symbol}({part}){_GAINS[self._gain(part)][0]}{bias}")
             elif part != "v":
                 lines.append(f"{part}̃ = {part}")
         return ", ".join(lines) + over

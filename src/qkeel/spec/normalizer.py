@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import check
 from qkeel.functional import normalizers as F
 from qkeel.spec.shapes import Logits, Visible
 from qkeel.spec.slot import Geometry, Parameter, Params, Slot
@@ -53,8 +53,7 @@ class Sink(Normalizer):
     softmax_over_keys = True
 
     def __post_init__(self) -> None:
-        if not self.init < math.inf:
-            raise InvalidValueError(f"expected a sink that is a number below infinity, got {self.init}")
+        check(self.init < math.inf, "a sink that is a number below infinity", self.init)
 
     def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
         return {"sink": Parameter((geometry.n_heads, 1, 1), self.init)} if self.learned else {}
@@ -76,8 +75,7 @@ class Sigmoid(Normalizer):
     kind = "sigmoid"
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.bias):
-            raise InvalidValueError(f"expected a finite bias, got {self.bias}")
+        check(math.isfinite(self.bias), "a finite bias", self.bias)
 
     def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
         return {"logit_bias": Parameter((geometry.n_heads, 1, 1), self.bias)} if self.learned else {}
@@ -111,8 +109,7 @@ class Softpick(Normalizer):
     kind = "softpick"
 
     def __post_init__(self) -> None:
-        if not self.eps > 0:
-            raise InvalidValueError(f"expected eps above 0, got {self.eps}")
+        check(self.eps > 0, "eps above 0", self.eps)
 
     def weights(self, logits: Logits, visible: Visible | None, params: Params) -> Logits:
         return F.softpick(logits, visible, self.eps)

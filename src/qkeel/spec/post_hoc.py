@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from qkeel.errors import InvalidValueError, RefusedError, unknown
+from qkeel.errors import InvalidValueError, RefusedError, check, check_known
 from qkeel.spec.norm import Norm
 from qkeel.spec.position.rerope import LeakyReRope, ReRope
 from qkeel.spec.position.rope_scaling import NTK, PI, DynamicNTK, Stretch, YaRN
@@ -39,12 +39,9 @@ def position_for(
     position: Position, norm: Norm, method: str, factor: float, train_length: int | None, options: Options
 ) -> Position:
     """The position in place of a trained one; see AttentionSpec.extrapolate."""
-    if method not in METHODS:
-        raise unknown("extrapolation method", method, METHODS)
-    if not (math.isfinite(factor) and factor >= 1):
-        raise InvalidValueError(
-            f"expected a factor of at least 1 (test length / train length) for {method}, got {factor}"
-        )
+    check_known("extrapolation method", method, METHODS)
+    sound = math.isfinite(factor) and factor >= 1
+    check(sound, f"a factor of at least 1 (test length / train length) for {method}", factor)
     if method in ("none", "log_n"):
         _only(method, options)
         return position
@@ -147,13 +144,8 @@ def _clipped(rope: Rope, method: str, factor: float, train_length: int | None, o
         )
     if method == "rerope":
         return ReRope(window=window, base=rope.base, rotary=rope.rotary)
-    return LeakyReRope(
-        window=window,
-        base=rope.base,
-        rotary=rope.rotary,
-        factor=float(options.get("leak", 2 * factor)),
-        rounded=method == "self_extend",
-    )
+    leak, rounded = float(options.get("leak", 2 * factor)), method == "self_extend"
+    return LeakyReRope(window=window, base=rope.base, rotary=rope.rotary, factor=leak, rounded=rounded)
 
 
 def _length(method: str, train_length: int | None) -> int:
@@ -164,5 +156,4 @@ def _length(method: str, train_length: int | None) -> int:
 
 def _only(method: str, options: Options, *known: str) -> None:
     for name in options:
-        if name not in known:
-            raise unknown(f"option of {method}", name, known)
+        check_known(f"option of {method}", name, known)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
-from qkeel.errors import InvalidTypeError, unknown
+from qkeel.errors import InvalidTypeError, check_known
 from qkeel.functional.scaling import cosine_scale, gradient_scale, qk_norm_init
-from qkeel.registry import lookup
+from qkeel.registry import Recipe, described, lookup
 from qkeel.spec.attention import AttentionSpec
 from qkeel.spec.cap import Softcap
 from qkeel.spec.norm import L2Norm, LayerNorm, On, RMSNorm
@@ -20,15 +19,6 @@ from qkeel.spec.scale import Fixed, FloorLogTemperature, GradientMax, InverseSqr
 _HF = "as shipped in transformers 5.23"
 _SU = "Su 2023, kexue.fm 9859"
 FAR_OFF = 1.25  # a fixed λ and the best one this many times apart are worth a caution
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """A published recipe: one line of what it is, its source, and how to make its spec."""
-
-    line: str
-    source: str
-    build: Callable[..., AttentionSpec]
 
 
 def _slots(on: On, gain: bool) -> dict[str, Any]:
@@ -181,66 +171,52 @@ def _swin_v2() -> AttentionSpec:
     return AttentionSpec(norm=L2Norm(), scale=Learned(init=10.0, per="head", log=True, maximum=100.0))
 
 
-PRESETS: dict[str, Preset] = {
-    "baseline": Preset(line="scaled dot product with RoPE", source="Vaswani et al. 2017; " + _SU, build=_baseline),
-    "baseline_logn": Preset(line="baseline, logits × ln n/ln L", source=_SU, build=_baseline_logn),
-    "qna": Preset(line="L2-normed queries, scale 1", source=_SU, build=_QNA),
-    "qna_logn": Preset(line="QNA, logits × ln n/ln L", source=_SU, build=_QNA_LOGN),
-    "kna": Preset(line="KeyNorm: L2-normed keys, scale 1", source=_SU, build=_KNA),
-    "kna_logn": Preset(line="KeyNorm, logits × ln n/ln L", source=_SU, build=_KNA_LOGN),
-    "cosa": Preset(line="cosine attention, scale 4 ln(L/2)", source=_SU, build=_cosa),
-    "cosa_logn": Preset(line="cosine attention, scale 4 ln n", source=_SU, build=_cosa_logn),
-    "qknorm_2020": Preset(
-        line="L2-normed q and k, one learned scale per layer, no RoPE",
-        source="Henry et al. 2020, arXiv 2010.04245",
-        build=_qknorm_2020,
+PRESETS: dict[str, Recipe[AttentionSpec]] = {
+    "baseline": Recipe("scaled dot product with RoPE", "Vaswani et al. 2017; " + _SU, _baseline),
+    "baseline_logn": Recipe("baseline, logits × ln n/ln L", _SU, _baseline_logn),
+    "qna": Recipe("L2-normed queries, scale 1", _SU, _QNA),
+    "qna_logn": Recipe("QNA, logits × ln n/ln L", _SU, _QNA_LOGN),
+    "kna": Recipe("KeyNorm: L2-normed keys, scale 1", _SU, _KNA),
+    "kna_logn": Recipe("KeyNorm, logits × ln n/ln L", _SU, _KNA_LOGN),
+    "cosa": Recipe("cosine attention, scale 4 ln(L/2)", _SU, _cosa),
+    "cosa_logn": Recipe("cosine attention, scale 4 ln n", _SU, _cosa_logn),
+    "qknorm_2020": Recipe(
+        "L2-normed q and k, one learned scale per layer, no RoPE", "Henry et al. 2020, arXiv 2010.04245", _qknorm_2020
     ),
-    "vit": Preset(
-        line="scaled dot product, no position (the model adds one to its input)",
-        source="Dosovitskiy et al. 2020, arXiv 2010.11929",
-        build=_vit,
+    "vit": Recipe(
+        "scaled dot product, no position (the model adds one to its input)",
+        "Dosovitskiy et al. 2020, arXiv 2010.11929",
+        _vit,
     ),
-    "vit22b": Preset(
-        line="LayerNorm on q and k per head, no position",
-        source="Dehghani et al. 2023, arXiv 2302.05442 (per head: as Wortsman et al. 2023, arXiv 2309.14322)",
-        build=_vit22b,
+    "vit22b": Recipe(
+        "LayerNorm on q and k per head, no position",
+        "Dehghani et al. 2023, arXiv 2302.05442 (per head: as Wortsman et al. 2023, arXiv 2309.14322)",
+        _vit22b,
     ),
-    "chameleon": Preset(
-        line="LayerNorm with gain and bias per head", source="arXiv 2405.09818; " + _HF, build=_chameleon
+    "chameleon": Recipe("LayerNorm with gain and bias per head", "arXiv 2405.09818; " + _HF, _chameleon),
+    "olmo2": Recipe("RMS norm over all heads of a token", "arXiv 2501.00656; " + _HF, _flat_rms(1e-6, 500_000.0)),
+    "olmoe": Recipe("RMS norm over all heads of a token", "arXiv 2409.02060; " + _HF, _flat_rms(1e-5, 10_000.0)),
+    "minimax_m2": Recipe("RMS norm over all heads, partial RoPE", _HF, _minimax_m2),
+    "qwen3": Recipe("RMS norm per head, gain shared by heads", "arXiv 2505.09388; " + _HF, _qwen3),
+    "qwen3_next": Recipe(
+        "RMS norm per head, gain 1 + w, partial RoPE (its output gate is not attention's)", _HF, _qwen3_next
     ),
-    "olmo2": Preset(
-        line="RMS norm over all heads of a token", source="arXiv 2501.00656; " + _HF, build=_flat_rms(1e-6, 500_000.0)
+    "gemma2": Recipe("no norm, logits softcapped at 50", "arXiv 2408.00118; " + _HF, _gemma2),
+    "gemma3": Recipe("RMS norm per head, gain 1 + w (global layers)", "arXiv 2503.19786; " + _HF, _gemma3),
+    "gemma4": Recipe("RMS norm on q, k and (gain-free) v, scale 1 (sliding layers)", _HF, _gemma4),
+    "cohere": Recipe("LayerNorm, gain per head, interleaved RoPE", _HF + " (use_qk_norm)", _cohere),
+    "stablelm2": Recipe("LayerNorm module per head, partial RoPE", _HF, _stablelm2),
+    "phi": Recipe("LayerNorm shared by heads, partial RoPE", _HF + " (qk_layernorm)", _phi),
+    "llama4": Recipe("gain-free RMS norm after RoPE", _HF + " (layers with RoPE)", _llama4),
+    "llama4_nope": Recipe(
+        "no norm, no position, temperature by position", _HF + " (layers without RoPE)", _llama4_nope
     ),
-    "olmoe": Preset(
-        line="RMS norm over all heads of a token", source="arXiv 2409.02060; " + _HF, build=_flat_rms(1e-5, 10_000.0)
-    ),
-    "minimax_m2": Preset(line="RMS norm over all heads, partial RoPE", source=_HF, build=_minimax_m2),
-    "qwen3": Preset(line="RMS norm per head, gain shared by heads", source="arXiv 2505.09388; " + _HF, build=_qwen3),
-    "qwen3_next": Preset(
-        line="RMS norm per head, gain 1 + w, partial RoPE (its output gate is not attention's)",
-        source=_HF,
-        build=_qwen3_next,
-    ),
-    "gemma2": Preset(line="no norm, logits softcapped at 50", source="arXiv 2408.00118; " + _HF, build=_gemma2),
-    "gemma3": Preset(
-        line="RMS norm per head, gain 1 + w (global layers)", source="arXiv 2503.19786; " + _HF, build=_gemma3
-    ),
-    "gemma4": Preset(line="RMS norm on q, k and (gain-free) v, scale 1 (sliding layers)", source=_HF, build=_gemma4),
-    "cohere": Preset(line="LayerNorm, gain per head, interleaved RoPE", source=_HF + " (use_qk_norm)", build=_cohere),
-    "stablelm2": Preset(line="LayerNorm module per head, partial RoPE", source=_HF, build=_stablelm2),
-    "phi": Preset(line="LayerNorm shared by heads, partial RoPE", source=_HF + " (qk_layernorm)", build=_phi),
-    "llama4": Preset(line="gain-free RMS norm after RoPE", source=_HF + " (layers with RoPE)", build=_llama4),
-    "llama4_nope": Preset(
-        line="no norm, no position, temperature by position", source=_HF + " (layers without RoPE)", build=_llama4_nope
-    ),
-    "nanochat": Preset(
-        line="gain-free RMS norm after RoPE, q and k × 1.2", source="karpathy/nanochat", build=_nanochat
-    ),
-    "ngpt": Preset(line="L2 norm after RoPE, one gain for q and k, scale √d", source="NVIDIA/ngpt", build=_ngpt),
-    "swin_v2": Preset(
-        line="cosine attention, learned temperature per head (without its position-bias network)",
-        source="Liu et al. 2021, arXiv 2111.09883; " + _HF,
-        build=_swin_v2,
+    "nanochat": Recipe("gain-free RMS norm after RoPE, q and k × 1.2", "karpathy/nanochat", _nanochat),
+    "ngpt": Recipe("L2 norm after RoPE, one gain for q and k, scale √d", "NVIDIA/ngpt", _ngpt),
+    "swin_v2": Recipe(
+        "cosine attention, learned temperature per head (without its position-bias network)",
+        "Liu et al. 2021, arXiv 2111.09883; " + _HF,
+        _swin_v2,
     ),
 }
 
@@ -251,7 +227,7 @@ def presets() -> dict[str, str]:
     >>> presets()["qwen3"]
     'RMS norm per head, gain shared by heads [arXiv 2505.09388; as shipped in transformers 5.23]'
     """
-    return {name: f"{row.line} [{row.source}]" for name, row in PRESETS.items()}
+    return described(PRESETS)
 
 
 def preset(name: str, **options: float | int | bool) -> AttentionSpec:
@@ -270,8 +246,7 @@ def preset(name: str, **options: float | int | bool) -> AttentionSpec:
     build = lookup("preset", PRESETS, name).build
     known = inspect.signature(build).parameters
     for option in options:
-        if option not in known:
-            raise unknown(f"option of preset {name!r}", option, known)
+        check_known(f"option of preset {name!r}", option, known)
         if not isinstance(options[option], int | float):
             raise InvalidTypeError(
                 f"expected a number for option {option!r} of preset {name!r}, got {options[option]!r}"

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, check, check_known
 from qkeel.functional.norms import wide, widest
 from qkeel.functional.scaling import floor_log_temperature, gradient_scale, log_n
 from qkeel.spec.shapes import PosQ
@@ -72,10 +72,8 @@ class InverseSqrt(Scale):
     kind = "inverse_sqrt"
 
     def __post_init__(self) -> None:
-        if self.dim is not None and not self.dim > 0:
-            raise InvalidValueError(f"expected a dim above 0, got {self.dim}")
-        if not math.isfinite(self.multiplier):
-            raise InvalidValueError(f"expected a finite multiplier, got {self.multiplier}")
+        check(self.dim is None or self.dim > 0, "a dim above 0", self.dim)
+        check(math.isfinite(self.multiplier), "a finite multiplier", self.multiplier)
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return self.multiplier / math.sqrt(self.dim or head_dim)
@@ -108,8 +106,7 @@ class Fixed(Scale):
     kind = "fixed"
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise InvalidValueError(f"expected a finite scale, got {self.value}")
+        check(math.isfinite(self.value), "a finite scale", self.value)
 
     def factor(self, pos_q: PosQ, head_dim: int, params: Params) -> float:
         return float(self.value)
@@ -146,14 +143,11 @@ class Learned(Scale):
     kind = "learned"
 
     def __post_init__(self) -> None:
-        if not self.init > 0:
-            raise InvalidValueError(f"expected an initial scale above 0, got {self.init}")
-        if self.per not in ("layer", "head"):
-            raise unknown("extent of a learned scale", self.per, ("layer", "head"))
+        check(self.init > 0, "an initial scale above 0", self.init)
+        check_known("extent of a learned scale", self.per, ("layer", "head"))
         if self.maximum is not None and not self.log:
             raise InvalidValueError("a maximum goes with log=True (Swin V2)")
-        if self.maximum is not None and not self.maximum > 0:
-            raise InvalidValueError(f"expected a maximum above 0, got {self.maximum}")
+        check(self.maximum is None or self.maximum > 0, "a maximum above 0", self.maximum)
 
     def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
         value = math.log(self.init) if self.log else self.init
@@ -227,10 +221,8 @@ class LogN(PositionFactor):
 
     def __post_init__(self) -> None:
         PositionFactor.__post_init__(self)
-        if not self.train_length >= 2:
-            raise InvalidValueError(f"expected a train_length of at least 2, got {self.train_length}")
-        if self.learned not in ("none", "layer", "head"):
-            raise unknown("extent of a learned factor of log n", self.learned, ("none", "layer", "head"))
+        check(self.train_length >= 2, "a train_length of at least 2", self.train_length)
+        check_known("extent of a learned factor of log n", self.learned, ("none", "layer", "head"))
         if self.clip and self.learned != "none":
             raise InvalidValueError(
                 "clip keeps the ratio at 1 or more, where a learned factor gets no gradient; use one"
@@ -274,10 +266,8 @@ class FloorLogTemperature(PositionFactor):
 
     def __post_init__(self) -> None:
         PositionFactor.__post_init__(self)
-        if not self.floor >= 1:
-            raise InvalidValueError(f"expected a floor of at least 1, got {self.floor}")
-        if not math.isfinite(self.alpha):
-            raise InvalidValueError(f"expected a finite alpha, got {self.alpha}")
+        check(self.floor >= 1, "a floor of at least 1", self.floor)
+        check(math.isfinite(self.alpha), "a finite alpha", self.alpha)
 
     def ratio(self, pos_q: PosQ, dtype: torch.dtype) -> Float[Tensor, "#b t"]:
         return floor_log_temperature(pos_q, self.alpha, self.floor, dtype)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import field
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError, InvalidValueError
-from qkeel.functional.statistics.merging import Merge, merged, tensors
+from qkeel.functional.statistics.merging import merge_rules, merged, rule, tensors
 
 PerPair = Float[Tensor, "h c c"]
 
@@ -84,17 +85,17 @@ class ClassStats:
     """
 
     names: tuple[str, ...]  #: of the c classes
-    max_logit: PerPair
-    mass: PerPair
-    uniform_mass: PerPair
-    query_norm: Float[Tensor, "h c"]
-    query_norm_max: Float[Tensor, "h c"]  #: largest L2 norm of the queries
-    key_norm: Float[Tensor, "g c"]
-    key_norm_max: Float[Tensor, "g c"]  #: largest L2 norm of the keys
-    n_queries: Int[Tensor, "h c"]
-    n_pairs: Int[Tensor, "h c c"]
-    n_normed: Int[Tensor, "h c"]
-    n_keys: Int[Tensor, "g c"]
+    max_logit: PerPair = field(metadata=rule("max"))
+    mass: PerPair = field(metadata=rule("mean", count="n_queries"))
+    uniform_mass: PerPair = field(metadata=rule("mean", count="n_queries"))
+    query_norm: Float[Tensor, "h c"] = field(metadata=rule("mean", count="n_normed"))
+    query_norm_max: Float[Tensor, "h c"] = field(metadata=rule("max"))  #: largest L2 norm of the queries
+    key_norm: Float[Tensor, "g c"] = field(metadata=rule("mean", count="n_keys"))
+    key_norm_max: Float[Tensor, "g c"] = field(metadata=rule("max"))  #: largest L2 norm of the keys
+    n_queries: Int[Tensor, "h c"] = field(metadata=rule("sum"))
+    n_pairs: Int[Tensor, "h c c"] = field(metadata=rule("sum"))
+    n_normed: Int[Tensor, "h c"] = field(metadata=rule("sum"))
+    n_keys: Int[Tensor, "g c"] = field(metadata=rule("sum"))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every statistic and count by name."""
@@ -121,19 +122,7 @@ class ClassStats:
         return norm_ratio(self.key_norm, self.n_keys)
 
 
-MERGES: dict[str, Merge] = {
-    "max_logit": Merge("max"),
-    "mass": Merge("mean", count="n_queries"),
-    "uniform_mass": Merge("mean", count="n_queries"),
-    "query_norm": Merge("mean", count="n_normed"),
-    "query_norm_max": Merge("max"),
-    "key_norm": Merge("mean", count="n_keys"),
-    "key_norm_max": Merge("max"),
-    "n_queries": Merge("sum"),
-    "n_pairs": Merge("sum"),
-    "n_normed": Merge("sum"),
-    "n_keys": Merge("sum"),
-}
+MERGES = merge_rules(ClassStats)
 TENSORS = tuple(MERGES)
 
 
@@ -149,7 +138,7 @@ def merge_classes(a: ClassStats | None, b: ClassStats | None) -> ClassStats | No
             f"cannot merge statistics of the classes {', '.join(a.names)} of {len(a.mass)} heads with those of "
             f"{', '.join(b.names)} of {len(b.mass)} heads; merge only statistics of the same site and classes"
         )
-    return ClassStats(names=a.names, **merged(a, b, MERGES))
+    return ClassStats(names=a.names, **merged(tensors(a), tensors(b), MERGES))
 
 
 def joined_classes(parts: Sequence[ClassStats | None]) -> ClassStats | None:

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from qkeel.functional.statistics.merging import Merge, merged
 
 PerHead = Float[Tensor, " h"]
 Formula = Callable[[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"], Bool[Tensor, "b t"] | None], PerHead]
@@ -34,12 +35,5 @@ def merge_formulas(
     a: Mapping[str, PerHead], b: Mapping[str, PerHead], n_a: Int[Tensor, " h"], n_b: Int[Tensor, " h"]
 ) -> dict[str, PerHead]:
     """The values of two data sets of n_a and n_b query rows as those of both."""
-    found = {**a, **b}
-    for name in a.keys() & b.keys():
-        how = HEAD_FORMULAS[name].merge
-        if how == "mean":
-            share = n_b.to(a[name].dtype) / (n_a + n_b).clamp_min(1)
-            found[name] = torch.lerp(a[name], b[name], share)
-        else:
-            found[name] = (torch.maximum if how == "max" else torch.minimum)(a[name], b[name])
-    return found
+    rules = {name: Merge(HEAD_FORMULAS[name].merge, count="n_queries") for name in a.keys() & b.keys()}
+    return {**a, **b, **merged({**a, "n_queries": n_a}, {**b, "n_queries": n_b}, rules)}

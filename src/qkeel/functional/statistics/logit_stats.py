@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import field
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +14,7 @@ from torch import Tensor
 from qkeel.errors import InvalidValueError
 from qkeel.functional.statistics.class_stats import ClassStats, merge_classes
 from qkeel.functional.statistics.head_formulas import PerHead, merge_formulas
-from qkeel.functional.statistics.merging import Merge, merged, tensors
+from qkeel.functional.statistics.merging import Merge, merge_rules, merged, rule, tensors
 
 POSITION_BINS = 24  # by position: bin 0 is offset 0, bin i >= 1 offsets 2^(i-1) .. 2^i - 1
 
@@ -43,31 +44,34 @@ class LogitStats:
         formulas: the statistics of HEAD_FORMULAS by name, where they are measured.
     """
 
-    max_logit: PerHead  #: largest, in nats; -inf where no pair is visible
-    min_logit: PerHead  #: smallest, in nats; +inf where no pair is visible
-    mean_logit: PerHead  #: mean over the `n_pairs` pairs, in nats
-    capped_max_logit: PerHead  #: largest after the cap, in nats
-    entropy: PerHead  #: mean over the `n_queries` rows, in nats, at least 0
-    entropy_min: PerHead  #: smallest of a row, in nats
-    query_norm: PerHead  #: mean L2 norm of q over the `n_queries` rows
-    query_norm_max: PerHead  #: largest L2 norm of q
-    key_norm: Float[Tensor, " g"]  #: mean L2 norm of k over `n_keys` keys
-    key_norm_max: Float[Tensor, " g"]  #: largest L2 norm of k
-    n_queries: Int[Tensor, " h"]  #: rows that see at least one key
-    n_pairs: Int[Tensor, " h"]  #: visible pairs
-    n_keys: Int[Tensor, " g"]  #: keys that were counted
-    normalized_entropy: PerHead
-    sink_share: PerHead
-    share_above: PerHead
-    qk_frobenius: PerHead
-    cos_max: PerHead
-    cos_mean: PerHead
-    n_free: Int[Tensor, " h"]
-    n_products: Int[Tensor, " h"]
-    key_norm_by_position: Float[Tensor, "g bins"]
-    n_keys_by_position: Int[Tensor, "g bins"]
+    max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest, in nats; -inf where no pair is visible
+    min_logit: PerHead = field(metadata=rule("min", torch.inf))  #: smallest, in nats; +inf where no pair is visible
+    mean_logit: PerHead = field(metadata=rule("mean", count="n_pairs"))  #: mean over the `n_pairs` pairs, in nats
+    capped_max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest after the cap, in nats
+    #: mean over the `n_queries` rows, in nats, at least 0
+    entropy: PerHead = field(metadata=rule("mean", count="n_queries"))
+    entropy_min: PerHead = field(metadata=rule("min", torch.inf))  #: smallest of a row, in nats
+    #: mean L2 norm of q over the `n_queries` rows
+    query_norm: PerHead = field(metadata=rule("mean", count="n_queries"))
+    query_norm_max: PerHead = field(metadata=rule("max"))  #: largest L2 norm of q
+    #: mean L2 norm of k over `n_keys` keys
+    key_norm: Float[Tensor, " g"] = field(metadata=rule("mean", count="n_keys"))
+    key_norm_max: Float[Tensor, " g"] = field(metadata=rule("max"))  #: largest L2 norm of k
+    n_queries: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: rows that see at least one key
+    n_pairs: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: visible pairs
+    n_keys: Int[Tensor, " g"] = field(metadata=rule("sum"))  #: keys that were counted
+    normalized_entropy: PerHead = field(metadata=rule("mean", count="n_free"))
+    sink_share: PerHead = field(metadata=rule("mean", count="n_free"))
+    share_above: PerHead = field(metadata=rule("mean", count="n_pairs"))
+    qk_frobenius: PerHead = field(metadata=rule("root"))
+    cos_max: PerHead = field(metadata=rule("max", -torch.inf))
+    cos_mean: PerHead = field(metadata=rule("mean", count="n_products"))
+    n_free: Int[Tensor, " h"] = field(metadata=rule("sum"))
+    n_products: Int[Tensor, " h"] = field(metadata=rule("sum"))
+    key_norm_by_position: Float[Tensor, "g bins"] = field(metadata=rule("mean", count="n_keys_by_position"))
+    n_keys_by_position: Int[Tensor, "g bins"] = field(metadata=rule("sum"))
     classes: ClassStats | None = None
-    formulas: Mapping[str, PerHead] = dataclasses.field(default_factory=dict)
+    formulas: Mapping[str, PerHead] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every statistic and count by name, but for those by class and by formula."""
@@ -108,40 +112,15 @@ class LogitStats:
     def of_numbers(cls, n_heads: int, n_kv_heads: int, number: Callable[[float, bool], Tensor]) -> LogitStats:
         """The neutral element made of single numbers, each for all fields that are it; `number(value, count)`."""
 
-        def full(name: str, rule: Merge) -> Tensor:
+        def full(name: str, merge: Merge) -> Tensor:
             heads = n_kv_heads if name.startswith(("key_", "n_keys")) else n_heads
             shape = (heads, POSITION_BINS) if name.endswith("_by_position") else (heads,)
-            return number(float(rule.neutral), rule.how == "sum").expand(shape)
+            return number(float(merge.neutral), merge.how == "sum").expand(shape)
 
-        return cls(**{name: full(name, rule) for name, rule in MERGES.items()})  # type: ignore[arg-type]
+        return cls(**{name: full(name, merge) for name, merge in MERGES.items()})  # type: ignore[arg-type]
 
 
-# Each field's rule and neutral element. The counts are the sums.
-MERGES: dict[str, Merge] = {
-    "max_logit": Merge("max", -torch.inf),
-    "min_logit": Merge("min", torch.inf),
-    "mean_logit": Merge("mean", count="n_pairs"),
-    "capped_max_logit": Merge("max", -torch.inf),
-    "entropy": Merge("mean", count="n_queries"),
-    "entropy_min": Merge("min", torch.inf),
-    "query_norm": Merge("mean", count="n_queries"),
-    "query_norm_max": Merge("max"),
-    "key_norm": Merge("mean", count="n_keys"),
-    "key_norm_max": Merge("max"),
-    "n_queries": Merge("sum"),
-    "n_pairs": Merge("sum"),
-    "n_keys": Merge("sum"),
-    "normalized_entropy": Merge("mean", count="n_free"),
-    "sink_share": Merge("mean", count="n_free"),
-    "share_above": Merge("mean", count="n_pairs"),
-    "qk_frobenius": Merge("root"),
-    "cos_max": Merge("max", -torch.inf),
-    "cos_mean": Merge("mean", count="n_products"),
-    "n_free": Merge("sum"),
-    "n_products": Merge("sum"),
-    "key_norm_by_position": Merge("mean", count="n_keys_by_position"),
-    "n_keys_by_position": Merge("sum"),
-}
+MERGES = merge_rules(LogitStats)
 TENSORS = tuple(MERGES)
 DERIVED = ("max_abs_logit", "non_finite")  # properties that are recorded
 
@@ -159,7 +138,7 @@ def merge(a: LogitStats, b: LogitStats) -> LogitStats:
             f"{len(b.max_logit)} ({len(b.key_norm)}); merge only statistics of the same site"
         )
     formulas = merge_formulas(a.formulas, b.formulas, a.n_queries, b.n_queries)
-    fields = merged(a, b, MERGES)
+    fields = merged(tensors(a), tensors(b), MERGES)
     return LogitStats(**fields, classes=merge_classes(a.classes, b.classes), formulas=formulas)
 
 

@@ -13,20 +13,32 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+How = Literal["max", "min", "sum", "root", "mean"]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merge:
     """The rule of a field: the larger, the smaller, the sum, the root of the sum of squares, or a mean weighted by the
     field `count`. `neutral` is its value where nothing was seen."""
 
-    how: Literal["max", "min", "sum", "root", "mean"]
+    how: How
     neutral: float = 0.0
     count: str = ""
 
 
-def merged(a: DataclassInstance, b: DataclassInstance, rules: Mapping[str, Merge]) -> dict[str, Tensor]:
+def rule(how: How, neutral: float = 0.0, count: str = "") -> dict[str, Merge]:
+    """The metadata of a field that merges in this way, see `Merge`."""
+    return {"merge": Merge(how, neutral, count)}
+
+
+def merge_rules(kind: type[DataclassInstance]) -> dict[str, Merge]:
+    """The rules of the fields that have one, by name. Counts are the sums."""
+    return {field.name: field.metadata["merge"] for field in dataclasses.fields(kind) if field.metadata}
+
+
+def merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], rules: Mapping[str, Merge]) -> dict[str, Tensor]:
     """The merged fields of two statistics of one kind, those that the rules name."""
-    ours, theirs = tensors(a), tensors(b)
-    return {name: _merged(ours, theirs, name, rule) for name, rule in rules.items()}
+    return {name: _merged(a, b, name, rule) for name, rule in rules.items()}
 
 
 def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
@@ -35,7 +47,7 @@ def tensors(stats: DataclassInstance) -> dict[str, Tensor]:
     return {name: value for name, value in fields if isinstance(value, Tensor)}
 
 
-def _merged(a: dict[str, Tensor], b: dict[str, Tensor], name: str, rule: Merge) -> Tensor:
+def _merged(a: Mapping[str, Tensor], b: Mapping[str, Tensor], name: str, rule: Merge) -> Tensor:
     mine, other = a[name], b[name]
     if rule.how == "max":
         return torch.maximum(mine, other)

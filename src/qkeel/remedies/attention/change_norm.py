@@ -10,18 +10,17 @@ from typing import ClassVar, Literal, cast
 
 from torch import nn
 
-from qkeel.errors import RefusedError
+from qkeel.errors import RefusedError, check_known
 from qkeel.handle import Handle
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.instance_forward import put_in_place
 from qkeel.patching.module_tables import parameters_of, submodules_of
-from qkeel.remedies.attention.change_spec import ChangeSpec
-from qkeel.remedies.attention.exchange_calls import base_spec, exchange_calls, number
+from qkeel.remedies.attention.change_spec import ChangeSpec, base_spec, exchange_calls, number
 from qkeel.remedies.attention.logit_operands import Operand, logit_operands
 from qkeel.remedies.attention.projection_norms import HeadNorm, Heads, NormedProjection, heads_of
 from qkeel.remedies.attention.refusals import refuse_heads, refuse_norm, refuse_scale, refuse_unseen
 from qkeel.remedies.attention.site_parameters import add_submodules
-from qkeel.remedies.base import Target, check_choice, module_name, where
+from qkeel.remedies.base import Target, module_name, where
 from qkeel.sites.find import is_normed, seen_sites
 from qkeel.sites.plain_passes import modules_called
 from qkeel.sites.site import AttentionSite, HeadSlice
@@ -235,7 +234,7 @@ class NormOptions(ChangeNorm):
     gain: Gain = "dim"  #: the gain and its shape, see `qkeel.spec.RMSNorm`
 
     def __post_init__(self) -> None:
-        check_choice(self.name, "kind", self.kind, KINDS)
+        check_known(f"kind of {self.name}", self.kind, KINDS)
         self.norm()  # checks the words
 
     def norm(self) -> GainNorm:

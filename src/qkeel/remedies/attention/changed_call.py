@@ -33,6 +33,7 @@ from qkeel.spec.call import AttentionCall, make_call
 from qkeel.spec.normalizer import Normalizer
 from qkeel.spec.slot import Geometry, Params
 
+QKV = tuple[Tensor, Tensor, Tensor]
 _SOFTMAX: tuple[Callable[..., Tensor], ...] = (F.softmax, torch.softmax, Tensor.softmax)
 
 
@@ -128,13 +129,7 @@ class ChangedCalls(InstanceForward):
         return run(self._call(spec, (q, k, v), mask, causal=causal, dropout=dropout))
 
     def _call(
-        self,
-        spec: AttentionSpec,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        mask: Tensor | None,
-        *,
-        causal: bool,
-        dropout: float,
+        self, spec: AttentionSpec, qkv: QKV, mask: Tensor | None, *, causal: bool, dropout: float
     ) -> AttentionCall:
         q, k, v = qkv
         t, s = q.shape[2], k.shape[2]

@@ -13,30 +13,22 @@ from qkeel.remedies.base import Target, inside, module_name
 from qkeel.remedies.steps.join_optimizer import join
 from qkeel.sites.site import AttentionSite
 from qkeel.spec import AttentionSpec
-from qkeel.spec.slot import Geometry, Params
+from qkeel.spec.slot import Geometry
 
 
 def change_parameters(
     target: Target, site: AttentionSite, old: AttentionSpec, new: AttentionSpec, geometry: Geometry
 ) -> Handle:
-    """The parameters that a new spec needs, on the site's module, and no longer those that only the old one did."""
+    """The parameters that a new spec needs, by plain names on the site's module and in the optimizer too, and no longer
+    those that only the old one did; the handle takes them off."""
     sizes = (geometry.n_heads, geometry.n_kv_heads, geometry.head_dim)
     had, needed = old.init_params(*sizes), new.init_params(*sizes)
-    return add_parameters(
-        target,
-        site,
-        {n: value for n, value in needed.items() if n not in had},
-        drop=[n for n in had if n not in needed],
-    )
-
-
-def add_parameters(target: Target, site: AttentionSite, values: Params, drop: Iterable[str] = ()) -> Handle:
-    """New parameters on a site's module, by plain names, in the optimizer too; the handle takes them off."""
+    values = {n: value for n, value in needed.items() if n not in had}
     module = site.module
     like = target.parameter(site.query[0].parameter) if site.terms else next(target.model.parameters())
     _check_free(site, values)
     added = {n: nn.Parameter(value.to(like)) for n, value in values.items()}
-    dropped = {n: parameters_of(module)[n] for n in drop}
+    dropped = {n: parameters_of(module)[n] for n in had if n not in needed}
     before = dict(parameters_of(module))
     joined = join(target.optimizer, {inside(module_name(site), n): p for n, p in added.items()}, like)
     _swap(module, dropped, added)

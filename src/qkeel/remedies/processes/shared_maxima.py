@@ -16,8 +16,7 @@ from qkeel import dist
 from qkeel.errors import RefusedError
 from qkeel.handle import Handle
 from qkeel.remedies.base import Target, where
-from qkeel.remedies.processes.late_stages import refuse_late_stage
-from qkeel.remedies.processes.wrapped_models import WHAT
+from qkeel.remedies.processes.shared_models import WHAT, refuse_late_stage
 from qkeel.sites.site import AttentionSite
 
 

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from qkeel.errors import RefusedError, unknown
+from qkeel.errors import RefusedError, check_known
 from qkeel.functional.norms import widest
 
 Config = Mapping[str, Any]
@@ -40,12 +40,13 @@ class Shape:
     why: str = ""
 
 
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 SHAPES: dict[str, Shape] = {
     "qwen3": Shape(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         sources=("llama", "mistral", "qwen2"),
-        norms={n: n for n in ("input_layernorm", "post_attention_layernorm")},
+        norms={n: n for n in _NORMS[:2]},
         why="pre-norm blocks, an RMS norm of q and k per head before RoPE, one gain [head_dim] for all heads",
     ),
     "olmo2": Shape(
@@ -61,15 +62,7 @@ SHAPES: dict[str, Shape] = {
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
         sources=("gemma2",),
-        norms={
-            n: n
-            for n in (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            )
-        },
+        norms={n: n for n in _NORMS},
         one_plus=True,
         why="norms before and behind both branches with gains 1 + w, GELU, embeddings times √hidden_size, an RMS norm "
         "of q and k per head, and no cap on attention logits",
@@ -106,8 +99,7 @@ def plan(to: str, config: Config, shapes: Shapes, *, norm_eps: float | None = No
     Raises:
         UnknownNameError: no such shape. RefusedError: the model computes something the shape does not.
     """
-    if to not in SHAPES:
-        raise unknown("architecture to export to", to, SHAPES)
+    check_known("architecture to export to", to, SHAPES)
     shape, sizes = SHAPES[to], _sizes(config, shapes)
     _check_source(to, shape, config)
     moves: dict[str, Move] = {}

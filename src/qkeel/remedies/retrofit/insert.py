@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check
 from qkeel.handle import Handle
 from qkeel.patching.forward_passes import unwrapped
 from qkeel.remedies.apply import apply, parse
@@ -49,15 +49,14 @@ class Fitting:
 
     def __post_init__(self) -> None:
         for name, value in (("iterations", self.iterations), ("distil", self.distil), ("anneal", self.anneal)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InvalidValueError(f"expected {name} to be a whole number of at least 0, got {value!r}")
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            check(whole, f"{name} to be a whole number of at least 0", repr(value))
         if self.distil and self.anneal:
             raise InvalidValueError(
                 "distilled q and k belong to the whole norm, and a norm that is blended in starts from the old ones: "
                 "give distil or anneal, not both"
             )
-        if not self.lr > 0 or (self.eps is not None and not self.eps > 0):
-            raise InvalidValueError(f"expected lr and eps above 0, got {self.lr} and {self.eps}")
+        check(self.lr > 0 and (self.eps is None or self.eps > 0), "lr and eps above 0", f"{self.lr} and {self.eps}")
 
 
 @final

@@ -7,7 +7,7 @@ from typing import Literal, final
 
 from torch import Tensor
 
-from qkeel.errors import unknown
+from qkeel.errors import check_known
 from qkeel.functional.distances import alibi_slopes, kerple_log, kerple_power
 from qkeel.spec.position.rotary import Position
 from qkeel.spec.shapes import Keys, Logits, PosK, PosQ, Queries
@@ -21,10 +21,6 @@ class ALiBi(Position):
 
     kind = "alibi"
     folds = False
-
-    @property
-    def keeps(self) -> bool:
-        return False
 
     def scores(self, q: Queries, k: Keys, pos_q: PosQ, pos_k: PosK, params: Params) -> Logits:
         slopes = alibi_slopes(q.shape[1]).to(q)[:, None, None]
@@ -47,8 +43,7 @@ class Kerple(Position):
     folds = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("log", "power"):
-            raise unknown("kind of Kerple", self.kind, ("log", "power"))
+        check_known("kind of Kerple", self.kind, ("log", "power"))
 
     def parameters(self, geometry: Geometry) -> dict[str, Parameter]:
         n = geometry.n_heads

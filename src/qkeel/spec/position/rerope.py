@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import check
 from qkeel.functional.rope import check_pairs, rope_frequencies, rope_table, rotate
 from qkeel.spec.position.rotary import Position
 from qkeel.spec.shapes import Heads, Keys, Logits, PosK, PosQ, Queries
@@ -35,12 +35,9 @@ class ReRope(Position):
     rounded = False  # are positions beyond the window whole?
 
     def __post_init__(self) -> None:
-        if not self.window >= 1:
-            raise InvalidValueError(f"expected a window of at least 1 token, got {self.window}")
-        if not self.base > 1:
-            raise InvalidValueError(f"expected a RoPE base above 1, got {self.base}")
-        if not 0 < self.rotary <= 1:
-            raise InvalidValueError(f"expected the rotated share in (0, 1], got {self.rotary}")
+        check(self.window >= 1, "a window of at least 1 token", self.window)
+        check(self.base > 1, "a RoPE base above 1", self.base)
+        check(0 < self.rotary <= 1, "the rotated share in (0, 1]", self.rotary)
 
     @property
     def leak(self) -> float:
@@ -108,8 +105,7 @@ class LeakyReRope(ReRope):
 
     def __post_init__(self) -> None:
         ReRope.__post_init__(self)
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise InvalidValueError(f"expected a factor above 0 for LeakyReRope, got {self.factor}")
+        check(math.isfinite(self.factor) and self.factor > 0, "a factor above 0 for LeakyReRope", self.factor)
 
     @property
     def leak(self) -> float:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError, unknown
+from qkeel.errors import check, check_known
 from qkeel.functional import rope_frequencies as f
 from qkeel.spec.shapes import PosK
 
@@ -84,10 +84,8 @@ class NTK(Stretch):
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor)
-        if self.kind not in ("old", "exact", "fixed", "mixed"):
-            raise unknown("kind of NTK", self.kind, ("old", "exact", "fixed", "mixed"))
-        if not self.power >= 0:
-            raise InvalidValueError(f"expected a power of at least 0 for NTK-mixed, got {self.power}")
+        check_known("kind of NTK", self.kind, ("old", "exact", "fixed", "mixed"))
+        check(self.power >= 0, "a power of at least 0 for NTK-mixed", self.power)
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         if self.kind in ("old", "exact"):
@@ -142,12 +140,10 @@ class YaRN(Stretch):
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor, train_length=self.train_length)
-        if self.ramp not in get_args(f.Ramp):
-            raise unknown("ramp of YaRN", self.ramp, get_args(f.Ramp))
-        if not 0 < self.slow < self.fast:
-            raise InvalidValueError(f"expected 0 < slow < fast turns, got slow={self.slow}, fast={self.fast}")
-        if self.attention_factor is not None and not self.attention_factor > 0:
-            raise InvalidValueError(f"expected an attention_factor above 0, got {self.attention_factor}")
+        check_known("ramp of YaRN", self.ramp, get_args(f.Ramp))
+        check(0 < self.slow < self.fast, "0 < slow < fast turns", f"slow={self.slow}, fast={self.fast}")
+        given = self.attention_factor
+        check(given is None or given > 0, "an attention_factor above 0", given)
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         return f.yarn(theta, self.factor, self.train_length, base=base, fast=self.fast, slow=self.slow, ramp=self.ramp)
@@ -174,8 +170,7 @@ class Llama3(Stretch):
 
     def __post_init__(self) -> None:
         _check(self, factor=self.factor, train_length=self.train_length)
-        if not 0 < self.low < self.high:
-            raise InvalidValueError(f"expected 0 < low < high turns, got low={self.low}, high={self.high}")
+        check(0 < self.low < self.high, "0 < low < high turns", f"low={self.low}, high={self.high}")
 
     def frequencies(self, theta: Frequencies, base: float, pos_k: PosK) -> Frequencies:
         return f.llama3(theta, self.factor, self.train_length, self.low, self.high)
@@ -186,9 +181,7 @@ class Llama3(Stretch):
 
 def _check(stretch: Stretch, *, factor: float, train_length: int = 2) -> None:
     name = type(stretch).__name__
-    if not (math.isfinite(factor) and factor >= 1):
-        raise InvalidValueError(
-            f"expected a factor of at least 1 (test length / train length) for {name}, got {factor}"
-        )
-    if not train_length >= 2:
-        raise InvalidValueError(f"expected a train_length of at least 2 tokens for {name}, got {train_length}")
+    check(
+        math.isfinite(factor) and factor >= 1, f"a factor of at least 1 (test length / train length) for {name}", factor
+    )
+    check(train_length >= 2, f"a train_length of at least 2 tokens for {name}", train_length)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, check, check_known
 from qkeel.functional.distances import xpos_decay
 from qkeel.functional.rope import Pairing, check_pairs, rope_frequencies, rope_table, rotate
 from qkeel.spec.position import kept_tables
@@ -115,14 +115,10 @@ class Rope(Position):
     kind = "rope"
 
     def __post_init__(self) -> None:
-        if not self.base > 1:
-            raise InvalidValueError(f"expected a RoPE base above 1, got {self.base}")
-        if not 0 < self.rotary <= 1:
-            raise InvalidValueError(f"expected the rotated share in (0, 1], got {self.rotary}")
-        if self.pairing not in get_args(Pairing):
-            raise unknown("pairing", self.pairing, get_args(Pairing))
-        if self.order not in ("norm_then_rotate", "rotate_then_norm"):
-            raise unknown("order", self.order, ("norm_then_rotate", "rotate_then_norm"))
+        check(self.base > 1, "a RoPE base above 1", self.base)
+        check(0 < self.rotary <= 1, "the rotated share in (0, 1]", self.rotary)
+        check_known("pairing", self.pairing, get_args(Pairing))
+        check_known("order", self.order, get_args(Order))
         if not isinstance(self.stretch, Stretch):
             raise InvalidTypeError(f"expected a stretch such as PI(factor=8), got {self.stretch!r}")
         if self.order == "rotate_then_norm" and self.stretch.magnitude != 1:
@@ -196,8 +192,7 @@ class SlidingWindow(Position):
     kind = "window"
 
     def __post_init__(self) -> None:
-        if not self.window >= 1:
-            raise InvalidValueError(f"expected a window of at least 1 token, got {self.window}")
+        check(self.window >= 1, "a window of at least 1 token", self.window)
         if not isinstance(self.inner, Position):
             raise InvalidTypeError(f"expected a position such as Rope() as inner, got {self.inner!r}")
         if self.inner.reach is not None:
@@ -260,10 +255,8 @@ class XPos(Position):
     kind = "xpos"
 
     def __post_init__(self) -> None:
-        if not self.base > 1:
-            raise InvalidValueError(f"expected a RoPE base above 1, got {self.base}")
-        if not self.scale > 0:
-            raise InvalidValueError(f"expected a scale above 0 tokens, got {self.scale}")
+        check(self.base > 1, "a RoPE base above 1", self.base)
+        check(self.scale > 0, "a scale above 0 tokens", self.scale)
 
     def check(self, head_dim: int) -> None:
         check_pairs(head_dim)

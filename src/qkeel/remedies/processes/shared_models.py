@@ -1,15 +1,20 @@
-"""Models that were wrapped for several processes before a remedy came, and what such a remedy may not do."""
+"""Remedies on a model that several processes train: which are refused, and the handle of a change that all made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from qkeel import dist
 from qkeel.errors import RefusedError
-from qkeel.handle import Handle
+from qkeel.handle import Handle, compose
+from qkeel.patching.optimizer_hooks import go_first
+from qkeel.patching.parallel_training import running_stage
 from qkeel.remedies.base import Target, where
+from qkeel.remedies.steps.mixed_precision import innermost
 from qkeel.sites.site import AttentionSite
 
 WHAT = "qkeel.apply"
@@ -84,3 +89,49 @@ def check_mates(model: nn.Module, sites: Sequence[AttentionSite]) -> None:
                     f"{WHAT}: processes of one model hold different attention. Process {other} has {seen}; process "
                     f"{mate} has {theirs}"
                 )
+
+
+def refuse_late_stage(model: nn.Module, remedy: str) -> Handle:
+    """Has the first optimizer step raise RefusedError where the passes before it show that a model is a stage whose
+    PipelineStage was made after the remedy. All stages know it then, so no process waits for another."""
+    if dist.world() == 1 or dist.stage_of(model) is not None:
+        return Handle(lambda: None)
+    late: list[bool] = []
+
+    def look(*_: object) -> None:
+        passes.remove()
+        late.append(running_stage() is not None)
+
+    def refuse(*_: object) -> None:
+        if any(late):
+            raise RefusedError(
+                f"{remedy} was applied before the PipelineStage of this model was made, and could not know of which "
+                "stage the model is: the step was not taken. Make every PipelineStage before qkeel.apply"
+            )
+
+    passes, steps = model.register_forward_pre_hook(look), register_optimizer_step_pre_hook(refuse)
+    return compose(map(Handle, (passes.remove, steps.remove)))
+
+
+def on_all_processes(handle: Handle, name: str, optimizer: Optimizer | None) -> Handle:
+    """The handle of a change that all processes have made. Where one of them alone removes it, each raises an error
+    before the next step of the optimizer, which is not taken."""
+    if dist.world() == 1 or optimizer is None:
+        return handle
+    member = dist.Membership(name)
+    left: list[bool] = []
+
+    def before(*_: object) -> None:
+        if not left and not member.step():
+            left.append(True)
+            if list(hook.hooks_dict_ref() or ())[-1:] == [hook.id]:  # else torch goes on through them: it stays, idle
+                hook.remove()
+
+    hook = innermost(optimizer).register_step_pre_hook(before)
+    go_first(hook)  # before any other hook waits for the other processes
+
+    def undo() -> None:
+        handle.remove()
+        member.leave()
+
+    return Handle(undo, state=handle.state, load=handle.load)
