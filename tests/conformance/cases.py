@@ -19,6 +19,7 @@ from qkeel.spec import (
     AttentionCall,
     AttentionSpec,
     DynamicNTK,
+    GradientMax,
     Kerple,
     LeakyReRope,
     Learned,
@@ -52,6 +53,7 @@ EXTRA: dict[str, AttentionSpec] = {
         cap=Softcap(5.0), scale=LogN(inner=Learned(init=0.4, per="head"), train_length=4, clip=True)
     ),
     "learned_log_n": AttentionSpec(scale=LogN(train_length=4, learned="head"), normalizer=Sink()),
+    "gradient_max": AttentionSpec(norm=RMSNorm(), scale=GradientMax(keys=8)),
     "pi": AttentionSpec(position=Rope(stretch=PI(factor=8))),
     "ntk_mixed": AttentionSpec(position=Rope(stretch=NTK(factor=8, kind="mixed"))),
     "dynamic_ntk": AttentionSpec(position=Rope(stretch=DynamicNTK(train_length=4))),

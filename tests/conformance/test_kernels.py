@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,9 @@ from qkeel.kernels.contract import Kernel
 from qkeel.ops import KERNELS, attention, run
 from qkeel.spec import AttentionCall, preset
 from qkeel.spec.call import make_call
+from qkeel.spec.norm import GainNorm
+from qkeel.spec.position.rope_scaling import Stretch
+from qkeel.spec.slot import Slot
 
 from .cases import GEOMETRIES, MASKS, SOME, SPECS, calls, pairs, share, truth_of, widened
 from .tolerance import allowed_error
@@ -31,6 +36,19 @@ SQUARE = [(x, kind) for x in (GEOMETRIES[0], GEOMETRIES[7]) for kind in MASKS]
 def supporting(call: AttentionCall) -> dict[str, Kernel]:
     """The kernels that take this call."""
     return {name: kernel for name, kernel in KERNELS.items() if kernel.supports(call) is None}
+
+
+def test_every_class_of_a_slot_is_in_a_spec_that_the_kernels_are_put_to() -> None:
+    """Norms have a suite of their own, which looks the classes up."""
+    found, queue = set(), list(SPECS.values())
+    while queue:
+        held = queue.pop()
+        found.add(type(held))
+        queue += [x for f in dataclasses.fields(held) if dataclasses.is_dataclass(x := getattr(held, f.name))]
+    modules = [m for name, m in sys.modules.items() if name.startswith("qkeel.spec.")]
+    classes = {x for m in modules for x in vars(m).values() if isinstance(x, type) and issubclass(x, Slot | Stretch)}
+    made = {x for x in classes if not inspect.isabstract(x) and not issubclass(x, GainNorm)}
+    assert made <= found, "add a spec to EXTRA in tests/conformance/cases.py"
 
 
 @every_spec

@@ -10,10 +10,12 @@ import copy
 import dataclasses
 import io
 import pickle
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.each_row import each_row
 from tests.quick import quick
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ from qkeel.handle import Handle
 from qkeel.nn import GAU, MLA, MLP, Attention, Block, GAUBlock
 from qkeel.nn.mla import LatentSizes
 from qkeel.remedies import ALIASES, REMEDIES, Remedy, Target, parse
+from qkeel.remedies.attention.change_spec import ChangeSpec
 from qkeel.sites import find_sites
 
 from .matrix import KINDS, refusal_of
@@ -324,6 +327,14 @@ NOT_NEUTRAL = {
 def test_every_remedy_says_whether_it_has_a_neutral_setting() -> None:
     assert set(NEUTRAL) | set(NOT_NEUTRAL) == set(REMEDIES)
     assert not set(NEUTRAL) & set(NOT_NEUTRAL)
+
+
+@each_row("name", REMEDIES)
+def test_a_remedy_says_what_it_computes_and_has_a_line_on_the_page_of_remedies(name: str) -> None:
+    assert name == "none" or REMEDIES[name].rule or issubclass(REMEDIES[name], ChangeSpec), (
+        "explain has no formula of it"
+    )
+    assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "remedies.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "kind"), [case for case in cases() if case_of(case)[0] in NEUTRAL])

@@ -85,6 +85,19 @@ def test_each_page_says_what_to_do_next_and_names_its_sources() -> None:
         assert links or "glossary" in text, f"{page.name} does not link its terms to the glossary"
 
 
+def test_the_glossary_has_each_term_once_in_order_and_all_that_pages_name() -> None:
+    found: list[str] = []
+    for section in (DOCS / "glossary.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        terms = [term.lower() for term in re.findall(r"^([^\n:][^\n]*)\n: ", section, flags=re.M)]
+        assert terms == sorted(terms, key=lambda term: term.replace("τ", "tau").replace("µ", "mu"))
+        found += [part.strip() for term in terms for part in re.sub(r" \(.*?\)|, of a site", "", term).split(",")]
+    assert len({*found}) == len(found)
+    for page in PAGES:
+        for named in re.findall(r"Terms used here: (.*?) \(\[glossary", page.read_text(encoding="utf-8"), flags=re.S):
+            terms = re.sub(r"\s*\(.*?\)", "", " ".join(named.lower().split())).split(", ")
+            assert {*terms} <= {*found}, page.name
+
+
 def test_the_readme_fits_its_screen() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from monitor.samples import about, alarm, sample
+from tests.each_row import each_row
 
 from qkeel import watch
 from qkeel.errors import InvalidValueError, MissingLibraryError, QkeelError, UnknownNameError
@@ -111,6 +112,22 @@ def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
     assert (first.step, second.step) == (0, 10)
     assert first.histogram_value.num == 5
     assert "alarms/ceiling 1000/text_summary" in events.Tags()["tensors"]
+
+
+@each_row("name", SINKS)
+def test_every_sink_takes_samples_alarms_and_an_end_and_has_its_row_in_the_docs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sinks.md").read_text(encoding="utf-8")
+    assert f"\n| `{name}:" in page
+    if name in OUTSIDE:  # each has a test of its own, with a stand-in of the library
+        return
+    monkeypatch.chdir(tmp_path)
+    for complete in (True, False):
+        try:
+            used(sink(name), complete=complete)
+        except MissingLibraryError:
+            assert name in ("notebook", "parquet")
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

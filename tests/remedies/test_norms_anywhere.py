@@ -17,12 +17,12 @@ from torch import Tensor, nn
 import qkeel
 from qkeel import reference
 from qkeel.errors import AlreadyAppliedError, RefusedError
-from qkeel.spec import AttentionSpec, Fixed, InverseSqrt, L2Norm, LayerNorm, Learned, RMSNorm, Sqrt
+from qkeel.remedies.attention.change_norm import KINDS
+from qkeel.spec import AttentionSpec, Fixed, InverseSqrt, L2Norm, Learned, RMSNorm, Sqrt
 from qkeel.spec.slot import Params
 
 from .foreign import COPIES, LAYOUTS, Hand, build, calls, everything, example, hf, jolted, out, values
 
-KINDS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
 HOW = ("eager", "sdpa")
 FAMILIES = [*itertools.product(("llama", "qwen2", "gpt2", "neox", "bert", "vit", "t5"), HOW), ("encoder", "")]
@@ -63,6 +63,19 @@ def check_against_the_oracle(layout: str, how: str, kind: str, over: str, gain: 
 @pytest.mark.parametrize(("kind", "over", "gain"), list(itertools.product(KINDS, ("head", "layer"), GAINS)))
 def test_every_layout_of_qk_norm_equals_the_oracle_behind_linear_layers(kind: str, over: str, gain: str) -> None:
     check_against_the_oracle("linear", "eager", kind, over, gain)
+
+
+def test_a_norm_whose_operators_show_none_is_known_as_one_all_the_same() -> None:
+    class Mine(RMSNorm):
+        def normalise(self, x: Tensor) -> Tensor:
+            return x / x.abs().mean(-1, keepdim=True)
+
+    with mock.patch.dict(KINDS, mine=Mine):
+        check_against_the_oracle("linear", "eager", "mine", "head", "dim")
+        model, x = Hand("linear"), torch.randn(2, 6, 16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(RefusedError, match="a norm between the weights"):
+            qkeel.apply(["qk_norm:kind=mine", "qk_clip"], model, optimizer, example=x)
 
 
 @pytest.mark.parametrize(("layout", "how"), list(itertools.product(LAYOUTS, HOW)))
@@ -293,6 +306,10 @@ def test_latent_attention_takes_norms_that_commute_with_the_rotation(how: str) -
             qkeel.apply("qk_norm:gain=none", model, example=x)
         assert everything(model) == before
         return
+    mine = type("Mine", (RMSNorm,), {"__slots__": ()})  # of which nothing is known, hence nothing behind a rotation
+    with mock.patch.dict(KINDS, mine=mine), pytest.raises(RefusedError, match="no one module's output"):
+        qkeel.apply("qk_norm:kind=mine,gain=none", model, example=x)
+    assert everything(model) == before
     q, k = calls(model, x)[0].call.q, calls(model, x)[0].call.k
     qkeel.apply("qk_norm:gain=none", model, example=x)
     after = calls(model, x)[0].call

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from qkeel import reference
 from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, UnknownNameError
 from qkeel.nn import MLA, Attention
 from qkeel.nn.mla import LatentSizes
-from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, Learned, LogN, NoNorm, RMSNorm, Rope, Softcap, Sqrt
+from qkeel.remedies.attention.change_norm import KINDS
+from qkeel.spec import AttentionSpec, L2Norm, Learned, LogN, NoNorm, Rope, Softcap, Sqrt
 
 from .models import D_MODEL, assert_same, attention, decoder, loss, mla, snapshot, tokens, train
 
 GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
-LAYOUTS = list(itertools.product(("rms", "layer", "l2"), ("head", "layer"), GAINS))
-KINDS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
+LAYOUTS = list(itertools.product(KINDS, ("head", "layer"), GAINS))
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "none": ((), ()),
     "dim": ((4,), (4,)),

@@ -46,7 +46,6 @@ from qkeel.spec import (
     Sqrt,
     XPos,
 )
-from qkeel.spec.norm import Norm
 from qkeel.spec.slot import Slot
 
 GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
@@ -95,15 +94,6 @@ def test_a_neutral_hyperparameter_is_the_identity(neutral: AttentionSpec, plain:
     torch.testing.assert_close(attend(neutral, **params), attend(plain), rtol=0, atol=1e-7)
     if not params:
         torch.testing.assert_close(attend(neutral), attend(plain), rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("kind", [L2Norm, RMSNorm, LayerNorm])
-@pytest.mark.parametrize("gain", ["dim", "one_plus_dim", "head_dim", "scalar", "head"])
-@pytest.mark.parametrize("over", ["head", "layer"])
-def test_every_gain_starts_at_the_gain_free_norm(kind: Any, gain: str, over: str) -> None:
-    spec = AttentionSpec(norm=kind(on="qkv", gain=gain, over=over))
-    plain = AttentionSpec(norm=kind(on="qkv", over=over))
-    assert torch.equal(attend(spec, **spec.init_params(4, 2, 8)), attend(plain))
 
 
 @pytest.mark.parametrize("gain", ["dim", "head_dim"])
@@ -340,19 +330,6 @@ def test_a_norm_of_another_kind_is_computed_by_torch_and_never_taken_for_rms() -
     assert encode.fused(spec, q.float(), k.float(), torch.arange(6)[None], torch.arange(6)[None], {}) is None
     expected = reference.attend(AttentionSpec(position=Rope(), scale=Fixed(8**-0.5 / 4)), q, k, v).out
     torch.testing.assert_close(attention(q, k, v, spec=spec), expected)
-
-
-@each_row("norm", [NoNorm(), *(kind(gain=gain) for kind in (RMSNorm, L2Norm, LayerNorm) for gain in GAINS)])
-def test_a_norm_commutes_with_a_rotation_where_it_says_so(norm: Norm) -> None:
-    (q, _, _), pos = qkv(), torch.arange(6)[None]
-    params = {
-        n: p.double() + 0.1 * torch.randn(p.shape) for n, p in AttentionSpec(norm=norm).init_params(4, 2, 8).items()
-    }
-    ends = []
-    for order in ("norm_then_rotate", "rotate_then_norm"):
-        spec = AttentionSpec(norm=norm, position=Rope(order=order))
-        ends.append(spec.encode(q, q[:, :2], pos, pos, params)[0])
-    assert torch.allclose(*ends, rtol=0, atol=1e-6) == norm.commutes_with_rotation
 
 
 def test_slots_say_what_they_are_without_one_part_of_them() -> None:

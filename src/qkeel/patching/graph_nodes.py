@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_NORM = "qkeel: a norm"
+
 
 def saved_operand(node: Node, place: int) -> Tensor | None:
     """An operand of a product or quotient, where the graph keeps it: the first (0) or the second (1)."""
@@ -51,6 +53,17 @@ def saved_gain(node: Node) -> Tensor | None:
     """The gain by which such a norm multiplied."""
     kept: Any = node
     return kept._saved_weight
+
+
+def mark_as_norm(x: Tensor) -> None:
+    """Note at the node that made a tensor that a norm did, where no operator of the norm shows it."""
+    if x.grad_fn is not None and not torch.compiler.is_compiling():
+        x.grad_fn.metadata[_NORM] = True  # type: ignore[index]
+
+
+def is_marked_norm(node: Node) -> bool:
+    """True if `mark_as_norm` noted it at the node."""
+    return _NORM in node.metadata  # type: ignore[operator]
 
 
 def base_of(view: Tensor) -> Tensor | None:

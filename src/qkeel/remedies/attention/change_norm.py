@@ -72,7 +72,7 @@ class ChangeNorm(ChangeSpec):
     def works_in_call(self) -> bool:
         """True if the norm gives the same after the rotation, and for key heads that were repeated."""
         norm = self.norm()
-        return norm.kind != "layer" and norm.over == "head" and norm.gain in ("none", "scalar")
+        return norm.commutes_with_rotation and norm.over == "head" and norm.gain in ("none", "scalar")
 
     def supports(self, site: AttentionSite) -> Refusal | None:
         norm = self.norm()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qkeel.kernels.contract import Refusal
+from qkeel.patching.graph_nodes import mark_as_norm
 from qkeel.patching.instance_forward import InstanceForward
 from qkeel.remedies.attention.refusals import refuse_heads
 from qkeel.remedies.base import Args, Kwargs, unconfirmed
@@ -59,6 +60,8 @@ class HeadNorm(nn.Module):
             return x
         params: Params = {} if self.weight is None else {f"{self.part}_norm": self.weight}
         y = self.norm.apply(self.part, x.reshape(-1, *x.shape[-2:])[:, :, None], params).reshape(x.shape)
+        if self.norm.kind == "other":
+            mark_as_norm(y)
         if self.logit_scale is not None:
             y = y * (self.factor * self.logit_scale).to(y.dtype)
         elif self.factor != 1.0:

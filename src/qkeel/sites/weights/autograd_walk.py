@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from qkeel.patching.graph_nodes import is_transposed, output_like, slice_of
+from qkeel.patching.graph_nodes import is_marked_norm, is_transposed, output_like, slice_of
 
 # What computes activations times weights: which of its inputs is x, the weight, the bias.
 _CONVOLUTION = "ConvolutionBackward0"
@@ -162,7 +162,7 @@ def walk(start: Node, stops: set[Node], names: dict[int, str], depth: int = 3) -
             continue
         opaque += _opaque(node, stops, names)
         tables += _concatenated(node, stops, names)
-        norm = node.name() in NORMS
+        norm = node.name() in NORMS or is_marked_norm(node)
         normed = normed or norm
         # What is added after a norm is the norm's bias, not the projection's.
         added = () if norm else _added(node, names) or added
