@@ -1,0 +1,193 @@
+"""A step of Adam or AdamW over many weights in one Triton launch, with a rate for each line of a weight.
+
+The definition is that of `kernels.native.adamw`: a line is a row or a column of a matrix. A program takes a few whole
+lines, so it knows the sum of squares of their new numbers, in an order that only the shapes decide. Where the tensors
+lie is copied to the device before each step, since gradients move. Not measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # not on every system
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from qkeel.kernels.native.adamw import AdamOptions, AdamTensors
+from qkeel.kernels.triton.heads import sent
+
+_FIELDS = tl.constexpr(11)  # of a weight in the table: where it, its gradient, mean, variance, maximum, step, rates and
+# squares lie; its lines, numbers in a line, and the distance of lines, or of a line's numbers where lines are adjacent
+# Lines of a program, and numbers of each that it takes at once: lines apart, or adjacent.
+_TILE = {False: (4, 512), True: (64, 32)}
+_WARPS = 8
+# Where weight decay enters: nowhere, in the gradient, apart from the step and scaled with it, apart at full size.
+_NONE, _COUPLED, _SCALED, _PLAIN = (tl.constexpr(i) for i in range(4))
+
+
+@triton.jit
+def _at(row, field: tl.constexpr, at, TYPE: tl.constexpr, EVEN: tl.constexpr):
+    """The addresses of numbers of one of a weight's tensors."""
+    kind = tl.pointer_type(TYPE)  # pyright: ignore[reportArgumentType]  # a dtype where it is compiled
+    start = tl.load(row + field).to(kind)
+    if EVEN:
+        start = tl.multiple_of(start, 16)
+    return start + at
+
+
+@triton.jit
+def _towards(a, b, c):
+    """a + c · (b - a), from the nearer end, as torch.lerp has it: exactly b at c = 1."""
+    return tl.where(c == 1.0, b, tl.where(c < 0.5, a + c * (b - a), b - (b - a) * (1.0 - c)))
+
+
+@triton.jit
+def _lines(
+    table, plan, unscale, found, lr, drop, coupled, toward, beta2, grown, small, log1, log2,
+    LINES: tl.constexpr, OTHERS: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr, STEP: tl.constexpr,
+    DECAY: tl.constexpr, TOP: tl.constexpr, UP: tl.constexpr, UNSCALE: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """The step of some lines of a weight, and the sums of squares of what they are then; STEP=False: these alone."""
+    own = plan + tl.program_id(0).to(tl.int64) * 2
+    row = table + tl.load(own).to(tl.int64) * _FIELDS
+    lines, others, lead = tl.load(row + 8).to(tl.int32), tl.load(row + 9).to(tl.int32), tl.load(row + 10)
+    if EVEN:  # 16 bytes at a time
+        lead = tl.multiple_of(lead, 16)
+        if ACROSS:
+            lines = tl.multiple_of(lines, 16)
+        else:
+            others = tl.multiple_of(others, 16)
+    i = tl.load(own + 1) * LINES + tl.arange(0, LINES)
+    squares = tl.zeros([LINES, OTHERS], tl.float32)
+    if STEP:
+        rate = tl.load(_at(row, 6, i, tl.float32, False), mask=i < lines, other=0.0)[:, None]
+        t = tl.load(_at(row, 5, 0, tl.float32, False)).to(tl.float64) + 1.0
+        # float32 would lose what 1 - βᵗ is in the first steps.
+        size = (lr / (1.0 - tl.exp(t * log1))).to(tl.float32)
+        root = tl.sqrt(1.0 - tl.exp(t * log2)).to(tl.float32)
+    for first in range(0, others, OTHERS):
+        j = first + tl.arange(0, OTHERS)
+        ok = (i < lines)[:, None] & (j < others)[None, :]
+        if ACROSS:
+            at = i[:, None] + j.to(tl.int64)[None, :] * lead
+        else:
+            at = i.to(tl.int64)[:, None] * lead + j[None, :]
+        w = tl.load(_at(row, 0, at, tl.float32, EVEN), mask=ok, other=0.0)
+        if STEP:
+            mine = ok
+            if SKIPS:
+                mine = ok & (tl.zeros([LINES, OTHERS], tl.float32) + tl.load(found) != 1.0)
+            to_w, to_g, to_m, to_v = (
+                _at(row, 0, at, tl.float32, EVEN),
+                _at(row, 1, at, tl.float32, EVEN),
+                _at(row, 2, at, tl.float32, EVEN),
+                _at(row, 3, at, tl.float32, EVEN),
+            )
+            g, m, v = (
+                tl.load(to_g, mask=ok, other=0.0),
+                tl.load(to_m, mask=ok, other=0.0),
+                tl.load(to_v, mask=ok, other=0.0),
+            )
+            if UNSCALE:
+                g = tl.math.div_rn(g, tl.load(unscale) + tl.zeros_like(g))
+                tl.store(to_g, g, mask=mine)
+            if UP:
+                g = -g
+            if DECAY == _COUPLED:
+                g += w * coupled
+            kept = w
+            if DECAY >= _SCALED:
+                kept = tl.fma(tl.zeros_like(w) - drop, w, w)
+            m = m + toward * (g - m)
+            v = beta2 * v + (grown * g) * g
+            tl.store(to_m, m, mask=mine)
+            tl.store(to_v, v, mask=mine)
+            most = v
+            if TOP:
+                to_top = _at(row, 4, at, tl.float32, EVEN)
+                top = tl.load(to_top, mask=ok, other=0.0)
+                most = tl.where((v > top) | (v != v), v, top)
+                tl.store(to_top, most, mask=mine)
+            below = tl.math.div_rn(tl.math.sqrt_rn(most), root + tl.zeros_like(w)) + small
+            now = kept - tl.math.div_rn(size * m, below)
+            start = w
+            if DECAY == _PLAIN:
+                start = kept
+            now = _towards(start, now, rate)
+            tl.store(to_w, now, mask=mine)
+            w = tl.where(mine, now, w)
+        squares += w * w
+    tl.store(_at(row, 7, i, tl.float64, False), tl.sum(squares.to(tl.float64), 1), mask=i < lines)
+
+
+def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
+    """Does what `kernels.native.adamw.adam_lines` does, to CUDA tensors; the number of steps may lie on the device.
+
+    Of a step that a GradScaler skips, the weights and their state stay, and their squares are summed.
+    """
+    t, o = tensors, options
+    drop = o.lr * o.decay
+    how = {
+        "DECAY": (_PLAIN if o.plain else _SCALED).value if o.decoupled else (_COUPLED if o.decay else _NONE).value,
+        "TOP": bool(t.maxima),
+        "UP": o.maximize,
+        "UNSCALE": t.grad_scale is not None,
+        "SKIPS": t.found_inf is not None,
+    }
+    numbers = (o.lr, drop, o.decay, 1 - o.beta1, o.beta2, 1 - o.beta2, o.eps, _log(o.beta1), _log(o.beta2))
+    given = (t.weights, t.gradients, t.means, t.variances, t.maxima or t.weights, t.steps, t.rates, t.squares)
+    nothing = t.steps[0]  # in the place of a tensor that is not read
+    read = [nothing if x is None else x for x in (t.grad_scale, t.found_inf)]
+    _launch(list(zip(*given, strict=True)), t.axes, (*read, *numbers), {**how, "STEP": True})
+    torch._foreach_add_(list(t.steps), 1.0 if t.found_inf is None else 1.0 - t.found_inf.reshape(()))
+    increment_version([*t.weights, *t.means, *t.variances, *t.maxima, *(t.gradients if how["UNSCALE"] else ())])
+
+
+def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequence[int]) -> None:
+    """Writes the sums of squares of each line of weights, to the bit those that a step of them leaves."""
+    how = {"STEP": False, "DECAY": _NONE.value, **dict.fromkeys(("TOP", "UP", "UNSCALE", "SKIPS"), False)}
+    rows = [(*(w,) * 7, x) for w, x in zip(weights, squares)]
+    _launch(rows, axes, (weights[0], weights[0], *(1.0,) * 9), how)
+
+
+def _launch(
+    rows: Sequence[tuple[Tensor, ...]], axes: Sequence[int], given: Sequence[Tensor | float], how: dict[str, object]
+) -> None:
+    """One launch for the weights whose lines are apart, and one for those whose lines are adjacent."""
+    kinds: dict[bool, list[tuple[int, ...]]] = {}
+    for tensors, axis in zip(rows, axes):
+        lines, others, across = _lie(tensors[0], axis)
+        places = *(x.data_ptr() for x in tensors), lines, others, lines if across else others
+        kinds.setdefault(across, []).append(places)
+    for across, fields in kinds.items():
+        table = sent(torch.tensor(fields), rows[0][0].device)
+        lines, others = _TILE[across]
+        plan = _plan(tuple(-(-n // lines) for *_, n, _, _ in fields), table.device)
+        # Addresses of the weight and of all that lies as it does.
+        even = all(lead % 16 == 0 and not any(p % 16 for p in where[:5]) for *where, _, _, lead in fields)
+        with torch.cuda.device_of(table):
+            _lines[(len(plan),)](
+                table, plan, *given, LINES=lines, OTHERS=others, ACROSS=across, EVEN=even, num_warps=_WARPS, **how
+            )
+
+
+@functools.lru_cache(maxsize=8)
+def _plan(programs: tuple[int, ...], device: torch.device) -> Tensor:
+    """The weight, and the block of its lines, of every program."""
+    parts = [torch.stack([torch.full((n,), i), torch.arange(n)], 1) for i, n in enumerate(programs)]
+    return sent(torch.cat(parts).int(), device)
+
+
+def _lie(weight: Tensor, axis: int) -> tuple[int, int, bool]:
+    """Lines, numbers in each, and whether lines are adjacent in memory, of a dense matrix or vector."""
+    if weight.ndim == 1:
+        return len(weight), 1, True
+    return weight.shape[axis], weight.shape[1 - axis], (axis == 1) == weight.is_contiguous()
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta else -math.inf
