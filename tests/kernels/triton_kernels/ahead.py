@@ -15,7 +15,22 @@ from triton.compiler import ASTSource
 from qkeel.kernels.triton import adamw, heads, norm_rope, norm_rope_two, sampled, statistics
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
-FLOATS = (*FLOATS, "numbers", "bars", "tops", "lows", "ends", "old", "sums", "norms", "factors", "keeps", "grams", "unscale", "found")
+FLOATS = (
+    *FLOATS,
+    "numbers",
+    "bars",
+    "tops",
+    "lows",
+    "ends",
+    "old",
+    "sums",
+    "norms",
+    "factors",
+    "keeps",
+    "grams",
+    "unscale",
+    "found",
+)
 STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
 WHOLE = {
     "weights": "*i64",
@@ -28,7 +43,21 @@ WHOLE = {
     "counts": "*i64",
     "picked": "*i32",
 }
-NUMBERS = ("eps", "scale", "cap", "widest", "lr", "drop", "coupled", "toward", "beta2", "grown", "small", "log1", "log2")
+NUMBERS = (
+    "eps",
+    "scale",
+    "cap",
+    "widest",
+    "lr",
+    "drop",
+    "coupled",
+    "toward",
+    "beta2",
+    "grown",
+    "small",
+    "log1",
+    "log2",
+)
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1, "WHOLE": False}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2, "WHOLE": False}
 TOKEN = {**HEAD, "HEADS": 64, "WHOLE": True}
@@ -105,11 +134,7 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     for i, name in enumerate(kernel.arg_names):
         plain = re.sub("(?<=.)_[qk]$", "", name)  # of q or of k in a kernel for both
         pointer = {**WHOLE, **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(plain)
-        types[name] = (
-            "constexpr"
-            if name in constants
-            else pointer or ("fp32" if plain in NUMBERS else "i32")
-        )
+        types[name] = "constexpr" if name in constants else pointer or ("fp32" if plain in NUMBERS else "i32")
         if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", plain):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

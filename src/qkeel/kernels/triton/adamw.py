@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # not on every system
@@ -30,13 +31,12 @@ _NONE, _COUPLED, _SCALED, _PLAIN = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
-def _at(row, field: tl.constexpr, at, TYPE: tl.constexpr, EVEN: tl.constexpr):
-    """The addresses of numbers of one of a weight's tensors."""
-    kind = tl.pointer_type(TYPE)  # pyright: ignore[reportArgumentType]  # a dtype where it is compiled
-    start = tl.load(row + field).to(kind)
+def _tensor(row, field, EVEN):
+    """Where one of a weight's tensors begins."""
+    start = tl.load(row + field).to(tl.pointer_type(tl.float32))
     if EVEN:
         start = tl.multiple_of(start, 16)
-    return start + at
+    return start
 
 
 @triton.jit
@@ -62,10 +62,11 @@ def _lines(
         else:
             others = tl.multiple_of(others, 16)
     i = tl.load(own + 1) * LINES + tl.arange(0, LINES)
-    squares = tl.zeros([LINES, OTHERS], tl.float32)
+    weight, squares = _tensor(row, 0, EVEN), tl.zeros([LINES, OTHERS], tl.float32)
+    rate, size, root = 0.0, 0.0, 0.0
     if STEP:
-        rate = tl.load(_at(row, 6, i, tl.float32, False), mask=i < lines, other=0.0)[:, None]
-        t = tl.load(_at(row, 5, 0, tl.float32, False)).to(tl.float64) + 1.0
+        rate = tl.load(_tensor(row, 6, False) + i, mask=i < lines, other=0.0)[:, None]
+        t = tl.load(_tensor(row, 5, False)).to(tl.float64) + 1.0
         # float32 would lose what 1 - βᵗ is in the first steps.
         size = (lr / (1.0 - tl.exp(t * log1))).to(tl.float32)
         root = tl.sqrt(1.0 - tl.exp(t * log2)).to(tl.float32)
@@ -76,25 +77,18 @@ def _lines(
             at = i[:, None] + j.to(tl.int64)[None, :] * lead
         else:
             at = i.to(tl.int64)[:, None] * lead + j[None, :]
-        w = tl.load(_at(row, 0, at, tl.float32, EVEN), mask=ok, other=0.0)
+        w = tl.load(weight + at, mask=ok, other=0.0)
         if STEP:
             mine = ok
             if SKIPS:
                 mine = ok & (tl.zeros([LINES, OTHERS], tl.float32) + tl.load(found) != 1.0)
-            to_w, to_g, to_m, to_v = (
-                _at(row, 0, at, tl.float32, EVEN),
-                _at(row, 1, at, tl.float32, EVEN),
-                _at(row, 2, at, tl.float32, EVEN),
-                _at(row, 3, at, tl.float32, EVEN),
-            )
-            g, m, v = (
-                tl.load(to_g, mask=ok, other=0.0),
-                tl.load(to_m, mask=ok, other=0.0),
-                tl.load(to_v, mask=ok, other=0.0),
-            )
+            gradient, mean, variance = _tensor(row, 1, EVEN), _tensor(row, 2, EVEN), _tensor(row, 3, EVEN)
+            g = tl.load(gradient + at, mask=ok, other=0.0)
+            m = tl.load(mean + at, mask=ok, other=0.0)
+            v = tl.load(variance + at, mask=ok, other=0.0)
             if UNSCALE:
                 g = tl.math.div_rn(g, tl.load(unscale) + tl.zeros_like(g))
-                tl.store(to_g, g, mask=mine)
+                tl.store(gradient + at, g, mask=mine)
             if UP:
                 g = -g
             if DECAY == _COUPLED:
@@ -104,24 +98,20 @@ def _lines(
                 kept = tl.fma(tl.zeros_like(w) - drop, w, w)
             m = m + toward * (g - m)
             v = beta2 * v + (grown * g) * g
-            tl.store(to_m, m, mask=mine)
-            tl.store(to_v, v, mask=mine)
-            most = v
+            tl.store(mean + at, m, mask=mine)
+            tl.store(variance + at, v, mask=mine)
             if TOP:
-                to_top = _at(row, 4, at, tl.float32, EVEN)
-                top = tl.load(to_top, mask=ok, other=0.0)
-                most = tl.where((v > top) | (v != v), v, top)
-                tl.store(to_top, most, mask=mine)
-            below = tl.math.div_rn(tl.math.sqrt_rn(most), root + tl.zeros_like(w)) + small
-            now = kept - tl.math.div_rn(size * m, below)
-            start = w
-            if DECAY == _PLAIN:
-                start = kept
-            now = _towards(start, now, rate)
-            tl.store(to_w, now, mask=mine)
+                maximum = _tensor(row, 4, EVEN)
+                top = tl.load(maximum + at, mask=ok, other=0.0)
+                v = tl.where((v > top) | (v != v), v, top)
+                tl.store(maximum + at, v, mask=mine)
+            now = kept - tl.math.div_rn(size * m, tl.math.div_rn(tl.math.sqrt_rn(v), root + tl.zeros_like(w)) + small)
+            now = _towards(kept if DECAY == _PLAIN else w, now, rate)
+            tl.store(weight + at, now, mask=mine)
             w = tl.where(mine, now, w)
         squares += w * w
-    tl.store(_at(row, 7, i, tl.float64, False), tl.sum(squares.to(tl.float64), 1), mask=i < lines)
+    sums = tl.load(row + 7).to(tl.pointer_type(tl.float64))
+    tl.store(sums + i, tl.sum(squares.to(tl.float64), 1), mask=i < lines)
 
 
 def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
@@ -169,10 +159,10 @@ def _launch(
         plan = _plan(tuple(-(-n // lines) for *_, n, _, _ in fields), table.device)
         # Addresses of the weight and of all that lies as it does.
         even = all(lead % 16 == 0 and not any(p % 16 for p in where[:5]) for *where, _, _, lead in fields)
+        shape = {"LINES": lines, "OTHERS": others, "ACROSS": across, "EVEN": even, "num_warps": _WARPS}
+        run: Any = _lines[(len(plan),)]
         with torch.cuda.device_of(table):
-            _lines[(len(plan),)](
-                table, plan, *given, LINES=lines, OTHERS=others, ACROSS=across, EVEN=even, num_warps=_WARPS, **how
-            )
+            run(table, plan, *given, **shape, **how)
 
 
 @functools.lru_cache(maxsize=8)

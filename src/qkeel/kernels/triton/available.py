@@ -107,7 +107,7 @@ def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
 
 
 def adamw_kernels() -> ModuleType:
-    """Loads Triton's step of Adam and AdamW with a rate per line: `adam_lines` and `sum_lines`, as in `native.adamw`."""
+    """Loads Triton's step of Adam and AdamW with a rate per line: `adam_lines`, `sum_lines` as in `native.adamw`."""
     from qkeel.kernels.triton import adamw
 
     return adamw

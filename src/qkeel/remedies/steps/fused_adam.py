@@ -81,8 +81,8 @@ class AdamPass:
             return "a GradScaler may skip the step, which the pass for CPUs does not read"
         if not all(map(self._takes, range(len(self._weights)))):
             return (
-                "the weights are not all on one device, dense by rows or columns, or the optimizer's state is not as its "
-                "fused step makes it"
+                "the weights are not all on one device, dense by rows or columns, or the optimizer's state is not what "
+                "its fused step makes of it"
             )
         return ""
 
