@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import qkeel
-from qkeel.kernels.native.adamw import AdamTensors
 from qkeel.kernels.triton import available
 from qkeel.remedies.steps.fused_adam import refusal
 
-from ..native.test_adamw import VARIANTS, copied, made, near, options, truth
+from ..native.test_adamw import VARIANTS, any_tensors, copied, made, near, options, truth
 
 
 @pytest.fixture
@@ -43,25 +42,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(available, "takes_heads", lambda views: False)
     monkeypatch.setenv("QKEEL_NATIVE", "1")
     return found
-
-
-def any_tensors(draw: random.Random) -> tuple[AdamTensors, Any]:
-    """Weights of drawn shapes, some that lie crosswise, in a drawn state, and drawn options."""
-    top, axis = draw.random() < 0.4, draw.randrange(2)
-    sizes = [1, 3, 16, 33, 64, 80, 513]
-    shapes = [(draw.choice(sizes), draw.choice(sizes)) for _ in range(draw.randint(1, 3))]
-    t = made(*shapes, (draw.choice(sizes),), axis=axis, top=top, step=float(draw.choice([0, 1, 7, 3000])))
-    if draw.random() < 0.5:
-        names = ("weights", "gradients", "means", "variances", "maxima")
-        laid = {n: [x.T.contiguous().T if x.ndim == 2 else x for x in getattr(t, n)] for n in names}
-        t = dataclasses.replace(t, **laid)
-    decoupled = draw.random() < 0.7
-    o = options(
-        lr=10 ** draw.uniform(-5, -1), beta1=draw.choice([0.0, 0.9, 0.95]), beta2=draw.choice([0.7, 0.99, 0.999]),
-        eps=draw.choice([1e-8, 1e-3]), decay=draw.choice([0.0, 0.1, 0.5]), decoupled=decoupled,
-        plain=decoupled and draw.random() < 0.4, maximize=draw.random() < 0.3,
-    )  # fmt: skip
-    return t, o
 
 
 def check_seeds(seeds: range) -> None:
