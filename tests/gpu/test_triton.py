@@ -23,7 +23,7 @@ from qkeel.kernels.native.adamw import AdamTensors
 from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
-from qkeel.kernels.triton import adamw, available
+from qkeel.kernels.triton import adam_lines, available
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call
 from qkeel.spec.norm import NoNorm, Norm
@@ -225,9 +225,9 @@ def moved(t: AdamTensors, device: str) -> AdamTensors:
 @pytest.mark.parametrize("remedy", ["none", "qk_lr:factor=1", "lalr", "lalr:decay=plain"])
 def test_a_fused_step_taken_over_is_the_one_that_is_rescaled(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At factor 1 that is torch's own step."""
-    found, taken, theirs = [], Counter[str](), adamw._launch
+    found, taken, theirs = [], Counter[str](), adam_lines._launch
     count = lambda *given: (taken.update(["step" if given[-1]["STEP"] else "sum"]), theirs(*given))  # noqa: E731
-    monkeypatch.setattr(adamw, "_launch", count)
+    monkeypatch.setattr(adam_lines, "_launch", count)
     for native in ("1", "0"):
         monkeypatch.setenv("QKEEL_TRITON", native)
         model, optimizer = trained("none" if native == "0" and "=1" in remedy else remedy, False, "fused")

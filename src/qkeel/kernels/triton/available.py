@@ -108,6 +108,6 @@ def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
 
 def adamw_kernels() -> ModuleType:
     """Loads Triton's step of Adam and AdamW with a rate per line: `adam_lines`, `sum_lines` as in `native.adamw`."""
-    from qkeel.kernels.triton import adamw
+    from qkeel.kernels.triton import adam_lines
 
-    return adamw
+    return adam_lines

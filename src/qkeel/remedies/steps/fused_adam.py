@@ -72,13 +72,15 @@ class AdamPass:
         why = refusal(self._optimizer, self._weights)
         if why:
             return why
-        if self._weights[0].device != self._rates.device:
-            self._move(self._weights[0].device)
-        self._kernels = _kernels(self._rates.device)
+        device = self._weights[0].device
+        self._kernels = _kernels(device)
         if self._kernels is None:
-            return f"there is no compiled step for {self._rates.device}: it is switched off or cannot be loaded"
-        if self._kernels is adamw and any(x is not None for x in _scaler(self._optimizer)):
-            return "a GradScaler may skip the step, which the pass for CPUs does not read"
+            return f"there is no compiled step for {device}: it is switched off or cannot be loaded"
+        here = self._kernels is not adamw  # the pass for CPUs reads no GradScaler's tensors
+        if any(x is not None and not (here and x.device == device) for x in _scaler(self._optimizer)):
+            return "a GradScaler may skip the step, and what it says cannot be read here"
+        if device != self._rates.device:
+            self._move(device)
         if not all(map(self._takes, range(len(self._weights)))):
             return (
                 "the weights are not all on one device, dense by rows or columns, or the optimizer's state is not what "
@@ -96,7 +98,7 @@ class AdamPass:
     def norms(self) -> dict[int, Tensor]:
         """The Frobenius norms per head of entries whose weights have made a step, here or before a checkpoint.
 
-        Squares are those that the last step left. Of weights that were written to since they are summed anew.
+        Squares are those that the last step left. Of weights that were written to since they are summed again.
         """
         now = [_now(weight) for weight in self._weights]
         old = [k for k, w in enumerate(self._weights) if self._known[k] != now[k] and self._optimizer.state.get(w)]

@@ -28,16 +28,16 @@ from ..native.test_adamw import VARIANTS, any_tensors, copied, made, near, optio
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """CPU tensors stand for CUDA's; QKEEL_NATIVE=0 stands for QKEEL_TRITON=0. What was launched, by kind."""
-    from qkeel.kernels.triton import adamw
+    from qkeel.kernels.triton import adam_lines
 
     found: Counter[str] = Counter()
-    run = adamw._launch
+    run = adam_lines._launch
 
     def counted(rows: Any, axes: Any, given: Any, how: dict[str, Any]) -> None:
         found["step" if how["STEP"] else "sum"] += 1
         run(rows, axes, given, how)
 
-    monkeypatch.setattr(adamw, "_launch", counted)
+    monkeypatch.setattr(adam_lines, "_launch", counted)
     monkeypatch.setattr(available, "usable", lambda device: os.environ["QKEEL_NATIVE"] == "1" and available.loaded())
     monkeypatch.setattr(available, "takes_heads", lambda views: False)
     monkeypatch.setenv("QKEEL_NATIVE", "1")

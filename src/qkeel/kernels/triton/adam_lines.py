@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 
 from qkeel.kernels.native.adamw import AdamOptions, AdamTensors
 from qkeel.kernels.triton.heads import sent
+from qkeel.patching.private_operators import add_to_all
 
 _FIELDS = tl.constexpr(11)  # of a weight in the table: where it, its gradient, mean, variance, maximum, step, rates and
 # squares lie; its lines, numbers in a line, and the distance of lines, or of a line's numbers where lines are adjacent
@@ -46,6 +47,53 @@ def _towards(a, b, c):
 
 
 @triton.jit
+def _sizes(row, lr, log1, log2):
+    """The step's length over that of its direction, and the root of what the variance lacks, both of this step."""
+    t = tl.load(_tensor(row, 5, False)).to(tl.float64) + 1.0
+    # float32 would lose what 1 - βᵗ is in the first steps.
+    return (lr / (1.0 - tl.exp(t * log1))).to(tl.float32), tl.sqrt(1.0 - tl.exp(t * log2)).to(tl.float32)
+
+
+@triton.jit
+def _gradient(row, at, ok, mine, unscale, EVEN: tl.constexpr, UP: tl.constexpr, UNSCALE: tl.constexpr):
+    start = _tensor(row, 1, EVEN)
+    g = tl.load(start + at, mask=ok, other=0.0)
+    if UNSCALE:
+        g = tl.math.div_rn(g, tl.load(unscale) + tl.zeros_like(g))
+        tl.store(start + at, g, mask=mine)
+    if UP:
+        g = -g
+    return g
+
+
+@triton.jit
+def _stepped(
+    w, g, row, at, ok, mine, rate, size, root, drop, coupled, toward, beta2, grown, small,
+    EVEN: tl.constexpr, DECAY: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    """The new weights of some lines; their state is moved on."""
+    mean, variance = _tensor(row, 2, EVEN), _tensor(row, 3, EVEN)
+    m = tl.load(mean + at, mask=ok, other=0.0)
+    v = tl.load(variance + at, mask=ok, other=0.0)
+    if DECAY == _COUPLED:
+        g += w * coupled
+    kept = w
+    if DECAY >= _SCALED:
+        kept = tl.fma(tl.zeros_like(w) - drop, w, w)
+    m = m + toward * (g - m)
+    v = beta2 * v + (grown * g) * g
+    tl.store(mean + at, m, mask=mine)
+    tl.store(variance + at, v, mask=mine)
+    if TOP:
+        maximum = _tensor(row, 4, EVEN)
+        top = tl.load(maximum + at, mask=ok, other=0.0)
+        v = tl.where((v > top) | (v != v), v, top)
+        tl.store(maximum + at, v, mask=mine)
+    now = kept - tl.math.div_rn(size * m, tl.math.div_rn(tl.math.sqrt_rn(v), root + tl.zeros_like(w)) + small)
+    return _towards(kept if DECAY == _PLAIN else w, now, rate)
+
+
+@triton.jit
 def _lines(
     table, plan, unscale, found, lr, drop, coupled, toward, beta2, grown, small, log1, log2,
     LINES: tl.constexpr, OTHERS: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr, STEP: tl.constexpr,
@@ -57,56 +105,24 @@ def _lines(
     lines, others, lead = tl.load(row + 8).to(tl.int32), tl.load(row + 9).to(tl.int32), tl.load(row + 10)
     if EVEN:  # 16 bytes at a time
         lead = tl.multiple_of(lead, 16)
-        if ACROSS:
-            lines = tl.multiple_of(lines, 16)
-        else:
-            others = tl.multiple_of(others, 16)
+        lines, others = tl.multiple_of(lines, 16 if ACROSS else 1), tl.multiple_of(others, 1 if ACROSS else 16)
     i = tl.load(own + 1) * LINES + tl.arange(0, LINES)
     weight, squares = _tensor(row, 0, EVEN), tl.zeros([LINES, OTHERS], tl.float32)
-    rate, size, root = 0.0, 0.0, 0.0
-    if STEP:
-        rate = tl.load(_tensor(row, 6, False) + i, mask=i < lines, other=0.0)[:, None]
-        t = tl.load(_tensor(row, 5, False)).to(tl.float64) + 1.0
-        # float32 would lose what 1 - βᵗ is in the first steps.
-        size = (lr / (1.0 - tl.exp(t * log1))).to(tl.float32)
-        root = tl.sqrt(1.0 - tl.exp(t * log2)).to(tl.float32)
+    size, root = _sizes(row, lr, log1, log2) if STEP else (0.0, 0.0)
+    rate = tl.load(_tensor(row, 6, False) + i, mask=i < lines, other=0.0)[:, None] if STEP else 0.0
     for first in range(0, others, OTHERS):
         j = first + tl.arange(0, OTHERS)
         ok = (i < lines)[:, None] & (j < others)[None, :]
-        if ACROSS:
-            at = i[:, None] + j.to(tl.int64)[None, :] * lead
-        else:
-            at = i.to(tl.int64)[:, None] * lead + j[None, :]
+        at = i[:, None] + j.to(tl.int64)[None, :] * lead if ACROSS else i.to(tl.int64)[:, None] * lead + j[None, :]
         w = tl.load(weight + at, mask=ok, other=0.0)
         if STEP:
             mine = ok
             if SKIPS:
                 mine = ok & (tl.zeros([LINES, OTHERS], tl.float32) + tl.load(found) != 1.0)
-            gradient, mean, variance = _tensor(row, 1, EVEN), _tensor(row, 2, EVEN), _tensor(row, 3, EVEN)
-            g = tl.load(gradient + at, mask=ok, other=0.0)
-            m = tl.load(mean + at, mask=ok, other=0.0)
-            v = tl.load(variance + at, mask=ok, other=0.0)
-            if UNSCALE:
-                g = tl.math.div_rn(g, tl.load(unscale) + tl.zeros_like(g))
-                tl.store(gradient + at, g, mask=mine)
-            if UP:
-                g = -g
-            if DECAY == _COUPLED:
-                g += w * coupled
-            kept = w
-            if DECAY >= _SCALED:
-                kept = tl.fma(tl.zeros_like(w) - drop, w, w)
-            m = m + toward * (g - m)
-            v = beta2 * v + (grown * g) * g
-            tl.store(mean + at, m, mask=mine)
-            tl.store(variance + at, v, mask=mine)
-            if TOP:
-                maximum = _tensor(row, 4, EVEN)
-                top = tl.load(maximum + at, mask=ok, other=0.0)
-                v = tl.where((v > top) | (v != v), v, top)
-                tl.store(maximum + at, v, mask=mine)
-            now = kept - tl.math.div_rn(size * m, tl.math.div_rn(tl.math.sqrt_rn(v), root + tl.zeros_like(w)) + small)
-            now = _towards(kept if DECAY == _PLAIN else w, now, rate)
+            g = _gradient(row, at, ok, mine, unscale, EVEN, UP, UNSCALE)
+            now = _stepped(
+                w, g, row, at, ok, mine, rate, size, root, drop, coupled, toward, beta2, grown, small, EVEN, DECAY, TOP
+            )
             tl.store(weight + at, now, mask=mine)
             w = tl.where(mine, now, w)
         squares += w * w
@@ -133,7 +149,7 @@ def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
     nothing = t.steps[0]  # in the place of a tensor that is not read
     read = [nothing if x is None else x for x in (t.grad_scale, t.found_inf)]
     _launch(list(zip(*given, strict=True)), t.axes, (*read, *numbers), {**how, "STEP": True})
-    torch._foreach_add_(list(t.steps), 1.0 if t.found_inf is None else 1.0 - t.found_inf.reshape(()))
+    add_to_all(list(t.steps), 1.0 if t.found_inf is None else 1.0 - t.found_inf.reshape(()))
     increment_version([*t.weights, *t.means, *t.variances, *t.maxima, *(t.gradients if how["UNSCALE"] else ())])
 
 
