@@ -33,7 +33,7 @@ _NONE, _COUPLED, _SCALED, _PLAIN = (tl.constexpr(i) for i in range(4))
 
 @triton.jit
 def _tensor(row, field, EVEN):
-    """Where one of a weight's tensors begins."""
+    """Returns where one of a weight's tensors begins."""
     start = tl.load(row + field).to(tl.pointer_type(tl.float32))
     if EVEN:
         start = tl.multiple_of(start, 16)
@@ -42,7 +42,7 @@ def _tensor(row, field, EVEN):
 
 @triton.jit
 def _towards(a, b, c):
-    """a + c · (b - a), from the nearer end, as torch.lerp has it: exactly b at c = 1."""
+    """Returns a + c · (b - a), from the nearer end, as torch.lerp has it: exactly b at c = 1."""
     return tl.where(c == 1.0, b, tl.where(c < 0.5, a + c * (b - a), b - (b - a) * (1.0 - c)))
 
 

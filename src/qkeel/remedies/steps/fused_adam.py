@@ -68,7 +68,7 @@ class AdamPass:
         self._states: list[dict[str, Any] | None] = [None] * len(self._weights)
 
     def refusal(self) -> str:
-        """Why the pass cannot take the coming step; "" if it can."""
+        """Returns why the pass cannot take the coming step; "" if it can."""
         why = refusal(self._optimizer, self._weights)
         if why:
             return why
@@ -167,8 +167,8 @@ class AdamPass:
 
 
 def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
-    """Why a step of these weights is not taken over by a compiled pass, as far as optimizer and weights tell; "" if
-    nothing speaks against it.
+    """Returns why a step of these weights is not taken over by a compiled pass, as far as optimizer and weights tell;
+    "" if nothing speaks against it.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> refusal(torch.optim.AdamW([weight]), [weight])
@@ -192,14 +192,14 @@ def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    """What steps weights of a device: Triton's kernels, the compiled ones of a CPU, or nothing."""
+    """Returns what steps weights of a device: Triton's kernels, the compiled ones of a CPU, or nothing."""
     if available.usable(device):
         return available.adamw_kernels()
     return adamw if device.type == "cpu" and adamw.ready() else None
 
 
 def _scaler(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
-    """What a GradScaler gives a fused optimizer for its step: the scale of gradients, and whether one is infinite."""
+    """Returns what a GradScaler gives a fused optimizer: the scale of gradients, and whether one is infinite."""
     kept = vars(optimizer)
     return kept.get("grad_scale"), kept.get("found_inf")
 
