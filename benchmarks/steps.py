@@ -81,6 +81,9 @@ def optimizer_cases(layers: int, heads: int, dim: int, device: str) -> Cases:
     return {
         BASE: adamw_step(*sizes, "none", device, fused=True),
         "AdamW, fused + lalr": adamw_step(*sizes, "lalr", device, fused=True),
+        "AdamW, capturable + lalr, copied and rescaled": adamw_step(
+            *sizes, "lalr", device, fused=True, capturable=True
+        ),
         "AdamW, fused + lalr, torch's lists": by_lists(*sizes, "lalr", device),
         "AdamW, fused + lalr (plain decay)": adamw_step(*sizes, "lalr:decay=plain", device, fused=True),
     }

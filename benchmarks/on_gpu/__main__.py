@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import about
-from benchmarks.on_gpu.machine import MODEL_OF_1B, MODEL_OF_100M
+from benchmarks.on_gpu.machine import COMPILED_MODEL, MODEL_OF_1B, MODEL_OF_100M
 
 TESTS = ("pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "--confcutdir", "tests/gpu", "--tb=short")
 # Nearly all of their time is Triton's compiler, on one core each.
@@ -50,13 +50,14 @@ class Section:
 # Ten minutes in all. What says whether the rest can be trusted comes first.
 SECTIONS = (
     Section("machine", 30, ("benchmarks.on_gpu.machine",)),
-    Section("tests of attention", 60, (*TESTS, "tests/gpu/test_cuda.py"), benchmark=False),
-    Section("tests of kernels", 130, (*TESTS, "tests/gpu/test_triton.py"), benchmark=False),
-    Section(NORM, 100, ("benchmarks.on_gpu.kernels", "--only", "norm")),
-    Section("statistics", 70, ("benchmarks.on_gpu.kernels", "--only", "statistics")),
+    Section("tests of attention", 55, (*TESTS, "tests/gpu/test_cuda.py"), benchmark=False),
+    Section("tests of kernels", 120, (*TESTS, "tests/gpu/test_triton.py"), benchmark=False),
+    Section(NORM, 85, ("benchmarks.on_gpu.kernels", "--only", "norm")),
+    Section("statistics", 60, ("benchmarks.on_gpu.kernels", "--only", "statistics")),
     Section("weights", 60, ("benchmarks.on_gpu.kernels", "--only", "weights")),
-    Section(MODEL_OF_100M, 80, ("benchmarks.on_gpu.watched",)),
-    Section(MODEL_OF_1B, 70, ("benchmarks.on_gpu.watched", "--large")),
+    Section(MODEL_OF_100M, 70, ("benchmarks.on_gpu.watched",)),
+    Section(MODEL_OF_1B, 60, ("benchmarks.on_gpu.watched", "--large")),
+    Section(COMPILED_MODEL, 60, ("benchmarks.on_gpu.watched", "--compiled")),
 )
 
 
@@ -91,12 +92,22 @@ GOALS = (
         "logsumexp handed out, of attention", "statistics", "logsumexp", "the same, bracket from its logsumexp", 1.005
     ),
     Goal("lalr, of fused AdamW", "weights", "optimizer step", "AdamW, fused + lalr", 1.03),
+    Goal(
+        "AdamW with a rate per line, of torch's", "weights", "AdamW of query and key", "a rate per line, Triton", 1.03
+    ),
     *(
         Goal(f"{told}, {model}", model, "ten training steps", case, most)
         for model in (MODEL_OF_100M, MODEL_OF_1B)
         for told, case, most in (
             ("between measured steps", "between measured steps", 1.005),
             ("watched every 10th step", "everything, every 10th step", 1.02),
+        )
+    ),
+    *(
+        Goal(f"{told}, compiled, 100M", COMPILED_MODEL, "ten training steps", case, 1.02)
+        for told, case in (
+            ("every 10th step", "everything, every 10th step"),
+            ("the same by stats=entropy", "largest logits and entropies, every 10th step"),
         )
     ),
     Goal(

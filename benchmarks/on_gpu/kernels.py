@@ -1,12 +1,13 @@
 """What the GPU kernels take, as ratios to what cannot be avoided: a section of `make gpu`.
 
-`python -m benchmarks.on_gpu.kernels` has five tables, interleaved, CUDA events, the L2 cache overwritten before every
+`python -m benchmarks.on_gpu.kernels` has six tables, interleaved, CUDA events, the L2 cache overwritten before every
 call; --only norm, statistics or weights leaves the others out:
 
 - norm and rotation of q and k against a copy of both (forward) and against five passes over them (with backward);
 - statistics against the attention forward they belong to;
 - the bracket from the logsumexp against attention forward and backward;
 - heads of weights copied with their norms, interpolated and scaled against a copy of them;
+- a step of AdamW with a rate for each row of those weights against torch's fused one;
 - lalr and qk_clip against the fused AdamW step.
 
 --toy with --device cpu and TRITON_INTERPRET=1 only shows that it runs: nothing it prints then says anything of a GPU.
@@ -27,6 +28,7 @@ from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels import prepare
+from qkeel.kernels.native.adamw import AdamOptions, AdamTensors
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.triton import available, norm_rope, norm_rope_two
 from qkeel.kernels.triton import sampled as sampled_kernels
@@ -164,6 +166,31 @@ def heads_cases(sizes: Sizes, device: str) -> Cases:
     }
 
 
+def adam_cases(sizes: Sizes, device: str) -> Cases:
+    """Returns AdamW of the query and key weights of all layers: torch's fused step, and ours with a rate per row."""
+    rows = [n * sizes.head_dim for _ in range(sizes.layers) for n in (sizes.heads, sizes.key_heads)]
+    weights, gradients, means, variances = ([torch.rand(n, sizes.dim, device=device) for n in rows] for _ in range(4))
+    tensors = AdamTensors(
+        weights=weights,
+        gradients=gradients,
+        means=means,
+        variances=variances,
+        maxima=[],
+        steps=[torch.ones((), device=device) for _ in rows],
+        rates=[torch.ones(n, device=device) for n in rows],
+        squares=[torch.zeros(n, dtype=torch.float64, device=device) for n in rows],
+        axes=[0] * len(rows),
+    )
+    usual = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "maximize": False}
+    lists = weights, gradients, means, variances, [], tensors.steps
+    options, kernels = AdamOptions(**usual, decay=0.1, decoupled=True), available.adamw_kernels()
+    return {
+        "AdamW, fused": lambda: torch._fused_adamw_(*lists, **usual, weight_decay=0.1, amsgrad=False),
+        "a rate per line, Triton": lambda: kernels.adam_lines(tensors, options),
+        "squares alone, Triton": lambda: kernels.sum_lines(weights, tensors.squares, tensors.axes),
+    }
+
+
 def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases]:
     """The tables of one part: "norm", "statistics" or "weights"."""
     shape = f"{sizes.heads} + {sizes.key_heads} heads, d {sizes.head_dim}, {sizes.tokens} tokens, {sizes.dtype}"
@@ -181,6 +208,7 @@ def found(bench: Bench, sizes: Sizes, device: str, part: str) -> dict[str, Cases
         return {f"statistics; {shape}": forward, f"logsumexp only; {shape}": both}
     return {
         f"heads of weights, float32; {weights}": heads_cases(sizes, device),
+        f"AdamW of query and key weights; {weights}": adam_cases(sizes, device),
         f"optimizer step; {model}": optimizer_cases(*size, device),
         f"qk_clip next to the step; {model}": clip_cases(*size, device),
     }

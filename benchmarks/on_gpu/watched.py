@@ -1,8 +1,9 @@
 """What watching costs a training run on a GPU: time, launches, waits, memory, and whether its losses stay the same.
 
-`python -m benchmarks.on_gpu.watched` trains a model of 100 million weights, --large one of a billion, written without
-qkeel: bfloat16 by autocast, AdamW fused, random bytes. Ten training steps are a case, so that one of them is measured
-where every 10th is. Launches and waits are those of the CUDA runtime in one step, by torch's profiler.
+`python -m benchmarks.on_gpu.watched` trains a model of 100 million weights, --large one of a billion, --compiled the
+first with its blocks under torch.compile. They are written without qkeel: bfloat16 by autocast, AdamW fused, random
+bytes. Ten training steps are a case, so that one of them is measured where every 10th is. Launches and waits are those
+of the CUDA runtime in one step, by torch's profiler.
 """
 
 from __future__ import annotations
@@ -52,15 +53,19 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "everything, at every step": {},
     "largest logits and entropies, at every step": {"stats": "entropy"},
 }
+EAGER = "nobody watches, not compiled"
+COMPILED = (OFF, "everything, every 10th step", "largest logits and entropies, every 10th step")
 FEW = (OFF, "between measured steps", "everything, every 10th step")  # a billion weights are 16 GB a case
 
 
 def trained(
-    size: Size, device: str, how: dict[str, Any] | None, remedy: str = "none"
+    size: Size, device: str, how: dict[str, Any] | None, remedy: str = "none", compiled: bool = False
 ) -> tuple[Step, Callable[[], None]]:
     """A function that makes one training step and returns its loss, and what ends the watching."""
     torch.manual_seed(0)
     model = GPT(size.dim, size.layers).to(device)
+    for block in model.blocks if compiled else ():  # one graph for all of them
+        block.compile(backend="inductor" if device == "cuda" else "aot_eager")
     tokens = torch.randint(VOCABULARY, (size.batch, size.tokens)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     handle = qkeel.apply(remedy, model, optimizer, example=tokens)
@@ -104,12 +109,12 @@ def counted(step: Step, device: str) -> tuple[dict[str, int], dict[str, float]]:
     return numbers, {event.key[:80]: event.self_device_time_total / 1e3 for event in kernels}
 
 
-def losses(size: Size, device: str, how: dict[str, Any] | None) -> Tensor:
+def losses(size: Size, device: str, how: dict[str, Any] | None, compiled: bool) -> Tensor:
     """The losses of a short run by deterministic algorithms."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        step, end = trained(size, device, how)
+        step, end = trained(size, device, how, compiled=compiled)
         found = torch.stack([step() for _ in range(EQUAL_STEPS)])
         end()
         return found.cpu()
@@ -135,14 +140,17 @@ def memory(size: Size, device: str, ways: Sequence[str]) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints, and writes after each table."""
-    flags = {**DEVICE, "--large": {"action": "store_true", "help": "a billion weights"}}
+    flags: dict[str, dict[str, Any]] = {**DEVICE, "--large": {"action": "store_true", "help": "a billion weights"}}
+    flags["--compiled"] = {"action": "store_true", "help": "its blocks under torch.compile"}
     bench = Bench("on_gpu.watched", __doc__, arguments, rounds=7, writes=True, flags=flags)
-    device, large = bench.options.device, bench.options.large
-    size, ways = LARGE if large else SMALL, FEW if large else tuple(WAYS)
+    device, large, compiled = bench.options.device, bench.options.large, bench.options.compiled
+    size, ways = LARGE if large else SMALL, FEW if large else COMPILED if compiled else tuple(WAYS)
     size = TOY if bench.toy else size
     told = f"{size.layers} layers, width {size.dim}, {size.batch} × {size.tokens} tokens"
-    made = {name: trained(size, device, WAYS[name])[0] for name in ways}
-    if not large:
+    made = {name: trained(size, device, WAYS[name], compiled=compiled)[0] for name in ways}
+    if compiled:
+        made[EAGER] = trained(size, device, None)[0]
+    elif not large:
         made["qk_clip, threshold 100"] = trained(size, device, None, "qk_clip:threshold=100")[0]
     cases = {name: ten(step) for name, step in made.items()}
     bench.table(f"ten training steps; {told}", cases, warmup=2, clock=Clock(device))
@@ -155,10 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.clear()
     cases.clear()
     write(bench, "watched")
-    bench.numbers("MiB at the most in ten steps", memory(size, device, ways))
+    if not compiled:
+        bench.numbers("MiB at the most in ten steps", memory(size, device, ways))
     if not large:
-        plain = losses(size, device, None)
-        same = {name: float(torch.equal(plain, losses(size, device, WAYS[name]))) for name in ways}
+        plain = losses(size, device, None, compiled)
+        same = {name: float(torch.equal(plain, losses(size, device, WAYS[name], compiled))) for name in ways}
         bench.numbers(f"losses of {EQUAL_STEPS} steps are the same bits (1) or not (0)", same)
     write(bench, "watched")
 

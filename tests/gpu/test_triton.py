@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from benchmarks import flex_maxima
+from kernels.native.test_adamw import LISTS, any_tensors, near, truth
 from kernels.native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, given, torchs
 from kernels.native.test_norm_rope import run as run_on_cpu
 from kernels.triton_kernels import test_heads
@@ -15,10 +19,11 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.kernels import encode
 from qkeel.kernels.encode import encoded
+from qkeel.kernels.native.adamw import AdamTensors
 from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
-from qkeel.kernels.triton import available
+from qkeel.kernels.triton import adam_lines, available
 from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, RMSNorm, Rope, SlidingWindow, Softcap
 from qkeel.spec.call import make_call
 from qkeel.spec.norm import NoNorm, Norm
@@ -184,10 +189,10 @@ def test_a_step_by_the_kernels_is_the_step_by_torchs_operators(remedy: str, monk
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def trained(remedy: str, capturable: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(remedy: str, capturable: bool, kind: str = "foreach") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(*(qkeel.nn.Attention(64, 4, 2) for _ in range(2))).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True, capturable=capturable)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=capturable, **{kind: True})
     qkeel.apply(remedy, model, optimizer)
     x = torch.randn(2, 9, 64, device=DEVICE)
     for _ in range(2):
@@ -197,6 +202,68 @@ def trained(remedy: str, capturable: bool) -> tuple[nn.Module, torch.optim.Optim
     optimizer.zero_grad()
     model(x).square().sum().backward()
     return model, optimizer
+
+
+def test_a_step_of_adam_with_a_rate_per_line_is_the_formula_and_leaves_its_squares() -> None:
+    kernels = available.adamw_kernels()
+    for seed in range(60):
+        torch.manual_seed(seed)
+        t, o = any_tensors(random.Random(seed))
+        there = moved(t, DEVICE)
+        expected = truth(t, o)
+        kernels.adam_lines(there, o)
+        near(moved(there, "cpu"), expected, 2e-6)
+        left = [x.clone() for x in there.squares]
+        kernels.sum_lines(there.weights, there.squares, there.axes)
+        assert all(map(torch.equal, left, there.squares)), seed
+
+
+def moved(t: AdamTensors, device: str) -> AdamTensors:
+    return dataclasses.replace(t, **{name: [x.to(device) for x in getattr(t, name)] for name in LISTS})
+
+
+@pytest.mark.parametrize("remedy", ["none", "qk_lr:factor=1", "lalr", "lalr:decay=plain"])
+def test_a_fused_step_taken_over_is_the_one_that_is_rescaled(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At factor 1 that is torch's own step."""
+    found, taken, theirs = [], Counter[str](), adam_lines._launch
+    count = lambda *given: (taken.update(["step" if given[-1]["STEP"] else "sum"]), theirs(*given))  # noqa: E731
+    monkeypatch.setattr(adam_lines, "_launch", count)
+    for native in ("1", "0"):
+        monkeypatch.setenv("QKEEL_TRITON", native)
+        model, optimizer = trained("none" if native == "0" and "=1" in remedy else remedy, False, "fused")
+        optimizer.step()
+        found.append([*model.parameters(), *(x for s in optimizer.state.values() for x in s.values())])
+    assert taken == ({} if remedy == "none" else {"step": 3})
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradscaler_skips_and_unscales_a_step_that_is_taken_over() -> None:
+    found = []
+    for remedy in ("qk_lr:factor=1", "none"):
+        model, optimizer = trained(remedy, False, "fused")
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+        for infinite in (True, False, False):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 9, 64, device=DEVICE)).square().sum()).backward()
+            if infinite:
+                model[0].v_proj.weight.grad[0, 0] = torch.inf  # type: ignore[index,union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([*model.parameters(), *(s["step"] for s in optimizer.state.values())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("remedy", ["lalr", "lalr:decay=plain", "qk_lr"])
+def test_a_step_that_is_taken_over_never_makes_the_host_wait(remedy: str) -> None:
+    _, optimizer = trained(remedy, False, "fused")
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("remedy", STEPPED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import resource
 import shutil
 from collections.abc import Iterator
@@ -85,6 +86,25 @@ def near(ours: AdamTensors, other: AdamTensors, tolerance: float) -> None:
             torch.testing.assert_close(
                 mine.double(), theirs.double(), rtol=tolerance, atol=tolerance * float(theirs.abs().max())
             )
+
+
+def any_tensors(draw: random.Random) -> tuple[AdamTensors, Any]:
+    """Weights of drawn shapes, some that lie crosswise, in a drawn state, and drawn options."""
+    top, axis = draw.random() < 0.4, draw.randrange(2)
+    sizes = [1, 3, 16, 33, 64, 80, 513]
+    shapes = [(draw.choice(sizes), draw.choice(sizes)) for _ in range(draw.randint(1, 3))]
+    t = made(*shapes, (draw.choice(sizes),), axis=axis, top=top, step=float(draw.choice([0, 1, 7, 3000])))
+    if draw.random() < 0.5:
+        names = ("weights", "gradients", "means", "variances", "maxima")
+        laid = {n: [x.T.contiguous().T if x.ndim == 2 else x for x in getattr(t, n)] for n in names}
+        t = dataclasses.replace(t, **laid)
+    decoupled = draw.random() < 0.7
+    o = options(
+        lr=10 ** draw.uniform(-5, -1), beta1=draw.choice([0.0, 0.9, 0.95]), beta2=draw.choice([0.7, 0.99, 0.999]),
+        eps=draw.choice([1e-8, 1e-3]), decay=draw.choice([0.0, 0.1, 0.5]), decoupled=decoupled,
+        plain=decoupled and draw.random() < 0.4, maximize=draw.random() < 0.3,
+    )  # fmt: skip
+    return t, o
 
 
 @pytest.mark.parametrize(("kind", "more"), VARIANTS, ids=str)

@@ -12,13 +12,29 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas  # of several that it brings, the one that it takes itself
 from triton.compiler import ASTSource
 
-from qkeel.kernels.triton import heads, norm_rope, norm_rope_two, sampled, statistics
+from qkeel.kernels.triton import adam_lines, heads, norm_rope, norm_rope_two, sampled, statistics
 
 FLOATS = ("inverse", "gain", "cos", "sin", "parts", "largest", "smallest", "lse", "entropy")
-FLOATS = (*FLOATS, "numbers", "bars", "tops", "lows", "ends", "old", "sums", "norms", "factors", "keeps", "grams")
+FLOATS = (
+    *FLOATS,
+    "numbers",
+    "bars",
+    "tops",
+    "lows",
+    "ends",
+    "old",
+    "sums",
+    "norms",
+    "factors",
+    "keeps",
+    "grams",
+    "unscale",
+    "found",
+)
 STORED = ("x", "y", "dy", "kept", "dx", "q", "k")
 WHOLE = {
     "weights": "*i64",
+    "table": "*i64",
     "plan": "*i32",
     "starts": "*i32",
     "keys": "*u8",
@@ -27,6 +43,21 @@ WHOLE = {
     "counts": "*i64",
     "picked": "*i32",
 }
+NUMBERS = (
+    "eps",
+    "scale",
+    "cap",
+    "widest",
+    "lr",
+    "drop",
+    "coupled",
+    "toward",
+    "beta2",
+    "grown",
+    "small",
+    "log1",
+    "log2",
+)
 HEAD = {"D": 128, "HALF": 64, "WIDE": 64, "TAIL": 1, "HEADS": 16, "TOKENS": 1, "STEP": 1, "WHOLE": False}
 PART = {"D": 64, "HALF": 8, "WIDE": 8, "TAIL": 64, "HEADS": 16, "TOKENS": 2, "STEP": 2, "WHOLE": False}
 TOKEN = {**HEAD, "HEADS": 64, "WHOLE": True}
@@ -47,6 +78,8 @@ SEEN = {
 ALL = {"TYPE": heads.tl.float32, "BLOCK": heads._BLOCK, "EVEN": True}
 GRAM = {"TYPE": heads.tl.float32, "R": 128, "TILE": 64, "DEPTH": heads._DEPTH}
 APART = {"EVEN": False, "BLOCK": heads._BLOCK_APART}
+ADAM = {"STEP": True, "DECAY": 2, **dict.fromkeys(("TOP", "UP", "UNSCALE", "SKIPS"), False)}
+ROWS, COLUMNS = ({"LINES": n, "OTHERS": m, "ACROSS": a, "EVEN": True} for a, (n, m) in adam_lines._TILE.items())
 EXTREME = {"COUNTED": False, "BARS": False}
 ONES = ("heads", "times", "outer", "blocks", "groups", "each", "share", "length", "tiles")
 
@@ -87,6 +120,11 @@ CASES: list[tuple[str, Any, dict[str, Any], int]] = [
     ("heads moved", heads._move, {**ALL, "KEEPS": True}, 8),
     ("heads in columns moved", heads._move, {**ALL, "KEEPS": False, **APART}, 8),
     ("heads scaled", heads._scale, ALL, 8),
+    ("a step of rows", adam_lines._lines, {**ADAM, **ROWS}, 8),
+    ("a step of columns", adam_lines._lines, {**ADAM, **COLUMNS}, 8),
+    ("a step of rows with every option", adam_lines._lines, {**dict.fromkeys(ADAM, True), **ROWS, "DECAY": 3}, 8),
+    ("a step of columns that lie apart", adam_lines._lines, {**ADAM, **COLUMNS, "EVEN": False}, 8),
+    ("squares of rows", adam_lines._lines, {**dict.fromkeys(ADAM, False), **ROWS}, 8),
 ]  # fmt: skip
 
 
@@ -96,11 +134,7 @@ def made(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     for i, name in enumerate(kernel.arg_names):
         plain = re.sub("(?<=.)_[qk]$", "", name)  # of q or of k in a kernel for both
         pointer = {**WHOLE, **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(STORED, "*bf16")}.get(plain)
-        types[name] = (
-            "constexpr"
-            if name in constants
-            else pointer or ("fp32" if plain in ("eps", "scale", "cap", "widest") else "i32")
-        )
+        types[name] = "constexpr" if name in constants else pointer or ("fp32" if plain in NUMBERS else "i32")
         if pointer or re.fullmatch(r"\w_[bht]|(cos|sin)_[bt]", plain):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

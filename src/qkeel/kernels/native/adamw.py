@@ -35,7 +35,8 @@ class AdamTensors:
     """The n weights of a step, each a dense float32 matrix or vector, what torch's Adam keeps of them, and rates.
 
     `maxima` is empty without amsgrad. `rates` [lines] float32, `squares` [lines] float64: a line is a row (axis 0) or
-    a column (axis 1) of its matrix, or a number of its vector.
+    a column (axis 1) of its matrix, or a number of its vector. `grad_scale` and `found_inf` are a GradScaler's, which
+    only the kernel for GPUs reads.
     """
 
     weights: Sequence[Tensor]
@@ -47,6 +48,8 @@ class AdamTensors:
     rates: Sequence[Tensor]
     squares: Sequence[Tensor]
     axes: Sequence[int]
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
 
 def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
@@ -60,6 +63,26 @@ def adam_lines(tensors: AdamTensors, options: AdamOptions) -> None:
         *(list(x) for x in (t.weights, t.gradients, t.means, t.variances, t.maxima, t.steps, t.rates, t.squares)),
         list(t.axes), o.lr, o.beta1, o.beta2, o.eps, o.decay, o.decoupled, o.plain, o.maximize,
     )  # fmt: skip
+
+
+def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequence[int]) -> None:
+    """Writes the sums of squares of each line of weights, to the bit those that a step of them leaves: by a step of a
+    copy that leaves it as it is."""
+    none = AdamOptions(lr=0, beta1=0.9, beta2=0.9, eps=1, decay=0, decoupled=True, maximize=False)
+    for weight, own, axis in zip(weights, squares, axes):
+        means, variances, gradients = ([torch.zeros_like(weight)] for _ in range(3))
+        tensors = AdamTensors(
+            weights=[weight.clone()],
+            gradients=gradients,
+            means=means,
+            variances=variances,
+            maxima=[],
+            steps=[torch.zeros(())],
+            rates=[torch.zeros(len(own))],
+            squares=[own],
+            axes=[axis],
+        )
+        adam_lines(tensors, none)
 
 
 def scale_heads(heads: Sequence[Tensor], factors: Sequence[Tensor]) -> None:

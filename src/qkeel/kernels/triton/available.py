@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -103,3 +104,10 @@ def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
     from qkeel.kernels.triton.heads import HeadTable
 
     return HeadTable(heads)
+
+
+def adamw_kernels() -> ModuleType:
+    """Loads Triton's step of Adam and AdamW with a rate per line: `adam_lines`, `sum_lines` as in `native.adamw`."""
+    from qkeel.kernels.triton import adam_lines
+
+    return adam_lines

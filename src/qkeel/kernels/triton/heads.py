@@ -14,6 +14,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]  # not on every system
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 _BLOCK = 4096  # numbers a program takes: 16 for each of 256 threads, four loads of 16 bytes in float32
 _BLOCK_APART = 1024  # where every number has an address of its own, which takes registers
@@ -139,7 +140,7 @@ class HeadTable:
     """
 
     def __init__(self, views: Sequence[Tensor]) -> None:
-        like = views[0]
+        like, self._views = views[0], list(views)
         self._dtype, self._device = like.dtype, like.device
         even = all(map(_even, views))
         block = _BLOCK if even else _BLOCK_APART
@@ -151,7 +152,7 @@ class HeadTable:
             fields.append(places)
             heads, numbers = heads + n, numbers + n * size
         self._heads, self._numbers = heads, numbers
-        self._fields = _sent(torch.tensor(fields), like.device)
+        self._fields = sent(torch.tensor(fields), like.device)
         self._plan, self._starts = _plan(tuple((len(v), v[0].numel()) for v in views), block, like.device)
         self._programs = len(self._plan)
         self._lie = next((lie for lie, dim in ((1, 2), (2, 1)) if all(_dense(view, dim) for view in views)), 0)
@@ -190,10 +191,12 @@ class HeadTable:
     def move(self, old: Tensor, factors: Tensor, keeps: Tensor | None) -> None:
         """Does w ← old + f · (w - old), `old` a copy times `keeps` if given; heads at factor 1 are not touched."""
         self._run(_move, [old, factors, factors if keeps is None else keeps], {"KEEPS": keeps is not None})
+        increment_version(self._views)  # torch does not see a kernel's writes
 
     def scale(self, factors: Tensor) -> None:
         """Does w ← f · w; heads at factor 1 are not touched."""
         self._run(_scale, [factors], {})
+        increment_version(self._views)
 
     def _run(self, kernel: Any, tensors: Sequence[Tensor], flags: dict[str, bool]) -> None:
         self._launch(kernel, (self._programs,), [self._fields, self._plan, *tensors], {**self._how, **flags})
@@ -212,10 +215,10 @@ def _plan(sizes: tuple[tuple[int, int], ...], block: int, device: torch.device) 
     parts = [(torch.tensor([i]), torch.arange(n), torch.arange(-(-size // block))) for i, (n, size) in enumerate(sizes)]
     plan = torch.cat([torch.cartesian_prod(*part) for part in parts])
     starts = torch.cat([(plan[:, 2] == 0).nonzero().flatten(), torch.tensor([len(plan)])])
-    return _sent(plan.int(), device), _sent(starts.int(), device)
+    return sent(plan.int(), device), sent(starts.int(), device)
 
 
-def _sent(x: Tensor, device: torch.device) -> Tensor:
+def sent(x: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, without waiting for it."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -15,7 +16,7 @@ from qkeel import dist
 from qkeel.handle import Handle, compose
 from qkeel.patching.optimizer_hooks import before_change, go_first
 from qkeel.remedies.base import Target
-from qkeel.remedies.steps.fused_adam import AdamPass
+from qkeel.remedies.steps.fused_adam import AdamPass, refusal
 from qkeel.remedies.steps.head_groups import HeadGroups, Measure, frobenius_norm, views_by_tensor
 from qkeel.remedies.steps.head_weights import HeadWeights
 from qkeel.remedies.steps.linearity import ParamGroup, check_linear
@@ -24,6 +25,7 @@ from qkeel.remedies.steps.replaced_weights import ReplacementCheck
 from qkeel.remedies.steps.sharded_weights import SplitNorms
 
 Rates = Callable[[Tensor], Tensor]
+_LOG = logging.getLogger("qkeel")
 
 
 def head_steps(
@@ -42,7 +44,8 @@ def head_steps(
     """
     optimizer = innermost(target.need_optimizer(remedy))
     tensors = check_linear(optimizer, remedy, weights, decay=decay)
-    return HeadSteps(optimizer, ReplacementCheck(target.model, remedy, weights.names), weights, tensors, measure, decay)
+    replaced = ReplacementCheck(target.model, remedy, weights.names)
+    return HeadSteps(optimizer, remedy, replaced, weights, tensors, measure, decay)
 
 
 @final
@@ -58,14 +61,17 @@ class HeadSteps:
     rows have no pattern, are measured one by one. Nothing is read back to the host. The one copy of the rows of heads
     lives only inside the step; on a CPU its memory is kept for the next.
 
-    Torch's fused Adam and AdamW on a CPU need neither copy nor rescaling: `adam` takes their step over. With
-    `frobenius_norm` it also returns the measure, so a change of a weight through `.data`, which torch does not count,
-    is noticed a step late.
+    Torch's fused Adam and AdamW, on a CPU and on a GPU, need neither copy nor rescaling: `adam` takes their step over.
+    At factor 1 it leaves torch's weight bit for bit on a CPU, and to a few roundings on a GPU. With `frobenius_norm` it
+    also returns the measure, so a change of a weight that torch does not count (through `.data`, by another fused
+    optimizer, kernel or CUDA graph) is noticed a step late. `way` says who takes the last step that began, and why; so
+    does the log "qkeel" at DEBUG.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
+        remedy: str,
         replaced: ReplacementCheck,
         weights: HeadWeights,
         tensors: Sequence[Tensor | None],
@@ -87,6 +93,7 @@ class HeadSteps:
         self._order, self._dtype = torch.empty(0, dtype=torch.int64), _widest(self._read)
         self._decay = None if decay else DecayFactors(optimizer, tensors, counts, _decay_rate)
         self._adam = AdamPass.of(optimizer, by_tensor, weights.slices, plain=not decay)
+        self._remedy, self.way = remedy, ""
         self._factors: Tensor | None = None  # of the step under way
 
     @torch.no_grad()
@@ -118,7 +125,12 @@ class HeadSteps:
 
     def _ready_adam(self) -> AdamPass | None:
         """The pass that takes the coming step over, if there is one and it can."""
-        return self._adam if self._adam is not None and self._adam.ready() else None
+        why = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
+        way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
+        if way != self.way:
+            self.way = way
+            _LOG.debug("steps of %s are %s", self._remedy, way)
+        return None if why else self._adam
 
     def _clear(self) -> None:
         """Forget the step."""
