@@ -53,7 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile what the tests will want, before one of them waits for it under its own time limit."""
     # What was imported and collected stays: to search it for rubbish again and again is a tenth of the suite's time.
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # many small models live shortly: to look for rubbish at each 700 objects finds little
+    gc.set_threshold(20_000, 10, 10)  # a look at each 700 objects of short lives finds little
     gc.enable()
     wanted = os.environ["QKEEL_NATIVE"] != "0" or any("native" in item.path.parts for item in session.items)
     if not session.items or session.config.option.collectonly or not wanted or shutil.which("c++") is None:
