@@ -25,10 +25,12 @@ import torch  # noqa: E402
 # and QKEEL_NATIVE=1 in the environment does so everywhere.
 os.environ.setdefault("QKEEL_NATIVE", "0")
 
-# Without a GPU Triton's kernels run in its interpreter; Triton looks at this when it is imported. And to seed the GPUs
-# that are not there is to write down the stack, 0.4 ms at each of the suite's seeds.
-if not torch.accelerator.is_available():
+# Without a GPU Triton's kernels run in its interpreter; Triton looks at this when it is imported.
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# To seed devices that are not there does nothing but write down the stack, 0.4 ms at each of the suite's seeds.
+if not torch.accelerator.is_available():
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         devices.manual_seed_all = lambda seed: None
 
