@@ -1,67 +1,15 @@
-"""Shared by every test: shapes and types checked at run time, one thread, no leaking defaults."""
+"""Shared by every test, in the processes that run them: see each_test."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import shutil
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import importlib
 
 import pytest
-import run_time_types
-
-# Before the first import of qkeel: every annotated formula checks shapes and dtypes of what goes in and out.
-# Compile tests run in processes of their own, which do not load this file.
-# Not what the operators are given to refuse.
-KERNELS = ("choose", "chunked", "compiled_attention", "encode", "prepare", "sdpa", "stats", "windowed")
-CHECKED = ["qkeel.functional", "qkeel.nn.mla_absorbed", "qkeel.report", *(f"qkeel.kernels.{name}" for name in KERNELS)]
-run_time_types.install(CHECKED)
-
-import torch  # noqa: E402
-
-# Tests see torch's own path, so that none waits for a compiler; tests/kernels/native turns the compiled kernels on,
-# and QKEEL_NATIVE=1 in the environment does so everywhere.
-os.environ.setdefault("QKEEL_NATIVE", "0")
-
-# Without a GPU Triton's kernels run in its interpreter; Triton looks at this when it is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-@pytest.fixture(autouse=True)
-def _same_start() -> Iterator[None]:
-    """Each test starts from the same seed and must leave the default dtype and grad mode as it found them."""
-    torch.manual_seed(0)
-    yield
-    assert torch.get_default_dtype() is torch.float32, "a test left another default dtype behind"
-    assert torch.is_grad_enabled(), "a test left gradients switched off"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)
-    gc.disable()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()  # extensions count at the end what was not taken down
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile what the tests will want, before one of them waits for it under its own time limit."""
-    # What was imported and collected stays: to search it for rubbish again and again is a tenth of the suite's time.
-    gc.freeze()
-    gc.enable()
-    wanted = os.environ["QKEEL_NATIVE"] != "0" or any("native" in item.path.parts for item in session.items)
-    if not session.items or session.config.option.collectonly or not wanted or shutil.which("c++") is None:
-        return
-    from qkeel.kernels.native import build
-
-    def compiled(name: str) -> None:
-        with contextlib.suppress(OSError, build.BuildError):  # told by the test that needs it
-            build.compiled(name)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compiled, sorted(source.stem for source in build.FOLDER.glob("*.cpp"))))
+    gc.disable()  # until all is collected
+    hands_out = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    if not hands_out:  # a process that only hands out tests needs no torch
+        config.pluginmanager.register(importlib.import_module("each_test"))

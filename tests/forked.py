@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,36 +63,79 @@ class Forked:
         Path(self._said).unlink(missing_ok=True)
 
 
-def python(
-    words: Sequence[str], folder: Path, *, environment: Mapping[str, str] | None = None, timeout: float = 300
-) -> subprocess.CompletedProcess[str]:
-    """`python words…` in a folder, without input; not for what starts processes of multiprocessing itself.
+class Python:
+    """`python words…` in a folder, without input, but for the time of the imports; a context that ends it.
 
     Args:
         words: a script and its arguments, or -m, a module and its arguments.
         folder: where it runs.
         environment: what it finds in its environment besides what the server has.
-        timeout: seconds after which it is killed.
-
-    Raises: TimeoutExpired then.
+        at_interrupt: what it was started to do at Ctrl-C, signal.SIG_IGN as in the background of a shell.
     """
-    with tempfile.TemporaryDirectory() as said:
-        given = tuple(words), str(folder), dict(environment or {}), said
-        process = forkserver().Process(target=_python, args=given, daemon=True)
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            raise subprocess.TimeoutExpired(list(words), timeout)
-        out, err = ((Path(said) / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err"))
-        return subprocess.CompletedProcess(list(words), process.exitcode, out, err)
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        at_interrupt: Any = signal.default_int_handler,
+    ) -> None:
+        self._words, self._said = list(words), Path(tempfile.mkdtemp())
+        given = tuple(words), str(folder), dict(environment or {}), str(self._said), at_interrupt
+        self._process = forkserver().Process(target=_python, args=given)
+        self._process.start()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+
+    def __enter__(self) -> Python:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        shutil.rmtree(self._said)
+
+    def wait_for(self, text: str, seconds: float = 120) -> None:
+        """Waits until it has printed this; an AssertionError when it has ended or this time is over before."""
+        deadline = time.monotonic() + seconds
+        while text not in self._read("out"):
+            assert self.poll() is None, self._read("err")
+            assert time.monotonic() < deadline, f"{text!r} was not printed: {self._read('out')}"
+            time.sleep(0.01)
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        return self._process.exitcode
+
+    def send_signal(self, sent: int) -> None:
+        """Sends it a signal."""
+        os.kill(self.pid, sent)
+
+    def end(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Waits for its end; TimeoutExpired after these seconds."""
+        self._process.join(timeout)
+        code, out, err = self.poll(), self._read("out"), self._read("err")
+        if code is None:
+            raise subprocess.TimeoutExpired(self._words, timeout, out, err)
+        return subprocess.CompletedProcess(self._words, code, out, err)
+
+    def _read(self, stream: str) -> str:
+        path = self._said / stream
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def python(words: Sequence[str], folder: Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """What a Python has said when it has ended; how: as of that."""
+    with Python(words, folder, **how) as process:
+        return process.end()
 
 
 def _main(module: str, words: tuple[str, ...], said: str) -> None:
     _run(("-m", module, *words), (said, said))
 
 
-def _python(words: tuple[str, ...], folder: str, environment: dict[str, str], said: str) -> None:
+def _python(words: tuple[str, ...], folder: str, environment: dict[str, str], said: str, at_interrupt: Any) -> None:
+    signal.signal(signal.SIGINT, at_interrupt)
     os.environ.update(environment)
     os.chdir(folder)
     sys.path.insert(0, folder)

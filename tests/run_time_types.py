@@ -44,9 +44,9 @@ def checked(made: Any) -> Any:
 
     @functools.wraps(made)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given: object = tuple([_kind(x) for x in args])
+        given: object = tuple(map(_kind, args))
         if kwargs:
-            given = (given, *kwargs, *[_kind(x) for x in kwargs.values()])
+            given = (given, *kwargs, *map(_kind, kwargs.values()))
         outcomes = passed.get(given)
         if outcomes is None:
             out = checks(made, args, kwargs)
@@ -90,6 +90,7 @@ class _Checks:
             del self._calls.under_way[depth:]
 
 
+_NUMBERS = {int}
 _ALIKE = {int, float}  # types whose values a check does not tell apart
 
 
@@ -100,12 +101,13 @@ def _kind(x: Any) -> object:
     if kind in _ALIKE:
         return kind
     if isinstance(x, (torch.Tensor, np.ndarray)):
-        known = all(type(size) is int for size in x.shape)  # those of a compiler's graph are not
-        return (kind, x.dtype, x.shape) if known else object()
+        shape = x.shape
+        known = {*map(type, shape)} <= _NUMBERS  # those of a compiler's graph are not
+        return (kind, x.dtype, shape) if known else object()
     if x is None or kind in (bool, str) or isinstance(x, type):  # literals, and classes by name
         return kind, x
     if kind is tuple:
-        return kind, *[_kind(y) for y in x]
+        return kind, *map(_kind, x)
     if kind in (list, dict):
         kinds = {_kind(y) for y in (x.items() if kind is dict else x)}
         return (kind, *kinds) if len(kinds) < 2 else object()

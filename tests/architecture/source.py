@@ -62,6 +62,15 @@ def all_functions() -> dict[str, Function]:
     return {f"{name}.{own}": node for name, (_, tree) in MODULES.items() for own, node in functions(tree)}
 
 
+@functools.cache
+def classes() -> dict[str, list[ast.ClassDef]]:
+    """The classes of all modules by name."""
+    found: dict[str, list[ast.ClassDef]] = {}
+    for cls in (node for _, tree in MODULES.values() for node in tree.body if isinstance(node, ast.ClassDef)):
+        found.setdefault(cls.name, []).append(cls)
+    return found
+
+
 def imports(tree: ast.AST, own: str) -> set[str]:
     """Modules of qkeel that a module imports, absolute names."""
     found = set()

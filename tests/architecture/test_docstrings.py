@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import re
 
 from . import limits
-from .source import MODULES, ROOT, Documented, is_overload, listed, place, public_functions
+from .source import MODULES, ROOT, Documented, classes, is_overload, listed, place, public_functions
 
 QUESTIONS = ("How", "What", "When", "Where", "Whether", "Which", "Who", "Whom", "Whose", "Why", "That")
 
@@ -43,15 +42,6 @@ def documented_in_bases(node: ast.ClassDef) -> set[str]:
     for cls in (cls for name in names for cls in classes().get(name, ())):
         found |= {m.name for m in cls.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)}
         found |= documented_in_bases(cls)
-    return found
-
-
-@functools.cache
-def classes() -> dict[str, list[ast.ClassDef]]:
-    """The classes of all modules by name."""
-    found: dict[str, list[ast.ClassDef]] = {}
-    for cls in (node for _, tree in MODULES.values() for node in tree.body if isinstance(node, ast.ClassDef)):
-        found.setdefault(cls.name, []).append(cls)
     return found
 
 

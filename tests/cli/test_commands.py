@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests import forked
 
 import qkeel
 from qkeel.cli.app import COMPLETIONS, main, make_app
@@ -357,24 +357,15 @@ def test_a_failed_run_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "s" / "report.html").exists()
 
 
-def listening(command: list[str], signalled: object = signal.default_int_handler) -> subprocess.Popen[str]:
-    """A command that hears Ctrl-C, also where these tests run in the background of a shell and ignore it."""
-    heard = functools.partial(signal.signal, signal.SIGINT, signalled)  # type: ignore[arg-type]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, preexec_fn=heard, **pipes)  # type: ignore[call-overload]
-
-
 def test_a_run_that_is_started_with_ctrl_c_ignored_ignores_it(tmp_path: Path) -> None:
     # `nohup qkeel run &`: a Ctrl-C for the shell's next command is not for this one.
     longer = ["30" if word == "4" else word for word in TINY]
-    process = listening([sys.executable, "-m", "qkeel", "run", *longer, "--out", str(tmp_path / "r")], signal.SIG_IGN)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step  2 "):
-            process.send_signal(signal.SIGINT)
-            break
-    assert process.communicate(timeout=120)[1] == ""
-    assert process.returncode == 0
+    words = ["-m", "qkeel", "run", *longer, "--out", str(tmp_path / "r")]
+    with forked.Python(words, tmp_path, at_interrupt=signal.SIG_IGN) as process:
+        process.wait_for("step  2 ")
+        process.send_signal(signal.SIGINT)
+        done = process.end()
+    assert (done.returncode, done.stderr) == (0, "")
     assert RunDirectory(tmp_path / "r").status is RunStatus.DONE
 
 
@@ -382,16 +373,12 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
     place = tmp_path / "r"
     long = ["100000" if word == "4" else word for word in TINY]
     long = [*long, "--checkpoint-every", "0", "--out", str(place)]
-    command = [sys.executable, "-m", "qkeel", "run", *long]
-    process = listening(command)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step      2 "):
-            process.send_signal(signal.SIGINT)
-            break
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err == f"interrupted. Go on with: qkeel run {' '.join(long)}\n"
+    with forked.Python(["-m", "qkeel", "run", *long], tmp_path) as process:
+        process.wait_for("step      2 ")
+        process.send_signal(signal.SIGINT)
+        done = process.end(60)
+    assert done.returncode == 130
+    assert done.stderr == f"interrupted. Go on with: qkeel run {' '.join(long)}\n"
     assert RunDirectory(place).status is RunStatus.STARTED
     assert RunDirectory(place).checkpoint.exists()
 
@@ -400,13 +387,14 @@ def test_an_interrupted_run_is_exit_code_130_and_goes_on(tmp_path: Path) -> None
 def test_the_processes_of_a_killed_study_end_with_it(tmp_path: Path) -> None:
     long = ["100000000" if word == "4" else word for word in TINY]
     grid = ["--remedies", "none", "--lrs", "0.1", "--seeds", "0", "1", "--stack", "off", "--jobs", "2"]
-    command = [sys.executable, "-m", "qkeel", "study", "lr", *long, *grid, "--out", str(tmp_path / "s")]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    words = ["-m", "qkeel", "study", "lr", *long, *grid, "--out", str(tmp_path / "s")]
+    with forked.Python(words, tmp_path) as process:
         while len(list(tmp_path.glob("s/runs/*/metrics.jsonl"))) < 2:
             assert process.poll() is None
             time.sleep(0.05)
         workers = children(process.pid)
-        process.kill()
+        process.send_signal(signal.SIGKILL)
+        process.end()
     assert len(workers) >= 2
     deadline = time.monotonic() + 60
     while any(map(runs, workers)):

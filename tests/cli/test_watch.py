@@ -17,15 +17,15 @@ from qkeel.autopilot import replay
 from qkeel.cli.app import main
 from qkeel.records import RunDirectory, RunStatus
 
-from .scripts import run, script, watched
+from .scripts import Start, run, script, watched
 
 CASES = Path(__file__).with_name("watch_cases.py")
 Capture = pytest.CaptureFixture[str]
 
 
-def train(folder: Path, text: str) -> RunDirectory:
+def train(folder: Path, text: str, start: Start = run) -> RunDirectory:
     """Watch a script in a process of its own; its run directory."""
-    result = watched(["python", script(folder, text).name], folder, "--every", "1")
+    result = watched(["python", script(folder, text).name], folder, "--every", "1", start=start)
     assert result.returncode == 0, result.stderr
     return RunDirectory(folder / "qkeel-runs" / "train")
 
@@ -92,9 +92,8 @@ print("done")
 
 
 def test_the_run_is_complete_and_the_terminal_says_where_it_is_and_what_is_wrong(tmp_path: Path) -> None:
-    result = watched(
-        ["python", script(tmp_path, DRIFT).name], tmp_path, "--every", "2", "--sink", "directory:path=copy"
-    )
+    words = ["python", script(tmp_path, DRIFT).name]
+    result = watched(words, tmp_path, "--every", "2", "--sink", "directory:path=copy", start=forked.python)
     assert (result.returncode, result.stdout) == (0, "done\n")
     lines = result.stderr.splitlines()
     assert all(line.startswith("qkeel: ") for line in lines), result.stderr
@@ -194,7 +193,7 @@ def test_the_end_of_a_script_is_measured_of_the_weights_that_its_last_step_left(
     assert [line["step"] for line in changed.metrics()] == [0, 2]
     assert "qkeel: Critic is measured up to step 2 of 4: its weights were changed" in result.stderr
     assert result.stderr.count("measured up to") == 1
-    result = watched(["python", script(tmp_path, DROPPED).name], tmp_path, "--every", "2")
+    result = watched(["python", script(tmp_path, DROPPED).name], tmp_path, "--every", "2", start=forked.python)
     assert "qkeel: Net is measured up to step 2: the script dropped it before it ended" in result.stderr
 
 
@@ -303,7 +302,8 @@ if __name__ == "__main__":
     ["fork", *(pytest.param(c, marks=[pytest.mark.slow, pytest.mark.timeout(300)]) for c in ("spawn", "forkserver"))],
 )
 def test_the_workers_of_a_data_loader_are_left_alone(context: str, tmp_path: Path) -> None:
-    assert len(train(tmp_path, WORKERS.replace("CONTEXT", context)).metrics()) == 4
+    start = forked.python if context == "fork" else run  # the others start the program anew
+    assert len(train(tmp_path, WORKERS.replace("CONTEXT", context), start).metrics()) == 4
 
 
 PARALLEL = """

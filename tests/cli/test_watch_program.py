@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests import forked
 
 from qkeel.cli.app import main
 from qkeel.cli.watched_script.run_program import Program, parse, under_torchrun
@@ -185,18 +185,15 @@ except KeyboardInterrupt:
     print("tidied up", flush=True)
     raise
 """
-    command = [sys.executable, "-m", "qkeel", "watch", "--every", "1", "--", "python", script(tmp_path, train).name]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # What a shell starts in the background ignores Ctrl-C, and so do its children.
-    heard = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(command, cwd=tmp_path, preexec_fn=heard, **pipes)  # type: ignore[call-overload]
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert out == "tidied up\n"
-    assert "\nKeyboardInterrupt\n" in err
-    assert "qkeel: run qkeel-runs/train\n" in err
+    words = ["-m", "qkeel", "watch", "--every", "1", "--", "python", script(tmp_path, train).name]
+    with forked.Python(words, tmp_path) as process:
+        process.wait_for("ready\n")
+        process.send_signal(signal.SIGINT)
+        done = process.end(60)
+    assert done.returncode == 130
+    assert done.stdout == "ready\ntidied up\n"
+    assert "\nKeyboardInterrupt\n" in done.stderr
+    assert "qkeel: run qkeel-runs/train\n" in done.stderr
     place = tmp_path / "qkeel-runs" / "train"
     assert (place / "metrics.jsonl").exists()
     assert not (place / "DONE").exists()

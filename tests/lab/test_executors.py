@@ -115,7 +115,7 @@ echo "Submitted batch job 77"
 
 def test_what_is_submitted_to_slurm(tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submitit = pytest.importorskip("submitit")
-    monkeypatch.setattr(submitit.Job, "_results_timeout_s", 0.1)  # for results of a job that has failed
+    monkeypatch.setattr(submitit.Job, "_results_timeout_s", 0)  # for results of a job that has failed
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {

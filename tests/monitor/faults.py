@@ -150,4 +150,5 @@ def _functions() -> list[FunctionType]:
     # By type: a dead weak proxy, of which there may be some in a process, answers no isinstance.
     gc.unfreeze()  # what was frozen for the suite's speed is not listed
     found = [f for f in gc.get_objects() if type(f) is FunctionType]
+    gc.freeze()
     return [f for f in found if str(f.__module__).removeprefix("qkeel.").startswith(ROOMS)]

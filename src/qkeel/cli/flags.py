@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
 import typing
@@ -91,11 +92,11 @@ def _parameter(flag: str, cls: type, field: str, group: str, line: str, several:
     return Parameter.combine(made, more, Parameter(consume_multiple=True))
 
 
+@functools.cache  # the command of each study asks for the same five
 def _documents(cls: type) -> dict[str, str]:
     parsed = docstring_parser.parse_from_object(cls)
-    return {p.arg_name: (p.description or "").replace("\n", " ") for p in parsed.params} | {
-        "remedy": "Spec string of the remedy, like lalr:tau=0.1+qk_clip."
-    }
+    said = {p.arg_name: (p.description or "").replace("\n", " ") for p in parsed.params}
+    return said | {"remedy": "Spec string of the remedy, like lalr:tau=0.1+qk_clip."}
 
 
 def _optional(kind: object) -> object:

@@ -9,7 +9,7 @@ from torch import distributed as torch_distributed
 from torch import nn
 
 from qkeel.dist.sharding import is_split, sharded
-from qkeel.dist.world import rank, world
+from qkeel.dist.world import on, rank, world
 
 _PIPELINE = "torch.distributed.pipelining"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -55,8 +55,7 @@ def mates(model: nn.Module) -> tuple[int, ...]:
 
 def stage_of(model: nn.Module) -> tuple[int, bool] | None:
     """The number of the stage of a pipeline that a model is, and whether it is the last; None where none was made."""
-    home = sys.modules.get(_PIPELINE)
-    if home is None:
+    if (home := sys.modules.get(_PIPELINE)) is None or not on():  # without processes all objects are not gone through
         return None
     base = home.PipelineStage.__mro__[1]  # of a stage that a tracer made too
     stages = [x for x in gc.get_objects() if issubclass(type(x), base)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import os
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -26,10 +29,26 @@ def _why_not() -> str | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interpreter() -> None:
+def _interpreter() -> Iterator[None]:
     reason = _why_not()
     if reason is not None:
         pytest.skip(reason)
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def builtins_of(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+
+    def patch(package: Any, *how: Any) -> None:
+        for name in builtins_of(package):
+            member = getattr(package, name)
+            if interpreter.tl.core.is_builtin(member):  # it is not where this is a call inside another
+                interpreter._patch_attr(package, name, member, *how)
+
+    # At each call of a function Triton asks each member of the language whether it is a builtin: a quarter of the time.
+    with pytest.MonkeyPatch.context() as once:
+        once.setattr(interpreter, "_patch_builtin", patch)
+        yield
 
 
 @pytest.fixture(autouse=True)
