@@ -192,3 +192,43 @@ def test_weights_that_the_optimizer_does_not_hold_are_refused(remedy: str) -> No
     optimizer = torch.optim.SGD([model.q_proj.weight, model.v_proj.weight], lr=0.1)
     with pytest.raises(RefusedError, match=r"steps of k_proj.weight, which this SGD does not hold"):
         qkeel.apply(remedy, model, optimizer)
+
+
+def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled() -> None:
+    class Closed(torch.optim.Optimizer):
+        """Its constructor takes neither parameters nor options."""
+
+        def __init__(self, model: nn.Module, secret: int) -> None:
+            super().__init__(model.parameters(), {"lr": 0.1, "secret": secret})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise AssertionError("never stepped")
+
+    for make in (lambda model: Closed(model, 3), lambda model: torch.optim.LBFGS(model.parameters())):
+        model = attention(torch.float32)
+        for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
+            qkeel.apply(remedy, model, make(model)).remove()
+        with pytest.raises(RefusedError, match=r"a probe step of .* failed"):
+            qkeel.apply("lalr", model, make(model))
+
+
+def test_steps_that_are_nearly_half_as_long_are_not_half_as_long() -> None:
+    class Bent(torch.optim.SGD):
+        """A step that grows with the rate to a power near 1."""
+
+        power = 1.0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=group["lr"] ** type(self).power)
+
+    model = attention(torch.float32)
+    for power, linear in ((1.0, True), (1.001, False), (0.999, False)):
+        Bent.power = power
+        if linear:
+            qkeel.apply("lalr", model, Bent(model.parameters(), lr=0.1)).remove()
+        else:
+            with pytest.raises(RefusedError, match="was not half as long"):
+                qkeel.apply("lalr", model, Bent(model.parameters(), lr=0.1))
