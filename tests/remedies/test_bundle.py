@@ -31,6 +31,7 @@ LAYOUTS: list[tuple[tuple[int, ...], list[HeadSlice]]] = [
     ((12, 5), [rows(torch.arange(12).view(4, 3))]),
     ((6,), [rows(torch.arange(6).view(2, 3))]),
     ((7,), [rows(torch.arange(6).view(2, 3) + 1, axis=1)]),
+    ((5, 2), [rows(torch.arange(4).view(2, 2)), rows(torch.tensor([[2, 3, 4]]))]),
     ((6, 3, 2), [rows(torch.arange(6).view(2, 3))]),
     ((8, 2), [rows(torch.tensor([[0, 3], [2, 1]])), rows(torch.tensor([[0, 3], [2, 1]]))]),
     ((7, 2), [rows(torch.tensor([[0, 1], [2, 3]])), rows(torch.tensor([[3, 5, 2]]))]),
@@ -47,7 +48,7 @@ class Case:
         entries = [w for w, (_, own) in zip(self.weights, LAYOUTS) for _ in own]
         self.pieces = [piece for _, _, found in views_by_tensor(entries, self.slices) for piece in found]
         self.firsts = [0, *itertools.accumulate(s.n for s in self.slices)]
-        self.row = torch.cat([torch.rand(self.firsts[-1]).round(decimals=1), torch.ones(1)]).double()
+        self.row = torch.cat([(2 * torch.rand(self.firsts[-1])).round(decimals=1), torch.ones(1)]).double()
         self.bundles = HeadGroups(lambda view: view.places([s.n for s in self.slices]))
         self.bundles.update(self.parts())
 

@@ -33,7 +33,7 @@ from qkeel.spec import (
     SquaredReLU,
     preset,
 )
-from qkeel.spec.call import make_call, with_query_mask
+from qkeel.spec.call import Visibility, make_call, with_query_mask
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
 very_few = settings(few, max_examples=8)
@@ -474,6 +474,7 @@ def test_where_queries_and_keys_are_when_only_one_of_them_is_told_or_none() -> N
         queries = torch.arange(2 * t).view(2, t)
         call = make_call(AttentionSpec(), q, k, k, pos_q=queries)
         assert (call.pos_q.tolist(), call.pos_k.tolist()) == (queries.tolist(), [list(range(s))])
+    assert Visibility().call(AttentionSpec(), Q, K, V).causal
     pos = torch.arange(5)
     both = make_call(AttentionSpec(), Q, K, V, pos_q=pos, pos_k=pos)
     assert both.pos_q is both.pos_k
