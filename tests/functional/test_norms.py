@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each_row import each_row
 from torch import Tensor
 
 from qkeel.errors import InvalidTypeError
@@ -91,7 +92,7 @@ def test_the_gradient_is_right(norm: Normalise, eps: float) -> None:
     torch.autograd.gradcheck(lambda x: norm(x, eps=eps), randn(0, 2, 5).requires_grad_())
 
 
-@pytest.mark.parametrize("mean", [False, True])
+@each_row("mean", [False, True])
 def test_norms_have_second_derivatives_and_the_factor_has_derivatives_of_its_own(mean: bool) -> None:
     x = randn(0, 2, 5).requires_grad_()
     for eps in (1e-6, 10.0):  # larger than the vectors
@@ -105,7 +106,7 @@ def test_norms_have_second_derivatives_and_the_factor_has_derivatives_of_its_own
         assert not parts(x)[2].requires_grad
 
 
-@every_norm
+@each_row("norm", NORMS)
 def test_each_of_many_vectors_is_normalised_alike_under_vmap(norm: Normalise) -> None:
     x = randn(0, 4, 3, 5)
     assert torch.equal(torch.func.vmap(norm, in_dims=1, out_dims=1)(x), norm(x))

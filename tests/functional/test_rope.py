@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each_row import each_row
 from torch import Tensor
 
 from qkeel.errors import ShapeError
@@ -91,7 +92,7 @@ def test_the_callers_dtype_comes_back(dtype: torch.dtype) -> None:
     assert turn(randn(0, 4, 8).to(dtype), torch.arange(4), "half").dtype == dtype
 
 
-@every_pairing
+@each_row("pairing", PAIRINGS)
 def test_each_of_many_vectors_and_tables_is_rotated_alike_under_vmap(pairing: Pairing) -> None:
     x = randn(0, 3, 2, 4, 6)  # the last two numbers do not turn
     cos, sin = rope_table(torch.arange(12.0).view(3, 4), rope_frequencies(4), x.dtype)

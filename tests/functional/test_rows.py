@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each_row import each_row
 
 from qkeel import attention, preset
 from qkeel.functional.statistics import rows
@@ -114,7 +115,7 @@ def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count() -> Non
     assert stats.entropy_min.tolist() == [0.25]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@each_row("packed", [False, True])
 def test_keys_are_binned_by_the_distance_from_the_first_seen_one_of_their_sequence(packed: bool) -> None:
     """Against loops over keys; some sequences have no key that is seen, and tokens of -2 are of none."""
     rng = torch.Generator().manual_seed(3)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tests.each_row import each_row
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -43,7 +44,7 @@ def part(rank: int, how: Placement) -> Tensor:
     return DTensor.from_local(own, mesh, [how], run_check=False, shape=WHOLE.shape, stride=WHOLE.stride())
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@each_row("dim", [0, 1])
 def test_squares_of_the_parts_add_up_to_those_of_the_heads(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     total = [torch.zeros(s.n, dtype=torch.float64) for s in (ROWS, COLUMNS)]
     plain = torch.randn(4, 5, dtype=torch.float64)
@@ -72,7 +73,7 @@ def test_squares_of_the_parts_add_up_to_those_of_the_heads(dim: int, monkeypatch
     assert alone.norms(row[:2]).tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("s", "dim"), [(ROWS, 0), (ROWS, 1), (COLUMNS, 0), (COLUMNS, 1)])
+@each_row("s, dim", [(ROWS, 0), (ROWS, 1), (COLUMNS, 0), (COLUMNS, 1)])
 def test_the_rows_of_a_part_have_the_factors_of_their_heads(s: HeadSlice, dim: int) -> None:
     other = HeadSlice(parameter=s.parameter, axis=s.axis, index=s.index.flip(0)[:1])
     counts, whole = [s.n, other.n], s.rows_of(WHOLE)

@@ -203,7 +203,7 @@ BANDS: list[
 ]
 
 
-@pytest.mark.parametrize("sequences", BANDS, ids=range(len(BANDS)))
+@each_row("sequences", BANDS)
 def test_who_sees_whom_and_with_which_bias_pair_by_pair(
     sequences: tuple[int, int, list[tuple[int, int, int, int]]],
 ) -> None:

@@ -517,7 +517,7 @@ def test_learned_numbers_start_where_the_slot_says() -> None:
     assert {name: p.tolist() for name, p in own.items()} == {"q_norm": [1.0] * 3}
 
 
-@pytest.mark.parametrize("gain", ["dim", "head_dim"])
+@each_row("gain", ["dim", "head_dim"])
 def test_gains_and_biases_are_those_of_their_part_and_head(gain: Any) -> None:
     rng = torch.Generator().manual_seed(3)
     q, k, v = qkv()
