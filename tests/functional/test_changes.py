@@ -166,6 +166,8 @@ def test_rows_that_see_no_key_add_nothing_to_those_that_do() -> None:
     found = reduce_changes([no_change_rows(like), rows, no_change_rows(like)], None)
     assert (found.n_pairs.item(), found.max_abs.item(), found.mean_abs.item()) == (4, 4.0, 2.0)
     assert found.rms.item() == pytest.approx((26 / 4) ** 0.5)
+    one = reduce_changes([change_rows(change[:, :, :1, :1].clone(), Seen(None, 1, 1))], None)
+    assert (one.n_pairs.item(), one.rms.item(), one.mean_abs.item(), one.max_abs.item()) == (1, 3.0, 3.0, 3.0)
     nothing = reduce_changes([no_change_rows(like)], torch.tensor([[True, False]]))
     assert [x.tolist() for x in (nothing.rms, nothing.mean_abs, nothing.max_abs, nothing.n_pairs)] == [[0.0]] * 3 + [
         [0]

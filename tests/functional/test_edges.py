@@ -80,12 +80,14 @@ def test_a_forward_mode_derivative_is_that_of_the_backward_pass(formula: Callabl
 
 
 def test_values_of_two_data_sets_merge_by_their_query_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, 10.0, 4.0])
-    counts = torch.tensor([3, 0, 0]), torch.tensor([1, 2, 0])  # of a head without rows any number will do, but no NaN
-    for merge, expected in {"mean": [2.0, 10.0], "max": [5.0, 10.0], "min": [1.0, 2.0]}.items():
+    a, b = torch.tensor([1.0, 2.0, 7.0, 8.0, 3.0]), torch.tensor([5.0, 10.0, 9.0, 6.0, 4.0])
+    # Of a head without rows any number will do, but no NaN.
+    counts = torch.tensor([3, 0, 1, 0, 0]), torch.tensor([1, 2, 0, 1, 0])
+    means, most, least = [2.0, 10.0, 7.0, 6.0], [5.0, 10.0, 9.0, 8.0], [1.0, 2.0, 7.0, 6.0]
+    for merge, expected in {"mean": means, "max": most, "min": least}.items():
         monkeypatch.setitem(head_formulas.HEAD_FORMULAS, "mine", head_formulas.HeadFormula(None, merge))  # type: ignore[arg-type]
         merged = head_formulas.merge_formulas({"mine": a}, {"mine": b}, *counts)["mine"]
-        assert merged[:2].tolist() == expected
+        assert merged[:4].tolist() == expected
         assert merged.isfinite().all()
 
 

@@ -121,6 +121,17 @@ def test_merging_keeps_dtype_and_counts_stay_integers(dtype: torch.dtype) -> Non
         assert kind == (torch.int64 if field.startswith("n_") else dtype), field
 
 
+def test_one_sample_merged_with_none_is_that_sample_and_two_are_their_mean() -> None:
+    x, y, nothing = (stats_of(*samples(seed, n)) for seed, n in ((0, 1), (10, 1), (20, 0)))
+    for one in (x, y):
+        same(merge(one, nothing), one)
+        same(merge(nothing, one), one)
+    both = merge(x, y)
+    for name in ("mean_logit", "entropy", "query_norm", "key_norm", "sink_share", "cos_mean"):
+        mean = (getattr(x, name) + getattr(y, name)) / 2
+        torch.testing.assert_close(getattr(both, name), mean, rtol=1e-12, atol=0, msg=name)
+
+
 def test_statistics_of_different_sites_are_not_merged() -> None:
     a = LogitStats.empty(4, 2, torch.zeros(1))
     for other in (LogitStats.empty(8, 2, torch.zeros(1)), LogitStats.empty(4, 4, torch.zeros(1))):

@@ -232,3 +232,36 @@ def test_steps_that_are_nearly_half_as_long_are_not_half_as_long() -> None:
         else:
             with pytest.raises(RefusedError, match="was not half as long"):
                 qkeel.apply("lalr", model, Bent(model.parameters(), lr=0.1))
+
+
+def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_back() -> None:
+    class Independent(torch.optim.SGD):
+        """w ← (1 - λ)·w whatever the rate is (Loshchilov & Hutter 2019 without their schedule)."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(1 - group["weight_decay"]).sub_(p.grad, alpha=group["lr"])
+
+    model = attention(torch.float32)
+    for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
+        qkeel.apply(remedy, model, Independent(model.parameters(), lr=0.1, weight_decay=0.1)).remove()
+
+
+def test_a_logit_of_one_weight_alone_is_stepped_decayed_and_capped() -> None:
+    for remedy, changed in (("qk_lr:factor=0", 1.0), ("qk_weight_decay:decay=1", 0.9), ("spectral_cap:cap=0.1", None)):
+        model = attention(torch.float64, 4)
+        model.k_proj.weight = model.q_proj.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.q_proj.weight.detach().clone()
+        with qkeel.apply(remedy, model, optimizer):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p) if remedy.startswith("qk_lr") else torch.zeros_like(p)
+            optimizer.step()
+        after = model.q_proj.weight.detach()
+        if changed is None:
+            sizes = torch.linalg.matrix_norm(after.view(4, -1, after.shape[1]), 2)
+            torch.testing.assert_close(sizes, torch.full_like(sizes, 0.1))
+        else:
+            torch.testing.assert_close(after, changed * before)

@@ -627,3 +627,15 @@ def test_slower_frequencies_are_those_of_the_formulas_with_the_settings_of_the_s
     assert (own.magnitude, YaRN(factor=4.0, train_length=64).magnitude) == (0.9, pytest.approx(1.138629, abs=1e-6))
     turned = Rope(stretch=own).encode(*[torch.ones(1, 1, 1, 4)] * 2, torch.zeros(1, 1), torch.zeros(1, 1))
     assert [x.flatten().tolist() for x in turned] == [pytest.approx([0.9] * 4)] * 2
+
+
+def test_the_tables_of_queries_and_of_keys_have_their_dtype_or_float32_and_their_positions() -> None:
+    at, k_at = torch.arange(2, 5)[None], torch.arange(5)[None]
+    q, k = torch.zeros(1, 4, 3, 8, dtype=torch.bfloat16), torch.zeros(1, 2, 5, 8, dtype=torch.float64)
+    for first, second, positions in ((q, k, (at, k_at)), (k, q, (k_at, at))):
+        tables = Rope().tables(first, second, *positions)
+        for x, own, pos in zip((first, second), tables, positions):
+            for found, of in zip(own, (math.cos, math.sin)):
+                assert found.dtype == torch.promote_types(x.dtype, torch.float32)
+                expected = [[of(p * 10_000 ** (-i / 4)) for i in range(4)] for p in pos[0].tolist()]
+                torch.testing.assert_close(found[0, 0].double(), torch.tensor(expected).double(), rtol=0, atol=1e-6)
