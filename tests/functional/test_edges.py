@@ -21,10 +21,12 @@ from qkeel.functional.bounds import (
     interaction_norm,
     logit_frobenius,
     rms_logit_bound,
+    spectral_norm,
     squared_eigenvalue,
 )
 from qkeel.functional.distances import alibi_slopes
 from qkeel.functional.losses import z_loss
+from qkeel.functional.normalizers import entropy, softmax, softpick, squared_relu
 from qkeel.functional.norms import inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm, unrounded, widest
 from qkeel.functional.rope import rotate
 from qkeel.functional.rope_frequencies import ntk
@@ -38,7 +40,8 @@ from qkeel.functional.scaling import (
 )
 from qkeel.functional.statistics import head_formulas
 from qkeel.functional.statistics.class_stats import norm_ratio
-from qkeel.functional.theory import expected_squared_norm, logit_std
+from qkeel.functional.theory import expected_squared_norm, logit_std, softmax_jacobian_norm
+from qkeel.functional.updates import newton_schulz
 
 
 def test_cosines_of_two_numbers_have_a_scale_and_of_one_have_none() -> None:
@@ -180,3 +183,37 @@ def test_grams_that_are_small_zero_or_not_finite_have_norms_that_are() -> None:
 
 def test_what_a_device_without_float64_and_other_devices_compute_in() -> None:
     assert (widest(torch.device("mps")), widest(torch.device("cpu"))) == (torch.float32, torch.float64)
+
+
+def test_axes_in_front_are_as_many_as_the_caller_has() -> None:
+    rng = torch.Generator().manual_seed(2)
+    w, v = torch.randn(2, 2, 3, 4, 5, generator=rng, dtype=torch.float64)
+    a, b = w @ w.mT, v @ v.mT
+    a[1, 2, 3, 3] = math.nan  # of one head of six
+    weights = w.softmax(-1)
+    for of, given in (
+        (interaction_norm, (a, b)),
+        (lambda *grams: torch.stack(gram_interaction_norms(*grams)), (a, b)),
+        (squared_eigenvalue, (b, w @ w.mT)),
+        (squared_eigenvalue, (b,)),
+        (gram_spectral_norm, (b,)),
+        (spectral_norm, (w,)),
+        (spectral_norm, (w.mT,)),
+        (logit_frobenius, (w, v)),
+        (expected_squared_norm, (w,)),
+        (newton_schulz, (w,)),
+        (softmax_jacobian_norm, (weights,)),
+        (entropy, (weights,)),
+        (softmax, (w,)),
+        (squared_relu, (w,)),
+        (softpick, (w,)),
+        (layer_norm, (w,)),
+        (rms_norm, (w,)),
+        (inverse_l2, (w,)),
+    ):
+        whole = of(*given)  # type: ignore[operator]
+        for i, j in itertools.product(range(2), range(3)):
+            alone = of(*(x[i, j] for x in given))  # type: ignore[operator]
+            both = whole[:, i, j] if len(whole) == 2 and whole.ndim == 3 and whole.shape[1:] == (2, 3) else whole[i, j]
+            torch.testing.assert_close(both, alone, rtol=1e-9, atol=1e-12, equal_nan=True)
+            assert bool(alone.isnan().any()) == (given[0] is a and (i, j) == (1, 2))

@@ -217,6 +217,9 @@ def test_dora_is_refused(remedy: str) -> None:
     optimizer = torch.optim.AdamW(trained(model))
     with pytest.raises(RefusedError, match="self_attn: the weight that makes the logit is computed from another"):
         qkeel.apply(remedy, model, optimizer, example=batch())
+    model = adapted("llama", "v_proj", use_dora=True)  # of values: the logit does not know of it
+    held = [*trained(model), *(p for n, p in model.named_parameters() if "q_proj" in n or "k_proj" in n)]
+    qkeel.apply(remedy, model, torch.optim.AdamW(held), example=batch()).remove()
 
 
 def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one() -> None:

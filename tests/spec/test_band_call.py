@@ -243,6 +243,7 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
             assert (window, how, packed_ones) == ((-1, -1), None, False)
             assert call is plain
             continue
+        assert call.low.shape == call.high.shape == (1, t)
         left, right = window
         if reach is not None:
             left, right = (reach - 1 if x < 0 else min(x, reach - 1) for x in window)
