@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,12 +13,35 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from qkeel.errors import InvalidValueError
-from qkeel.functional.bounds import interaction_norm
-from qkeel.functional.norms import inverse_l2, inverse_rms, l2_norm, rms_norm, unrounded
+from qkeel.functional.bounds import (
+    dilution_bound,
+    entropy_floor,
+    gram_interaction_norms,
+    gram_spectral_norm,
+    interaction_norm,
+    logit_frobenius,
+    rms_logit_bound,
+    spectral_norm,
+    squared_eigenvalue,
+)
+from qkeel.functional.distances import alibi_slopes
+from qkeel.functional.losses import z_loss
+from qkeel.functional.normalizers import entropy, softmax, softpick, squared_relu
+from qkeel.functional.norms import inverse_l2, inverse_rms, l2_norm, layer_norm, rms_norm, unrounded, widest
 from qkeel.functional.rope import rotate
-from qkeel.functional.scaling import gradient_scale
+from qkeel.functional.rope_frequencies import ntk
+from qkeel.functional.scaling import (
+    cosine_scale,
+    deepnorm,
+    floor_log_temperature,
+    gradient_scale,
+    log_n,
+    qk_norm_init,
+)
 from qkeel.functional.statistics import head_formulas
 from qkeel.functional.statistics.class_stats import norm_ratio
+from qkeel.functional.theory import expected_squared_norm, logit_std, softmax_jacobian_norm
+from qkeel.functional.updates import newton_schulz
 
 
 def test_cosines_of_two_numbers_have_a_scale_and_of_one_have_none() -> None:
@@ -59,12 +83,14 @@ def test_a_forward_mode_derivative_is_that_of_the_backward_pass(formula: Callabl
 
 
 def test_values_of_two_data_sets_merge_by_their_query_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, 10.0, 4.0])
-    counts = torch.tensor([3, 0, 0]), torch.tensor([1, 2, 0])  # of a head without rows any number will do, but no NaN
-    for merge, expected in {"mean": [2.0, 10.0], "max": [5.0, 10.0], "min": [1.0, 2.0]}.items():
+    a, b = torch.tensor([1.0, 2.0, 7.0, 8.0, 3.0]), torch.tensor([5.0, 10.0, 9.0, 6.0, 4.0])
+    # Of a head without rows any number will do, but no NaN.
+    counts = torch.tensor([3, 0, 1, 0, 0]), torch.tensor([1, 2, 0, 1, 0])
+    means, most, least = [2.0, 10.0, 7.0, 6.0], [5.0, 10.0, 9.0, 8.0], [1.0, 2.0, 7.0, 6.0]
+    for merge, expected in {"mean": means, "max": most, "min": least}.items():
         monkeypatch.setitem(head_formulas.HEAD_FORMULAS, "mine", head_formulas.HeadFormula(None, merge))  # type: ignore[arg-type]
         merged = head_formulas.merge_formulas({"mine": a}, {"mine": b}, *counts)["mine"]
-        assert merged[:2].tolist() == expected
+        assert merged[:4].tolist() == expected
         assert merged.isfinite().all()
 
 
@@ -77,3 +103,117 @@ def test_one_number_that_is_none_makes_the_norm_of_its_head_none_and_of_no_other
     expected = torch.linalg.matrix_norm(weights[0].mT @ weights[1], ord=2)
     assert found.isnan().tolist() == [False, True, False]
     torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
+
+
+def test_what_a_formula_takes_where_nothing_is_said() -> None:
+    small = torch.tensor([1e-3, -1e-3, 1e-3, -1e-3], dtype=torch.float64)  # RMS 1e-3, L2 norm 2e-3
+    for of, expected in (
+        (l2_norm, 0.5),
+        (rms_norm, 1e-3 / math.sqrt(1e-6 + 1e-6)),
+        (layer_norm, 1e-3 / math.sqrt(1e-6 + 1e-5)),
+        (lambda x: x * inverse_l2(x), 0.5),
+        (lambda x: x * inverse_rms(x), 1e-3 / math.sqrt(2e-6)),
+        (lambda x: l2_norm(1e-10 * x), 1e-13 / 1e-12),
+        (lambda x: x * inverse_l2(1e-10 * x), 1e-3 / 1e-12),
+    ):
+        assert float(of(small)[0]) == pytest.approx(expected, rel=1e-9)
+    weight = torch.ones(2, 3, 4, dtype=torch.float64)
+    assert expected_squared_norm(weight).tolist() == [12.0, 12.0]
+    assert logit_std(2.0, 3.0, 64) == 6.0
+    assert (rms_logit_bound(64), rms_logit_bound(64, 3.0)) == (8.0, 24.0)
+    assert float(z_loss(torch.zeros(3, 4))) == pytest.approx(1e-4 * math.log(4) ** 2)
+    assert log_n(torch.tensor([1]), 2).tolist() == [0.0]
+    crowded = torch.diag(torch.linspace(1.0, 0.999, 64))
+    assert torch.equal(squared_eigenvalue(crowded), squared_eigenvalue(crowded, squarings=11))
+    assert squared_eigenvalue(crowded) < squared_eigenvalue(crowded, squarings=12)
+
+
+def test_the_smallest_number_of_keys_heads_layers_and_tokens_that_a_formula_takes() -> None:
+    one = torch.tensor(1.5, dtype=torch.float64)
+    assert float(dilution_bound(one, 2)) == pytest.approx(1 / (1 + math.exp(0.5 - 1.5)))
+    # Two logits ±σ/√2: the entropy of a coin with log odds σ√2.
+    p = 1 / (1 + math.exp(-0.7 * math.sqrt(2)))
+    assert entropy_floor(0.7, 2) == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
+    assert gradient_scale(2.0) < gradient_scale(3.0)
+    assert cosine_scale(2.5) == pytest.approx(4 * math.log(1.25))
+    assert qk_norm_init(1.5) == pytest.approx(math.log2(0.75))
+    assert deepnorm(1) == pytest.approx((1.0, 4**-0.25))
+    assert floor_log_temperature(torch.tensor([-5, -1, 0]), 1.0, 1, torch.float64).tolist() == pytest.approx(
+        [1.0, 1.0, 1 + math.log(2)]
+    )
+    for make, says in (
+        (lambda: deepnorm(0), "at least one sublayer, got 0"),
+        (lambda: alibi_slopes(0), "at least one head, got 0"),
+        (lambda: ntk(torch.ones(1), 2.0, exact=True), "at least 4 rotated numbers"),
+        (lambda: gradient_scale(16, 1), "at least 2 numbers"),
+    ):
+        with pytest.raises(InvalidValueError, match=says):
+            make()
+
+
+def test_the_loss_on_output_logits_is_the_mean_square_of_their_logsumexp_in_float32_or_wider() -> None:
+    z = 80 * torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = [math.log(math.fsum(math.exp(x) for x in row)) for row in z.tolist()]
+    found = z_loss(z, 0.5)
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(0.5 * sum(x * x for x in rows) / 5, rel=1e-12)
+    half = (4 * z).half()  # squares beyond 65,504
+    assert z_loss(half).dtype == torch.float32
+    torch.testing.assert_close(z_loss(half).double(), z_loss(half.double()))
+
+
+def test_grams_that_are_small_zero_or_not_finite_have_norms_that_are() -> None:
+    w = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1e-3
+    w[1, 2] = 0.0  # singular
+    w[2] = 0.0
+    a, b = w @ w.mT, w.flip(-1) @ w.flip(-1).mT
+    dense = w.mT @ w.flip(-1)
+    for found, expected in zip(
+        gram_interaction_norms(a, b), (dense.norm(dim=(1, 2)), torch.linalg.matrix_norm(dense, 2)), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-20)
+    torch.testing.assert_close(gram_spectral_norm(a), torch.linalg.matrix_norm(w, 2), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(logit_frobenius(w, w.flip(-1)), torch.linalg.matrix_norm(w @ w.flip(-1).mT))
+    for spoiled, wrong in itertools.product((0, 1), (math.nan, math.inf)):
+        grams = [a.clone(), b.clone()]
+        grams[spoiled][3, 1, 2] = wrong
+        for found in (*gram_interaction_norms(*grams), interaction_norm(*grams)):
+            assert found.isnan().tolist() == [False, False, False, True], (spoiled, wrong)
+
+
+def test_what_a_device_without_float64_and_other_devices_compute_in() -> None:
+    assert (widest(torch.device("mps")), widest(torch.device("cpu"))) == (torch.float32, torch.float64)
+
+
+def test_axes_in_front_are_as_many_as_the_caller_has() -> None:
+    rng = torch.Generator().manual_seed(2)
+    w, v = torch.randn(2, 2, 3, 4, 5, generator=rng, dtype=torch.float64)
+    a, b = w @ w.mT, v @ v.mT
+    a[1, 2, 3, 3] = math.nan  # of one head of six
+    weights = w.softmax(-1)
+    for of, given in (
+        (interaction_norm, (a, b)),
+        (lambda *grams: torch.stack(gram_interaction_norms(*grams)), (a, b)),
+        (squared_eigenvalue, (b, w @ w.mT)),
+        (squared_eigenvalue, (b,)),
+        (gram_spectral_norm, (b,)),
+        (spectral_norm, (w,)),
+        (spectral_norm, (w.mT,)),
+        (logit_frobenius, (w, v)),
+        (expected_squared_norm, (w,)),
+        (newton_schulz, (w,)),
+        (softmax_jacobian_norm, (weights,)),
+        (entropy, (weights,)),
+        (softmax, (w,)),
+        (squared_relu, (w,)),
+        (softpick, (w,)),
+        (layer_norm, (w,)),
+        (rms_norm, (w,)),
+        (inverse_l2, (w,)),
+    ):
+        whole = of(*given)  # type: ignore[operator]
+        for i, j in itertools.product(range(2), range(3)):
+            alone = of(*(x[i, j] for x in given))  # type: ignore[operator]
+            both = whole[:, i, j] if len(whole) == 2 and whole.ndim == 3 and whole.shape[1:] == (2, 3) else whole[i, j]
+            torch.testing.assert_close(both, alone, rtol=1e-9, atol=1e-12, equal_nan=True)
+            assert bool(alone.isnan().any()) == (given[0] is a and (i, j) == (1, 2))

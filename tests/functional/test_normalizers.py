@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -135,3 +136,13 @@ def test_entropy_is_that_of_the_row_made_to_sum_to_one(seed: int, factor: float)
 def test_a_row_with_one_visible_key_is_divided_by_one() -> None:
     z, visible = torch.tensor([[[[3.0, 2.0]]]]), torch.tensor([[[[True, False]]]])
     assert F.squared_relu(z, visible).flatten().tolist() == [9.0, 0.0]
+
+
+def test_without_keys_there_are_no_weights_and_eps_is_added_behind_the_maximum() -> None:
+    assert all(weigh(randn(0, 3, 0), None).shape == (3, 0) for weigh in WEIGHS.values())
+    for z in ([0.5, -1.0, 0.25], [-0.5, -1.0, -2.0], [2.0, 1.0, 0.0]):
+        m = max(*z, 0.0)
+        rises = [math.exp(x - m) - math.exp(-m) for x in z]
+        expected = [max(x, 0.0) / (sum(map(abs, rises)) + 0.5) for x in rises]
+        found = F.softpick(torch.tensor([z], dtype=torch.float64), None, eps=0.5)[0].tolist()
+        assert found == pytest.approx(expected, rel=1e-12), z

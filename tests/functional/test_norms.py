@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each_row import each_row
 from torch import Tensor
 
-from qkeel.functional.norms import l2_norm, layer_norm, rms_norm, wide
+from qkeel.errors import InvalidTypeError
+from qkeel.functional.norms import _Resize, _widened, l2_norm, layer_norm, rms_norm, wide
 
 from .properties import few, randn, seeds
 
@@ -88,3 +90,29 @@ def test_float64_stays_float64() -> None:
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 10.0], ids=["no eps", "small eps", "eps larger than the vector"])
 def test_the_gradient_is_right(norm: Normalise, eps: float) -> None:
     torch.autograd.gradcheck(lambda x: norm(x, eps=eps), randn(0, 2, 5).requires_grad_())
+
+
+@each_row("mean", [False, True])
+def test_norms_have_second_derivatives_and_the_factor_has_derivatives_of_its_own(mean: bool) -> None:
+    x = randn(0, 2, 5).requires_grad_()
+    for eps in (1e-6, 10.0):  # larger than the vectors
+
+        def parts(x: Tensor, eps: float = eps) -> tuple[Tensor, Tensor, Tensor]:
+            return _Resize.apply(x, eps, mean)  # type: ignore[no-any-return]
+
+        torch.autograd.gradgradcheck(lambda x, parts=parts: parts(x)[0], x)
+        torch.autograd.gradcheck(lambda x, parts=parts: parts(x)[1], x)
+        torch.autograd.gradcheck(lambda x, parts=parts: parts(x)[:2], x)
+        assert not parts(x)[2].requires_grad
+
+
+@each_row("norm", NORMS)
+def test_each_of_many_vectors_is_normalised_alike_under_vmap(norm: Normalise) -> None:
+    x = randn(0, 4, 3, 5)
+    assert torch.equal(torch.func.vmap(norm, in_dims=1, out_dims=1)(x), norm(x))
+
+
+def test_what_is_no_number_of_16_bits_or_more_is_refused() -> None:
+    for wrong in (torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4).to(torch.float8_e4m3fn)):
+        with pytest.raises(InvalidTypeError, match=f"16 bits or more to normalise, got {wrong.dtype}"):
+            _widened(wrong)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each_row import each_row
 from torch import Tensor
 
 from qkeel.errors import ShapeError
@@ -88,3 +90,31 @@ def test_an_odd_or_empty_rotation_is_refused_and_says_what_to_do(dim: int) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_callers_dtype_comes_back(dtype: torch.dtype) -> None:
     assert turn(randn(0, 4, 8).to(dtype), torch.arange(4), "half").dtype == dtype
+
+
+@each_row("pairing", PAIRINGS)
+def test_each_of_many_vectors_and_tables_is_rotated_alike_under_vmap(pairing: Pairing) -> None:
+    x = randn(0, 3, 2, 4, 6)  # the last two numbers do not turn
+    cos, sin = rope_table(torch.arange(12.0).view(3, 4), rope_frequencies(4), x.dtype)
+    of = partial(rotate, pairing=pairing)
+    for dims, a, tables in (
+        ((0, None, None), x, (cos[0], sin[0])),
+        ((1, None, None), x.transpose(0, 1), (cos[0], sin[0])),
+        ((0, 0, 0), x, (cos, sin)),
+        ((0, 1, 1), x, (cos.transpose(0, 1), sin.transpose(0, 1))),
+        ((None, 0, 0), x[0], (cos, sin)),
+        ((0, 0, None), x, (cos, sin[0])),
+    ):
+        found = torch.func.vmap(of, in_dims=dims)(a, *tables)
+        each = []
+        for i in range(3):
+            picked = [t if dim is None else t.select(dim, i) for t, dim in zip((a, *tables), dims)]
+            each.append(of(*picked))
+        assert torch.equal(found, torch.stack(each)), dims
+
+
+def test_the_table_of_a_compiler_is_the_one_that_is_made_without() -> None:
+    given = torch.arange(6).view(2, 3), rope_frequencies(8), torch.float32
+    torch.library.opcheck(torch.ops.qkeel.rope_table.default, given, test_utils=("test_schema", "test_faketensor"))
+    for ours, theirs in zip(torch.ops.qkeel.rope_table(*given), rope_table(*given)):
+        assert torch.equal(ours, theirs)

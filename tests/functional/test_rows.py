@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each_row import each_row
 
 from qkeel import attention, preset
+from qkeel.functional.statistics import rows
 from qkeel.functional.statistics.rows import KernelRows, Seen, reduce_kernel_rows
 from qkeel.kernels.stats.per_head import logit_stats
 from qkeel.spec import AttentionSpec, Fixed
@@ -93,19 +96,70 @@ def test_hidden_places_are_blanked_whatever_stands_there(rubbish: float) -> None
     assert torch.equal(seen.blank_(x), blank)
     assert seen.least(x)[0, 0].tolist() == [-2.0, 1.0]
     assert seen.lower_(x).amax(-1)[0, 0].tolist() == [1.0, 1.0]
+    assert x.isfinite().all()  # 0 times it is 0
     assert seen.counts(2, x.device).flatten().tolist() == [4, 3]
 
 
 def test_rows_of_a_kernel_by_hand_some_see_no_key_and_some_do_not_count() -> None:
     # [b h t] = [2 1 3]: the last row of the first sequence sees no key, the first row of the second does not count.
-    rows = KernelRows(
+    given = KernelRows(
         largest=torch.tensor([[[1.0, 5.0, -torch.inf]], [[9.0, 2.0, 3.0]]]),
         lse=torch.tensor([[[1.0, 6.0, -torch.inf]], [[9.5, 2.5, 3.5]]]),
         entropy=torch.tensor([[[0.5, 1.5, 0.0]], [[7.0, 0.25, 0.75]]]),
     )
     counted = torch.tensor([[True, True, True], [False, True, True]])
-    stats = reduce_kernel_rows(rows, counted, 1)
+    stats = reduce_kernel_rows(given, counted, 1)
     assert stats.n_queries.tolist() == [4]
     assert stats.max_logit.tolist() == [5.0]
     assert stats.entropy.tolist() == [0.75]
     assert stats.entropy_min.tolist() == [0.25]
+
+
+@each_row("packed", [False, True])
+def test_keys_are_binned_by_the_distance_from_the_first_seen_one_of_their_sequence(packed: bool) -> None:
+    """Against loops over keys; some sequences have no key that is seen, and tokens of -2 are of none."""
+    rng = torch.Generator().manual_seed(3)
+    of_key = torch.tensor([0] * 6 + [1] + [2] * 9 + [4] * 40 + [-2] * 3) if packed else None
+    norm, seen = torch.rand(2, 3, 59, generator=rng).double(), torch.rand(2, 3, 59, generator=rng) < 0.6
+    seen[:, 0, :7], seen[0, 1], seen[1, 2, 16:] = False, False, False
+    norm[0, 0, 0] = torch.nan  # of a key that nobody sees
+    found = rows._keys(norm, seen, of_key, norm)
+    sums, counts = torch.zeros(3, 24, dtype=torch.float64), torch.zeros(3, 24, dtype=torch.int64)
+    for b, g in itertools.product(range(2), range(3)):
+        first: dict[int, int] = {}
+        for j in seen[b, g].nonzero().flatten().tolist():
+            start = first.setdefault(0 if of_key is None else int(of_key[j]), j)
+            place = 0 if j == start else (j - start).bit_length()
+            sums[g, place] += norm[b, g, j]
+            counts[g, place] += 1
+    assert torch.equal(found["n_keys_by_position"], counts)
+    torch.testing.assert_close(found["key_norm_by_position"], sums / counts.clamp_min(1))
+    kept = norm.masked_fill(~seen, 0.0)
+    assert torch.equal(found["n_keys"], seen.sum((0, 2)))
+    torch.testing.assert_close(found["key_norm"], kept.sum((0, 2)) / seen.sum((0, 2)))
+    torch.testing.assert_close(found["key_norm_max"], kept.amax((0, 2)))
+    unknown = rows._keys(None, seen, of_key, norm)
+    assert [float(x.abs().sum()) for x in unknown.values()] == [0.0] * 5
+
+
+def test_a_threshold_is_passed_by_what_is_larger_and_a_cosine_is_never_under_minus_1() -> None:
+    q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], dtype=torch.float64)
+    k = torch.tensor([[[[1.0, math.log(3.0)], [5.0, 0.0]]]], dtype=torch.float64)
+    call = make_call(AttentionSpec(scale=Fixed(1.0)), q, k, k)  # logits [1] and [ln 3, 0]
+    for threshold, share in ((-0.5, 1.0), (0.0, 2 / 3), (0.5, 2 / 3), (1.0, 1 / 3), (1.2, 0.0)):
+        assert logit_stats(call, threshold).share_above.item() == pytest.approx(share), threshold
+    q = torch.randn(1, 1, 400, 3)
+    apart = make_call(AttentionSpec(), q, -3 * q, q, causal=False, mask=torch.eye(400, dtype=torch.bool))
+    stats = logit_stats(apart)
+    assert -1 <= stats.cos_max.item() <= -0.999
+    assert -1 <= stats.cos_mean.item() <= -0.999
+
+
+def test_one_row_of_a_kernel_is_its_own_mean_and_no_row_is_nothing() -> None:
+    one = torch.tensor([[[1.5, 4.0]]])
+    found = reduce_kernel_rows(KernelRows(one, one, one), torch.tensor([[True, False]]), 1)
+    assert (found.entropy.item(), found.max_logit.item(), found.n_queries.item()) == (1.5, 1.5, 1)
+    nothing = reduce_kernel_rows(KernelRows(one, one, one), torch.tensor([[False, False]]), 1)
+    assert (nothing.entropy.item(), nothing.entropy_min.item(), nothing.n_queries.item()) == (0.0, torch.inf, 0)
+    wrong = torch.tensor([[[torch.nan, 1.0]]])
+    assert reduce_kernel_rows(KernelRows(wrong, wrong, wrong), None, 1).max_logit.isnan().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidTypeError, InvalidValueError
 from qkeel.functional.statistics import class_stats, logit_stats
 from qkeel.functional.statistics.class_stats import ClassStats
-from qkeel.functional.statistics.logit_stats import POSITION_BINS, TENSORS, LogitStats, merge
+from qkeel.functional.statistics.logit_stats import POSITION_BINS, TENSORS, LogitBracket, LogitStats, merge
 from qkeel.functional.statistics.merging import Merge
 
 from .properties import few, randn, seeds
@@ -120,6 +121,17 @@ def test_merging_keeps_dtype_and_counts_stay_integers(dtype: torch.dtype) -> Non
         assert kind == (torch.int64 if field.startswith("n_") else dtype), field
 
 
+def test_one_sample_merged_with_none_is_that_sample_and_two_are_their_mean() -> None:
+    x, y, nothing = (stats_of(*samples(seed, n)) for seed, n in ((0, 1), (10, 1), (20, 0)))
+    for one in (x, y):
+        same(merge(one, nothing), one)
+        same(merge(nothing, one), one)
+    both = merge(x, y)
+    for name in ("mean_logit", "entropy", "query_norm", "key_norm", "sink_share", "cos_mean"):
+        mean = (getattr(x, name) + getattr(y, name)) / 2
+        torch.testing.assert_close(getattr(both, name), mean, rtol=1e-12, atol=0, msg=name)
+
+
 def test_statistics_of_different_sites_are_not_merged() -> None:
     a = LogitStats.empty(4, 2, torch.zeros(1))
     for other in (LogitStats.empty(8, 2, torch.zeros(1)), LogitStats.empty(4, 4, torch.zeros(1))):
@@ -139,3 +151,79 @@ def test_every_tensor_of_the_statistics_has_one_rule_by_which_it_merges(kind: An
     for rule in rules.values():
         assert (rule.how == "mean") == bool(rule.count)
         assert not rule.count or rules[rule.count].how == "sum"
+
+
+def test_a_statistic_is_read_by_its_recorded_name() -> None:
+    stats = dataclasses.replace(stats_of(*samples(0, 3)), formulas={"mine": torch.ones(HEADS)})
+    for name in (*TENSORS, "max_abs_logit", "non_finite"):
+        found = stats.value(name)
+        assert found is not None
+        assert torch.equal(found, getattr(stats, name)), name
+    assert stats.value("mine") is stats.formulas["mine"]
+    assert stats.value("merge") is None
+    assert stats.value("classes") is None
+
+
+def test_a_head_is_not_finite_where_a_logit_or_the_entropy_is_not_and_what_was_not_measured_does_not_count() -> None:
+    nan, inf = math.nan, math.inf
+    rows = [  # maximum, minimum, entropy, pairs, not finite
+        (3.0, -1.0, 0.5, 4, 0.0),
+        (3.0, inf, 0.5, 0, 0.0),  # a kernel's: minima were not measured
+        (3.0, -inf, 0.5, 4, 1.0),
+        (inf, -1.0, 0.5, 4, 1.0),
+        (nan, nan, nan, 4, 1.0),
+        (3.0, -1.0, nan, 4, 1.0),
+        (3.0, nan, 0.5, 1, 1.0),
+    ]
+    top, low, entropy, pairs, expected = (torch.tensor(x) for x in zip(*rows))
+    stats = dataclasses.replace(
+        LogitStats.empty(len(rows), 1, top), max_logit=top, min_logit=low, entropy=entropy, n_pairs=pairs
+    )
+    assert stats.non_finite.tolist() == expected.tolist()
+    bracket = LogitBracket.exact(top, entropy, "why")
+    assert bracket.certified is not None
+    assert bracket.certified.tolist() == top.isfinite().tolist()
+    assert (bracket.lower is top, bracket.upper is top, bracket.entropy is entropy, bracket.note) == (
+        *[True] * 3,
+        "why",
+    )
+
+
+def classes_of(heads: int, groups: int, names: tuple[str, ...] = ("text", "image")) -> ClassStats:
+    """Statistics by class of so many heads, all of them 1."""
+    c = len(names)
+    shapes = {name: (groups if "key" in name else heads, c) for name in class_stats.TENSORS}
+    shapes |= dict.fromkeys(("max_logit", "mass", "uniform_mass", "n_pairs"), (heads, c, c))
+    return ClassStats(
+        names=names,
+        **{n: torch.ones(shape, dtype=torch.int64 if n.startswith("n_") else None) for n, shape in shapes.items()},  # type: ignore[arg-type]
+    )
+
+
+def test_statistics_by_class_are_merged_and_joined_where_classes_and_heads_are_the_same() -> None:
+    one = classes_of(4, 2)
+    for other in (classes_of(4, 2, ("text", "sound")), classes_of(2, 2), classes_of(4, 4)):
+        with pytest.raises(InvalidValueError, match="merge only statistics of the same site and classes"):
+            class_stats.merge_classes(one, other)
+    assert class_stats.joined_classes([one, None]) is None
+    joined = class_stats.joined_classes([one, classes_of(3, 1)])
+    assert joined is not None
+    assert (joined.names, joined.mass.shape, joined.key_norm.shape) == (("text", "image"), (7, 2, 2), (3, 2))
+
+
+def test_classes_of_tokens_are_whole_numbers_from_minus_1_to_the_last() -> None:
+    for right in (
+        torch.tensor([[-1, 0, 2]]),
+        torch.tensor([[2]], dtype=torch.int8),
+        torch.empty(2, 0, dtype=torch.long),
+    ):
+        class_stats.check_classes(right, 3)
+    for wrong, says in (
+        (torch.tensor([[0, 3]]), "from 0 to 2, or -1 for a token of none, got 0 to 3"),
+        (torch.tensor([[-2, 1]]), "from 0 to 2, or -1 for a token of none, got -2 to 1"),
+    ):
+        with pytest.raises(InvalidValueError, match=says):
+            class_stats.check_classes(wrong, 3)
+    for kind in (torch.float32, torch.complex64):
+        with pytest.raises(InvalidTypeError, match=f"as whole numbers, got {kind}"):
+            class_stats.check_classes(torch.zeros(1, 2, dtype=kind), 3)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from qkeel.functional.distances import alibi_slopes, xpos_decay
+from qkeel.functional.distances import alibi_slopes, kerple_log, kerple_power, xpos_decay
 from qkeel.functional.rope import rope_frequencies
-from qkeel.functional.rope_frequencies import interpolate, ntk, ntk_mixed, yarn, yarn_magnitude
+from qkeel.functional.rope_frequencies import interpolate, llama3, ntk, ntk_mixed, yarn, yarn_magnitude
 from qkeel.spec import (
     ALiBi,
     AttentionSpec,
@@ -177,3 +178,42 @@ def test_scores_depend_on_the_distance_only() -> None:
         spec = AttentionSpec(position=position)
         near, far = (spec.logits(q, k, at + start, at + start, {}) for start in (0, 100))
         assert torch.allclose(near, far, atol=1e-9), position.formula()
+
+
+def test_yarn_of_the_released_code_at_any_length_and_base() -> None:
+    """Its loop over pairs, written out; also where both ends of the ramp are clamped, or one."""
+    for base, length, half in itertools.product((1.5, 10.0, 1e4), (2.0, 6.0, 40.0, 512.0, 1e7), (1, 5, 16)):
+        theta = rope_frequencies(2 * half, base)
+        ends = [2 * half * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)]
+        low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), 2 * half - 1)
+        width = 0.001 if low == high else high - low
+        expected = []
+        for i, own in enumerate(theta.tolist()):
+            slowed = min(max((i - low) / width, 0.0), 1.0)
+            expected.append(own / 8 * slowed + own * (1 - slowed))
+        found = yarn(theta, 8.0, length, base=base)
+        assert found.tolist() == pytest.approx(expected, rel=1e-12), (base, length, half)
+
+
+def test_slowed_pairs_by_hand() -> None:
+    # Pairs that turn so often in 100 tokens: those of at most 1 turn are slowed 8 times, those of 4 and more stay.
+    turns = torch.tensor([0.5, 1.0, 2.5, 4.0, 6.0], dtype=torch.float64)
+    theta = turns * 2 * math.pi / 100
+    expected = [1 / 8, 1 / 8, 0.5 + 0.5 / 8, 1.0, 1.0]
+    assert (llama3(theta, 8.0, 100) / theta).tolist() == pytest.approx(expected, rel=1e-12)
+    assert (yarn_magnitude(0.5), yarn_magnitude(1.0)) == (1.0, 1.0)
+    one, two = torch.tensor([1.0]), torch.tensor([1.0, 0.01])
+    assert ntk(one, 8.0).tolist() == [1.0]
+    assert ntk(two, 8.0, exact=True).tolist() == pytest.approx([1.0, 0.01 / 8])
+    assert torch.equal(ntk_mixed(THETA, 8.0), ntk_mixed(THETA, 8.0, 0.625))
+
+
+def test_the_kernels_of_a_distance_by_hand_also_behind_the_query_and_beyond_their_ranges() -> None:
+    r = torch.tensor([-2.0, -0.5, 0.0, 0.5, 2.0], dtype=torch.float64)
+    for a, p in ((0.5, 1.5), (-1.0, 1.5), (0.5, -1.0), (0.5, 0.005), (2.0, 3.0)):
+        at_least_a, at_least_p = max(a, 0.01), max(p, 0.01)
+        log = [-at_least_p * math.log(1 + at_least_a * abs(x)) for x in r.tolist()]
+        power = [-at_least_a * abs(x) ** min(at_least_p, 2.0) if x else 0.0 for x in r.tolist()]
+        given = r, torch.tensor(a), torch.tensor(p)
+        assert kerple_log(*given).tolist() == pytest.approx(log, rel=1e-6), (a, p)
+        assert kerple_power(*given).tolist() == pytest.approx(power, rel=1e-6), (a, p)

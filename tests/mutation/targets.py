@@ -14,12 +14,18 @@ class Room:
         files: patterns of the files, relative to the repository.
         tests: patterns of test files that every mutant of the room runs, cheap ones first.
         more: patterns of further test files by a part of the mutated file's path.
+        examples: those in the docstrings of these files, as a test.
     """
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
     more: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    examples: str = ""
 
+
+EXAMPLES = "tests/docs/test_examples.py::test_the_examples_of_a_room_run"
+# Step remedies on logits of other forms: some heads alone, key heads in another order, sums of products, gated units.
+SUMS = tuple(f"tests/remedies/test_{name}.py" for name in ("heads_option", "key_heads", "sums", "gau"))
 
 ROOMS = {
     "functional": Room(
@@ -31,15 +37,23 @@ ROOMS = {
                 "tests/conformance/test_class_statistics.py",
                 "tests/conformance/test_scores_statistics.py",
             ),
+            "rows": ("tests/spec/test_band_call.py",),
+            "/rope.py": ("tests/parity/test_rope.py",),
+            "rope_frequencies": ("tests/parity/test_stretch.py",),
+            "losses": ("tests/remedies/test_z_loss.py",),
         },
+        examples=f"{EXAMPLES}[functional]",
     ),
     "spec": Room(
         files=("src/qkeel/spec/**/*.py",),
-        tests=("tests/spec/**/test_*.py", "tests/golden/test_*.py"),
+        tests=("tests/spec/**/test_*.py", "tests/golden/test_*.py", "tests/test_reference.py"),
         more={
             "position": ("tests/conformance/test_positions.py",),
-            "presets": ("tests/parity/test_constants.py",),
+            "rotary": ("tests/parity/test_rope.py",),
+            "rope_scaling": ("tests/parity/test_stretch.py",),
+            "presets": ("tests/parity/test_constants.py", "tests/parity/test_transformers.py"),
         },
+        examples=f"{EXAMPLES}[spec]",
     ),
     "steps": Room(
         files=(
@@ -57,10 +71,18 @@ ROOMS = {
             "tests/remedies/**/test_bundle.py",
             "tests/remedies/**/test_decay.py",
             "tests/remedies/**/test_linear.py",
+            "tests/remedies/**/test_logit_shares.py",
             "tests/remedies/**/test_masters_adapters.py",
+            "tests/remedies/**/test_sharded_weights.py",
             "tests/remedies/**/test_step_robustness.py",
             "tests/remedies/**/test_structure.py",
         ),
+        more={
+            **dict.fromkeys(("lalr", "qk_clip", "logit_shares", "spectral_cap", "qk_weight_decay"), SUMS),
+            "step_remedy": ("tests/remedies/test_heads_option.py",),
+            "join_optimizer": ("tests/remedies/test_spec_remedies.py",),
+            "head_groups": (*SUMS, "tests/kernels/triton_kernels/test_heads.py"),
+        },
     ),
 }
 
@@ -72,6 +94,10 @@ FIRST = {
     "head_views": "test_bundle",
     "head_weights": "test_masters_adapters",
     "lalr": "test_lalr_factors",
+    "mixed_precision": "test_masters_adapters",
+    "qk_weight_decay": "test_decay",
+    "replaced_weights": "test_step_robustness",
+    "spectral_cap": "test_structure",
     "linearity": "test_linear",
     "logit_change": "test_changes",
     "logit_stats": "test_stats",
@@ -85,4 +111,4 @@ def tests_of(root: Path, room: Room, path: str) -> list[str]:
     patterns = [*room.tests, *(p for part, more in room.more.items() if part in path for p in more)]
     found = list(dict.fromkeys(str(f.relative_to(root)) for p in patterns for f in sorted(root.glob(p))))
     first = FIRST.get(Path(path).stem, f"test_{Path(path).stem}")
-    return sorted(found, key=lambda f: Path(f).stem != first)
+    return [*sorted(found, key=lambda f: Path(f).stem != first), *filter(None, [room.examples])]

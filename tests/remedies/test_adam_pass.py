@@ -13,7 +13,7 @@ from torch import nn
 
 import qkeel
 from qkeel.kernels.native import adamw
-from qkeel.remedies.steps.fused_adam import AdamPass
+from qkeel.remedies.steps.fused_adam import AdamPass, _fits, _fits_state
 
 from .families import FAMILIES, batch
 from .models import attention, decoder, gradients, loss, mla, step_by, tokens, train
@@ -328,3 +328,50 @@ def test_a_torch_whose_step_asks_otherwise_is_left_alone(monkeypatch: pytest.Mon
     qkeel.apply("lalr", model, optimizer)
     step_by(model, optimizer, next(gradients(model, 1)))
     assert not taken
+
+
+def test_a_step_that_a_scaler_has_a_hand_in_is_left_to_torch(taken: list[int]) -> None:
+    model = attention(torch.float32)
+    optimizer: Any = fused(model)
+    qkeel.apply("lalr", model, optimizer)
+    for i, grads in enumerate(gradients(model, 3)):
+        if i == 1:
+            optimizer.grad_scale = torch.ones(())
+        if i == 2:
+            del optimizer.grad_scale
+        step_by(model, optimizer, grads)
+        assert taken == [[2], [2], [2, 1, 1, 2]][i]  # weight by weight the squares that torch's step left
+
+
+def test_which_weights_and_states_the_pass_is_written_for() -> None:
+    weight = torch.randn(4, 6)
+    for x, fits in (
+        (weight, True),
+        (weight.T, True),
+        (weight[0], True),
+        (weight[:, :3], False),
+        (weight[::2], False),
+        (weight.double(), False),
+        (weight.half(), False),
+        (weight.to("meta"), False),
+        (torch.tensor(1.0), False),
+        (weight[None], False),
+        (weight.to_sparse(), False),
+    ):
+        assert _fits(x) is fits, (x.shape, x.stride() if x.layout == torch.strided else x.layout)
+    with torch.inference_mode():
+        assert not _fits(torch.ones(2))
+    for name, state, fits in (
+        ("exp_avg", torch.zeros(4, 6), True),
+        ("exp_avg", torch.zeros(6, 4).T, False),
+        ("exp_avg", torch.zeros(4, 5), False),
+        ("exp_avg", torch.zeros(4, 6).double(), False),
+        ("exp_avg", torch.zeros(4, 6, device="meta"), False),
+        ("exp_avg", torch.zeros(()), False),
+        ("exp_avg", 0.0, False),
+        ("step", torch.zeros(()), True),
+        ("step", torch.zeros(1), False),
+        ("step", torch.zeros((), dtype=torch.float64), False),
+        ("step", 3, False),
+    ):
+        assert _fits_state(name, state, weight) is fits, (name, state)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import qkeel
-from qkeel.errors import RefusedError
+from qkeel.errors import NonFiniteError, RefusedError
 from qkeel.remedies.base import Target
 from qkeel.remedies.steps.head_groups import HeadGroups, HeadView, factor_per_row, frobenius_norm, views_by_tensor
-from qkeel.remedies.steps.head_weights import HeadWeights
+from qkeel.remedies.steps.head_weights import HeadWeights, check_weights
 from qkeel.sites import HeadSlice, find_sites
 
 from .models import attention, gradients, step_by
@@ -30,6 +30,10 @@ LAYOUTS: list[tuple[tuple[int, ...], list[HeadSlice]]] = [
     ((12, 5), [rows(torch.arange(12).view(3, 4).T)]),
     ((12, 5), [rows(torch.arange(12).view(4, 3))]),
     ((6,), [rows(torch.arange(6).view(2, 3))]),
+    ((7,), [rows(torch.arange(6).view(2, 3) + 1, axis=1)]),
+    ((5, 2), [rows(torch.arange(4).view(2, 2)), rows(torch.tensor([[2, 3, 4]]))]),
+    ((6, 3, 2), [rows(torch.arange(6).view(2, 3))]),
+    ((8, 2), [rows(torch.tensor([[0, 3], [2, 1]])), rows(torch.tensor([[0, 3], [2, 1]]))]),
     ((7, 2), [rows(torch.tensor([[0, 1], [2, 3]])), rows(torch.tensor([[3, 5, 2]]))]),
     ((3, 9), [rows(torch.tensor([[7, 0], [2, 5]]), axis=1)]),
 ]
@@ -44,7 +48,7 @@ class Case:
         entries = [w for w, (_, own) in zip(self.weights, LAYOUTS) for _ in own]
         self.pieces = [piece for _, _, found in views_by_tensor(entries, self.slices) for piece in found]
         self.firsts = [0, *itertools.accumulate(s.n for s in self.slices)]
-        self.row = torch.cat([torch.rand(self.firsts[-1]).round(decimals=1), torch.ones(1)]).double()
+        self.row = torch.cat([(2 * torch.rand(self.firsts[-1])).round(decimals=1), torch.ones(1)]).double()
         self.bundles = HeadGroups(lambda view: view.places([s.n for s in self.slices]))
         self.bundles.update(self.parts())
 
@@ -146,3 +150,80 @@ def test_a_weight_that_makes_heads_of_its_rows_and_of_its_columns_is_refused() -
                 HeadWeights.of(target)
         else:
             assert len(HeadWeights.of(target).parameters) == 2
+
+
+def test_factors_that_the_host_reads_are_applied_by_the_compiled_kernel_as_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for native in ("0", "1"):
+        monkeypatch.setenv("QKEEL_NATIVE", native)
+        torch.manual_seed(0)
+        case = Case(torch.float32)
+        for bundle in case.bundles.all:
+            bundle.scale(case.row, on_host=True)
+        found.append(case.weights)
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+def test_parts_without_a_number_have_no_place_among_the_groups() -> None:
+    weights = [torch.randn(4, 3), torch.empty(4, 0), torch.randn(6, 3)]
+    slices = [rows(torch.arange(len(w)).view(2, -1)) for w in weights]
+    pairs = [
+        (view, view.weight) for _, _, own in views_by_tensor([*weights, None], [*slices, slices[0]]) for view in own
+    ]
+    groups = HeadGroups(lambda view: view.places([2, 2, 2]))
+    assert groups.update(pairs)
+    (group,) = groups.all
+    assert len(group.views) == 2
+    assert sorted(groups.firsts[i] for i in (0, 2)) == [0, 2]
+    group.scale(torch.tensor([0.5, 1.0, 9.0, 9.0, 2.0, 3.0, 1.0]))
+    old = [pair[1].clone() for pair in pairs]
+    group.scale(torch.tensor([2.0, 1.0, 9.0, 9.0, 0.5, 1 / 3, 1.0]))
+    torch.testing.assert_close(weights[0][:2], 2 * old[0][:2])
+    torch.testing.assert_close(weights[2], old[2] * torch.tensor([0.5] * 3 + [1 / 3] * 3)[:, None])
+
+
+def test_weights_are_finite_have_values_and_are_confirmed_before_a_remedy_takes_them() -> None:
+    for value in (torch.nan, torch.inf):
+        model = attention()
+        with torch.no_grad():
+            model.k_proj.weight[3, 2] = value
+        with pytest.raises(NonFiniteError, match=r"k_proj.weight holds NaN or infinity before lalr"):
+            check_weights(Target(model=model, optimizer=None, sites=find_sites(model)), "lalr", per_head=True)
+    model = attention()
+    (site,) = find_sites(model)
+    for unverified, per_head, refused in (("", True, False), ("one head", False, False), ("one head", True, True)):
+        target = Target(model=model, optimizer=None, sites=[dataclasses.replace(site, unverified=unverified)])
+        if refused:
+            with pytest.raises(RefusedError, match=r"lalr at .*one head"):
+                check_weights(target, "lalr", per_head=per_head)
+        else:
+            check_weights(target, "lalr", per_head=per_head)
+    with pytest.raises(RefusedError, match=r"q_proj.weight is on the meta device; give it values before lalr"):
+        check_weights(Target(model=model.to("meta"), optimizer=None, sites=[site]), "lalr", per_head=True)
+
+
+def test_entries_are_the_parts_of_weights_each_once_and_what_the_optimizer_steps_for_them() -> None:
+    a, b = attention(), attention()
+    b.q_proj.weight = a.q_proj.weight
+    model = nn.ModuleList([a, b])
+    sites = find_sites(model)
+    weights = HeadWeights.of(Target(model=model, optimizer=None, sites=sites))
+    assert weights.names == ["0.q_proj.weight", "0.k_proj.weight", "1.k_proj.weight"]
+    assert weights.counts == [4, 2, 2]
+    placed = [weights.place(s) for site in sites for term in site.terms for s in (*term.query, *term.key)]
+    assert placed == [0, 1, 0, 2]
+    q, k, other = a.q_proj.weight, a.k_proj.weight, b.k_proj.weight
+    k.requires_grad_(False)
+    held = weights.of_optimizer(torch.optim.SGD([q, other, a.v_proj.weight]), "lalr")
+    assert [x is y for x, y in zip(held, (q, None, other))] == [True] * 3
+    for one in (q, other):
+        one.requires_grad_(False)
+    for params, name in (([a.v_proj.weight], "0.q_proj.weight"), ([a.o_proj.weight], "0.q_proj.weight")):
+        with pytest.raises(
+            RefusedError, match=f"steps of {name}, which this SGD does not hold; give the optimizer that does$"
+        ):
+            weights.of_optimizer(torch.optim.SGD(params), "lalr")
+    assert weights.of_optimizer(torch.optim.SGD([q, k]), "lalr")[2] is None

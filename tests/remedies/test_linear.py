@@ -192,3 +192,76 @@ def test_weights_that_the_optimizer_does_not_hold_are_refused(remedy: str) -> No
     optimizer = torch.optim.SGD([model.q_proj.weight, model.v_proj.weight], lr=0.1)
     with pytest.raises(RefusedError, match=r"steps of k_proj.weight, which this SGD does not hold"):
         qkeel.apply(remedy, model, optimizer)
+
+
+def test_an_optimizer_that_cannot_be_tried_may_be_clipped_by_but_not_scaled() -> None:
+    class Closed(torch.optim.Optimizer):
+        """Its constructor takes neither parameters nor options."""
+
+        def __init__(self, model: nn.Module, secret: int) -> None:
+            super().__init__(model.parameters(), {"lr": 0.1, "secret": secret})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise AssertionError("never stepped")
+
+    for make in (lambda model: Closed(model, 3), lambda model: torch.optim.LBFGS(model.parameters())):
+        model = attention(torch.float32)
+        for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
+            qkeel.apply(remedy, model, make(model)).remove()
+        with pytest.raises(RefusedError, match=r"a probe step of .* failed"):
+            qkeel.apply("lalr", model, make(model))
+
+
+def test_steps_that_are_nearly_half_as_long_are_not_half_as_long() -> None:
+    class Bent(torch.optim.SGD):
+        """A step that grows with the rate to a power near 1."""
+
+        power = 1.0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=group["lr"] ** type(self).power)
+
+    model = attention(torch.float32)
+    for power, linear in ((1.0, True), (1.001, False), (0.999, False)):
+        Bent.power = power
+        if linear:
+            qkeel.apply("lalr", model, Bent(model.parameters(), lr=0.1)).remove()
+        else:
+            with pytest.raises(RefusedError, match="was not half as long"):
+                qkeel.apply("lalr", model, Bent(model.parameters(), lr=0.1))
+
+
+def test_a_decay_that_the_rate_does_not_scale_is_no_copy_that_brings_weights_back() -> None:
+    class Independent(torch.optim.SGD):
+        """w ← (1 - λ)·w whatever the rate is (Loshchilov & Hutter 2019 without their schedule)."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(1 - group["weight_decay"]).sub_(p.grad, alpha=group["lr"])
+
+    model = attention(torch.float32)
+    for remedy in ("qk_clip", "qk_weight_decay", "spectral_cap"):
+        qkeel.apply(remedy, model, Independent(model.parameters(), lr=0.1, weight_decay=0.1)).remove()
+
+
+def test_a_logit_of_one_weight_alone_is_stepped_decayed_and_capped() -> None:
+    for remedy, changed in (("qk_lr:factor=0", 1.0), ("qk_weight_decay:decay=1", 0.9), ("spectral_cap:cap=0.1", None)):
+        model = attention(torch.float64, 4)
+        model.k_proj.weight = model.q_proj.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.q_proj.weight.detach().clone()
+        with qkeel.apply(remedy, model, optimizer):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p) if remedy.startswith("qk_lr") else torch.zeros_like(p)
+            optimizer.step()
+        after = model.q_proj.weight.detach()
+        if changed is None:
+            sizes = torch.linalg.matrix_norm(after.view(4, -1, after.shape[1]), 2)
+            torch.testing.assert_close(sizes, torch.full_like(sizes, 0.1))
+        else:
+            torch.testing.assert_close(after, changed * before)

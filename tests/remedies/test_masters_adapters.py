@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import RefusedError, UnknownNameError
+from qkeel.remedies.steps import mixed_precision
 
 from .families import FAMILIES, batch, run
 from .models import gradients
@@ -216,3 +217,50 @@ def test_dora_is_refused(remedy: str) -> None:
     optimizer = torch.optim.AdamW(trained(model))
     with pytest.raises(RefusedError, match="self_attn: the weight that makes the logit is computed from another"):
         qkeel.apply(remedy, model, optimizer, example=batch())
+    model = adapted("llama", "v_proj", use_dora=True)  # of values: the logit does not know of it
+    held = [*trained(model), *(p for n, p in model.named_parameters() if "q_proj" in n or "k_proj" in n)]
+    qkeel.apply(remedy, model, torch.optim.AdamW(held), example=batch()).remove()
+
+
+def test_a_copy_is_known_by_its_values_shape_and_dtype_where_it_is_the_only_one() -> None:
+    weight = nn.Parameter(torch.randn(3, 4).bfloat16())
+    copy_ = nn.Parameter(weight.detach().float())
+    near = nn.Parameter(copy_.detach() * (1 + 2**-12))  # rounds to the same bits
+    for held, expected in (
+        ([weight, copy_], weight),
+        ([copy_], copy_),
+        ([near], near),
+        ([copy_, near], None),
+        ([nn.Parameter(copy_.detach().double())], None),
+        ([nn.Parameter(copy_.detach().flatten())], None),
+        ([nn.Parameter(copy_.detach() * 1.5)], None),
+        ([nn.Parameter(copy_.detach().to("meta"))], None),
+    ):
+        assert mixed_precision.stepped(torch.optim.SGD(held), weight) is expected
+    wide = nn.Parameter(torch.randn(3, 4))
+    assert mixed_precision.stepped(torch.optim.SGD([nn.Parameter(wide.detach().clone())]), wide) is None
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight].update(a=copy_, b=copy_ * 2, c=1, d=near.detach(), e=copy_.double())
+    assert mixed_precision.copies_in_state(optimizer, weight) == ("a", "d")
+    assert mixed_precision.copies_in_state(torch.optim.SGD([weight]), weight) == ()
+
+
+def test_the_optimizer_that_steps_is_found_inside_of_wrappers_that_run_no_hooks() -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: object) -> None:
+            self.optimizer = optimizer
+
+    class Runs(torch.optim.SGD):
+        """One that runs hooks, and has another inside."""
+
+    assert mixed_precision.innermost(Wrapper(Wrapper(inner))) is inner
+    odd = Wrapper("nothing")
+    assert mixed_precision.innermost(odd) is odd
+    outer = Runs([nn.Parameter(torch.ones(2))])
+    outer.optimizer = inner  # type: ignore[attr-defined]
+    assert mixed_precision.innermost(outer) is outer
+    assert mixed_precision.found_inf(inner) is None
+    inner.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    assert mixed_precision.found_inf(inner) is inner.found_inf  # type: ignore[attr-defined]

@@ -461,3 +461,27 @@ def test_a_clip_that_can_read_no_logits_any_more_warns_once_and_training_goes_on
         model(inputs()).sum().backward()  # a second warning would be an error
         optimizer.step()
     assert not torch.equal(before["q_proj.weight"], by_name(model)["q_proj.weight"])
+
+
+def test_a_step_that_a_scaler_took_with_nothing_over_the_threshold_touches_no_weight_and_keeps_no_maximum() -> None:
+    model, x = attention(torch.float32, 4), inputs()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    with qkeel.apply("qk_clip", model, optimizer) as handle:
+        assert handle.state() == {}
+        for skipped in (1.0, 0.0, 0.0):
+            model(x)
+            optimizer.found_inf = torch.full((), skipped)
+            versions = [p._version for p in model.parameters()]
+            optimizer.step()
+            assert versions == [p._version for p in model.parameters()]
+        handle.load({})
+        assert handle.state() == {}
+
+
+def test_a_model_that_is_never_called_is_warned_of_once() -> None:
+    model = attention(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with qkeel.apply("qk_clip", model, optimizer):
+        with pytest.warns(QkeelWarning, match="qk_clip saw no attention call in training mode between two steps"):
+            optimizer.step()
+        optimizer.step()  # a second warning would be an error

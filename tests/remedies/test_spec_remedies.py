@@ -15,7 +15,8 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, RefusedError, Unkn
 from qkeel.nn import MLA, Attention
 from qkeel.nn.mla import LatentSizes
 from qkeel.remedies.attention.change_norm import KINDS
-from qkeel.spec import AttentionSpec, L2Norm, Learned, LogN, NoNorm, Rope, Softcap, Sqrt
+from qkeel.remedies.steps.join_optimizer import join
+from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, Learned, LogN, NoNorm, RMSNorm, Rope, Softcap, Sqrt
 
 from .models import D_MODEL, assert_same, attention, decoder, loss, mla, snapshot, tokens, train
 
@@ -320,3 +321,48 @@ def test_gains_go_to_the_group_of_the_weights_they_stand_behind_where_no_group_h
         after = [len(group["params"]) for group in optimizer.param_groups]
         assert after[0] == before[0]
         assert after[1] > before[1]
+
+
+def test_new_parameters_go_where_their_kind_is_and_leave_nothing_behind() -> None:
+    matrix, vector, other = (nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,), (3, 2)))
+    for groups, near, matrices, home in (
+        ([[matrix], [vector], [other]], other, False, 1),
+        ([[matrix], [vector], [other]], other, True, 2),
+        ([[matrix, vector], [other]], other, False, 1),
+        ([[matrix, vector], []], other, False, 0),
+        ([[matrix], [other]], other.detach(), True, 0),  # nobody holds it
+    ):
+        optimizer = torch.optim.SGD([{"params": own} for own in groups], lr=0.1, momentum=0.9)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        optimizer.step()
+        before = [[id(p) for p in g["params"]] for g in optimizer.param_groups]
+        new = nn.Parameter(torch.ones(2, 2))
+        handle = join(optimizer, {"new": new}, near, matrices=matrices)
+        assert [any(p is new for p in g["params"]) for g in optimizer.param_groups] == [
+            i == home for i in range(len(groups))
+        ]
+        new.grad = torch.ones_like(new)
+        optimizer.step()
+        assert new in optimizer.state
+        handle.remove()
+        assert new not in optimizer.state
+        assert [[id(p) for p in g["params"]] for g in optimizer.param_groups] == before
+    join(None, {"new": new}, near).remove()
+    join(optimizer, {}, near).remove()
+
+
+def test_a_class_that_cannot_be_made_again_takes_new_parameters_too() -> None:
+    class Mine(torch.optim.SGD):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = decoder()
+    optimizer = Mine(model)
+    train(model, optimizer, 1)
+    with qkeel.apply("qk_norm", model, optimizer):
+        train(model, optimizer, 1)

@@ -453,3 +453,14 @@ def test_lalr_of_a_weight_shared_by_sites_takes_all_its_partners_into_account() 
         step_by(model, optimizer, {n: torch.ones_like(p) for n, p in model.named_parameters()})
     moved = (old - model[1].both.weight.detach()).view(4, 8, 32)[:, 0, 0] / 0.5
     assert moved.tolist() == pytest.approx([a / b for a, b in zip(norms, partners)])
+
+
+def test_how_many_weights_were_replaced_is_said_where_it_is_more_than_one() -> None:
+    model = FAMILIES["llama"].model(torch.float32)
+    for names, more in ((("q_proj",), ""), (("q_proj", "k_proj"), r" \(and 1 more\)")):
+        optimizer = adamw(model)
+        with qkeel.apply("qk_lr", model, optimizer, example=batch()):
+            for name in names:
+                setattr(model.model.layers[0].self_attn, name, nn.Linear(32, 32 if name[0] == "q" else 16, bias=False))
+            with pytest.raises(RefusedError, match=f"self_attn.q_proj.weight{more}, which"):
+                optimizer.step()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkeel
 from qkeel.errors import InvalidValueError
-from qkeel.remedies import Target
+from qkeel.remedies import REMEDIES, Target
 from qkeel.remedies.steps import head_groups
 from qkeel.remedies.steps.head_groups import factor_per_row
 from qkeel.remedies.steps.head_steps import head_steps
@@ -412,3 +412,13 @@ def test_heads_are_measured_before_the_step_and_scaled_after_it() -> None:
     now = model.qkv.detach().view(HEADS, 3, SIZE, WIDTH)
     assert torch.equal(now[:, :2], whole[:, :2])
     assert not torch.equal(now[:, 2], whole[:, 2])
+
+
+def test_the_settings_of_step_remedies_where_nothing_is_said_are_those_of_the_documents() -> None:
+    made = [REMEDIES[name]() for name in ("lalr", "qk_clip", "qk_lr", "qk_weight_decay", "spectral_cap")]
+    lalr, clip, rate, decay, cap = made
+    assert (lalr.tau, lalr.norm, lalr.decay) == (0.1, "frobenius", "scaled")  # type: ignore[attr-defined]
+    assert (clip.threshold, clip.groups, clip.frozen) == (100.0, "query", "refuse")  # type: ignore[attr-defined]
+    assert (rate.factor, decay.decay, cap.cap, cap.per) == (0.1, 0.1, 4.0, "head")  # type: ignore[attr-defined]
+    assert all(one.on_steps for one in made)  # type: ignore[attr-defined]
+    assert [one.stacks for one in made] == [True] * 4 + [False]

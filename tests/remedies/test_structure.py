@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
+from qkeel.remedies.spectral_cap import SpectralCap
 
 from .models import VOCAB, attention, decoder, loss, snapshot, tokens, train
 
@@ -219,3 +220,23 @@ def test_what_makes_the_final_logits_is_observed_or_named() -> None:
     with qkeel.apply("final_softcap:cap=0.05,module=inner.head", model := Odd()):
         assert model(tokens()).abs().max() <= 0.1
     assert loss(model, tokens()).isfinite()
+
+
+def test_the_factors_of_a_cap_are_those_of_the_largest_singular_values_and_1_where_there_are_none() -> None:
+    heads = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    heads[1] *= 0.1
+    sizes = torch.linalg.matrix_norm(heads, 2)
+    cap = float(sizes[0]) / 2
+    expected = [min(1.0, cap / s) for s in sizes.tolist()]
+    assert expected[1] == 1 > max(expected[0], expected[2])
+    assert SpectralCap(cap=cap).factors(heads).tolist() == pytest.approx(expected, rel=1e-12)
+    whole = min(1.0, cap / float(torch.linalg.matrix_norm(heads.flatten(0, 1), 2)))
+    assert SpectralCap(cap=cap, per="matrix").factors(heads).tolist() == pytest.approx([whole] * 3, rel=1e-12)
+    assert SpectralCap(cap=1e9).factors(heads).tolist() == SpectralCap(cap=cap).factors(0 * heads).tolist() == [1.0] * 3
+    half = SpectralCap(cap=cap).factors(heads.half())
+    assert half.dtype == torch.float32
+    assert half.tolist() == pytest.approx(expected, rel=1e-2)
+    for wrong in (torch.nan, torch.inf):
+        heads[0, 1, 3] = wrong
+        assert SpectralCap(cap=cap).factors(heads).tolist() == pytest.approx([1.0, *expected[1:]], rel=1e-12)
+        assert SpectralCap(cap=cap, per="matrix").factors(heads).tolist() == [1.0] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from qkeel import attention, errors, preset
 from qkeel.functional.statistics.logit_stats import TENSORS, LogitStats, merge
 from qkeel.kernels.stats import per_head
 from qkeel.kernels.stats.per_head import logit_maxima, logit_stats
-from qkeel.spec import ALiBi, AttentionSpec, Rope, SlidingWindow, Softcap
+from qkeel.spec import ALiBi, AttentionSpec, NoPosition, Rope, SlidingWindow, Softcap
 from qkeel.spec.band_call import BandCall, band_call
 from qkeel.spec.call import make_call, with_query_mask
 
@@ -189,3 +190,98 @@ def test_torchs_compiler_makes_one_graph_for_any_ends_and_what_is_watched_of_it_
     command = [sys.executable, "-m", "tests.spec.packed_compiled"]  # without the checks of types that tests have
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+BANDS: list[
+    tuple[int, int, list[tuple[int, int, int, int]]]
+] = [  # queries, keys, and [first, stop) of both by sequence
+    (6, 6, [(0, 6, 0, 6)]),
+    (3, 7, [(0, 3, 0, 7)]),
+    (7, 4, [(0, 7, 0, 4)]),
+    (9, 9, [(0, 3, 0, 3), (3, 3, 3, 3), (3, 8, 3, 8)]),
+    (8, 9, [(0, 2, 0, 5), (2, 6, 5, 6), (6, 7, 6, 9)]),
+]
+
+
+@each_row("sequences", BANDS)
+def test_who_sees_whom_and_with_which_bias_pair_by_pair(
+    sequences: tuple[int, int, list[tuple[int, int, int, int]]],
+) -> None:
+    t, s, own = sequences
+    packed_ones = len(own) > 1
+    b, h, rng = 1 if packed_ones else 2, 2, torch.Generator().manual_seed(0)
+    q, k = torch.zeros(b, h, t, 2), torch.zeros(b, h, s, 2)
+    ends = [torch.tensor([0, *(x[i] for x in own)], dtype=torch.int32) for i in (1, 3)]
+    of_query, of_key = (
+        [next((n for n, x in enumerate(own) if x[i] <= at < x[i + 1]), None) for at in range(total)]
+        for i, total in ((0, t), (2, s))
+    )
+    padding = torch.rand(b, s, generator=rng) < 0.7
+    slopes = {
+        "heads": torch.rand(h, generator=rng),
+        "rows": torch.rand(len(own) if packed_ones else b, h, generator=rng),
+    }
+    for window, causal, reach, how, masked in itertools.product(
+        ((-1, -1), (2, 0), (0, 3), (1, -1), (-1, 1), (2, 2)),
+        (False, True),
+        (None, 2),
+        (None, "heads", "rows"),
+        (False, True),
+    ):
+        if masked and how:
+            continue
+        given = None if how is None else slopes[how]
+        spec = (
+            AttentionSpec()
+            if reach is None
+            else AttentionSpec(position=SlidingWindow(window=reach, inner=NoPosition()))
+        )
+        plain = make_call(spec, q, k, k, causal=causal, mask=padding[:, None, None] if masked else None)
+        lengths = None if not packed_ones else ends[0] if ends[0].equal(ends[1]) and t == s else tuple(ends)
+        call = band_call(plain, window=window, slopes=given, cu_seqlens=lengths)
+        if not isinstance(call, BandCall):
+            assert (window, how, packed_ones) == ((-1, -1), None, False)
+            assert call is plain
+            continue
+        assert call.low.shape == call.high.shape == (1, t)
+        left, right = window
+        if reach is not None:
+            left, right = (reach - 1 if x < 0 else min(x, reach - 1) for x in window)
+        right = 0 if causal else right
+        seen, bias = torch.zeros(b, h, t, s, dtype=torch.bool), torch.zeros(b, h, t, s)
+        band = torch.zeros(t, s, dtype=torch.bool)
+        for i, j in itertools.product(range(t), range(s)):
+            n = of_query[i]
+            if n is None or n != of_key[j]:
+                continue
+            _, stop, first_k, stop_k = own[n]
+            gap = (i - stop + stop_k - first_k) - (j - first_k)  # the last query is at the last key
+            band[i, j] = (left < 0 or gap <= left) and (right < 0 or -gap <= right)
+            seen[:, :, i, j] = (band[i, j] & (padding[:, j] if masked else torch.ones(b).bool()))[:, None]
+            if given is not None:
+                bias[:, :, i, j] = -abs(gap) * (given if given.ndim == 1 else given[n] if packed_ones else given)
+        for rows, keys in ((slice(0, t), slice(0, s)), (slice(1, 3), slice(2, s))):
+            assert torch.equal(call.visible(rows, keys).expand(b, h, -1, -1), seen[:, :, rows, keys]), (
+                window,
+                causal,
+                reach,
+                how,
+            )
+            found = call.bias(rows, keys)
+            assert (found is None) == (given is None)
+            if found is not None:
+                where = seen[:, :, rows, keys]
+                torch.testing.assert_close(found.expand_as(where)[where], bias[:, :, rows, keys][where])
+        for start, stop in itertools.combinations(range(t + 1), 2):
+            keys_seen = band[start:stop].any(0).nonzero().flatten().tolist()
+            span = call.span(slice(start, stop))
+            assert (
+                (span.start, span.stop) == (keys_seen[0], keys_seen[-1] + 1) if keys_seen else span.start == span.stop
+            )
+        assert call.padding is (plain.mask if masked else None)
+        if packed_ones:
+            assert call.of_key is not None
+            assert call.of_key.tolist() == [-2 if n is None else n for n in of_key]
+            assert not call.plain
+        else:
+            assert call.of_key is None

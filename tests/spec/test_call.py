@@ -33,7 +33,7 @@ from qkeel.spec import (
     SquaredReLU,
     preset,
 )
-from qkeel.spec.call import make_call, with_query_mask
+from qkeel.spec.call import Visibility, make_call, with_query_mask
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
 very_few = settings(few, max_examples=8)
@@ -423,3 +423,78 @@ def test_a_query_mask_of_numbers_is_refused() -> None:
     q = torch.randn(1, 1, 3, 8)
     with pytest.raises(InvalidTypeError, match="boolean query_mask"):
         with_query_mask(make_call(preset("baseline"), q, q, q), torch.ones(1, 3))
+
+
+def test_which_numbers_and_devices_positions_masks_and_parameters_may_have() -> None:
+    for kind in (
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bfloat16,
+        torch.float16,
+        torch.double,
+    ):
+        pos = torch.arange(5).to(kind)
+        assert make_call(AttentionSpec(), Q, K, V, pos_q=pos, pos_k=pos[None]).pos_k.dtype == kind
+    for kind in (torch.bool, torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(InvalidTypeError, match=f"expected pos_q as whole numbers .* got {kind}"):
+            make_call(AttentionSpec(), Q, K, V, pos_q=torch.ones(5).to(kind))
+    for kind in (torch.float8_e4m3fn, torch.complex64, torch.uint8):
+        with pytest.raises(InvalidTypeError, match=f"a boolean mask .* got {kind}"):
+            make_call(AttentionSpec(), Q, K, V, mask=torch.ones(5, 5).to(kind))
+    meta: dict[str, Any] = {"mask": torch.ones(5, 5), "pos_q": torch.arange(5), "pos_k": torch.arange(5)}
+    for name, x in meta.items():
+        with pytest.raises(InvalidValueError, match=f"expected {name} on cpu as q, got it on meta"):
+            make_call(AttentionSpec(), Q, K, V, **{name: x.to("meta")})
+    scale = torch.tensor(2.0)
+    far = [x.to("meta") for x in (Q, K, V)]
+    assert make_call(AttentionSpec(scale=Learned(init=2.0)), *far, params={"logit_scale": scale}).params
+    gain = {"q_norm": torch.ones(8), "k_norm": torch.ones(8)}
+    with pytest.raises(InvalidValueError, match="expected parameter 'q_norm' on meta as q, got it on cpu"):
+        make_call(preset("qwen3"), *far, params=gain)
+    for i in range(3):
+        with pytest.raises(InvalidValueError, match="expected q, k, v on one device"):
+            make_call(AttentionSpec(), *(x.to("meta") if i == j else x for j, x in enumerate((Q, K, V))))
+    half = {"q_norm": torch.ones(8).half(), "k_norm": torch.ones(8).half()}
+    assert make_call(preset("qwen3"), Q, K, V, params=half).params["q_norm"].dtype == torch.float16
+
+
+def test_where_queries_and_keys_are_when_only_one_of_them_is_told_or_none() -> None:
+    for t, s in ((5, 5), (3, 5), (5, 3)):
+        q, k = torch.zeros(2, 1, t, 2), torch.zeros(2, 1, s, 2)
+        call = make_call(AttentionSpec(), q, k, k)
+        assert (call.pos_q.tolist(), call.pos_k.tolist()) == ([list(range(s - t, s))], [list(range(s))])
+        assert (call.pos_q is call.pos_k) == (t == s)
+        keys = 10 + 2 * torch.arange(s)
+        call = make_call(AttentionSpec(), q, k, k, pos_k=keys)
+        assert call.pos_q.tolist() == ([list(range(s - t, s))] if t > s else [keys[s - t :].tolist()])
+        assert not call.plain
+        queries = torch.arange(2 * t).view(2, t)
+        call = make_call(AttentionSpec(), q, k, k, pos_q=queries)
+        assert (call.pos_q.tolist(), call.pos_k.tolist()) == (queries.tolist(), [list(range(s))])
+    assert Visibility().call(AttentionSpec(), Q, K, V).causal
+    pos = torch.arange(5)
+    both = make_call(AttentionSpec(), Q, K, V, pos_q=pos, pos_k=pos)
+    assert both.pos_q is both.pos_k
+    apart = make_call(AttentionSpec(), Q, K, V, pos_q=pos + 1, pos_k=pos)
+    assert (apart.pos_q - apart.pos_k).tolist() == [[1] * 5]
+
+
+def test_a_mask_of_sequences_and_keys_is_one_of_padding_but_where_it_may_be_one_of_pairs() -> None:
+    for b, t, s, shape, full in (
+        (2, 5, 5, (2, 5), (2, 1, 1, 5)),
+        (5, 3, 5, (5, 5), (5, 1, 1, 5)),
+        (1, 1, 5, (1, 5), (1, 1, 1, 5)),
+        (2, 3, 5, (3, 5), (1, 1, 3, 5)),
+        (2, 3, 5, (1, 5), (1, 1, 1, 5)),
+        (2, 3, 5, (), (1, 1, 1, 1)),
+        (2, 3, 5, (4, 1, 1), (1, 4, 1, 1)),
+    ):
+        call = make_call(AttentionSpec(), *draw(b=b, t=t, s=s), mask=torch.ones(shape, dtype=torch.bool))
+        assert call.mask is not None
+        assert tuple(call.mask.shape) == full, shape
+    for b, t, s, shape in ((5, 5, 3, (5, 3)), (2, 2, 5, (2, 5)), (2, 3, 5, (3, 1, 1, 5)), (2, 3, 5, (3, 3, 5))):
+        with pytest.raises(ShapeError, match="mask"):
+            make_call(AttentionSpec(), *draw(b=b, t=t, s=s), mask=torch.ones(shape, dtype=torch.bool))

@@ -21,6 +21,7 @@ from qkeel.spec import (
     ReRope,
     RMSNorm,
     Rope,
+    SlidingWindow,
     XPos,
     YaRN,
 )
@@ -156,3 +157,46 @@ def test_yarn_moves_a_norm_that_commutes_before_the_rotation_and_refuses_others(
     gained = AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(order="rotate_then_norm"))
     with pytest.raises(RefusedError, match="does not commute"):
         gained.extrapolate("yarn", factor=8, train_length=64)
+
+
+def test_what_a_method_takes_where_nothing_is_said_and_at_the_border_of_what_it_takes() -> None:
+    assert SPEC.extrapolate("ntk_mixed", factor=8).position == Rope(
+        base=5e4, rotary=0.5, stretch=NTK(factor=8, kind="mixed", power=0.625)
+    )
+    assert SPEC.extrapolate("abf", factor=8).position == Rope(base=4e5, rotary=0.5)
+    assert SPEC.extrapolate("pi").position == Rope(base=5e4, rotary=0.5, stretch=PI(factor=1.0))
+    yarn = {"fast": 16.0, "slow": 2.0}
+    assert SPEC.extrapolate("yarn", factor=8, train_length=64, **yarn).position == Rope(
+        base=5e4, rotary=0.5, stretch=YaRN(factor=8, train_length=64, **yarn)
+    )
+    assert SPEC.extrapolate("leaky_rerope", factor=3, train_length=9).position == LeakyReRope(
+        window=4, base=5e4, rotary=0.5, factor=6.0
+    )
+    assert SPEC.extrapolate("rerope", window=63, train_length=64).position == ReRope(window=63, base=5e4, rotary=0.5)
+    assert SPEC.extrapolate("rope", factor=2) == SPEC
+    assert SPEC.extrapolate("rerope", train_length=8).extrapolate("rope") == SPEC
+    late = AttentionSpec(norm=RMSNorm(gain="dim"), position=Rope(order="rotate_then_norm"))
+    unchanged = late.extrapolate("yarn", factor=1.0, train_length=64)  # a factor of 1 on cos and sin: nothing to cancel
+    assert unchanged.position == Rope(order="rotate_then_norm", stretch=YaRN(factor=1.0, train_length=64))
+    for window, changed in ((63, False), (64, False), (65, True)):
+        spec = AttentionSpec(position=SlidingWindow(window=window))
+        assert (spec.extrapolate("pi", factor=8, train_length=64) != spec) == changed
+    assert SPEC.extrapolate("window", window=64, train_length=64).position == SlidingWindow(
+        window=64, inner=SPEC.position
+    )
+    wide = AttentionSpec(position=SlidingWindow(window=80)).extrapolate("window", train_length=64)
+    assert wide.position == SlidingWindow(window=64)
+    for method, options, says in (
+        ("abf", {"power": 1.0}, "option of abf 'power'"),
+        ("ntk", {"power": 1.0}, "option of ntk 'power'"),
+        ("dynamic_ntk", {"base": 1.0, "train_length": 8}, "option of dynamic_ntk 'base'"),
+        ("rerope", {"leak": 2.0, "window": 3}, "option of rerope 'leak'"),
+        ("yarn", {"window": 2, "train_length": 8}, "option of yarn 'window'"),
+        ("window", {"leak": 2.0}, "option of window 'leak'"),
+        ("none", {"leak": 2.0}, "option of none 'leak'"),
+        ("rope", {"leak": 2.0}, "option of rope 'leak'"),
+    ):
+        with pytest.raises(UnknownNameError, match=says):
+            SPEC.extrapolate(method, **options)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="factor of at least 1"):
+        SPEC.extrapolate("pi", factor=float("inf"))

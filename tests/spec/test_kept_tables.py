@@ -106,6 +106,7 @@ def test_layers_and_steps_share_one_table_which_no_checkpoint_holds_and_a_backwa
 def test_what_is_kept_is_bounded_in_number_and_size_and_threads_do_not_disturb_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert (kept_tables.MOST, kept_tables.MOST_BYTES) == (16, 2**27)  # 128 MiB
     for n in range(1, 40):
         tables(counted(0, n, CPU))
     assert len(kept_tables._KEPT) == kept_tables.MOST
@@ -166,3 +167,27 @@ def test_nothing_is_kept_or_taken_where_it_would_not_be_the_same(monkeypatch: py
     with monkeypatch.context() as patch:  # the memory of a table that a graph's capture makes goes with the graph
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert kept_tables._stream(torch.device("cuda", 0)) is None
+
+
+def test_a_table_that_somebody_wrote_into_is_made_again_whichever_of_them_it_is(made: list[Rope]) -> None:
+    at, late = counted(0, 5, CPU), counted(2, 5, CPU)
+    q, k = torch.empty(1, 1, 3, 8), torch.empty(1, 1, 5, 8)
+    fresh = [x.clone() for pair in Rope().tables(q, k, late, at) for x in pair]
+    for i in range(4):
+        kept = [x for pair in Rope().tables(q, k, late, at) for x in pair]
+        made.clear()
+        assert all(map(torch.equal, kept, fresh))
+        assert not made
+        kept[i].add_(1)
+        assert all(map(torch.equal, [x for pair in Rope().tables(q, k, late, at) for x in pair], fresh)), i
+        assert len(made) == 1
+    late.add_(1)  # the positions of the queries alone
+    again = counted(2, 5, CPU)
+    assert again.tolist() == [[2, 3, 4]]
+    assert all(map(torch.equal, [x for pair in Rope().tables(q, k, again, at) for x in pair], fresh))
+    own = torch.nn.Parameter(torch.arange(5.0)[None], requires_grad=False)
+    for pos in (own, torch.arange(5.0)[None].requires_grad_()):  # not counted here: never kept
+        made.clear()
+        for _ in range(2):
+            Rope().tables(k, k, pos, pos)
+        assert len(made) == 2

@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import math
 import pickle
+import re
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -17,23 +19,31 @@ from torch.overrides import TorchFunctionMode
 
 from qkeel import attention, preset, reference
 from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, RefusedError, ShapeError, UnknownNameError
+from qkeel.functional import rope_frequencies as f
+from qkeel.functional.rope import rope_frequencies
 from qkeel.kernels import encode
 from qkeel.spec import (
+    NTK,
+    PI,
     PRESETS,
     ALiBi,
     AttentionSpec,
+    DynamicNTK,
     Fixed,
     FloorLogTemperature,
+    GradientMax,
     InverseSqrt,
     Kerple,
     L2Norm,
     LayerNorm,
     LeakyReRope,
     Learned,
+    Llama3,
     LogN,
     NoCap,
     NoNorm,
     NoPosition,
+    NoStretch,
     ReRope,
     RMSNorm,
     Rope,
@@ -44,10 +54,15 @@ from qkeel.spec import (
     Softmax,
     Softpick,
     Sqrt,
+    SquaredReLU,
     XPos,
+    YaRN,
 )
-from qkeel.spec.slot import Slot
+from qkeel.spec.norm import Norm
+from qkeel.spec.position.rerope import rerope
+from qkeel.spec.slot import Geometry, Slot
 
+LATE = Rope(order="rotate_then_norm")
 GAINS = ("none", "dim", "one_plus_dim", "head_dim", "scalar", "head")
 
 
@@ -366,3 +381,244 @@ def test_checking_a_position_makes_no_table() -> None:
             position.check(8)
             with pytest.raises(ShapeError, match="even number"):
                 position.check(9 if position != Rope(rotary=0.5) else 6)
+
+
+def test_the_formula_that_a_slot_prints() -> None:
+    for slot, formula in {
+        RMSNorm(gain="dim", over="layer"): "q̃ = RMS(q) · w, k̃ = RMS(k) · w over all heads of a token",
+        LayerNorm(on="q", gain="head_dim", bias=True): "q̃ = LN(q) · w_h + b, k̃ = k",
+        L2Norm(on="k", gain="scalar"): "q̃ = q, k̃ = L2(k) · g",
+        RMSNorm(on="qkv", gain="one_plus_dim", value_gain="head"): (
+            "q̃ = RMS(q) · (1 + w), k̃ = RMS(k) · (1 + w), ṽ = RMS(v) · g_h"
+        ),
+        NoCap(): "z",
+        Softcap(30.0): "30·tanh(z/30)",
+        Sink(): "exp(z)/(exp(s_h) + Σ exp(z))",
+        Sink(learned=False, init=0.5): "exp(z)/(exp(0.5) + Σ exp(z))",
+        Sigmoid(bias=-2.0): "σ(z -2)",
+        Sigmoid(bias=2.0, learned=True): "σ(z +2) (bias learned)",
+        SquaredReLU(): "relu(z)²/n",
+        Softpick(): "relu(e^z - 1)/(Σ|e^z - 1| + ε)",
+        InverseSqrt(): "1/√d",
+        InverseSqrt(dim=256, multiplier=1.44): "1.44/√256",
+        GradientMax(keys=64): "λ(d) of most gradient for 64 keys",
+        Learned(init=2.0): "g (learned, starts at 2)",
+        Learned(init=2.0, per="head", log=True): "exp(g_h) (learned, starts at 2)",
+        Learned(init=10.0, log=True, maximum=100.0): "exp(g) (learned, starts at 10, at most 100)",
+        LogN(train_length=8): "1/√d · ln n/ln 8",
+        LogN(train_length=8, clip=True): "1/√d · max(1, ln n/ln 8)",
+        LogN(train_length=8, learned="layer"): "1/√d · s · ln n (learned, starts at 1/ln 8)",
+        LogN(train_length=8, learned="head"): "1/√d · s_h · ln n (learned, starts at 1/ln 8)",
+        FloorLogTemperature(): "1/√d · (1 + 0.1 ln(1 + ⌊n/8192⌋))",
+        Rope(rotary=0.5, pairing="half_reversed"): "RoPE(base 10000, first 0.5 of each head, half reversed pairs)",
+        Rope(order="rotate_then_norm", stretch=PI(factor=8)): "RoPE(base 10000, PI ×8) before the norm",
+        Rope(stretch=NTK(factor=8)): "RoPE(base 10000, NTK old ×8)",
+        Rope(stretch=NTK(factor=8, kind="mixed")): "RoPE(base 10000, NTK mixed ×8, power 0.625)",
+        Rope(stretch=DynamicNTK(train_length=64)): "RoPE(base 10000, dynamic NTK from 64 tokens on, ×1)",
+        Rope(stretch=YaRN(factor=8, train_length=64)): (
+            "RoPE(base 10000, YaRN ×8 from 64 tokens, code ramp, cos and sin ×1.208)"
+        ),
+        Rope(stretch=Llama3(factor=8, train_length=64)): "RoPE(base 10000, Llama 3 ×8 from 64 tokens)",
+        Kerple(): "KERPLE (- p_h ln(1 + a_h|i - j|))",
+        Kerple(kind="power"): "KERPLE (- a_h|i - j|^p_h)",
+        ReRope(window=3): "ReRoPE(window 3, base 10000)",
+        LeakyReRope(window=3): "Leaky ReRoPE(window 3, 1/16 beyond, base 10000)",
+        LeakyReRope(window=3, rounded=True): "Self-Extend(window 3, 1/16 beyond, base 10000)",
+        XPos(): "xPos(base 10000, scale 512)",
+        SlidingWindow(window=3): "RoPE(base 10000), |i - j| < 3",
+    }.items():
+        assert unicodedata.normalize("NFC", slot.formula()) == unicodedata.normalize("NFC", formula), slot
+
+
+def test_what_lies_just_inside_of_what_a_slot_takes_is_taken_and_just_outside_refused() -> None:
+    for make in (
+        lambda: RMSNorm(eps=0.0),
+        lambda: Sink(init=-math.inf),
+        lambda: Softpick(eps=1e-30),
+        lambda: Softcap(1e-3),
+        lambda: InverseSqrt(dim=1),
+        lambda: Learned(init=1e-3, log=True, maximum=1e-2),
+        lambda: LogN(train_length=2),
+        lambda: Rope(base=1.01, rotary=0.01),
+        lambda: ReRope(window=1, base=1.01, rotary=0.01),
+        lambda: LeakyReRope(window=1, factor=1e-3),
+        lambda: SlidingWindow(window=1),
+        lambda: XPos(base=1.01, scale=0.5),
+        lambda: PI(factor=1.0),
+        lambda: NTK(factor=1.0, kind="mixed", power=0.0),
+        lambda: DynamicNTK(train_length=2),
+        lambda: YaRN(factor=1.0, train_length=2, slow=0.1, fast=0.2, attention_factor=0.1),
+        lambda: Llama3(factor=1.0, train_length=2, low=0.1, high=0.2),
+        lambda: GradientMax(keys=1.5),
+        lambda: LayerNorm(gain="head_dim", bias=True),
+        lambda: Rope(order="rotate_then_norm", stretch=YaRN(factor=1.0, train_length=8)),
+    ):
+        make()
+    for make, says in (
+        (lambda: XPos(base=1.0), "base above 1, got 1"),
+        (lambda: ReRope(window=2, rotary=1.5), "share in (0, 1], got 1.5"),
+        (lambda: LeakyReRope(window=2, factor=math.inf), "a factor above 0 for LeakyReRope, got inf"),
+        (lambda: PI(factor=0.5), "a factor of at least 1 (test length / train length) for PI, got 0.5"),
+        (lambda: NTK(factor=math.inf), "a factor of at least 1 (test length / train length) for NTK, got inf"),
+        (lambda: DynamicNTK(train_length=1), "a train_length of at least 2 tokens for DynamicNTK, got 1"),
+        (lambda: YaRN(factor=8, train_length=64, slow=32.0), "0 < slow < fast turns, got slow=32.0, fast=32.0"),
+        (lambda: YaRN(factor=8, train_length=64, slow=0.0), "0 < slow < fast turns, got slow=0.0"),
+        (lambda: YaRN(factor=8, train_length=64, attention_factor=0.0), "an attention_factor above 0, got 0.0"),
+        (lambda: Llama3(factor=8, train_length=64, low=4.0), "0 < low < high turns, got low=4.0, high=4.0"),
+        (lambda: Llama3(factor=8, train_length=64, low=0.0), "0 < low < high turns, got low=0.0"),
+        (lambda: FloorLogTemperature(alpha=math.inf), "a finite alpha, got inf"),
+        (lambda: RMSNorm(over="nope"), "leaves the rotated part"),  # type: ignore[arg-type]
+        (lambda: LayerNorm(gain="scalar", bias=True), "a bias goes with gain 'dim' or 'head_dim', got gain 'scalar'"),
+    ):
+        with pytest.raises(QkeelError, match=re.escape(says)):
+            make()
+
+
+def test_learned_numbers_start_where_the_slot_says() -> None:
+    spec = AttentionSpec(
+        norm=LayerNorm(on="qkv", gain="head_dim", bias=True, value_gain="dim"),
+        scale=LogN(inner=Learned(init=3.0, log=True), train_length=8, learned="layer"),
+        normalizer=Sink(init=-1.5),
+    )
+    start = {name: (tuple(p.shape), set(p.flatten().tolist())) for name, p in spec.init_params(4, 2, 8).items()}
+    assert start == {
+        "q_norm": ((4, 8), {1.0}), "q_norm_bias": ((4, 8), {0.0}),
+        "k_norm": ((2, 8), {1.0}), "k_norm_bias": ((2, 8), {0.0}),
+        "v_norm": ((8,), {1.0}), "v_norm_bias": ((8,), {0.0}),
+        "logit_scale": ((), {torch.tensor(math.log(3.0)).item()}),
+        "log_n_scale": ((), {torch.tensor(1 / math.log(8)).item()}),
+        "sink": ((4, 1, 1), {-1.5}),
+    }  # fmt: skip
+    assert (
+        AttentionSpec(normalizer=Sigmoid(bias=-3.0, learned=True)).init_params(2)["logit_bias"].tolist()
+        == [[[-3.0]]] * 2
+    )
+    heads = AttentionSpec(norm=RMSNorm(gain="head_dim"))
+    assert heads.parameter_shapes(4) == {"q_norm": (4, 64), "k_norm": (4, 64)}
+    assert {n: tuple(p.shape) for n, p in heads.init_params(4).items()} == heads.parameter_shapes(4)
+    own = RMSNorm(gain="dim", on="q").init_params(Geometry(n_heads=2, n_kv_heads=1, head_dim=3))
+    assert {name: p.tolist() for name, p in own.items()} == {"q_norm": [1.0] * 3}
+
+
+@each_row("gain", ["dim", "head_dim"])
+def test_gains_and_biases_are_those_of_their_part_and_head(gain: Any) -> None:
+    rng = torch.Generator().manual_seed(3)
+    q, k, v = qkv()
+    norm = LayerNorm(on="qkv", gain=gain, bias=True, eps=1e-5)
+    params = {
+        name: torch.randn(p.shape, generator=rng, dtype=torch.float64)
+        for name, p in AttentionSpec(norm=norm).init_params(4, 2, 8).items()
+    }
+    for part, x in (("q", q), ("k", k), ("v", v)):
+        found = norm.apply(part, x, params)  # type: ignore[arg-type]
+        for h in range(x.shape[1]):
+            w, b = (p if p.ndim == 1 else p[h] for p in (params[f"{part}_norm"], params[f"{part}_norm_bias"]))
+            centred = x[:, h] - x[:, h].mean(-1, keepdim=True)
+            expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w + b
+            torch.testing.assert_close(found[:, h], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_norm_multiplies_by_and_with_which_eps() -> None:
+    x = qkv()[0]
+    for norm in (RMSNorm(eps=0.5), L2Norm(eps=3.0)):
+        torch.testing.assert_close(x * norm.inverse(x), norm.normalise(x), rtol=1e-12, atol=0)
+        assert norm.with_eps(0.25) == type(norm)(eps=0.25)
+    with pytest.raises(RefusedError, match="LayerNorm does not say what it multiplies a vector by"):
+        LayerNorm().inverse(x)
+    assert (RMSNorm().eps, L2Norm().eps, LayerNorm().eps, Softpick().eps) == (1e-6, 1e-12, 1e-5, 1e-8)
+    mine = type("Mine", (NoNorm,), {"__slots__": (), "sides": Norm.sides})()
+    assert (mine.sides, mine.with_eps(1.0) is mine, mine.weight("q", {})) == ("qkv", True, None)
+    assert RMSNorm(on="q", gain="dim").weight("k", {}) is None
+    assert RMSNorm().weight("q", {}) is None
+
+
+def test_which_scales_are_one_number_and_what_is_left_without_factors_of_the_position() -> None:
+    for scale, constant, moves in (
+        (InverseSqrt(), 0.25, False),
+        (InverseSqrt(dim=64, multiplier=2.0), 0.25, False),
+        (Sqrt(), 4.0, False),
+        (Fixed(3), 3.0, False),
+        (GradientMax(keys=256), GradientMax(keys=256).factor(torch.zeros(1, 1), 16, {}), False),
+        (Learned(init=2.0), None, False),
+        (LogN(train_length=8), None, True),
+        (LogN(train_length=8, inner=Learned(init=2.0)), None, True),
+        (FloorLogTemperature(), None, True),
+    ):
+        assert (scale.constant(16), scale.follows_position) == (constant, moves), scale
+    both = LogN(train_length=8, clip=True, inner=FloorLogTemperature(inner=Fixed(2.0), floor=4))
+    assert both.base == Fixed(2.0)
+    assert both.with_base(Sqrt()) == LogN(train_length=8, clip=True, inner=FloorLogTemperature(inner=Sqrt(), floor=4))
+    assert (Sqrt().base, Sqrt().with_base(Fixed(2.0)), Sqrt().last_position) == (Sqrt(), Fixed(2.0), 0)
+    at = torch.tensor([[0, 3, 7]])
+    n = torch.tensor([1.0, 4.0, 8.0], dtype=torch.float64)
+    expected = 2 * (n.log() / math.log(8)).clamp_min(1) * (1 + 0.1 * (1 + torch.tensor([0.0, 1.0, 2.0]).double()).log())
+    torch.testing.assert_close(both.factor(at, 16, {})[0, 0, :, 0], expected, rtol=1e-12, atol=0)  # type: ignore[index]
+    assert LogN(train_length=8).factor(at, 16, {}).dtype == torch.float64
+    half = LogN(train_length=8, inner=Learned(init=2.0)).factor(at, 16, {"logit_scale": torch.tensor(2.0).half()})
+    assert half.dtype == torch.float32
+
+
+def test_a_spec_of_encoded_keys_is_without_norm_and_rotation_and_keeps_its_window_and_other_parameters() -> None:
+    spec = AttentionSpec(
+        norm=RMSNorm(gain="dim"), position=SlidingWindow(window=3), scale=Learned(init=2.0), normalizer=Sink()
+    )
+    params = spec.init_params(4, 2, 8)
+    core, left = spec.core(params)
+    assert core == spec.replace(norm=NoNorm(), position=SlidingWindow(window=3, inner=NoPosition()))
+    assert set(left) == {"logit_scale", "sink"}
+    assert AttentionSpec(position=Rope()).core({})[0].position == NoPosition()
+    for position in (ALiBi(), Kerple(), ReRope(window=2), Rope(stretch=DynamicNTK(train_length=8))):
+        assert not position.keeps
+        assert not SlidingWindow(window=2, inner=position).keeps
+        with pytest.raises(RefusedError, match="needs raw keys"):
+            AttentionSpec(position=position).core({})
+    for position in (Rope(), XPos(), NoPosition(), SlidingWindow(window=2)):
+        assert position.keeps
+    assert [SlidingWindow(window=2, inner=p).folds for p in (Rope(), ALiBi())] == [True, False]
+    assert SlidingWindow(window=2).unwindowed == Rope()
+    assert SlidingWindow(window=2, inner=LATE).order == "rotate_then_norm"
+    assert (Rope().rope, XPos().rope, SlidingWindow(window=2).rope) == (Rope(), None, None)
+    assert (rerope(ReRope(window=2)), rerope(Rope())) == (ReRope(window=2), None)
+
+
+def test_slower_frequencies_are_those_of_the_formulas_with_the_settings_of_the_slot() -> None:
+    theta, at = rope_frequencies(16, 100.0), torch.arange(40)[None]
+    for stretch, expected in (
+        (NoStretch(), theta),
+        (PI(factor=4.0), theta / 4),
+        (NTK(factor=4.0), f.ntk(theta, 4.0)),
+        (NTK(factor=4.0, kind="exact"), f.ntk(theta, 4.0, exact=True)),
+        (NTK(factor=4.0, kind="fixed"), f.ntk_mixed(theta, 4.0, 1.0)),
+        (NTK(factor=4.0, kind="mixed"), f.ntk_mixed(theta, 4.0, 0.625)),
+        (DynamicNTK(train_length=8), f.ntk(theta, 5.0, exact=True)),
+        (DynamicNTK(train_length=8, factor=3.0), f.ntk(theta, 13.0, exact=True)),
+        (DynamicNTK(train_length=80, factor=3.0), theta),
+        (YaRN(factor=4.0, train_length=64), f.yarn(theta, 4.0, 64, base=100.0, fast=32.0, slow=1.0, ramp="code")),
+        (
+            YaRN(factor=4.0, train_length=64, fast=6.0, slow=2.0, ramp="paper"),
+            f.yarn(theta, 4.0, 64, base=100.0, fast=6.0, slow=2.0, ramp="paper"),
+        ),
+        (Llama3(factor=4.0, train_length=64), f.llama3(theta, 4.0, 64, 1.0, 4.0)),
+        (Llama3(factor=4.0, train_length=64, low=2.0, high=9.0), f.llama3(theta, 4.0, 64, 2.0, 9.0)),
+    ):
+        torch.testing.assert_close(stretch.frequencies(theta, 100.0, at), expected, rtol=1e-12, atol=0)
+        assert stretch.follows_length == isinstance(stretch, DynamicNTK)
+        assert stretch.changes != isinstance(stretch, NoStretch)
+    nothing = DynamicNTK(train_length=8, factor=3.0).frequencies(theta, 100.0, at[:, :0])
+    torch.testing.assert_close(nothing, theta, rtol=1e-12, atol=0)
+    own = YaRN(factor=4.0, train_length=64, attention_factor=0.9)
+    assert (own.magnitude, YaRN(factor=4.0, train_length=64).magnitude) == (0.9, pytest.approx(1.138629, abs=1e-6))
+    turned = Rope(stretch=own).encode(*[torch.ones(1, 1, 1, 4)] * 2, torch.zeros(1, 1), torch.zeros(1, 1))
+    assert [x.flatten().tolist() for x in turned] == [pytest.approx([0.9] * 4)] * 2
+
+
+def test_the_tables_of_queries_and_of_keys_have_their_dtype_or_float32_and_their_positions() -> None:
+    at, k_at = torch.arange(2, 5)[None], torch.arange(5)[None]
+    q, k = torch.zeros(1, 4, 3, 8, dtype=torch.bfloat16), torch.zeros(1, 2, 5, 8, dtype=torch.float64)
+    for first, second, positions in ((q, k, (at, k_at)), (k, q, (k_at, at))):
+        tables = Rope().tables(first, second, *positions)
+        for x, own, pos in zip((first, second), tables, positions):
+            for found, of in zip(own, (math.cos, math.sin)):
+                assert found.dtype == torch.promote_types(x.dtype, torch.float32)
+                expected = [[of(p * 10_000 ** (-i / 4)) for i in range(4)] for p in pos[0].tolist()]
+                torch.testing.assert_close(found[0, 0].double(), torch.tensor(expected).double(), rtol=0, atol=1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 
 import pytest
@@ -14,15 +16,18 @@ from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, Refuse
 from qkeel.nn import Decoder, DecoderConfig
 from qkeel.ops import KERNELS, run
 from qkeel.spec import (
+    PI,
     POSITIONS,
     ALiBi,
     AttentionSpec,
+    Kerple,
     LeakyReRope,
     LogN,
     NoPosition,
     ReRope,
     Rope,
     SlidingWindow,
+    XPos,
     layer_specs,
     positions,
 )
@@ -204,3 +209,65 @@ def test_what_cannot_be_is_refused_with_the_reason(make, error: type[QkeelError]
 def test_every_position_has_a_line_and_a_source() -> None:
     assert set(POSITIONS) < set(positions())
     assert all(line.endswith("]") for line in positions().values())
+
+
+def test_layers_where_nothing_is_said_and_the_widths_that_follow_from_the_length() -> None:
+    for text, position in {
+        "rope": Rope(),
+        "rope:base=500,rotary=0.5": Rope(base=500, rotary=0.5),
+        "xpos": XPos(),
+        "xpos:base=500,scale=64": XPos(base=500, scale=64),
+        "nope": NoPosition(),
+        "alibi": ALiBi(),
+        "kerple_log": Kerple(),
+        "kerple_power": Kerple(kind="power"),
+        "inv_leaky": LeakyReRope(window=16, factor=1 / 16),
+        "inv_leaky:window=63,leak=0.5": LeakyReRope(window=63, factor=0.5),
+        "window:window=1": SlidingWindow(window=1, inner=FORM.position),
+        "pi:factor=2": dataclasses.replace(FORM.position, stretch=PI(factor=2)),  # type: ignore[type-var]
+    }.items():
+        assert layer_specs(FORM, 2, text, 64) == (FORM.replace(position=position),) * 2, text
+    base = preset("baseline")
+    for n, length, width in ((2, 64, 48), (4, 64, 16), (24, 4, 1)):
+        *near, _ = layer_specs(base, n, "hwfa", length)
+        assert near == [AttentionSpec(position=SlidingWindow(window=width))] * (n - 1)
+    for n, full, width, whole in (
+        (2, 1, 32, {1}),
+        (4, 1, 32, {2}),
+        (12, 1, 16, {6}),
+        (12, 3, 16, {3, 6, 9}),
+        (3, 2, 32, {1, 2}),
+    ):
+        specs = layer_specs(base, n, f"hwfa2:full={full}" if full > 1 else "hwfa2", 64)
+        assert {i for i, s in enumerate(specs) if s == base} == whole
+        assert {s.position for s in specs} == {base.position, SlidingWindow(window=width)}
+    for window in (1, 63):
+        assert layer_specs(base, 2, f"hwfa:window={window}", 64)[0].position == SlidingWindow(window=window)
+    logged = preset("kna_logn", train_length=64)
+    assert layer_specs(logged, 2, "hwfa", 64)[1] == logged.replace(position=NoPosition())
+    for text, n, says in (
+        ("hwfa:window=0", 2, "from 1 to 63 for hwfa"),
+        ("hwfa2:full=0", 4, "1 to 3 full layers of 4, got 0"),
+        ("hwfa2", 1, "at least 2, got 1"),
+        ("xpos:base=true", 2, "expected a number for option 'base'"),
+        ("none", 2, "unknown position 'none'"),
+        ("log_n", 2, "unknown position 'log_n'"),
+    ):
+        with pytest.raises(QkeelError, match=says):
+            layer_specs(base, n, text, 64)
+    assert not {"none", "log_n"} & set(positions())
+    assert {"pi", "yarn", "rope", "window"} <= set(positions())
+
+
+def test_whether_one_fused_call_does_and_how_far_a_query_sees() -> None:
+    for t, s, causal, masked, given, window in itertools.product(
+        (3, 5), (3, 5), (False, True), (False, True), (False, True), (None, 3, 4, 5)
+    ):
+        spec = AttentionSpec() if window is None else AttentionSpec(position=SlidingWindow(window=window))
+        q, k = torch.zeros(1, 1, t, 2), torch.zeros(1, 1, s, 2)
+        mask = torch.ones(1, 1, t, s, dtype=torch.bool) if masked else None
+        call = make_call(spec, q, k, k, causal=causal, mask=mask, pos_k=torch.arange(s) if given else None)
+        assert call.plain == (not given)
+        near = window is not None and (given or window < max(t, s))
+        assert call.window == (window if near else None)
+        assert call.whole == (not masked and not near and (not causal or (not given and t == s)))
