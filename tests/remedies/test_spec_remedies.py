@@ -16,7 +16,7 @@ from qkeel.nn import MLA, Attention
 from qkeel.nn.mla import LatentSizes
 from qkeel.remedies.attention.change_norm import KINDS
 from qkeel.remedies.steps.join_optimizer import join
-from qkeel.spec import AttentionSpec, L2Norm, LayerNorm, Learned, LogN, NoNorm, RMSNorm, Rope, Softcap, Sqrt
+from qkeel.spec import AttentionSpec, L2Norm, Learned, LogN, NoNorm, Rope, Softcap, Sqrt
 
 from .models import D_MODEL, assert_same, attention, decoder, loss, mla, snapshot, tokens, train
 

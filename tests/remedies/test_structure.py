@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qkeel
 from qkeel.errors import InvalidValueError, RefusedError, UnknownNameError
-from qkeel.remedies.spectral_cap import SpectralCap
+from qkeel.remedies.qk_weights import SpectralCap
 
 from .models import VOCAB, attention, decoder, loss, snapshot, tokens, train
 

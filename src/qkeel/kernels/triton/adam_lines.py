@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # not on every system
@@ -20,6 +19,7 @@ from torch.autograd.graph import increment_version
 
 from qkeel.kernels.native.adamw import AdamOptions, AdamTensors
 from qkeel.kernels.triton.heads import sent
+from qkeel.kernels.triton.norm_rope import Foreign
 from qkeel.patching.private_operators import add_to_all
 
 _FIELDS = tl.constexpr(11)  # of a weight in the table: where it, its gradient, mean, variance, maximum, step, rates and
@@ -175,10 +175,10 @@ def _launch(
         plan = _plan(tuple(-(-n // lines) for *_, n, _, _ in fields), table.device)
         # Addresses of the weight and of all that lies as it does.
         even = all(lead % 16 == 0 and not any(p % 16 for p in where[:5]) for *where, _, _, lead in fields)
+        kernel: Foreign = _lines
         shape = {"LINES": lines, "OTHERS": others, "ACROSS": across, "EVEN": even, "num_warps": _WARPS}
-        run: Any = _lines[(len(plan),)]
         with torch.cuda.device_of(table):
-            run(table, plan, *given, **shape, **how)
+            kernel[(len(plan),)](table, plan, *given, **shape, **how)
 
 
 @functools.lru_cache(maxsize=8)
