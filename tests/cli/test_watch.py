@@ -233,11 +233,15 @@ def test_a_script_that_fails_keeps_what_was_measured_and_is_not_complete(
 
 
 CHILD = """
-import os, sys
+import os, sys, warnings
+from qkeel.errors import QkeelWarning
 net = Net()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 if os.fork() == 0:
     train(net, optimizer)
+    own = Net()
+    train(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    warnings.warn("from the child", QkeelWarning)
     sys.exit(3)
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
 train(net, optimizer)
@@ -248,7 +252,9 @@ def test_a_forked_child_ends_in_silence(tmp_path: Path) -> None:
     words = ["python", script(tmp_path, CHILD).name]
     result = watched(words, tmp_path, "--every", "1", start=forked.python)
     assert (result.returncode, result.stderr.count("qkeel: run ")) == (0, 1), result.stderr
-    directory = RunDirectory(tmp_path / "qkeel-runs" / "train")
+    assert "from the child" not in result.stderr
+    (made,) = (tmp_path / "qkeel-runs").iterdir()
+    directory = RunDirectory(made)
     assert len(directory.metrics()) == 3
     assert directory.status is RunStatus.DONE
 

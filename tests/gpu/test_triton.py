@@ -205,7 +205,8 @@ def trained(remedy: str, capturable: bool, kind: str = "foreach") -> tuple[nn.Mo
 
 
 def test_a_step_of_adam_with_a_rate_per_line_is_the_formula_and_leaves_its_squares() -> None:
-    kernels = available.adamw_kernels()
+    kernels = available.adamw_kernels(torch.device("cuda", 0))
+    assert kernels is not None
     for seed in range(60):
         torch.manual_seed(seed)
         t, o = any_tensors(random.Random(seed))

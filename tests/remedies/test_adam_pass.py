@@ -358,9 +358,9 @@ def test_which_weights_and_states_the_pass_is_written_for() -> None:
         (weight[None], False),
         (weight.to_sparse(), False),
     ):
-        assert _fits(x) is fits, (x.shape, x.stride() if x.layout == torch.strided else x.layout)
+        assert _fits(x, weight.device) is fits, (x.shape, x.stride() if x.layout == torch.strided else x.layout)
     with torch.inference_mode():
-        assert not _fits(torch.ones(2))
+        assert not _fits(torch.ones(2), weight.device)
     for name, state, fits in (
         ("exp_avg", torch.zeros(4, 6), True),
         ("exp_avg", torch.zeros(6, 4).T, False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -30,6 +31,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """CPU tensors stand for CUDA's; QKEEL_NATIVE=0 stands for QKEEL_TRITON=0. What was launched, by kind."""
     from qkeel.kernels.triton import adam_lines
 
+    kernels_of_cpu()  # tried before launches count
     found: Counter[str] = Counter()
     run = adam_lines._launch
 
@@ -44,8 +46,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
+def kernels_of_cpu() -> Any:
+    found = available.adamw_kernels(torch.device("cpu"))
+    assert found is not None
+    return found
+
+
 def check_seeds(seeds: range) -> None:
-    kernels = available.adamw_kernels()
+    kernels = kernels_of_cpu()
     for seed in seeds:
         torch.manual_seed(seed)
         t, o = any_tensors(random.Random(seed))
@@ -90,7 +98,7 @@ def test_at_rate_1_it_is_torchs_fused_step_to_a_few_roundings() -> None:
                 g.copy_(torch.randn(g.shape) * 10.0 ** (i % 5 - 4))
                 p.grad = g.clone()
             torchs.step()
-            available.adamw_kernels().adam_lines(t, o)
+            kernels_of_cpu().adam_lines(t, o)
         for i, p in enumerate(theirs):
             state = torchs.state[p]
             torch.testing.assert_close(t.weights[i], p.detach(), rtol=1e-6, atol=1e-6, msg=str((kind, more)))
@@ -107,7 +115,7 @@ def test_lines_at_rate_0_stay_and_nan_and_infinity_stay_in_their_places_as_in_to
         rows = [x[0] if axis == 0 else x[0].T for x in (t.weights, t.gradients, t.means, t.variances)]
         rows[1][0, 3], rows[1][1, 5], rows[3][2, 7] = torch.nan, torch.inf, torch.nan
         before, theirs = rows[0][4].clone(), copied(t)
-        available.adamw_kernels().adam_lines(t, options())
+        kernels_of_cpu().adam_lines(t, options())
         assert torch.equal(rows[0][4], before)
         theirs.steps[0].add_(1)
         torch._fused_adamw_(
@@ -208,7 +216,7 @@ def test_lalr_moves_the_bytes_of_adamw_and_few_for_each_line(
             lines = layers * (64 + 32)
             assert moved["weights"] == 28 * 64 * lines  # as of fused AdamW, and nothing more
             with monkeypatch.context() as without:
-                without.setattr(available.adamw_kernels(), "_launch", lambda *_: None)
+                without.setattr(kernels_of_cpu(), "_launch", lambda *_: None)
                 with Operators() as own:
                     optimizer.step()
         # A line of a Llama of 1 billion weights is 57,344 bytes.
@@ -331,3 +339,39 @@ def test_what_cannot_be_taken_over_is_told_with_its_reason(caplog: pytest.LogCap
     told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("steps of lalr are")]
     (line,) = told
     assert "copied and rescaled: a parameter group is not fused=True" in line
+
+
+@pytest.mark.parametrize("fault", ["fails", "drops a line", "forgets the squares"])
+def test_a_step_that_is_not_torchs_on_a_device_is_not_used_there(
+    fault: str, launches: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from qkeel.kernels.triton import adam_lines
+
+    run = adam_lines._launch
+
+    def faulty(rows: Any, axes: Any, given: Any, how: dict[str, Any]) -> None:
+        if fault == "fails":
+            raise RuntimeError("no such instruction")
+        kept = [row[0][-1].clone() for row in rows]
+        run(rows, axes, given, how)
+        for row, line in zip(rows, kept):
+            if fault == "drops a line":
+                row[0][-1].copy_(line)
+            else:
+                row[7].zero_()
+
+    monkeypatch.setattr(adam_lines, "_launch", faulty)
+    available.adamw_kernels.cache_clear()
+    model = attention(torch.float32)
+    optimizer = fused(model)
+    qkeel.apply("qk_lr", model, optimizer)
+    try:
+        with caplog.at_level("DEBUG", "qkeel"), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for grads in gradients(model, 2):
+                step_by(model, optimizer, grads)
+    finally:
+        available.adamw_kernels.cache_clear()
+    said = "fails: RuntimeError: no such instruction" if fault == "fails" else "differs from torch's by"
+    assert [said in str(w.message) for w in told] == [True]
+    assert "copied and rescaled: there is no compiled step for cpu" in caplog.text

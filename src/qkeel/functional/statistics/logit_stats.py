@@ -48,14 +48,11 @@ class LogitStats:
     min_logit: PerHead = field(metadata=rule("min", torch.inf))  #: smallest, in nats; +inf where no pair is visible
     mean_logit: PerHead = field(metadata=rule("mean", count="n_pairs"))  #: mean over the `n_pairs` pairs, in nats
     capped_max_logit: PerHead = field(metadata=rule("max", -torch.inf))  #: largest after the cap, in nats
-    #: mean over the `n_queries` rows, in nats, at least 0
-    entropy: PerHead = field(metadata=rule("mean", count="n_queries"))
+    entropy: PerHead = field(metadata=rule("mean", count="n_queries"))  #: mean over `n_queries` rows, in nats, >= 0
     entropy_min: PerHead = field(metadata=rule("min", torch.inf))  #: smallest of a row, in nats
-    #: mean L2 norm of q over the `n_queries` rows
-    query_norm: PerHead = field(metadata=rule("mean", count="n_queries"))
+    query_norm: PerHead = field(metadata=rule("mean", count="n_queries"))  #: mean L2 norm of q over `n_queries` rows
     query_norm_max: PerHead = field(metadata=rule("max"))  #: largest L2 norm of q
-    #: mean L2 norm of k over `n_keys` keys
-    key_norm: Float[Tensor, " g"] = field(metadata=rule("mean", count="n_keys"))
+    key_norm: Float[Tensor, " g"] = field(metadata=rule("mean", count="n_keys"))  #: mean L2 norm of `n_keys` keys
     key_norm_max: Float[Tensor, " g"] = field(metadata=rule("max"))  #: largest L2 norm of k
     n_queries: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: rows that see at least one key
     n_pairs: Int[Tensor, " h"] = field(metadata=rule("sum"))  #: visible pairs

@@ -106,8 +106,21 @@ def head_table(heads: Sequence[Float[Tensor, "n r m"]]) -> HeadTable:
     return HeadTable(heads)
 
 
-def adamw_kernels() -> ModuleType:
-    """Loads Triton's step of Adam and AdamW with a rate per line: `adam_lines`, `sum_lines` as in `native.adamw`."""
-    from qkeel.kernels.triton import adam_lines
+@functools.cache
+def adamw_kernels(device: torch.device) -> ModuleType | None:
+    """Loads Triton's step of Adam and AdamW with a rate per line: `adam_lines`, `sum_lines` as in `native.adamw`.
 
-    return adam_lines
+    It writes weights, so it is tried on small ones first. Returns None, with one warning, where it fails on the device
+    or is not torch's fused step there.
+    """
+    from qkeel.kernels.triton import adam_lines, adam_trial
+
+    try:
+        off = adam_trial.deviation(device)
+        why = f"differs from torch's by {off:.1e} where {adam_trial.ROUNDING:.0e} is rounding"
+        if off <= adam_trial.ROUNDING:
+            return adam_lines
+    except Exception as error:  # of Triton, its compiler or the driver
+        why = f"fails: {type(error).__name__}: {error}"
+    caution(f"qkeel's own step of AdamW on {device} {why}. Torch's is used. QKEEL_TRITON=0 silences this")
+    return None

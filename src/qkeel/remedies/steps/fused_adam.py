@@ -194,7 +194,7 @@ def refusal(optimizer: Optimizer, weights: Sequence[Tensor]) -> str:
 def _kernels(device: torch.device) -> ModuleType | None:
     """Returns what steps weights of a device: Triton's kernels, the compiled ones of a CPU, or nothing."""
     if available.usable(device):
-        return available.adamw_kernels()
+        return available.adamw_kernels(device)
     return adamw if device.type == "cpu" and adamw.ready() else None
 
 
