@@ -63,20 +63,24 @@ def attend(flex: Callable[..., Any], call: AttentionCall) -> tuple[Outputs, PerR
 
 
 def visible(call: AttentionCall) -> Any:
-    """FlexAttention's block mask of a call: causal, a window, both, or None."""
+    """FlexAttention's block mask of a call: causal, a window, both, or None; made once for calls of these shapes."""
+    if call.window is None and not call.causal:
+        return None
+    return _mask(call.q.shape[2], call.k.shape[2], call.window, call.causal, call.q.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _mask(t: int, s: int, window: int | None, causal: bool, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    window, t, s = call.window, call.q.shape[2], call.k.shape[2]
-    if window is None and not call.causal:
-        return None
-    causal, back = call.causal, s - t
+    back = s - t
 
     def sees(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         away = row + back - key
         seen = away >= 0 if causal else away > -t - s
         return seen if window is None else seen & (away < window) & (away > -window)
 
-    return create_block_mask(sees, None, None, t, s, device=call.q.device)
+    return create_block_mask(sees, None, None, t, s, device=device)
 
 
 @functools.cache
