@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F
 
-from benchmarks import flex_maxima
 from benchmarks.measure import Bench, Cases
 from benchmarks.native import Own, Passes, pass_cases
 from benchmarks.on_gpu.machine import DEVICE, Clock, write
 from benchmarks.steps import clip_cases, optimizer_cases
 from qkeel.functional.rope import rope_frequencies, rope_table
 from qkeel.kernels import prepare
+from qkeel.kernels.flex import Flex
 from qkeel.kernels.native.adamw import AdamOptions, AdamTensors
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
 from qkeel.kernels.triton import available, norm_rope, norm_rope_two
@@ -131,9 +131,8 @@ def statistics_cases(sizes: Sizes, device: str, compiled: bool) -> tuple[Cases, 
         "extremes and entropy of 1/32, without a logsumexp": lambda: prepare.sampled_numbers(call, 32),
     }
     if compiled:
-        mask = flex_maxima.visible(call)
-        forward["FlexAttention"] = lambda: flex_maxima.compiled()(*bare, block_mask=mask, enable_gqa=True)
-        forward["FlexAttention, maxima and logsumexp"] = lambda: flex_maxima.attend_with_maxima(call)
+        forward["FlexAttention"] = lambda: Flex()(call)
+        forward["FlexAttention, maxima and logsumexp"] = lambda: Flex().with_maxima(call)
     return forward, {BOTH: train, "the same, bracket from its logsumexp": train_with_lse}
 
 

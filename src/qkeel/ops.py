@@ -12,6 +12,7 @@ from qkeel.functional.statistics.rows import KernelRows
 from qkeel.kernels.choose import KERNELS as KERNELS
 from qkeel.kernels.choose import choose
 from qkeel.kernels.compiled_attention import Native
+from qkeel.kernels.flex import Flex
 from qkeel.kernels.prepare import average
 from qkeel.kernels.sdpa import Sdpa
 from qkeel.kernels.stats.logsumexp import Price, attend_with_logsumexp, bracket, exact_bracket, no_logsumexp
@@ -137,6 +138,9 @@ def _bracketed(call: AttentionCall, impl: str, price: Price) -> tuple[Tensor, Lo
     kernel = choose(call, impl)
     if isinstance(kernel, Native):
         return kernel.bracketed(call)
+    if isinstance(kernel, Flex) and price in ("bracket", "max") and call.spec.cap.limit is None:
+        out, _, largest = kernel.with_maxima(call)
+        return out, LogitBracket.exact(largest.amax((0, 2)), None)
     pair = attend_with_logsumexp(call) if isinstance(kernel, Sdpa) else None
     if pair is not None:
         return pair[0], bracket(call, pair[1], price)

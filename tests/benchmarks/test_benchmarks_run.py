@@ -20,7 +20,6 @@ NOT_RUN = {
     "__init__": "says what the package is",
     "measure": "the harness that all share",
     "watch": "a test of its own, test_watch_runs.py",
-    "flex_maxima": "a kernel that on_gpu.kernels measures",
     "autopilot_page": "writes a page of committed results; a test compares, test_autopilot_page.py",
     "charts": "draws results and studies, measures nothing; a test draws the committed results again",
 }

@@ -27,7 +27,8 @@ def test_every_kernel_that_supports_a_call_is_measured(capfd: Capture) -> None:
     found = json.loads(capfd.readouterr().out)
     assert {"device", "torch", "qkeel", "processor", "python"} <= set(found["about"])
     measured = {row["case"] for call in found["calls"] for row in call["rows"]}
-    assert measured == set(KERNELS) - ({"native", "decode"} if os.environ.get("QKEEL_NATIVE") == "0" else set())
+    compiled = {"native", "decode"} if os.environ.get("QKEEL_NATIVE") == "0" else set()
+    assert measured == set(KERNELS) - compiled - {"flex"}  # on a GPU only
     assert {call["cell"]["form"] for call in found["calls"]} == {"folded", "masked", "capped", "distance"}
     assert {call["cell"]["tokens"] for call in found["calls"]} == {1, 2, 8, 32}  # those that were measured
     assert all(call["rows"][0]["ratio"] == [1.0, 1.0, 1.0] for call in found["calls"] if call["rows"])

@@ -198,7 +198,7 @@ def test_values_may_be_of_another_size_than_keys(kernel: str) -> None:
     for case, call in calls(SPECS["qwen3"], torch.float64, ALL):
         wider = dataclasses.replace(call, v=torch.randn(*call.v.shape[:3], 5, dtype=torch.float64))
         if KERNELS[kernel].supports(wider) is not None:
-            assert kernel in ("decode", "native", "windowed")
+            assert kernel in ("decode", "native", "windowed", "flex")
             continue
         out = KERNELS[kernel](wider)
         assert (out - reference.attend_call(wider).out).abs().max() <= 1e-12, case
@@ -238,9 +238,13 @@ def test_a_float32_mask_is_never_rounded_to_bfloat16(impl: str) -> None:
     mask = torch.tensor([[[[100.25, 100.0]]]])
     call = make_call(SPECS["baseline"], q, k, v, causal=False, mask=mask)
     if impl != "auto" and KERNELS[impl].supports(call) is not None:
-        why = {"windowed": "for ReRope", "native": "switched off", "decode": "boolean masks only"}.get(
-            impl, "would round the"
-        )
+        reasons = {
+            "windowed": "for ReRope",
+            "native": "switched off",
+            "decode": "boolean masks only",
+            "flex": "on a GPU only",
+        }
+        why = reasons.get(impl, "would round the")
         with pytest.raises(RefusedError, match=why):
             run(call, impl)
         return

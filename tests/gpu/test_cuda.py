@@ -63,7 +63,7 @@ every_dtype = pytest.mark.parametrize(
 
 @every_spec
 @every_dtype
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "flex"])  # compiles each: test_triton
 def test_output_and_gradients_are_near_the_oracles(name: str, dtype: torch.dtype, near: float, kernel: str) -> None:
     for kind, low, wide in calls(name, dtype):
         if KERNELS[kernel].supports(low) is not None:

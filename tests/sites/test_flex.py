@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.each_row import each_row
+from tests.flex_as_on_a_gpu import flex_as_on_a_gpu
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as home
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
@@ -326,17 +327,7 @@ def test_two_threads_that_watch_see_their_own_calls_each() -> None:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flex_attention with all that torch computes on a CPU and refuses to hand out there: maxima, and gradients."""
-    inner = home._apply_kernel_options
-
-    def options(q: Tensor, k: Tensor, v: Tensor, lse: bool, given: Any, aux: AuxRequest | None = None) -> Any:
-        wanted = aux is not None and aux.max_scores
-        made = inner(q, k, v, lse, given, aux._replace(max_scores=False) if aux is not None else None)
-        made["OUTPUT_MAX"], made["OUTPUT_LOGSUMEXP"] = wanted, True
-        return made
-
-    monkeypatch.setattr(home, "_apply_kernel_options", options)
-    monkeypatch.setattr(home, "_validate_device", lambda q, k, v: None)
+    flex_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(foreign_functions, "_WITHOUT_MAXIMA", [])
 
 

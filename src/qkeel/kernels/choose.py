@@ -15,20 +15,23 @@ from qkeel.kernels.chunked import Chunked
 from qkeel.kernels.compiled_attention import Native
 from qkeel.kernels.compiled_decode import Decode
 from qkeel.kernels.contract import Kernel, Refusal
+from qkeel.kernels.flex import Flex
 from qkeel.kernels.sdpa import Sdpa
 from qkeel.kernels.windowed import Windowed
 from qkeel.patching.compiler_state import constant_when_compiled
 from qkeel.registry import lookup
 from qkeel.spec.call import AttentionCall
 
-# The fastest first, where no preference below says otherwise; the last one computes every call.
 KERNELS: dict[str, Kernel] = {
     "decode": Decode(),
     "native": Native(),
     "sdpa": Sdpa(),
     "windowed": Windowed(),
+    "flex": Flex(),  # by its name only: it has not been timed on a GPU
     "chunked": Chunked(),
 }
+# The fastest first, where no preference below says otherwise; the last one computes every call.
+_AUTO = ("decode", "native", "sdpa", "windowed", "chunked")
 _LOG = logging.getLogger("qkeel")
 
 
@@ -71,7 +74,7 @@ PREFERENCES: tuple[Preference, ...] = (
     Preference(
         calls="a call with dropout, or under torch.export",
         holds=lambda call: bool(call.dropout) or torch.compiler.is_exporting(),
-        order=tuple(KERNELS),
+        order=_AUTO,
         reason="Dropout must drop the same weights when a forward pass is recomputed with a gradient, and an exported "
         "program serves every length and machine, so the order depends on nothing else.",
     ),
@@ -97,8 +100,8 @@ PREFERENCES: tuple[Preference, ...] = (
     Preference(
         calls="any other call",
         holds=lambda call: True,
-        order=tuple(KERNELS),
-        reason="This is the order of the table KERNELS, the fastest first.",
+        order=_AUTO,
+        reason="The fastest first.",
     ),
 )
 

@@ -1,0 +1,98 @@
+"""FlexAttention as a kernel: what it is asked for, by torch's own form of it on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tests.flex_as_on_a_gpu import flex_as_on_a_gpu
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+import qkeel
+from qkeel import preset, reference
+from qkeel.errors import RefusedError
+from qkeel.kernels import flex
+from qkeel.kernels.choose import explain_choice
+from qkeel.kernels.flex import Flex, visible
+from qkeel.spec import ALiBi, AttentionSpec, SlidingWindow, Softcap
+from qkeel.spec.call import make_call
+
+pytestmark = [  # of torch about its own form on a CPU
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+@pytest.fixture
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_DEVICE", "cpu")
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+    flex_as_on_a_gpu(monkeypatch)
+
+
+def near(found: Tensor, truth: Tensor, told: str) -> None:
+    torch.testing.assert_close(
+        found.double(), truth.double(), rtol=1e-4, atol=1e-4, msg=lambda message: f"{told}: {message}"
+    )
+
+
+@pytest.mark.usefixtures("_here")
+def test_output_gradients_logsumexps_and_maxima_are_those_of_the_oracle() -> None:
+    window = SlidingWindow(window=5)
+    for spec, causal, t, s in (
+        (preset("qwen3"), True, 24, 24),
+        (AttentionSpec(position=window), True, 8, 24),
+        (AttentionSpec(position=window), False, 8, 24),
+        (AttentionSpec(cap=Softcap(2.0)), False, 8, 24),
+        (AttentionSpec(position=window, cap=Softcap(2.0)), True, 24, 24),
+    ):
+        told = f"{spec}, causal={causal}, {t} of {s}"
+        q, k, v = (3 * torch.randn(1, h, n, 16) for h, n in ((4, t), (2, s), (2, s)))
+        call = make_call(spec, q, k, v, params=spec.init_params(4, 2, 16), causal=causal)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        ours = qkeel.attention(*leaves, spec=spec, params=call.params, causal=causal, impl="flex")
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        theirs = reference.attend_call(dataclasses.replace(call, q=wide[0], k=wide[1], v=wide[2])).out
+        made, exact = (
+            (out, *torch.autograd.grad(out.double().cos().sum(), x)) for out, x in ((ours, leaves), (theirs, wide))
+        )
+        for mine, truth in zip(made, exact):
+            near(mine, truth, told)
+        z = reference.attend_call(call).logits  # before the cap, -inf where a row does not see
+        z = spec.cap.apply(z).masked_fill(z == -torch.inf, -torch.inf)
+        _, lse, top = Flex().with_maxima(call)
+        near(lse, z.logsumexp(-1), told)
+        near(top, z.amax(-1), told)
+        _, found = qkeel.attention(q, k, v, spec=spec, params=call.params, causal=causal, impl="flex", stats="max")
+        _, whole = qkeel.attention(q, k, v, spec=spec, params=call.params, causal=causal, stats=True)
+        near(found.lower, whole.max_logit, told)
+        assert bool(found.note) is (spec.cap.kind == "softcap"), told  # its maxima are those of capped logits
+
+
+@pytest.mark.usefixtures("_here")
+def test_masks_and_caps_are_made_once_and_other_calls_are_refused() -> None:
+    q = torch.randn(1, 2, 6, 8)
+    spec = AttentionSpec(position=SlidingWindow(window=3), cap=Softcap(2.0))
+    first, second = (make_call(spec, x, x, x) for x in (q, q + 1))
+    assert visible(first) is visible(second)
+    assert flex._capped(Softcap(2.0)) is flex._capped(Softcap(2.0))
+    assert visible(make_call(AttentionSpec(), q, q, q, causal=False)) is None
+    plain = {"spec": AttentionSpec(), "impl": "flex"}
+    lengths = torch.tensor([0, 2, 6], dtype=torch.int32)
+    for options, said in (
+        ({"mask": torch.ones(6, 6, dtype=torch.bool)}, "without a mask"),
+        ({"dropout": 0.1}, "without a mask"),
+        ({"cu_seqlens": lengths}, "packed sequences"),
+        ({"spec": AttentionSpec(position=ALiBi())}, "folded into q and k"),
+    ):
+        with pytest.raises(RefusedError, match=said):
+            qkeel.attention(q, q, q, **{**plain, **options})  # type: ignore[arg-type]
+    assert explain_choice(make_call(AttentionSpec(cap=Softcap(2.0)), q, q, q)).kernel == "chunked"
+
+
+def test_a_cpu_is_refused_with_a_way_out() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(RefusedError, match="on a GPU only: elsewhere it makes the T×T matrix; use impl='auto'"):
+        qkeel.attention(q, q, q, spec=AttentionSpec(), impl="flex")
