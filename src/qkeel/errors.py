@@ -61,7 +61,7 @@ class AlreadyAppliedError(QkeelError, RuntimeError):
 
 
 class MissingLibraryError(QkeelError, ImportError):
-    """Raised where an outside library is needed and not installed; the message says how to install it."""
+    """Raised where an outside library is needed and cannot be imported; the message says how to install it."""
 
 
 @contextlib.contextmanager
@@ -77,8 +77,11 @@ def needed(what: str, pip: str) -> Iterator[None]:
     """
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingLibraryError(f"{what} needs a library that is not installed: pip install {pip}") from error
+    except ImportError as error:
+        advice = f"pip install --upgrade {pip}"
+        raise MissingLibraryError(f"{what} needs a library that cannot be imported ({error}): {advice}") from error
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
@@ -98,7 +101,7 @@ def check_known(kind: str, name: object, known: Collection[str]) -> None:
 
     >>> check_known("remedy", "softcap", ["qk_norm", "softcap"])
     """
-    if name not in known:
+    if name not in tuple(known):  # not a table, where a list could not be looked up
         raise unknown(kind, name, known)
 
 

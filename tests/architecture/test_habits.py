@@ -4,46 +4,19 @@ from __future__ import annotations
 
 import ast
 import io
+import re
+import sys
 import tokenize
+import tomllib
 
 from . import limits
-from .source import MODULES, Function, all_functions, functions, listed, place
+from .source import MODULES, ROOT, Function, all_functions, functions, listed, place
 
-# What is imported where it is used: libraries that need not be installed, modules that a platform may lack, and the
-# parts of torch that cost seconds.
-OPTIONAL = {
-    "PIL",
-    "cyclopts",
-    "datasets",
-    "joblib",
-    "lightning",
-    "IPython",
-    "matplotlib",
-    "distributed",
-    "mlflow",
-    "pandas",
-    "polars",
-    "pyarrow",
-    "ray",
-    "rich",
-    "submitit",
-    "tensorboard",
-    "tokenizers",
-    "trackio",
-    "transformers",
-    "triton",
-    "wandb",
-    "torch.utils.tensorboard",
-    "qkeel.kernels.triton",
-    "ctypes",
-    "fcntl",
-    "pydoc_data",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.run",
-    "torch.distributed.tensor",
-    "torch.nn.attention.flex_attention",
-}
+# What need not be installed may be imported where it is used: all that is neither Python's nor a dependency. So may
+# what a platform or a Python may lack, and what needs such a library itself.
+_DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+_THERE = {"", "qkeel", *sys.stdlib_module_names, *(re.split(r"\W", line)[0] for line in _DEPENDENCIES)}
+MAY_BE_MISSING = ("fcntl", "pydoc_data", "torch.utils.tensorboard", "qkeel.kernels.triton")
 
 
 def test_no_hasattr() -> None:
@@ -103,7 +76,7 @@ def _reads(node: Function, readers: set[str]) -> bool:
     return any(id(n) not in passed for n in uses)
 
 
-def test_nothing_is_imported_inside_a_function_but_what_may_be_missing_or_is_slow() -> None:
+def test_nothing_is_imported_inside_a_function_but_what_may_be_missing() -> None:
     """The command line is the other exception: a command imports what it runs, so that `--help` waits for nothing."""
     late = []
     for name, node in all_functions().items():
@@ -117,8 +90,7 @@ def test_nothing_is_imported_inside_a_function_but_what_may_be_missing_or_is_slo
 
 
 def _is_optional(module: str) -> bool:
-    parts = module.split(".")
-    return any(".".join(parts[: i + 1]) in OPTIONAL for i in range(len(parts)))
+    return module.split(".")[0] not in _THERE or f"{module}.".startswith(tuple(f"{m}." for m in MAY_BE_MISSING))
 
 
 def test_tables_are_not_filled_at_run_time_and_there_are_no_mutable_globals() -> None:

@@ -26,7 +26,7 @@ DIALECT = {
     r"source 0\d\d": "the paper",
 }
 # Pages with names of their own: the notebook, and those in which an outcome is called "told" (see the glossary).
-RECORDS = ("LOG.md", "CHANGELOG.md", "foreign.md", "trust.md", "multimodal.md", "glossary.md")
+RECORDS = ("LOG.md", "foreign.md", "trust.md", "multimodal.md", "glossary.md")
 # Words that are fine in a sentence and say nothing as the name of a module, class or function.
 NAMES = re.compile(r"(?:^|_)(?:moved|together|joint|aside)(?:_|$)", re.IGNORECASE)
 

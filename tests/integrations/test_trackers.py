@@ -12,7 +12,7 @@ from monitor.samples import about, alarm, sample
 from tests.each_row import each_row
 
 from qkeel import watch
-from qkeel.errors import InvalidValueError, MissingLibraryError, QkeelError, UnknownNameError
+from qkeel.errors import InvalidValueError, MissingLibraryError, QkeelError, UnknownNameError, needed
 from qkeel.integrations import SINKS, sink, sinks
 from qkeel.monitor import RunDirectorySink, Sink
 
@@ -140,6 +140,9 @@ def test_the_error_of_a_missing_library_has_the_line_that_installs_it(
     assert isinstance(error.value, ImportError)
     assert isinstance(error.value, QkeelError)
     sink(name).close(complete=True)  # never opened: nothing to end
+    broken = f"cannot be imported .*'NONE'.*: pip install --upgrade {name}"
+    with pytest.raises(MissingLibraryError, match=broken), needed("it", name):  # installed, but not as it should be
+        from qkeel.version import NONE  # noqa: F401  # type: ignore[attr-defined]
 
 
 def test_sinks_are_named_by_spec_strings(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -229,6 +229,14 @@ def test_two_remedies_on_steps_scale_one_after_the_other(monkeypatch: pytest.Mon
         assert (a - b).abs().max() <= 1e-6 * b.abs().max()
 
 
+@pytest.fixture
+def _wide_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_wide_default")  # of which nothing that the pass keeps depends
 def test_a_checkpoint_goes_on_in_the_pass_or_without_it(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     grads = list(gradients(attention(torch.float32), 10))
     found = []
@@ -300,9 +308,12 @@ def test_other_optimizers_step_as_before(make: Make, taken: list[int]) -> None:
     assert not taken
 
 
-def test_other_weights_states_and_skipped_steps_are_left_to_torch(taken: list[int]) -> None:
+def test_other_weights_states_and_skipped_steps_are_left_to_torch(
+    taken: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "qkeel")
     for model in (attention(torch.float64), attention(torch.float32)):
-        optimizer: Any = fused(model)
+        optimizer = fused(model)
         qkeel.apply("lalr", model, optimizer)
         grads = list(gradients(model, 3))
         if model.q_proj.weight.dtype == torch.float32:

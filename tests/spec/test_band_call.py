@@ -228,8 +228,6 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
         (None, "heads", "rows"),
         (False, True),
     ):
-        if masked and how:
-            continue
         given = None if how is None else slopes[how]
         spec = (
             AttentionSpec()
@@ -278,7 +276,8 @@ def test_who_sees_whom_and_with_which_bias_pair_by_pair(
             assert (
                 (span.start, span.stop) == (keys_seen[0], keys_seen[-1] + 1) if keys_seen else span.start == span.stop
             )
-        assert call.padding is (plain.mask if masked else None)
+        assert call.padding is (call.mask if masked else None)
+        assert call.mask is plain.mask or not masked or how  # one next to slopes is an added one
         if packed_ones:
             assert call.of_key is not None
             assert call.of_key.tolist() == [-2 if n is None else n for n in of_key]

@@ -206,7 +206,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[QkeelError], str]] = {
     "part": (lambda: L2Norm(on="kq"), UnknownNameError, "part to normalise 'kq'.*Known: k, q, qk, qkv"),  # type: ignore[arg-type]
     "over": (lambda: RMSNorm(over="heads"), UnknownNameError, "Did you mean 'head'"),  # type: ignore[arg-type]
     "gain": (lambda: RMSNorm(gain="dims"), UnknownNameError, "Did you mean 'dim'"),  # type: ignore[arg-type]
-    "value gain": (lambda: RMSNorm(value_gain="heads"), UnknownNameError, "value gain 'heads'"),  # type: ignore[arg-type]
+    "value gain": (lambda: RMSNorm(value_gain=["heads"]), UnknownNameError, "value gain .*'heads'"),  # type: ignore[arg-type]
     "eps": (lambda: RMSNorm(eps=-1e-6), InvalidValueError, "eps >= 0, got -1e-06"),
     "eps NaN": (lambda: L2Norm(eps=math.nan), InvalidValueError, "eps >= 0, got nan"),
     "bias without gain": (lambda: LayerNorm(bias=True), InvalidValueError, "gain 'dim' or 'head_dim', got gain 'none'"),

@@ -63,6 +63,14 @@ def _before_dashes(arguments: Sequence[str]) -> Sequence[str]:
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
+def _about_commas(words: Sequence[str], error: str) -> str:
+    """Returns what to add to an error that names a value with commas: several values may have been meant."""
+    values = [word.partition("=")[2] if word.startswith("--") else word for word in words]
+    meant = next((v.split(",") for v in values if "," in v and v in error and "=" not in v.partition(",")[2]), [])
+    dot = "" if error.endswith(".") else "."
+    return f"{dot} Where an option takes several values, spaces separate them: {' '.join(meant)}" if meant else ""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     try:
@@ -72,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
         code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # here a full disk can still be reported; at the interpreter's end it cannot
     except (CycloptsError, QkeelError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        text = " ".join(str(error).split())
+        print(f"error: {text}{_about_commas(words, text)}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print(f"interrupted. Go on with: {command_line()}", file=sys.stderr)

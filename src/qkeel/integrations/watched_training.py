@@ -59,6 +59,7 @@ class WatchedTraining:
         query_mask: Given | None,
         autopilot: bool | str | Policy,
     ) -> None:
+        super().__init__()  # of the trainer's own callback
         self.monitor: Monitor | None = None
         self.pilot: Autopilot | None = None
         self._policy: str | Policy | Literal[False] = "ladder" if autopilot is True else autopilot

@@ -75,3 +75,9 @@ def state_without(module: nn.Module, submodule: str) -> dict[str, Any]:
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Makes the module one of another class, such as the one that it had before torch parametrized it."""
     module.__class__ = cls
+
+
+def pickle_by(module: nn.Module, reduced: Callable[[Any, object], tuple[object, ...]]) -> None:
+    """Has a module that torch parametrized copied and pickled as `reduced(module, protocol)` says. The class is one
+    that torch made for this module alone, and which it does not let pickle."""
+    type(module).__reduce_ex__ = reduced  # type: ignore[assignment,method-assign]

@@ -16,7 +16,7 @@ from qkeel.functional.norms import wide
 from qkeel.handle import Handle
 from qkeel.patching.compiler_state import recomputing
 from qkeel.patching.graph_nodes import version_of
-from qkeel.patching.module_tables import parameters_of, put_first, set_class, state_without, submodules_of
+from qkeel.patching.module_tables import parameters_of, pickle_by, put_first, set_class, state_without, submodules_of
 from qkeel.remedies.base import Remedy, Target, compose_all, inside
 from qkeel.remedies.steps.join_optimizer import join
 
@@ -193,8 +193,7 @@ def _register(layer: nn.Module, scale: SpectralScale) -> None:
     # "unsafe" leaves out a trial forward, which would be taken for one of training.
     parametrize.register_parametrization(layer, "weight", scale, unsafe=True)
     layer.get_submodule("parametrizations").train(layer.training)
-    # The class is one that torch has just made for this layer alone, and which it does not let pickle.
-    layer.__class__.__reduce_ex__ = _reduced  # type: ignore[assignment,method-assign]
+    pickle_by(layer, _reduced)
 
 
 def _reduced(layer: nn.Module, protocol: object) -> tuple[object, ...]:

@@ -128,6 +128,8 @@ def band_call(
     mask = call.mask
     if mask is None:  # one that neither hides nor adds anything
         mask = call.q.new_ones((1, 1, 1, 1), dtype=torch.bool) if slopes is None else call.q.new_zeros(1, 1, 1, 1)
+    elif slopes is not None and mask.dtype == torch.bool:  # a bias has to be an added mask's
+        mask = call.q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
     return BandCall(**{**fields_of(call), **fields, "mask": mask, "low": low, "high": high, "slopes": slopes})  # type: ignore[arg-type]
 
 

@@ -63,7 +63,7 @@ def study_command(name: str) -> Callable[..., int]:
         asked = next((other for switch, other in study.instead.items() if given.get(switch)), study)
         config, table = configure(flags, recipe, asked.base or starting(flags))
         _check_table(table, study)
-        from qkeel.cli.studies.run_study import run_study
+        from qkeel.cli.studies.run_study import run_study  # loads torch, which --help does not wait for
 
         return run_study(name, *study.request(config, asked.grid, {**table, **given}), out=out, how=how)
 

@@ -77,8 +77,8 @@ def sum_lines(weights: Sequence[Tensor], squares: Sequence[Tensor], axes: Sequen
             means=means,
             variances=variances,
             maxima=[],
-            steps=[torch.zeros(())],
-            rates=[torch.zeros(len(own))],
+            steps=[weight.new_zeros(())],
+            rates=[weight.new_zeros(len(own))],
             squares=[own],
             axes=[axis],
         )

@@ -22,10 +22,11 @@ def deviation(device: torch.device) -> float:
     have rate 1, or 0 in every third; or that of the sums of squares, relative, if it is larger. Waits for the device.
     """
     drawn = torch.Generator().manual_seed(0)
-    weights, *gradients = ([torch.randn(s, generator=drawn).to(device) for s in _SHAPES] for _ in range(_STEPS + 1))
+    like = {"generator": drawn, "dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    weights, *gradients = ([torch.randn(s, **like).to(device) for s in _SHAPES] for _ in range(_STEPS + 1))
     rates = [(torch.arange(s[a], device=device) % 3 > 0).float() for s, a in zip(_SHAPES, _AXES)]
     means, variances, their_means, their_variances = ([torch.zeros_like(w) for w in weights] for _ in range(4))
-    steps, their_steps = ([torch.zeros((), device=device) for _ in weights] for _ in range(2))
+    steps, their_steps = ([w.new_zeros(()) for w in weights] for _ in range(2))
     squares = [torch.zeros(len(rate), dtype=torch.float64, device=device) for rate in rates]
     own, theirs = ([w.clone() for w in weights] for _ in range(2))
     t = AdamTensors(

@@ -59,7 +59,7 @@ class AdamPass:
 
     def _move(self, device: torch.device) -> None:
         """Keep what the pass reads and writes on the weights' device."""
-        self._rates = torch.ones(sum(self._n_lines), device=device)
+        self._rates = torch.ones(sum(self._n_lines), dtype=torch.float32, device=device)
         self._squares = torch.zeros(sum(self._n_lines) + 1, dtype=torch.float64, device=device)  # the last stays 0
         self._line_rates = self._rates.split(self._n_lines)
         self._line_squares = self._squares.split([*self._n_lines, 1])[:-1]

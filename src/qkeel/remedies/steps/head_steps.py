@@ -125,7 +125,12 @@ class HeadSteps:
 
     def _ready_adam(self) -> AdamPass | None:
         """The pass that takes the coming step over, if there is one and it can."""
-        why = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
+        if self._adam is None:
+            why = (
+                refusal(self._optimizer, [w for _, w in self._stepped]) or "it could not be when the remedy was applied"
+            )
+        else:
+            why = self._adam.refusal()
         way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
         if way != self.way:
             self.way = way
