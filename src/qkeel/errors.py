@@ -77,11 +77,10 @@ def needed(what: str, pip: str) -> Iterator[None]:
     """
     try:
         yield
-    except ModuleNotFoundError as error:
-        raise MissingLibraryError(f"{what} needs a library that is not installed: pip install {pip}") from error
     except ImportError as error:
-        advice = f"pip install --upgrade {pip}"
-        raise MissingLibraryError(f"{what} needs a library that cannot be imported ({error}): {advice}") from error
+        there = not isinstance(error, ModuleNotFoundError)
+        why = f"cannot be imported ({error}): pip install --upgrade" if there else "is not installed: pip install"
+        raise MissingLibraryError(f"{what} needs a library that {why} {pip}") from error
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:

@@ -9,7 +9,7 @@ import numpy as np
 
 from qkeel.autopilot.growing_heads import ahead, at_the_end, growing
 from qkeel.autopilot.policy import Action, Decision, Policy, Records
-from qkeel.errors import InvalidValueError
+from qkeel.errors import InvalidValueError, check
 from qkeel.monitor.alarms import thresholds
 from qkeel.monitor.alarms.rule import Alarm, Rule, Severity
 from qkeel.monitor.alarms.rules import Approach, Ceiling, EntropyCollapse, Growth, Outlook
@@ -64,8 +64,7 @@ class Ladder(Policy):
             if type(count) is not int or count < 1:
                 raise InvalidValueError(f"expected a whole number above 0 as {option} of ladder, got {count!r}")
         for option, flag in (("allow_new_parameters", self.allow_new_parameters), ("ask_for_rate", self.ask_for_rate)):
-            if not isinstance(flag, bool):
-                raise InvalidValueError(f"expected true or false as {option} of the policy ladder, got {flag!r}")
+            check(isinstance(flag, bool), f"true or false as {option} of the policy ladder", repr(flag))
 
     def decide(self, records: Records) -> tuple[Decision, ...]:
         series = records.history.series("max_logit")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, Self, final
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 from qkeel.metrics import Row
 from qkeel.monitor.alarms.forecast import Forecast
 from qkeel.monitor.alarms.history import History
@@ -116,8 +116,7 @@ class Decision:
     reason: str  #: in words
 
     def __post_init__(self) -> None:
-        if self.action not in list(Action):
-            raise unknown("action of an autopilot", self.action, list(Action))
+        check_known("action of an autopilot", self.action, list(Action))
         if not all(type(head) is int and head >= 0 for head in self.heads):
             raise InvalidTypeError(f"expected numbers of heads, got {self.heads!r}")
 

@@ -64,11 +64,11 @@ def _before_dashes(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _about_commas(words: Sequence[str], error: str) -> str:
-    """Returns what to add to an error that names a value with commas: several values may have been meant."""
+    """Returns an error with what is to be said if it names a value with commas: several may have been meant."""
     values = [word.partition("=")[2] if word.startswith("--") else word for word in words]
     meant = next((v.split(",") for v in values if "," in v and v in error and "=" not in v.partition(",")[2]), [])
-    dot = "" if error.endswith(".") else "."
-    return f"{dot} Where an option takes several values, spaces separate them: {' '.join(meant)}" if meant else ""
+    hint = f". Where an option takes several values, spaces separate them: {' '.join(meant)}"
+    return error.rstrip(".") + hint if meant else error
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,8 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # here a full disk can still be reported; at the interpreter's end it cannot
     except (CycloptsError, QkeelError) as error:
-        text = " ".join(str(error).split())
-        print(f"error: {text}{_about_commas(words, text)}", file=sys.stderr)
+        print("error: " + _about_commas(words, " ".join(str(error).split())), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print(f"interrupted. Go on with: {command_line()}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Literal, final
 
 import numpy as np
 
-from qkeel.errors import caution, needed, unknown
+from qkeel.errors import caution, check_known, needed
 from qkeel.frames.frame import Foreign, Frame
 from qkeel.records import disk
 
@@ -30,8 +30,7 @@ class TableFiles:
     """
 
     def __init__(self, folder: Path, kind: str, announced: dict[str, tuple[str, ...]] | None = None) -> None:
-        if kind not in TABLE_FORMATS:
-            raise unknown("table format", kind, TABLE_FORMATS)
+        check_known("table format", kind, TABLE_FORMATS)
         self.folder, self.kind = folder, kind
         self._arrow: Foreign = None
         if kind == "parquet":

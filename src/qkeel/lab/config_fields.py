@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, check_known
 
 T = TypeVar("T")
 _MOST = 1 << 53
@@ -37,8 +37,7 @@ def _plain(name: str, value: Any, kind: Any) -> Any:
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
-        if value not in choices:
-            raise unknown(f"value of {name}", value, choices)
+        check_known(f"value of {name}", value, choices)
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -58,8 +57,7 @@ def read_fields(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     kinds = field_types(cls)
     arguments: Json = {}
     for key, value in values.items():
-        if key not in kinds:
-            raise unknown(f"key in [{where}]" if where else "key", key, kinds)
+        check_known(f"key in [{where}]" if where else "key", key, kinds)
         nested = dataclasses.is_dataclass(kinds[key])
         arguments[key] = read_fields(kinds[key], value, f"{where}.{key}" if where else key) if nested else value
     return cls(**arguments)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, final
 
-from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.errors import InvalidTypeError, InvalidValueError, check
 from qkeel.lab.axes import SETTINGS, variants
 from qkeel.lab.config import RunConfig, with_values
 from qkeel.lab.config_fields import Json
@@ -103,10 +103,8 @@ class LongContexts:
         object.__setattr__(self, "test_lengths", tuple(sorted(set(self.test_lengths))))
         if type(self.sequences) is not int or type(self.continue_steps) is not int:
             raise InvalidTypeError(f"expected whole numbers as sequences and continue_steps, got {self}")
-        if self.sequences < 1:
-            raise InvalidValueError(f"expected at least 1 held-out sequence, got {self.sequences}")
-        if self.continue_steps < 1:
-            raise InvalidValueError(f"expected at least 1 step to train on, got {self.continue_steps}")
+        check(self.sequences >= 1, "at least 1 held-out sequence", self.sequences)
+        check(self.continue_steps >= 1, "at least 1 step to train on", self.continue_steps)
 
     def of(self, form: str) -> Self:
         """Those of one form; as trained where no method is asked of it."""

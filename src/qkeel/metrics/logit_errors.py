@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qkeel.errors import unknown
+from qkeel.errors import check_known
 
 # Bits behind the binary point of a number in [1, 2).
 FRACTION_BITS = {"fp8": 3, "bf16": 7, "fp16": 10, "fp32": 23}  # fp8: e4m3
@@ -49,6 +49,5 @@ def stored_logit_error(logit: float, dtype: str) -> float:
 
 
 def _fraction_bits(dtype: str) -> int:
-    if dtype not in FRACTION_BITS:
-        raise unknown("dtype", dtype, FRACTION_BITS)
+    check_known("dtype", dtype, FRACTION_BITS)
     return FRACTION_BITS[dtype]

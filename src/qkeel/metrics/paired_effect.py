@@ -10,7 +10,7 @@ from typing import Literal, final
 
 import numpy as np
 
-from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.errors import InvalidTypeError, InvalidValueError, check
 from qkeel.metrics.student_t import power, quantile, two_sided
 
 Verdict = Literal["better", "worse", "equal", "undecided"]
@@ -138,8 +138,7 @@ def _checked(differences: Sequence[float] | np.ndarray, margin: float | None, le
         raise InvalidValueError(f"expected finite differences, got {differences!r}: leave runs without a loss out")
     if margin is not None and not 0 < margin < math.inf:
         raise InvalidValueError(f"expected a margin above 0 or None, got {margin}")
-    if not 0 < level < 1:
-        raise InvalidValueError(f"expected a level between 0 and 1, got {level}")
+    check(0 < level < 1, "a level between 0 and 1", level)
     return values
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qkeel import dist
-from qkeel.errors import InvalidTypeError, InvalidValueError
+from qkeel.errors import InvalidTypeError, InvalidValueError, check
 from qkeel.sites.tap import Look, Phase
 
 
@@ -44,8 +44,7 @@ class Every(Cadence):
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int):
             raise InvalidTypeError(f"expected a whole number of steps between two measurements, got {self.n!r}")
-        if self.n < 1:
-            raise InvalidValueError(f"expected at least 1 step between two measurements, got {self.n}")
+        check(self.n >= 1, "at least 1 step between two measurements", self.n)
 
     def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
         return step % self.n == 0
@@ -90,10 +89,8 @@ class Adaptive(Cadence):
     brackets = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise InvalidValueError(f"expected 1 <= least <= most, got least={self.least}, most={self.most}")
-        if not self.change > 0:
-            raise InvalidValueError(f"expected a change above 0 (0.1 is ten per cent), got {self.change}")
+        check(1 <= self.least <= self.most, "1 <= least <= most", f"least={self.least}, most={self.most}")
+        check(self.change > 0, "a change above 0 (0.1 is ten per cent)", self.change)
 
     def due(self, step: int, last: int | None, bound_ratio: float) -> bool:
         if last is None or step - last >= self.most:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
-from qkeel.errors import InvalidValueError, ShapeError, unknown
+from qkeel.errors import InvalidValueError, ShapeError, check, check_known
 from qkeel.functional.updates import repeat_groups
 from qkeel.sites.calls.head_layout import Layout
 from qkeel.spec import AttentionSpec
@@ -177,8 +177,7 @@ class Reading:
         known = set("dt") <= set(letters) <= set("bhtdn") and len(set(letters)) == len(letters)
         if not known or not re.fullmatch(_LAYOUT, self.layout):
             raise InvalidValueError(f"expected a layout of b h t d (and n) such as 'b t (h d)', got {self.layout!r}")
-        if not 0 <= self.part < self.parts:
-            raise InvalidValueError(f"expected part 0 to {self.parts - 1} of {self.parts}, got {self.part}")
+        check(0 <= self.part < self.parts, f"part 0 to {self.parts - 1} of {self.parts}", self.part)
 
     @property
     def groups(self) -> list[str]:
@@ -229,8 +228,7 @@ class NormGain:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise unknown("kind of norm", self.kind, get_args(Kind))
+        check_known("kind of norm", self.kind, get_args(Kind))
 
     @property
     def length(self) -> float:

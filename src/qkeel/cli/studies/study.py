@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from qkeel.cli.flags import Flag, Settings, configure, starting, view
-from qkeel.errors import unknown
+from qkeel.errors import check_known
 from qkeel.lab.plan import Option, Study
 from qkeel.lab.studies import STUDIES, find_study
 
@@ -96,5 +96,4 @@ def _check_table(table: Settings, study: Study) -> None:
     """Raises UnknownNameError for a key of a recipe's [study] table that the study does not know."""
     known = [*(option.name for option in study.options if option.kind is not bool), *study.axes]
     for key in table:
-        if key not in known:
-            raise unknown("key in [study]", key, known)
+        check_known("key in [study]", key, known)

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError
+from qkeel.errors import InvalidTypeError, InvalidValueError, QkeelError, check
 from qkeel.lab.config import RunConfig
 from qkeel.lab.config_fields import Json
 from qkeel.lab.execution.lifeline import begin_worker, lifeline
@@ -75,8 +75,7 @@ def units_of(jobs: Sequence[Job], workers: int, stack: How) -> list[list[Job]]:
     """The jobs in units, those of one unit trained as one; the longest first, so that no worker ends long after the
     others. `stack` says which train as one, see `plan_stacks`; it changes no number.
     """
-    if workers < 1:
-        raise InvalidValueError(f"expected at least 1 worker, got {workers}")
+    check(workers >= 1, "at least 1 worker", workers)
     # What is done with the weights afterwards is done run by run.
     units = [[job] for job in jobs if job.contexts is not None]
     units += plan_stacks([(RunConfig.from_dict(j.config), j) for j in jobs if j.contexts is None], stack, workers)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Literal
 
-from qkeel.errors import unknown
+from qkeel.errors import check_known
 from qkeel.lab.config import DataConfig, ModelConfig, OptimConfig, RunConfig, with_values
 from qkeel.lab.plan import Given, Grid, LongContexts, Option, PlannedRun, Request, Study, product
 from qkeel.registry import lookup, parse
@@ -42,8 +42,7 @@ def runs(base: RunConfig, grid: Grid) -> list[PlannedRun]:
 
 
 def _sizes(model: ModelConfig, block: str) -> dict[str, object]:
-    if block not in BLOCKS:
-        raise unknown("block of the extrapolation study", block, BLOCKS)
+    check_known("block of the extrapolation study", block, BLOCKS)
     if block == "gau":
         layers = 2 * model.n_layers
         return {"block": "gau", "n_heads": 1, "n_kv_heads": None, "head_dim": model.d_model, "n_layers": layers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkeel.errors import unknown
+from qkeel.errors import check_known
 from qkeel.lab.config import DataConfig, OptimConfig, RunConfig, with_values
 from qkeel.lab.plan import AXIS_OPTIONS, Grid, Option, PlannedRun, Study, product
 from qkeel.registry import lookup, parse
@@ -90,8 +90,7 @@ def mixed(base: RunConfig, mix: str) -> RunConfig:
     term = parse(mix)[0]
     fields = dict(lookup("data mix", MIXES, term.name))
     for option, value in term.options.items():
-        if option not in _OPTIONS:
-            raise unknown(f"option of mix {term.name}", option, _OPTIONS)
+        check_known(f"option of mix {term.name}", option, _OPTIONS)
         fields[_OPTIONS[option]] = value
     order = fields.pop("norm_order", base.model.norm_order)
     return with_values(base, model={"norm_order": order}, data={"task": "multimodal"}, images=fields)

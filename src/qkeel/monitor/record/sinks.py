@@ -15,7 +15,7 @@ from typing import final
 
 import numpy as np
 
-from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, unknown
+from qkeel.errors import InvalidTypeError, InvalidValueError, RunDirectoryError, check_known, unknown
 from qkeel.monitor.alarms.rule import Alarm, Severity
 from qkeel.monitor.record.sample import Sample
 from qkeel.monitor.record.sample_table import sample_line
@@ -224,6 +224,5 @@ def _build(term: Term) -> Sink:
     cls: type[Sink] = vars(importlib.import_module(module))[name]
     known = list(inspect.signature(cls).parameters)
     for key in term.options:
-        if key not in known:
-            raise unknown(f"option of {term.name}", key, known)
+        check_known(f"option of {term.name}", key, known)
     return cls(**{key: str(value) for key, value in term.options.items()})

@@ -125,12 +125,8 @@ class HeadSteps:
 
     def _ready_adam(self) -> AdamPass | None:
         """The pass that takes the coming step over, if there is one and it can."""
-        if self._adam is None:
-            why = (
-                refusal(self._optimizer, [w for _, w in self._stepped]) or "it could not be when the remedy was applied"
-            )
-        else:
-            why = self._adam.refusal()
+        now = refusal(self._optimizer, [w for _, w in self._stepped]) if self._adam is None else self._adam.refusal()
+        why = now or ("the weights were of another kind when the remedy came" if self._adam is None else "")
         way = f"copied and rescaled: {why}" if why else "scaled in the optimizer's own pass"
         if way != self.way:
             self.way = way

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from qkeel.errors import InvalidValueError, unknown
+from qkeel.errors import InvalidValueError, check_known
 from qkeel.kernels.contract import Refusal
 from qkeel.patching.module_tables import submodules_of
 from qkeel.remedies.base import Heads, Remedy, where
@@ -44,8 +44,7 @@ def sites_of(heads: Heads | None, sites: Sequence[AttentionSite], remedy: str) -
         return list(sites)
     known = {site.name: site for site in sites}
     for name, own in heads:
-        if name not in known:
-            raise unknown(f"site of {remedy}", name, known)
+        check_known(f"site of {remedy}", name, known)
         if own and max(own) >= known[name].n_heads:
             raise InvalidValueError(
                 f"expected heads 0 to {known[name].n_heads - 1} of {where(known[name])} for {remedy}, got {max(own)}"
