@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # here a full disk can still be reported; at the interpreter's end it cannot
     except (CycloptsError, QkeelError) as error:
-        print("error: " + _about_commas(words, " ".join(str(error).split())), file=sys.stderr)
+        print("error: " + _about_commas(_before_dashes(arguments), " ".join(str(error).split())), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print(f"interrupted. Go on with: {command_line()}", file=sys.stderr)
