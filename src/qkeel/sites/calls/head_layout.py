@@ -39,10 +39,9 @@ class Layout:
         """
         if len(shape) != len(self.groups):
             return None
-        # Lists: torch.compile knows no call of math.prod with a generator.
         sizes, groups = iter(self.sizes), list(self.groups)
         for place, (n, group) in enumerate(zip(shape, self.groups)):
-            heads = math.prod([next(sizes) for letter in group if letter == "h"])
+            heads = math.prod([next(sizes) for letter in group if letter == "h"])  # torch.compile takes no generator
             if n % heads or (n != heads and group == "h" and len(shape) > 3):
                 return None
             if n != heads and group == "h":
