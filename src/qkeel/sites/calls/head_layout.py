@@ -41,7 +41,7 @@ class Layout:
             return None
         sizes, groups = iter(self.sizes), list(self.groups)
         for place, (n, group) in enumerate(zip(shape, self.groups)):
-            heads = math.prod(next(sizes) for letter in group if letter == "h")
+            heads = math.prod([next(sizes) for letter in group if letter == "h"])  # torch.compile takes no generator
             if n % heads or (n != heads and group == "h" and len(shape) > 3):
                 return None
             if n != heads and group == "h":
@@ -54,7 +54,7 @@ class Layout:
             return x
         sizes, order = self._single(x.shape)
         letters = "".join(self.groups)
-        shape = [math.prod(n for n, letter in zip(sizes, letters) if letter == role) for role in "bhts"]
+        shape = [math.prod([n for n, letter in zip(sizes, letters) if letter == role]) for role in "bhts"]
         return x.reshape(sizes).permute(order).reshape(shape)
 
     def undo(self, x: Shaped[Tensor, "b h t s"], shape: Sequence[int]) -> Shaped[Tensor, ...]:
